@@ -1,0 +1,35 @@
+# Every target works in a fresh clone with nothing installed: the virtual environment is made when it is missing or older than pyproject.toml.
+PYTHON ?= python3
+VENV := .venv
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
+WHEEL := build/wheel-test
+
+.PHONY: perplexity test bench wheel-test clean
+
+perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
+	$(VENV)/bin/ggml-py perplexity $(ARGS)
+
+test: $(VENV)/installed
+	$(VENV)/bin/python -m pytest tests $(ARGS)
+
+bench: $(VENV)/installed
+	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)
+
+# The wheel, alone in an empty environment and run from another folder; build/lib would carry deleted modules into it.
+wheel-test:
+	rm -rf build
+	mkdir -p $(WHEEL)/elsewhere
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip wheel --quiet --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) .
+	$(WHEEL)/venv/bin/python $(PIP_INSTALL) $(WHEEL)/ggml_py-*.whl
+	cd $(WHEEL)/elsewhere && ../venv/bin/python -I $(CURDIR)/tests/wheel_check.py $(CURDIR)
+
+$(VENV)/installed: pyproject.toml Makefile
+	@echo "creating $(VENV): numba, numpy, pytest and others; this takes a minute or two"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build ggml_py.egg-info .pytest_cache .hypothesis .benchmarks
+	find ggml_py kernels quant tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

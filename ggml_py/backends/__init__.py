@@ -1,0 +1,22 @@
+"""Where graphs run. A backend owns memory and binds nodes to the kernels of its device; all give the same bits.
+
+A backend has: `device`; `empty(n_bytes)` (zeroed) and `upload(array)`, which give a buffer, and `free(buffer)`; `write(buffer, offset, bytes)`
+and `read(buffer, offset, n_bytes)`; `bind(node)`, which makes a step of a node whose operands have storage; `run(steps)`; `close()`.
+"""
+from ..errors import UserError
+
+
+def open_backend(device: str = "auto"):
+    """The backend of "cpu", "cuda", "cuda:N" or "auto" (the first GPU if there is one); UserError when it is not to be had."""
+    kind, _, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or index and (kind != "cuda" or not index.isdecimal()):
+        raise UserError(f"--device: {device!r} is not a device; allowed: auto, cpu, cuda, cuda:N")
+    if kind != "cpu":
+        from . import cuda
+        missing = cuda.unavailable(int(index or 0))
+        if missing is None:
+            return cuda.CUDABackend(int(index or 0))
+        if kind == "cuda":
+            raise UserError(f"--device: {device}: {missing}")
+    from .cpu import CPUBackend
+    return CPUBackend()

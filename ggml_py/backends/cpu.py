@@ -1,0 +1,154 @@
+"""The CPU: numpy memory and the kernels of kernels/cpu (or kernels/reference), compiled on first use and kept on disk."""
+from functools import partial
+from importlib import import_module
+from math import prod
+from typing import Callable
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from ..errors import UserError
+from ..graph import Tensor
+from ..ops import OPS
+from ..quant.formats import CHUNK
+from ..storage import CACHE_TYPES, DTYPES, activation_planes, n_bytes
+
+BINDERS: dict[str, Callable] = {}  # op -> function of (kernel, node, *operands, out) that gives a step
+
+
+def binds(*names: str):
+    def register(binder):
+        BINDERS.update((name, binder) for name in names)
+        return binder
+    return register
+
+
+class CPUBackend:
+    """room: "cpu", or "reference" to run the definition itself."""
+
+    def __init__(self, room: str = "cpu", device: str = "cpu"):
+        self.room, self.device = room, device
+        from ..kernels.compile import check_cpu
+        try:
+            check_cpu()
+        except RuntimeError as error:
+            raise UserError(str(error)) from None
+
+    @property
+    def name(self) -> str:
+        return llvm.get_host_cpu_name()
+
+    def empty(self, n_bytes: int) -> np.ndarray:
+        raw = np.zeros(n_bytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return raw[start:start + n_bytes]
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        """array: contiguous, any dtype. It is kept, not copied, when its memory is 64-byte aligned (tiles are asked to be)."""
+        flat = array.reshape(-1).view(np.uint8)
+        if flat.ctypes.data % 64:
+            flat, source = self.empty(flat.size), flat
+            flat[:] = source
+        return flat
+
+    def free(self, buffer) -> None:
+        pass
+
+    def write(self, buffer: np.ndarray, offset: int, data: np.ndarray) -> None:
+        buffer[offset:offset + data.size] = data
+
+    def read(self, buffer: np.ndarray, offset: int, n_bytes: int) -> np.ndarray:
+        return buffer[offset:offset + n_bytes].copy()
+
+    def view(self, tensor: Tensor):
+        """A tensor's memory as its kernels take it: an array; (q, d, sums) of activation blocks; uint32 words of tiles; rows of a cache."""
+        buffer, offset = tensor.base.storage
+
+        def part(first, n, dtype, shape):
+            return buffer[offset + first:offset + first + n * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+        if tensor.dtype == "act":
+            n_rows, n_chunks = tensor.shape[0], -(-tensor.shape[1] // CHUNK)
+            q, d, sums, _ = activation_planes(*tensor.shape)
+            return (part(q, n_rows * n_chunks * CHUNK, np.int16, (n_rows, -1)), part(d, n_rows * n_chunks, np.float32, (n_rows, -1)),
+                    part(sums, n_rows * n_chunks * 16, np.int32, (n_rows, -1)))
+        if tensor.dtype in DTYPES:
+            return part(0, prod(tensor.shape), DTYPES[tensor.dtype], tensor.shape)
+        if tensor.dtype in CACHE_TYPES:
+            return buffer[offset:offset + n_bytes(tensor)].view(CACHE_TYPES[tensor.dtype][2]).reshape(tensor.shape[0], -1)
+        return part(0, n_bytes(tensor) // 4, np.uint32, -1)
+
+    def bind(self, node: Tensor) -> Callable[[], None]:
+        return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), self.view(node))
+
+    def kernel(self, op: str):
+        if op == "cpy":
+            return np.copyto
+        return getattr(import_module(f"..kernels.{self.room}.{OPS[op].module}", __package__), op)
+
+    def run(self, steps) -> None:
+        for step in steps:
+            step()
+
+    def close(self) -> None:
+        pass
+
+
+# Binders: (kernel, node, *operands as `view` gives them, out) -> step. The kernel is the function of the op's name in the backend's room.
+
+@binds("quantize")
+def bind_quantize(kernel, node, x, out):
+    return partial(kernel, x, *out)
+
+
+@binds("mul_mat")
+def bind_mul_mat(kernel, node, words, x, out):
+    return partial(kernel(node.src[0].dtype), words, *(x if isinstance(x, tuple) else (x,)), out)
+
+
+@binds("get_rows")
+def bind_get_rows(kernel, node, words, ids, out):
+    return partial(kernel(node.src[0].dtype), words, ids, out)
+
+
+@binds("take_rows", "swiglu")
+def bind_plain(kernel, node, *operands):
+    return partial(kernel, *operands)
+
+
+@binds("rms_norm")
+def bind_rms_norm(kernel, node, x, w, out):
+    return partial(kernel, x.reshape(-1, w.size), w, np.float32(node.params["eps"]), out.reshape(-1, w.size))
+
+
+@binds("add", "mul")
+def bind_binary(kernel, node, x, y, out):
+    return partial(kernel, x, y.reshape(-1, x.shape[-1]), out)
+
+
+@binds("scale")
+def bind_scale(kernel, node, x, out):
+    return partial(kernel, x, np.float32(node.params["factor"]), out)
+
+
+@binds("rope")
+def bind_rope(kernel, node, x, pos, table, out):
+    heads = (len(x), node.params["n_head"], x.shape[1] // node.params["n_head"])
+    return partial(kernel, x.reshape(heads), pos, table, node.params["neox"], out.reshape(heads))
+
+
+@binds("set_rows")
+def bind_set_rows(kernel, node, cache, x, rows, out):
+    return partial(kernel(node.dtype), x, rows, cache)
+
+
+@binds("flash_attn_ext")
+def bind_flash_attn_ext(kernel, node, q, k, v, seq, pos, present, out):
+    n_head = node.params["n_head"]
+    q, out = (a.reshape(len(a), n_head, a.shape[1] // n_head) for a in (q, out))
+    return partial(kernel(node.src[1].dtype, node.src[2].dtype), q, k, v, node.params["n_head_kv"], seq, pos, present, np.float32(node.params["scale"]), out)
+
+
+@binds("cpy")
+def bind_cpy(kernel, node, x, out):
+    return partial(np.copyto, out, x)

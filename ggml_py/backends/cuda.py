@@ -1,0 +1,185 @@
+"""One NVIDIA GPU: memory and a stream of cuda-core, and the kernels of kernels/cuda as prepared launches."""
+from __future__ import annotations
+
+from importlib import import_module
+from math import prod
+from typing import Callable
+
+import numpy as np
+
+from ..graph import Tensor
+from ..ops import OPS
+
+BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses, out) that gives a launch
+
+
+def unavailable(ordinal: int) -> str | None:
+    """Why cuda:ordinal cannot be used, in a few words; None if it can."""
+    try:
+        from numba import cuda as numba_cuda
+        from cuda.bindings import driver
+    except ImportError as error:
+        return f"numba-cuda is not installed ({error}); install ggml-py[cu13] or ggml-py[cu12]"
+    if "numba_cuda" not in numba_cuda.__file__:
+        return "numba.cuda is numba's built-in target, numba-cuda is not in effect"
+    try:
+        if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
+            return "no NVIDIA GPU found"
+        status, count = driver.cuDeviceGetCount()
+    except RuntimeError:  # the driver's library is not there
+        return "no NVIDIA driver found"
+    if status != driver.CUresult.CUDA_SUCCESS or not count:
+        return "no NVIDIA GPU found"
+    return None if ordinal < count else f"this machine has {count} GPUs, cuda:0 to cuda:{count - 1}"
+
+
+class CUDABackend:
+    """All work is ordered by one stream; `read` waits for it."""
+
+    def __init__(self, ordinal: int = 0):
+        from ..errors import UserError
+        from ..kernels.cuda.launch import Target
+        try:
+            self.target = Target(ordinal)
+        except RuntimeError as error:
+            raise UserError(f"--device: {error}") from None
+        self.device = f"cuda:{ordinal}"
+        self.stream = self.target.device.create_stream()
+
+    @property
+    def name(self) -> str:
+        return self.target.device.name
+
+    def driver_version(self) -> str:
+        """The CUDA version of the driver, such as 13.0."""
+        from cuda.bindings import driver
+        status, number = driver.cuDriverGetVersion()
+        _check((status,))
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    def empty(self, n_bytes: int):
+        buffer = self.target.device.allocate(max(n_bytes, 256), stream=self.stream)
+        buffer.fill(0, stream=self.stream)
+        return buffer
+
+    def upload(self, array: np.ndarray):
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        buffer = self.target.device.allocate(max(data.size, 256), stream=self.stream)
+        self.write(buffer, 0, data)
+        return buffer
+
+    def free(self, buffer) -> None:
+        buffer.close(self.stream)
+
+    def write(self, buffer, offset: int, data: np.ndarray) -> None:
+        """From pageable memory: the driver has taken the bytes when this returns; the copy is in stream order."""
+        from cuda.bindings import driver
+        if data.size:
+            _check(driver.cuMemcpyHtoDAsync(int(buffer.handle) + offset, data.ctypes.data, data.size, self._handle))
+
+    def read(self, buffer, offset: int, n_bytes: int) -> np.ndarray:
+        """Synchronous: waits for everything in the stream."""
+        from cuda.bindings import driver
+        data = np.empty(n_bytes, np.uint8)
+        if n_bytes:
+            _check(driver.cuMemcpyDtoHAsync(data.ctypes.data, int(buffer.handle) + offset, n_bytes, self._handle))
+        self.stream.sync()
+        return data
+
+    @property
+    def _handle(self):
+        return self.stream.handle
+
+    def bind(self, node: Tensor):
+        launch = getattr(import_module(f"..kernels.cuda.{OPS[node.op].module}", __package__), node.op)
+        return BINDERS[node.op](launch, self.target, node, *map(address, node.src), address(node))
+
+    def run(self, steps) -> None:
+        stream = self.stream
+        for step in steps:
+            step(stream)
+
+    def close(self) -> None:
+        self.stream.sync()
+        self.stream.close()
+
+
+def _check(result) -> None:
+    from cuda.bindings import driver
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA: {result[0].name}")
+
+
+def address(tensor: Tensor) -> int:
+    buffer, offset = tensor.base.storage
+    return int(buffer.handle) + offset
+
+
+# Binders: (launch function, target, node, *addresses, out) -> launch. The launch function is the one of the op's name in kernels/cuda.
+
+def binds(*names: str):
+    def register(binder):
+        BINDERS.update((name, binder) for name in names)
+        return binder
+    return register
+
+
+@binds("quantize")
+def bind_quantize(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape)
+
+
+@binds("mul_mat")
+def bind_mul_mat(launch, target, node, words, x, out):
+    w = node.src[0]
+    return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
+
+
+@binds("get_rows")
+def bind_get_rows(launch, target, node, words, ids, out):
+    return launch(target, node.src[0].dtype, words, ids, out, *node.shape)
+
+
+@binds("take_rows")
+def bind_take_rows(launch, target, node, x, ids, out):
+    return launch(target, x, ids, out, *node.shape)
+
+
+@binds("rms_norm")
+def bind_rms_norm(launch, target, node, x, w, out):
+    n_cols = node.src[1].shape[0]
+    return launch(target, x, w, out, prod(node.shape) // n_cols, n_cols, node.params["eps"])
+
+
+@binds("add", "mul")
+def bind_binary(launch, target, node, x, y, out):
+    return launch(target, x, y, out, *node.shape, node.shape[0] if node.src[1].shape == node.shape else 1)
+
+
+@binds("scale")
+def bind_scale(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape, node.params["factor"])
+
+
+@binds("swiglu")
+def bind_swiglu(launch, target, node, gate, up, out):
+    return launch(target, gate, up, out, *node.shape)
+
+
+@binds("rope")
+def bind_rope(launch, target, node, x, pos, table, out):
+    n_head = node.params["n_head"]
+    return launch(target, x, pos, table, out, node.shape[0], n_head, node.shape[1] // n_head, 2 * node.src[2].shape[1], node.params["neox"])
+
+
+@binds("set_rows")
+def bind_set_rows(launch, target, node, cache, x, rows, out):
+    return launch(target, node.dtype, x, rows, cache, *node.src[1].shape)
+
+
+@binds("flash_attn_ext")
+def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, out):
+    n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
+    n, q_cols = node.src[0].shape
+    return launch(target, node.src[1].dtype, node.src[2].dtype, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, q_cols // n_head,
+                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"])

@@ -1,0 +1,277 @@
+"""The command line: each command is one function of its options.
+
+Exit codes: 0; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
+Anything else is a bug and shows its traceback.
+
+Imports of weight happen inside the commands, so that mistakes and --help are answered at once.
+"""
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+from . import __version__
+from .errors import UserError
+
+CACHE_TYPES = ["f32", "f16", "q8_0"]
+DEMO_TEXT = Path(__file__).parent / "demo" / "prose.txt"
+DEMO_MODEL = "smollm2"
+
+
+# Parsing
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def at_least(least: int, most: int = 2**63 - 1):
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}" if value < least else f"must be at most {most}, got {value}")
+        return value
+    return parse
+
+
+def all_or_at_least_one(text: str) -> int:
+    return -1 if text == "-1" else at_least(1)(text)
+
+
+def number(low: float, high: float):
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be {low:g} to {high:g}, got {text}")
+        return value
+    return parse
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return "cuda:0" if text == "cuda" else text
+
+
+def build_parser() -> Parser:
+    options = dict(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ggml-py {__version__}")
+    commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
+
+    def command(name: str, function, help: str):
+        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **options)
+        sub.set_defaults(command=function)
+        return sub
+
+    def add_cache_types(sub):
+        sub.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K in the KV cache")
+        sub.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V in the KV cache")
+
+    def add_model(sub, n_ctx: int | None, n_ctx_help: str, model: str | None = None):
+        sub.add_argument("-m", "--model", default=model, required=model is None, help="a GGUF file, or smollm2")
+        sub.add_argument("-c", "--ctx-size", type=at_least(1), default=n_ctx, help=n_ctx_help)
+        sub.add_argument("-b", "--batch-size", type=at_least(1), default=2048, help="tokens of a logical batch")
+        sub.add_argument("-ub", "--ubatch-size", type=at_least(1), default=512, help="tokens computed at once; changes the speed, never a bit")
+        add_cache_types(sub)
+        sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
+        sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
+        sub.add_argument("--verbose", action="store_true", help="describe model and memory plan on stderr")
+
+    sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
+    add_model(sub, None, "tokens of a window; 512, or as in the base file that is compared with", DEMO_MODEL)
+    sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
+    sub.add_argument("--chunks", type=all_or_at_least_one, default=-1, help="windows at most; -1: all")
+    sub.add_argument("--ppl-stride", type=at_least(0), default=0, help="distance of overlapping windows; 0: windows side by side")
+    sub.add_argument("--kl-divergence-base", "--save-all-logits", type=Path, metavar="FILE",
+                     help="the base file, written unless --kl-divergence is given")
+    sub.add_argument("--kl-divergence", action="store_true", help="compare with the base file, on its tokens")
+
+    sub = command("pull", pull_command, "fetch a model by name and print its path")
+    sub.add_argument("model", metavar="NAME", help="smollm2")
+
+    sub = command("logits", logits_command, "logits of token ids, float32 [n, n_vocab]")
+    add_model(sub, None, "context; the number of tokens by default")
+    sub.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="token ids, one-dimensional")
+    sub.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.npy", help="where the logits go")
+
+    sub = command("info", info_command, "metadata, tensors by type, memory needed")
+    sub.add_argument("model", metavar="MODEL", help="a GGUF file, or smollm2")
+    sub.add_argument("-c", "--ctx-size", type=at_least(1), default=4096, help="positions that the KV cache is reckoned for")
+    add_cache_types(sub)
+
+    sub = command("run", run_command, "continue a prompt, or answer it with --chat")
+    add_model(sub, None, "context; prompt and new tokens by default")
+    sub.add_argument("-p", "--prompt", required=True, help="the text to continue")
+    sub.add_argument("-n", "--n-predict", type=all_or_at_least_one, default=128, help="new tokens at most; -1: until the model ends or -c is full")
+    sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    sub.add_argument("--temp", type=number(0, 1e6), default=0.0, help="0: always the likeliest token")
+    sub.add_argument("--seed", type=at_least(0), default=0, help="of the draws; the same seed is the same text")
+    sub.add_argument("--top-k", type=at_least(0), default=40, help="0: off")
+    sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
+    sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
+    return parser
+
+
+# What the commands share
+
+def existing(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, expected a file")
+    return path
+
+
+def load(options, load_model):
+    """The model of -m on the device of --device, with the threads of -t."""
+    from .pull import resolve
+    path = existing(resolve(options.model, sys.stderr))
+    if options.threads is not None:
+        import numba
+        if options.threads > numba.config.NUMBA_NUM_THREADS:
+            raise UserError(f"-t: this machine has {numba.config.NUMBA_NUM_THREADS} CPU threads, got {options.threads}")
+        numba.set_num_threads(options.threads)
+    if load_model is None:
+        from .model import Model
+        load_model = Model.load
+    return load_model(path, device=options.device)
+
+
+def settings_of(options, **more):
+    """What the options of add_model say about contexts."""
+    from .perplexity import Settings
+    return Settings(n_batch=options.batch_size, n_ubatch=options.ubatch_size, type_k=options.cache_type_k, type_v=options.cache_type_v,
+                    verbose=options.verbose, **more)
+
+
+# The commands
+
+def perplexity_command(options, load_model):
+    import time
+    from . import kl_divergence
+    from .perplexity import perplexity, read_text, strided_perplexity
+    base_path = options.kl_divergence_base
+    if options.kl_divergence and base_path is None:
+        raise UserError("--kl-divergence: needs --kl-divergence-base FILE to compare with")
+    if options.ppl_stride and base_path is not None:
+        raise UserError("--ppl-stride: base files hold windows side by side, not strided ones")
+    base = kl_divergence.BaseFile(existing(base_path)) if options.kl_divergence else None
+    if base and options.ctx_size not in (None, base.n_ctx):
+        raise UserError(f"-c: {base_path} was made with -c {base.n_ctx}, got {options.ctx_size}")
+    text = None if base else read_text(existing(options.file))
+    settings = settings_of(options, n_ctx=base.n_ctx if base else options.ctx_size or 512, n_chunks=options.chunks, stride=options.ppl_stride)
+    with load(options, load_model) as model:
+        if base:
+            kl_divergence.compare(model, base, settings, sys.stdout, sys.stderr)
+            return
+        print("perplexity: tokenizing the input ..", file=sys.stderr)
+        start = time.perf_counter()
+        tokens = model.tokenizer.encode(text)
+        print(f"perplexity: tokenization took {1e3 * (time.perf_counter() - start):g} ms", file=sys.stderr)
+        if settings.stride:
+            strided_perplexity(model, tokens, settings, sys.stdout, sys.stderr)
+            return
+        writer = None
+        if base_path is not None:
+            print(f"perplexity: saving all logits to {base_path}", file=sys.stderr)
+            writer = lambda windows: kl_divergence.base_writer(base_path, model.n_vocab, windows)
+        perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer)
+
+
+def pull_command(options, load_model):
+    from .pull import pull
+    print(pull(options.model, sys.stderr))
+
+
+def logits_command(options, load_model):
+    import numpy as np
+    from .files import replacing
+    from .perplexity import LogitsDigest, new_context
+    path = existing(options.tokens)
+    try:
+        tokens = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path}: not an array file of numpy: {error}") from None
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
+        found = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else "an archive"
+        raise UserError(f"{path}: token ids must be a one-dimensional array of integers, at least one, got {found}")
+    with load(options, load_model) as model:
+        bad = np.flatnonzero((tokens < 0) | (tokens >= model.n_vocab))
+        if len(bad):
+            raise UserError(f"{path}: token {bad[0]} is {tokens[bad[0]]}, must be 0 to {model.n_vocab - 1}")
+        n_ctx = options.ctx_size or len(tokens)
+        if len(tokens) > n_ctx:
+            raise UserError(f"-c: {len(tokens)} tokens do not fit into a context of {n_ctx}")
+        digest = LogitsDigest()
+        with new_context(model, settings_of(options), n_ctx, 1, sys.stderr) as context, replacing(options.output) as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (len(tokens), model.n_vocab)})
+            for start in range(0, len(tokens), options.batch_size):
+                rows = np.ascontiguousarray(context.decode(tokens[start:start + options.batch_size], logits="all"), dtype="<f4")
+                file.write(rows)
+                digest.update(rows)
+    print(f"digest: {digest.hexdigest()}")
+
+
+def info_command(options, load_model):
+    from .gguf_file import GGUFFile
+    from .info import print_info
+    from .pull import resolve
+    with GGUFFile.open(existing(resolve(options.model, sys.stderr))) as file:
+        print_info(file, options.ctx_size, options.cache_type_k, options.cache_type_v, sys.stdout)
+
+
+def run_command(options, load_model):
+    from .chat import encode_chat
+    from .perplexity import new_context
+    from .sampling import Sampling, generate
+    from .tokenizer import Detokenizer
+    sampling = Sampling(options.temp, options.top_k, options.top_p, options.min_p, options.seed)
+    with load(options, load_model) as model:
+        tokenizer = model.tokenizer
+        prompt = encode_chat(tokenizer, [{"role": "user", "content": options.prompt}]) if options.chat else tokenizer.encode(options.prompt)
+        if not len(prompt):
+            raise UserError("-p: the prompt has no tokens")
+        n_ctx = options.ctx_size or (model.n_ctx_train if options.n_predict < 0 else len(prompt) + options.n_predict)
+        room = n_ctx - len(prompt)
+        if room < max(1, options.n_predict):
+            raise UserError(f"-c: a prompt of {len(prompt)} tokens and {max(1, options.n_predict)} new ones do not fit into a context of {n_ctx}")
+        n_new, text = room if options.n_predict < 0 else options.n_predict, Detokenizer(tokenizer)
+        with new_context(model, settings_of(options), n_ctx, 1, sys.stderr) as context:
+            for token in generate(context, prompt, n_new, sampling, tokenizer.is_end_of_generation):
+                print(text.feed(token), end="", flush=True)
+        print(text.finish())
+
+
+# Errors
+
+def fail(message: str) -> int:
+    print("ggml-py: error:", " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def execute(argv=None, load_model=None) -> int:
+    """Run one command; see __main__.main."""
+    if (sys.stdout.encoding or "utf-8").lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ± or Δ shows a question mark
+    try:
+        options = build_parser().parse_args(argv)
+        options.command(options, load_model)
+        sys.stdout.flush()
+        return 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 141
+    except UserError as error:
+        return fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return fail(f"{error.filename}: {error.strerror}")

@@ -1,0 +1,81 @@
+"""Computation graphs in the style of ggml: tensors are made by ops, a graph is the list of nodes in the order they were made."""
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from .ops import OPS, ShapeError
+from .quant.formats import FORMATS
+
+
+class GraphError(ValueError):
+    """A node that cannot be: names the node, its op and the shapes."""
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A leaf (weight, cache, input) or a node. `storage` of leaves: (buffer of the backend, byte offset); nodes get theirs from the plan."""
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    op: str | None = None
+    src: tuple["Tensor", ...] = ()
+    params: dict[str, Any] = field(default_factory=dict)
+    device: str | None = None
+    storage: Any = None
+
+    def __repr__(self):
+        return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
+
+    @property
+    def base(self) -> "Tensor":
+        """The tensor whose memory this one's is: itself, or the cache that an in-place op wrote."""
+        return self.src[0].base if self.op and OPS[self.op].in_place else self
+
+
+class Graph:
+    """Ops are methods: `g.rms_norm(x, w, eps=..., name=...)` checks its operands by the op table, appends a node and returns its tensor."""
+
+    def __init__(self, device: str = "cpu"):
+        self.nodes: list[Tensor] = []
+        self.inputs: dict[str, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.device = device  # where the nodes made from here on run
+        self._quantized: dict[Tensor, Tensor] = {}
+
+    def __getattr__(self, name):
+        if name not in OPS:
+            raise AttributeError(f"graph: no op {name}; ops: {', '.join(OPS)}")
+        return partial(self.apply, name)
+
+    def input(self, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that the caller fills before each run."""
+        self.inputs[name] = Tensor(name, dtype, tuple(shape), device=self.device)
+        return self.inputs[name]
+
+    def apply(self, op: str, /, *src: Tensor, name: str = "", **params) -> Tensor:
+        declared, node = OPS[op], name or f"{op}-{len(self.nodes)}"
+        if len(src) != len(declared.operands) or set(params) != set(declared.params):
+            raise GraphError(f"{node}: {op}({', '.join(declared.operands + declared.params)}) got {len(src)} operands and {', '.join(params) or 'no'} parameters")
+        try:
+            dtype, shape = declared.result(params, *src)
+        except ShapeError as error:
+            raise GraphError(f"{node}: {op}: {error}; operands: {'; '.join(map(repr, src))}") from None
+        tensor = Tensor(node, dtype, tuple(shape), op, src, params, self.device)
+        self.nodes.append(tensor)
+        return tensor
+
+    def mul_mat(self, w: Tensor, x: Tensor, name: str = "") -> Tensor:
+        """W x. A quantized weight takes x as activation blocks, made once however many products read them."""
+        if w.dtype in FORMATS and FORMATS[w.dtype].is_quantized:
+            if x not in self._quantized:
+                self._quantized[x] = self.apply("quantize", x, name=f"{x.name}-act")
+            x = self._quantized[x]
+        return self.apply("mul_mat", w, x, name=name)
+
+    def live(self) -> list[Tensor]:
+        """The nodes that an output or a cache write depends on, in order."""
+        wanted = set(self.outputs) | {node for node in self.nodes if OPS[node.op].in_place}
+        for node in reversed(self.nodes):
+            if node in wanted:
+                wanted.update(node.src)
+        return [node for node in self.nodes if node in wanted]

@@ -1,0 +1,199 @@
+"""Models and contexts: the Python interface. A model is a file's weights on a device; a context is the memory of its sequences and the runs over it."""
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from .backends import open_backend
+from .errors import UserError
+from .gguf_file import GGUFFile
+from .models import ARCHITECTURES
+from .program import Arenas, Program
+from .tokenizer import Tokenizer
+
+PROGRAMS = 16  # of the most recent batch shapes that a context keeps ready
+
+
+class Model:
+    """Weights on one device. Use as a context manager, or call close() to free device memory."""
+
+    def __init__(self, file: GGUFFile, backend):
+        name = file.get("general.architecture", "str")
+        if name not in ARCHITECTURES:
+            raise UserError(f"{file.path}: architecture {name!r} is unknown; known: {', '.join(ARCHITECTURES)}")
+        self.file, self.backend, self.architecture = file, backend, name
+        self.graph = ARCHITECTURES[name](file, backend)
+        self._tokenizer: Tokenizer | None = None
+        self.graph.load()
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "auto") -> "Model":
+        """path: a GGUF file (the first part of a split one). device: "auto" (the first GPU if there is one), "cpu" or "cuda:N".
+
+        UserError (a ValueError) in one line for a file or device that cannot be used.
+        """
+        backend = open_backend(device)
+        try:
+            file = GGUFFile.open(path)
+            try:
+                return cls(file, backend)
+            except BaseException:
+                file.close()
+                raise
+        except BaseException:
+            backend.close()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self.file.metadata)
+        return self._tokenizer
+
+    @property
+    def n_vocab(self) -> int:
+        return self.graph.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        return self.graph.hp.n_ctx_train
+
+    @property
+    def device(self) -> str:
+        return self.backend.device
+
+    def describe(self) -> str:
+        hp = self.graph.hp
+        return (f"{self.file.path}: {self.architecture}, {hp.n_layer} layers of {hp.n_embd}, {hp.n_head[0]} heads, {hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k}, "
+                f"vocabulary {self.n_vocab}, trained for {self.n_ctx_train} positions; {self.graph.w.n_bytes:,} bytes of weights on {self.device}")
+
+    def new_context(self, n_ctx: int | None = None, n_batch: int = 2048, n_ubatch: int = 512, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1) -> "Context":
+        """n_ctx: positions of all sequences together, n_ctx // n_seq_max each (default: what the model was trained for, for each sequence).
+        n_batch is accepted as other engines have it; it bounds n_ubatch, the tokens computed at a time. No bits depend on either."""
+        return Context(self, n_ctx or self.n_ctx_train * n_seq_max, n_batch, n_ubatch, type_k, type_v, n_seq_max)
+
+    def close(self) -> None:
+        self.graph.w.close()
+        self.file.close()
+        self.backend.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+class Context:
+    """The sequences 0 .. n_seq_max - 1 of a model. `decode` continues a sequence."""
+
+    def __init__(self, model: Model, n_ctx: int, n_batch: int, n_ubatch: int, type_k: str, type_v: str, n_seq_max: int):
+        for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
+            if value < 1:
+                raise UserError(f"{name}: must be at least 1, got {value}")
+        if n_ctx < n_seq_max:
+            raise UserError(f"n_ctx: {n_ctx} positions do not give each of {n_seq_max} sequences one")
+        self.model, self.n_ubatch, self.n_ctx = model, min(n_ubatch, n_batch), n_ctx // n_seq_max
+        self.memory = model.graph.new_memory(self.n_ctx, n_seq_max, type_k, type_v)
+        self.rope_table = model.graph.new_rope_table(self.n_ctx)
+        self.arenas = Arenas({model.device: model.backend})
+        self.programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
+
+    def decode(self, tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
+        """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n, n_vocab]."""
+        return self.decode_batch([(seq_id, tokens)], logits)[0]
+
+    def decode_batch(self, batch, logits: str = "last") -> list[np.ndarray]:
+        """Continue several sequences together: [(seq_id, tokens), ...]. Returns float32 [n, n_vocab] for each.
+
+        If it fails or is interrupted, the sequences are as they were.
+        """
+        if logits not in ("all", "last", "none"):
+            raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, none")
+        batch = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
+        if len({seq_id for seq_id, _ in batch}) != len(batch):
+            raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in batch]}")
+        if not batch:
+            return []
+        before = [self.memory.length(seq_id) for seq_id, _ in batch]
+        tokens = np.concatenate([ids for _, ids in batch])
+        seq = np.concatenate([np.full(len(ids), seq_id, np.int32) for seq_id, ids in batch])
+        pos = np.concatenate([np.arange(start, start + len(ids), dtype=np.int32) for start, (_, ids) in zip(before, batch)])
+        ends = np.cumsum([len(ids) for _, ids in batch])
+        wanted = np.zeros(len(tokens), bool)
+        if logits != "none":
+            wanted[slice(None) if logits == "all" else ends - 1] = True
+        out = np.empty((int(wanted.sum()), self.model.n_vocab), np.float32)
+        done = 0
+        try:
+            for first in range(0, len(tokens), self.n_ubatch):
+                part = slice(first, first + self.n_ubatch)
+                rows = np.flatnonzero(wanted[part])
+                results = self._run(tokens[part], seq[part], pos[part], rows)
+                if len(rows):
+                    out[done:done + len(rows)] = results[0]
+                    done += len(rows)
+        except BaseException:
+            for start, (seq_id, _) in zip(before, batch):
+                self.memory.seq_rm(seq_id, start, self.n_ctx)
+            raise
+        return np.split(out, np.cumsum([wanted[end - len(ids):end].sum() for end, (_, ids) in zip(ends, batch)])[:-1])
+
+    def _checked(self, seq_id: int, tokens) -> np.ndarray:
+        if not 0 <= seq_id < self.memory.n_seq_max:
+            raise UserError(f"seq_id: must be 0 to {self.memory.n_seq_max - 1}, got {seq_id}")
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise UserError(f"tokens: must be a one-dimensional list of ids, at least one, got {ids.dtype} {list(ids.shape)}")
+        bad = ids[(ids < 0) | (ids >= self.model.n_vocab)]
+        if bad.size:
+            raise UserError(f"tokens: must be 0 to {self.model.n_vocab - 1}, got {bad[0]}")
+        used = self.memory.length(seq_id)
+        if used + ids.size > self.n_ctx:
+            raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
+        return ids.astype(np.int32)
+
+    def _run(self, tokens, seq, pos, rows) -> list[np.ndarray]:
+        values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
+        return self.program(len(tokens), len(rows)).run(values)
+
+    def program(self, n_tokens: int, n_outputs: int) -> Program:
+        """The graph for batches of this shape, planned and bound."""
+        key = n_tokens, n_outputs
+        program = self.programs.get(key)
+        if program is None or program.generation != self.arenas.generation:
+            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, n_tokens, n_outputs), self.arenas)
+        self.programs.move_to_end(key)
+        while len(self.programs) > PROGRAMS:
+            self.programs.popitem(last=False)
+        return program
+
+    def describe(self) -> str:
+        """Memory of the sequences, and how a full micro-batch with one row of logits runs."""
+        n_tokens = min(self.n_ubatch, self.n_ctx * self.memory.n_seq_max)
+        return (f"{self.memory.n_seq_max} sequences of {self.n_ctx} positions, {self.memory.n_bytes:,} bytes of KV cache; micro-batches of {n_tokens} tokens\n"
+                f"{self.program(n_tokens, 1).report()}")
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self.memory.clear()
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
+        """Forget positions p0 <= p < p1 of a sequence (p1 < 0: to its end)."""
+        if not 0 <= seq_id < self.memory.n_seq_max:
+            raise UserError(f"seq_id: must be 0 to {self.memory.n_seq_max - 1}, got {seq_id}")
+        self.memory.seq_rm(seq_id, max(p0, 0), self.n_ctx if p1 < 0 else p1)
+
+    def close(self) -> None:
+        self.programs.clear()
+        self.arenas.close()
+        self.memory.close()
+        if self.rope_table.storage:
+            self.model.backend.free(self.rope_table.storage[0])
+            self.rope_table.storage = None
+
+    def __enter__(self) -> "Context":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()

@@ -1,0 +1,143 @@
+"""The op table: every operation is declared here once. Graphs check operands by it; backends, tests and reports look operations up in it.
+
+Shapes are numpy's (rows outside): n = tokens, k and m = columns. dtypes: f32, i32, i64, u8; "act" = activations quantized in chunks of 256 columns
+(docs/numerics.md section 3); the name of a GGUF type for weights and caches. The reference of an op is the function of its name in `module`.
+"""
+from dataclasses import dataclass
+from math import prod
+from typing import Callable
+
+from .quant.formats import FORMATS
+
+
+class ShapeError(ValueError):
+    """Operands that an op cannot take; the graph adds node and op."""
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    operands: tuple[str, ...]
+    result: Callable  # (params, *operands) -> (dtype, shape), or ShapeError
+    params: tuple[str, ...] = ()
+    room: str = ""  # module in kernels/reference, kernels/cpu and kernels/cuda; the op's name unless given
+    in_place: bool = False  # writes into its first operand (a cache) and returns it
+
+    @property
+    def module(self) -> str:
+        return self.room or self.name
+
+
+OPS: dict[str, Op] = {}
+
+
+def op(operands: str, params: str = "", **kwargs):
+    """Declares the decorated shape rule as the op of its name."""
+    def declare(rule):
+        OPS[rule.__name__] = Op(rule.__name__, tuple(operands.split()), rule, tuple(params.split()), **kwargs)
+        return rule
+    return declare
+
+
+def need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ShapeError(message)
+
+
+def is_matrix(t) -> bool:
+    return t.dtype in FORMATS and len(t.shape) == 2
+
+
+@op("w ids")
+def get_rows(_, w, ids):
+    need(is_matrix(w), "w must be a weight matrix")
+    need(ids.dtype == "i32" and len(ids.shape) == 1, "ids must be i32 [n]")
+    return "f32", (ids.shape[0], w.shape[1])
+
+
+@op("x ids", room="get_rows")
+def take_rows(_, x, ids):
+    need(x.dtype == "f32" and ids.dtype == "i32" and len(ids.shape) == 1, "x must be f32 [r, k] and ids i32 [n]")
+    return "f32", (ids.shape[0], x.shape[1])
+
+
+@op("x")
+def quantize(_, x):
+    need(x.dtype == "f32" and len(x.shape) == 2, "x must be f32 [n, k]")
+    return "act", x.shape
+
+
+@op("w x")
+def mul_mat(_, w, x):
+    need(is_matrix(w), "w must be a weight matrix [m, k]")
+    wanted = "act" if FORMATS[w.dtype].is_quantized else "f32"
+    need(x.dtype == wanted, f"x must be {wanted} for a {w.dtype} weight")
+    need(w.shape[1] == x.shape[1], f"w has {w.shape[1]} columns, x {x.shape[1]}")
+    return "f32", (x.shape[0], w.shape[0])
+
+
+@op("x w", "eps")
+def rms_norm(_, x, w):
+    """Over runs of len(w) columns: whole rows, or each head of a row."""
+    need(x.dtype == w.dtype == "f32" and len(w.shape) == 1, "x and w must be f32, w [k]")
+    need(x.shape[-1] % w.shape[0] == 0, f"rows of {x.shape[-1]} are not whole runs of {w.shape[0]}")
+    return "f32", x.shape
+
+
+def _elementwise(x, y):
+    need(x.dtype == y.dtype == "f32", "both operands must be f32")
+    need(y.shape in (x.shape, x.shape[-1:]), "the second operand must have the first one's shape or be one row of it")
+    return "f32", x.shape
+
+
+@op("x y", room="elementwise")
+def add(_, x, y):
+    return _elementwise(x, y)
+
+
+@op("x y", room="elementwise")
+def mul(_, x, y):
+    return _elementwise(x, y)
+
+
+@op("x", "factor", room="elementwise")
+def scale(_, x):
+    need(x.dtype == "f32", "x must be f32")
+    return "f32", x.shape
+
+
+@op("gate up", room="elementwise")
+def swiglu(_, gate, up):
+    need(gate.dtype == up.dtype == "f32" and gate.shape == up.shape, "gate and up must be f32 of one shape")
+    return "f32", gate.shape
+
+
+@op("x pos table", "n_head neox")
+def rope(params, x, pos, table):
+    need(x.dtype == "f32" and pos.dtype == "i32" and pos.shape == x.shape[:1], "x must be f32 [n, k], pos i32 [n]")
+    need(x.shape[1] % params["n_head"] == 0, f"{x.shape[1]} columns are not {params['n_head']} heads")
+    need(2 * table.shape[1] <= x.shape[1] // params["n_head"], f"{2 * table.shape[1]} rotated channels in heads of {x.shape[1] // params['n_head']}")
+    return "f32", x.shape
+
+
+@op("cache x rows", in_place=True)
+def set_rows(_, cache, x, rows):
+    need(x.dtype == "f32" and rows.dtype == "i64" and rows.shape == x.shape[:1], "x must be f32 [n, k], rows i64 [n]")
+    need(cache.shape[1] == x.shape[1], f"cache has {cache.shape[1]} columns, x {x.shape[1]}")
+    return cache.dtype, cache.shape
+
+
+@op("q k v seq pos present", "n_head n_head_kv scale")
+def flash_attn_ext(params, q, k, v, seq, pos, present):
+    n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
+    need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
+    need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv, f"q {q.shape} and k {k.shape} do not have heads of one size")
+    need(v.shape[1] % n_head_kv == 0, f"v's {v.shape[1]} columns are not {n_head_kv} heads")
+    need(k.shape[0] == v.shape[0] == prod(present.shape), f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
+    need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
+    return "f32", (n, v.shape[1] // n_head_kv * n_head)
+
+
+@op("x")
+def cpy(_, x):
+    return x.dtype, x.shape

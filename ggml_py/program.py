@@ -1,0 +1,103 @@
+"""A graph made ready to run many times: operands resolved to memory, every node bound to a kernel of its device's backend."""
+from itertools import accumulate
+
+import numpy as np
+
+from .graph import Graph, Tensor
+from .plan import ALIGNMENT, plan_memory, split
+from .storage import DTYPES, n_bytes
+
+
+class Arenas:
+    """The scratch memory of a context, one buffer a device, shared by its programs (which run one after the other). It grows, and tells so."""
+
+    def __init__(self, backends: dict):
+        self.backends = backends
+        self.buffers: dict = {}
+        self.sizes: dict[str, int] = {}
+        self.generation = 0  # programs bound before the last growth hold addresses that are gone
+
+    def ensure(self, device: str, size: int):
+        if self.sizes.get(device, -1) < size:
+            if device in self.buffers:
+                self.backends[device].free(self.buffers.pop(device))
+            self.buffers[device] = self.backends[device].empty(size)
+            self.sizes[device] = size
+            self.generation += 1
+
+    def close(self):
+        for device, buffer in self.buffers.items():
+            self.backends[device].free(buffer)
+        self.buffers, self.sizes = {}, {}
+
+
+def _crosses(node: Tensor) -> bool:
+    return node.op == "cpy" and node.src[0].base.device != node.device
+
+
+class Program:
+    """Runs a graph. Inputs and intermediate results share the arenas; the inputs of a device lie side by side and are written in one transfer."""
+
+    def __init__(self, graph: Graph, arenas: Arenas):
+        backends = arenas.backends
+        self.backends, self.outputs = backends, graph.outputs
+        self.splits = split(graph.live())
+        nodes = [node for part in self.splits for node in part.nodes]
+        self.plan = plan_memory(nodes, graph.outputs, n_bytes)
+        self.inputs = list(graph.inputs.values())
+        self.input_device = self.inputs[0].device
+        padded = [-(-n_bytes(t) // ALIGNMENT) * ALIGNMENT for t in self.inputs]
+        ends = list(accumulate(padded, initial=0))
+        self.input_offsets, self.input_bytes = dict(zip(self.inputs, ends)), ends[-1]
+        for device, size in {self.input_device: 0, **self.plan.arena_bytes}.items():
+            arenas.ensure(device, size + (self.input_bytes if device == self.input_device else 0))
+        for tensor, offset in self.input_offsets.items():
+            tensor.storage = arenas.buffers[self.input_device], offset
+        for tensor, place in self.plan.placements.items():
+            tensor.storage = arenas.buffers[tensor.device], place.offset + (self.input_bytes if tensor.device == self.input_device else 0)
+        self.generation = arenas.generation
+        self.nodes = nodes
+        self.steps = [(backends[part.device], [self._bind(node) for node in part.nodes]) for part in self.splits]
+
+    def off_device(self) -> tuple[int, int]:
+        """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
+        copies = sum(_crosses(node) for node in self.nodes)
+        return sum(node.device != self.input_device and not _crosses(node) for node in self.nodes), copies
+
+    def report(self) -> str:
+        """What runs where, and the memory plan, in a few lines."""
+        computed, copied = self.off_device()
+        parts = ", ".join(f"{len(part.nodes)} on {part.device}" for part in self.splits)
+        return f"nodes: {parts}; off {self.input_device}: {computed} nodes, {copied} copies\n{self.plan.report()}"
+
+    def _bind(self, node: Tensor):
+        backend = self.backends[node.device]
+        if _crosses(node):
+            return self._transfer(node, self.backends[node.src[0].base.device], backend)
+        return backend.bind(node)
+
+    @staticmethod
+    def _transfer(node: Tensor, source_backend, backend):
+        source = node.src[0].base
+
+        def transfer():
+            backend.write(*node.storage, source_backend.read(*source.storage, n_bytes(source)))
+        return transfer
+
+    def run(self, values: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """values: one array for each input, of its dtype and shape. Returns the outputs as float32 arrays of their own."""
+        staging = np.zeros(self.input_bytes, np.uint8)
+        for tensor, offset in self.input_offsets.items():
+            value = np.ascontiguousarray(values[tensor.name], DTYPES[tensor.dtype])
+            if value.shape != tensor.shape:
+                raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
+            staging[offset:offset + value.nbytes] = value.reshape(-1).view(np.uint8)
+        device = self.backends[self.input_device]
+        device.write(*self.inputs[0].storage, staging)
+        for backend, steps in self.steps:
+            backend.run(steps)
+        return [self._read(tensor) for tensor in self.outputs]
+
+    def _read(self, tensor: Tensor) -> np.ndarray:
+        dtype = DTYPES[tensor.dtype]
+        return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor)).view(dtype).reshape(tensor.shape)

@@ -1,0 +1,104 @@
+"""SentencePiece merges (`tokenizer.ggml.model` = llama): the adjacent pair that makes the token with the highest score is merged first.
+
+Among equal scores the leftmost pair wins. The library's BPE ranks merges, so that it cannot call two of them equal; hence the loop below.
+"""
+import functools
+import heapq
+import re
+
+import numpy as np
+from gguf import TokenType
+
+from .vocabulary import TokenizerError, Vocabulary
+
+SPACE = "\u2581"  # stands for a space in token texts
+
+
+class SPM:
+    """The texts between special tokens to ids and back."""
+
+    def __init__(self, vocabulary: Vocabulary, add_space_prefix: bool):
+        self.vocabulary, self.add_space_prefix = vocabulary, add_space_prefix
+        self._inner_pairs = _inner_pairs(vocabulary.tokens)
+        self._encode_short = functools.lru_cache(maxsize=1 << 16)(self._encode_chunk)
+
+    def encode(self, text: str) -> list[int]:
+        """A merge can only bridge two characters that stand side by side in some token: text is cut everywhere else, and short chunks recur."""
+        text = (" " + text if self.add_space_prefix else text).replace(" ", SPACE)
+        pairs = _pairs(text)
+        cuts = np.flatnonzero(~np.isin(pairs, self._inner_pairs)) + 1
+        bounds = [0, *cuts.tolist(), len(text)]
+        ids = []
+        for start, end in zip(bounds, bounds[1:]):
+            ids += (self._encode_short if end - start <= 64 else self._encode_chunk)(text[start:end])
+        return ids
+
+    def _encode_chunk(self, text: str) -> list[int]:
+        symbols = _merge(list(text), self.vocabulary)
+        return [id for symbol in symbols for id in self._symbol_ids(symbol)]
+
+    def _symbol_ids(self, symbol: str) -> list[int]:
+        """The token of a symbol, else a token per byte (only single characters come here without a token: every merge makes one)."""
+        ids = self.vocabulary.ids
+        if symbol in ids:
+            return [ids[symbol]]
+        return [self._byte_id(byte) for byte in _utf8(symbol)]
+
+    def _byte_id(self, byte: int) -> int:
+        for text in (f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else ""):
+            if text in self.vocabulary.ids:
+                return self.vocabulary.ids[text]
+        raise TokenizerError(f"tokenizer.ggml.tokens: no token <0x{byte:02X}> for a byte that no other token covers")
+
+    def token_bytes(self, id: int) -> bytes:
+        text, type = self.vocabulary.tokens[id], self.vocabulary.types[id]
+        if type == TokenType.BYTE:
+            if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+                raise TokenizerError(f"tokenizer.ggml.tokens[{id}]: got {text!r} for a byte token, expected <0x00> to <0xFF>")
+            return bytes.fromhex(text[3:5])
+        return text.replace(SPACE, " ").encode() if type == TokenType.NORMAL else b""
+
+
+def _merge(symbols: list[str], vocabulary: Vocabulary) -> list[str]:
+    """Merge adjacent symbols into tokens, highest score first, leftmost among equals, until no pair makes a token."""
+    ids, scores = vocabulary.ids, vocabulary.scores
+    n = len(symbols)
+    before, after = list(range(-1, n - 1)), list(range(1, n + 1))  # neighbours of the symbol that starts at index i; n: none
+    heap = []
+
+    def offer(left: int, right: int) -> None:
+        text = symbols[left] + symbols[right]
+        if text in ids:
+            heapq.heappush(heap, (-scores[ids[text]], left, right, text))
+
+    for i in range(n - 1):
+        offer(i, i + 1)
+    while heap:
+        _, left, right, text = heapq.heappop(heap)
+        if not symbols[left] or not symbols[right] or len(symbols[left]) + len(symbols[right]) != len(text):
+            continue  # one of the two has been merged since
+        symbols[left], symbols[right] = text, ""
+        after[left] = after[right]
+        if after[left] < n:
+            before[after[left]] = left
+            offer(left, after[left])
+        if before[left] >= 0:
+            offer(before[left], left)
+    return [symbol for symbol in symbols if symbol]
+
+
+def _pairs(text: str) -> np.ndarray:
+    """int64 [len(text) - 1]: each pair of adjacent code points as one number."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64)
+    return points[:-1] << 21 | points[1:]
+
+
+def _inner_pairs(tokens: list[str]) -> np.ndarray:
+    """int64, sorted: every pair of adjacent code points that occurs within a token."""
+    starts = np.cumsum([len(token) for token in tokens], dtype=np.int64)[:-1]
+    return np.unique(np.delete(_pairs("".join(tokens)), starts - 1))
+
+
+def _utf8(text: str) -> bytes:
+    """UTF-8, where U+DC80-DCFF (Python's mark for an undecodable byte) is that byte, and another lone surrogate U+FFFD."""
+    return re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text).encode("utf-8", "surrogateescape")

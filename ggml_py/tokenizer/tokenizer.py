@@ -1,0 +1,189 @@
+"""`Tokenizer`: token ids of a text and text of token ids, as a model file defines them."""
+import codecs
+import functools
+import logging
+import re
+from collections.abc import Iterable, Mapping
+
+from gguf import TokenType
+
+from .bpe import ByteLevelBPE
+from .pretokenizers import PRE_TOKENIZERS
+from .spm import SPM
+from .vocabulary import TokenizerError, Vocabulary, scalar, special_id
+
+log = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """The tokenizer that a model file's metadata describes.
+
+    metadata: GGUF keys to Python values; arrays are sequences or numpy arrays. A file without a tokenizer (`tokenizer.ggml.model` missing or
+    "no_vocab") gives an object that knows `n_vocab` at most and whose `encode` and `decode` raise: such a model takes token ids.
+
+    n_vocab: number of token ids.   bos_id, eos_id: ids, or None.   add_bos, add_eos: whether `encode` puts them around a text.
+    chat_template: Jinja source, or None.
+    """
+
+    def __init__(self, metadata: Mapping):
+        self.model = scalar(metadata, "tokenizer.ggml.model", str, "no_vocab")
+        self.chat_template: str | None = scalar(metadata, "tokenizer.chat_template", str, None)
+        if self.model == "no_vocab":
+            self.n_vocab = scalar(metadata, f"{metadata.get('general.architecture')}.vocab_size", int, 0)
+            self.bos_id = self.eos_id = None
+            self.add_bos = self.add_eos = False
+            return
+        if self.model not in ("gpt2", "llama"):
+            raise TokenizerError(f"tokenizer.ggml.model: got {self.model!r}, known are 'gpt2' (byte-level BPE), 'llama' (SPM) and 'no_vocab'")
+        self._vocabulary = Vocabulary.from_metadata(metadata)
+        self.n_vocab = len(self._vocabulary.tokens)
+        if self.model == "gpt2":
+            name = _pre_tokenizer_name(metadata)
+            pre = PRE_TOKENIZERS[name]
+            self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, False)
+            self._fragments = ByteLevelBPE(self._vocabulary, pre, metadata, merges_required=name != "kimi-k2")
+            self._clean_spaces, add_bos, bos, eos = pre.clean_spaces, pre.add_bos, pre.bos_id, 11
+        else:
+            self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+            self._fragments = SPM(self._vocabulary, self._add_space_prefix)
+            self._clean_spaces, add_bos, bos, eos = False, True, 1, 2
+        self.bos_id = special_id(metadata, "bos", self.n_vocab, bos)
+        self.eos_id = special_id(metadata, "eos", self.n_vocab, eos)
+        self.add_bos = scalar(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
+        self.add_eos = scalar(metadata, "tokenizer.ggml.add_eos_token", bool, False)
+        for name, add, id in (("bos", self.add_bos, self.bos_id), ("eos", self.add_eos, self.eos_id)):
+            if add and id is None:
+                raise TokenizerError(f"tokenizer.ggml.add_{name}_token is true, "
+                                     f"but tokenizer.ggml.{name}_token_id names none of {self.n_vocab} tokens")
+        types = self._vocabulary.types
+        self._user_defined = self._longest_first(id for id in range(self.n_vocab) if types[id] == TokenType.USER_DEFINED)
+        self._special = self._longest_first(
+            id for id in range(self.n_vocab) if types[id] in (TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN))
+        self._token_bytes = functools.cache(self._find_token_bytes)
+
+    @classmethod
+    def from_gguf(cls, path) -> "Tokenizer":
+        """The tokenizer of a GGUF file; the file may hold a vocabulary and no tensors."""
+        from ..gguf_file import GGUFFile
+        with GGUFFile.open(path) as file:
+            return cls(file.metadata)
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        add_special: put BOS and EOS around it where the model wants them (`add_bos`, `add_eos`).
+        parse_special: texts of control tokens, such as <|im_start|>, become those tokens; without it only user-defined tokens do.
+        A lone surrogate stands for a byte that is not UTF-8 (text decoded with errors="surrogateescape").
+        """
+        self._require_vocabulary()
+        ids = [self.bos_id] if add_special and self.add_bos else []
+        for fragment in self._split_special(text, self._special if parse_special else self._user_defined):
+            ids += [fragment] if isinstance(fragment, int) else self._fragments.encode(fragment)
+        if add_special and self.add_eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of token ids; what is not UTF-8 becomes U+FFFD. skip_special: control and unknown tokens give no text.
+
+        Where the model puts a space before every text, the first token loses its leading space (a token after BOS keeps it). Models with
+        `clean_spaces` lose the space before ? ! . , and the contractions 's 'm 're 've, and those around a lone apostrophe.
+        """
+        self._require_vocabulary()
+        pieces = [self.token_bytes(id, skip_special) for id in ids]
+        if pieces and self._add_space_prefix:
+            pieces[0] = pieces[0].removeprefix(b" ")
+        text = b"".join(pieces).decode("utf-8", "replace")
+        return _clean_spaces(text) if self._clean_spaces else text
+
+    def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
+        """What one token adds to a text, in UTF-8 (a character may be spread over several tokens)."""
+        self._check_id(id)
+        if skip_special and self._vocabulary.types[id] in (TokenType.CONTROL, TokenType.UNKNOWN):
+            return b""
+        return self._token_bytes(int(id))
+
+    def token_text(self, id: int) -> str:
+        """The text under which the vocabulary lists a token, e.g. `Ġthe`, `▁the`, `<0x0A>`, `<|im_end|>`."""
+        self._check_id(id)
+        return self._vocabulary.tokens[id]
+
+    def is_end_of_generation(self, id: int) -> bool:
+        """Whether a model that produces this token has finished its answer. Without a vocabulary no token is known to."""
+        return self.model != "no_vocab" and id in self._vocabulary.end_of_generation
+
+    def _find_token_bytes(self, id: int) -> bytes:
+        if self._vocabulary.types[id] in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
+            return self._vocabulary.tokens[id].encode()
+        return self._fragments.token_bytes(id)
+
+    def _longest_first(self, ids: Iterable[int]) -> list[tuple[str, int]]:
+        """(text, id), longest text (in bytes) first; equally long ones by id."""
+        tokens = self._vocabulary.tokens
+        return [(tokens[id], id) for id in sorted(ids, key=lambda id: -len(tokens[id].encode()))]
+
+    def _split_special(self, text: str, candidates: list[tuple[str, int]]) -> list[str | int]:
+        """Text as a list of fragments and of ids of special tokens. Each candidate in turn, longest first, cuts the fragments that are left.
+
+        So a longer token wins over one that starts further left: a single pass over the text would not do.
+        """
+        fragments: list[str | int] = [text] if text else []
+        for token, id in candidates:
+            if token in text:
+                fragments = [part for fragment in fragments for part in ([fragment] if isinstance(fragment, int) else _cut(fragment, token, id))]
+        return fragments
+
+    def _require_vocabulary(self) -> None:
+        if self.model == "no_vocab":
+            raise TokenizerError("tokenizer.ggml.model: the model file has no vocabulary; give token ids instead of text")
+
+    def _check_id(self, id: int) -> None:
+        self._require_vocabulary()
+        if not 0 <= id < self.n_vocab:
+            raise TokenizerError(f"token id: got {id}, the vocabulary has 0 to {self.n_vocab - 1}")
+
+
+class Detokenizer:
+    """Text of a growing list of token ids: bytes that do not yet make a character are held back.
+
+    The text is that of the tokens as they stand in a longer text: no leading space is taken away, and no other.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
+        self.tokenizer, self.skip_special = tokenizer, skip_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, id: int) -> str:
+        """The text that has become certain with this token."""
+        return self._utf8.decode(self.tokenizer.token_bytes(id, self.skip_special))
+
+    def finish(self) -> str:
+        """What is still held back: U+FFFD, or nothing. The next token starts afresh."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+def _pre_tokenizer_name(metadata: Mapping) -> str:
+    name = scalar(metadata, "tokenizer.ggml.pre", str, None)
+    if name is None:
+        log.warning("tokenizer.ggml.pre: missing; text is split as for 'default', which may not be what the model was trained with")
+        return "default"
+    if name not in PRE_TOKENIZERS:
+        raise TokenizerError(f"tokenizer.ggml.pre: got {name!r}, known are {', '.join(PRE_TOKENIZERS)}")
+    return name
+
+
+def _cut(fragment: str, token: str, id: int) -> list[str | int]:
+    """fragment.split(token) with the id between the parts; empty parts are left out."""
+    first, *rest = fragment.split(token)
+    parts: list[str | int] = [first] if first else []
+    for part in rest:
+        parts += [id, part] if part else [id]
+    return parts
+
+
+def _clean_spaces(text: str) -> str:
+    text = re.sub(" (?=[?!.,])", "", text)
+    text = re.sub(" ' ", "'", text)
+    return re.sub(" (?='(?:[sm]|re|ve))", "", text)

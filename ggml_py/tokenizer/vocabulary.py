@@ -1,0 +1,114 @@
+"""The vocabulary of a model file: what the `tokenizer.ggml.*` keys say, with defaults applied and mistakes refused."""
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from gguf import TokenType
+
+from ..errors import UserError
+
+SURROGATE = re.compile("[\ud800-\udfff]")  # no text in UTF-8 has one
+# Texts that end a turn or a document, whatever type the file gives them: they are treated as control tokens.
+END_OF_GENERATION = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<｜end▁of▁sentence｜>", "[e~["))
+# A model that writes code files ends with the padding of a gap, or by starting the next repository or file; the first text found counts.
+END_OF_FILE = (("fim_pad", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
+               ("fim_rep", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
+               ("fim_sep", ("<|file_sep|>",)))
+
+
+class TokenizerError(UserError):
+    """The metadata does not describe a usable tokenizer, or a text or id has no meaning in it."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`tokens[id]` is the text of a token, `ids[text]` its id, `types[id]` a `TokenType`, `scores[id]` float32 (0 where the file has none).
+
+    `end_of_generation` holds the ids after which a model has finished.
+    """
+
+    tokens: list[str]
+    ids: dict[str, int]
+    types: list[int]
+    scores: list[float]
+    end_of_generation: frozenset[int]
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping) -> "Vocabulary":
+        tokens = [text or f"[EMPTY_{id}]" for id, text in enumerate(texts(metadata, "tokenizer.ggml.tokens"))]
+        ids = {text: id for id, text in enumerate(tokens)}
+        if len(ids) < len(tokens):
+            id = next(id for id, text in enumerate(tokens) if ids[text] != id)
+            raise TokenizerError(f"tokenizer.ggml.tokens: token {id} and token {ids[tokens[id]]} are both {tokens[id]!r}; texts must be unique")
+        types = numbers(metadata, "tokenizer.ggml.token_type", np.int32, len(tokens), TokenType.NORMAL)
+        scores = numbers(metadata, "tokenizer.ggml.scores", np.float32, len(tokens), 0)
+
+        ends = {id for name in ("eos", "eot", "eom") if (id := special_id(metadata, name, len(tokens))) is not None}
+        ends |= forced_control(types, (ids[text] for text in END_OF_GENERATION if text in ids))
+        for name, candidates in END_OF_FILE:
+            id = special_id(metadata, name, len(tokens))
+            ends |= {id} if id is not None else forced_control(types, [ids[text] for text in candidates if text in ids][:1])
+        return cls(tokens, ids, types, scores, frozenset(ends))
+
+
+def forced_control(types: list[int], ids: Iterable[int]) -> set[int]:
+    """Set the type of each of these tokens to control; return the ids."""
+    ids = set(ids)
+    for id in ids:
+        types[id] = TokenType.CONTROL
+    return ids
+
+
+def special_id(metadata: Mapping, name: str, n_tokens: int, default: int | None = None) -> int | None:
+    """`tokenizer.ggml.<name>_token_id` where it names a token of the vocabulary; else the default where that does; else None."""
+    for id in (scalar(metadata, f"tokenizer.ggml.{name}_token_id", int, None), default):
+        if id is not None and 0 <= id < n_tokens:
+            return id
+    return None
+
+
+def scalar(metadata: Mapping, key: str, type: type, default):
+    """The bool, int or str under a key, or the default where the key is missing."""
+    if key not in metadata:
+        return default
+    value = metadata[key]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not isinstance(value, type) or (isinstance(value, bool) and type is not bool):
+        raise TokenizerError(f"{key}: got {value!r:.60}, expected {type.__name__}")
+    return value
+
+
+def texts(metadata: Mapping, key: str) -> list[str]:
+    """The array of strings under a key that must be there."""
+    if key not in metadata:
+        raise TokenizerError(f"{key}: missing; tokenizer.ggml.model = {metadata.get('tokenizer.ggml.model')!r} needs it")
+    value = metadata[key]
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise TokenizerError(f"{key}: got {value!r:.60}, expected an array of strings")
+    value = list(value)
+    for i, text in enumerate(value):
+        if not isinstance(text, str):
+            raise TokenizerError(f"{key}[{i}]: got {text!r:.60}, expected a string")
+        if not text.isascii() and SURROGATE.search(text):
+            raise TokenizerError(f"{key}[{i}]: {text!r} is not valid UTF-8")
+    return value
+
+
+def numbers(metadata: Mapping, key: str, dtype: type, n: int, default: float) -> list:
+    """The first n numbers of the array under a key, as Python numbers after rounding to dtype; n times the default where the key is missing."""
+    if key not in metadata:
+        return [default] * n
+    try:
+        value = np.asarray(metadata[key], dtype)
+    except (TypeError, ValueError, OverflowError):
+        raise TokenizerError(f"{key}: expected an array of {np.dtype(dtype)}, got {metadata[key]!r:.60}") from None
+    if value.ndim != 1 or value.size < n:
+        raise TokenizerError(f"{key}: {value.size} values in {value.ndim} dimensions, expected one for each of {n} tokens")
+    return value[:n].tolist()

@@ -1,0 +1,122 @@
+"""Compiling for the CPU: one `jit` for every kernel, a disk cache that sees edits in called functions, and the lock around parallel calls.
+
+numba's own cache looks at one file only, and keys closures by objects that change from process to process. Here the cache folder's name is a digest of
+all sources of kernels/ and quant/, of the versions of what compiles them and of the CPU; inside it a function is found by its name and the
+arguments of the factory that made it (`key`).
+"""
+import hashlib
+import platform
+import sys
+import threading
+from functools import lru_cache, wraps
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding as llvm
+import numba
+import numpy
+import platformdirs
+from numba.core import config
+from numba.core.caching import Cache, CompileResultCacheImpl, _CacheLocator
+
+from .. import quant
+
+NEEDED = ("fma", "f16c")  # what the definition's fma and the conversions of float16 compile to; without them they would be library calls
+parallel_lock = threading.RLock()  # numba's threading layers abort when two Python threads run parallel code at once
+
+
+def check_cpu() -> None:
+    """RuntimeError in one line when this CPU (or the one configured for numba) lacks an instruction the kernels need."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return
+    features = cpu_features()
+    missing = [f for f in NEEDED if not features.get(f)]
+    if missing:
+        raise RuntimeError(f"this CPU has no {' and no '.join(missing)}; the CPU kernels need {', '.join(NEEDED)} (any x86-64 CPU since 2013 has them)")
+
+
+@lru_cache(None)
+def cpu_features() -> dict[str, bool]:
+    """Features of the CPU that numba compiles for: the host's, or those of NUMBA_CPU_NAME / NUMBA_CPU_FEATURES."""
+    if config.CPU_FEATURES is not None:
+        return {f[1:]: f[0] == "+" for f in config.CPU_FEATURES.split(",") if f}
+    if config.CPU_NAME:  # numba gives a CPU named by the user no host features; the name says what LLVM assumes
+        return {f: True for f in NEEDED} if config.CPU_NAME not in ("generic", "x86-64") else {}
+    return dict(llvm.get_host_cpu_features())
+
+
+@lru_cache(None)
+def source_digest() -> str:
+    """sha256 of the sources of kernels/ and quant/ and of everything else that shapes compiled code."""
+    h = hashlib.sha256()
+    for root in (Path(__file__).parent, Path(quant.__file__).parent):
+        for path in sorted(root.rglob("*.py")):
+            h.update(f"{root.name}/{path.relative_to(root).as_posix()}\0".encode())
+            h.update(path.read_bytes() + b"\0")
+    cpu = config.CPU_NAME or llvm.get_host_cpu_name()
+    features = config.CPU_FEATURES if config.CPU_FEATURES is not None else llvm.get_host_cpu_features().flatten()
+    h.update(repr((sys.version_info[:3], platform.machine(), numba.__version__, llvmlite.__version__, numpy.__version__, cpu, features)).encode())
+    return h.hexdigest()
+
+
+def cache_folder() -> Path:
+    return Path(platformdirs.user_cache_dir("ggml-py", appauthor=False)) / "kernels" / source_digest()[:20]
+
+
+class _Locator(_CacheLocator):
+    """All functions in one folder, told apart by module and name; the folder's name stands for the state of the sources."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def get_cache_path(self):
+        return str(cache_folder())
+
+    def get_source_stamp(self):
+        return source_digest()
+
+    def get_disambiguator(self):
+        return self._module.replace(".", "-")
+
+    @classmethod
+    def from_function(cls, py_func, py_file):
+        return cls(py_func.__module__)
+
+
+class _Impl(CompileResultCacheImpl):
+    _locator_classes = [_Locator]
+
+
+class _KeyedCache(Cache):
+    _impl_class = _Impl
+
+    def __init__(self, py_func, key):
+        self._key = key
+        super().__init__(py_func)
+
+    def _index_key(self, sig, codegen):
+        return sig, codegen.magic_tuple(), self._key
+
+
+def jit(function=None, *, key=(), parallel=False):
+    """numba.njit for this project: numpy's division, no fast-math, cached. key: the arguments of the factory that closes over `function`.
+
+    A parallel function is called under the process-wide lock.
+    """
+    if function is None:
+        return lambda f: jit(f, key=key, parallel=parallel)
+    dispatcher = numba.njit(error_model="numpy", parallel=parallel, nogil=True)(function)
+    try:
+        dispatcher._cache = _KeyedCache(function, key)
+        dispatcher._cache.enable()
+    except OSError:  # no writable cache folder: compile anew in each process
+        pass
+    if not parallel:
+        return dispatcher
+
+    @wraps(function)
+    def locked(*args):
+        with parallel_lock:
+            return dispatcher(*args)
+    locked.dispatcher = dispatcher
+    return locked

@@ -1,0 +1,369 @@
+"""Attention over the KV cache in pieces of 128 positions.
+
+A unit of work is a run of up to ROWS query rows: consecutive tokens of one sequence, times the query heads of one KV head. Piece by piece,
+the keys and values of the KV head are read into vectors' order once, and the rows go over them four at a time: scores, softmax of the
+piece, weighted values, combination with the pieces before.
+
+Fixed-point sums are two products of int16 pairs: with q = 128 hi + lo, T = sum of q * q' and HH = sum of hi * hi', both modulo 2^32, the
+definition's 128 MID + LL is T - 16384 HH; it fits 32 bits, so that the difference modulo 2^32 is all of it.
+"""
+from functools import lru_cache
+
+import numba
+import numpy as np
+from numba import prange
+
+from ..arith import as_f32, as_i32, div, exp, f32, fma, i2f, i32, mul, sub
+from ..compile import jit
+from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
+from .parallel import PART
+from .quantize import quantize_block
+from .rms_norm import halve128
+from .set_rows import cached_row
+from .vector import available_isas, instructions, pointer, store
+from .vector import fma as fma_block
+
+ROWS = 192      # of a unit: reading a piece costs about a tenth of their work on it
+TILE = 4        # rows that are computed together: the columns of a block
+LANES = 32      # a multiple of every instruction set's rows of a block
+HI = f32(16384)
+LOWEST = i32(-0x7f800001)  # ordered(-infinity)
+
+# For parts of one kernel, which are cached with it.
+device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@lru_cache(None)
+def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
+    """The kernel of a K and a V cache type; arguments as in kernels/reference. isa: a name in vector.ISAS, by default the best."""
+    isa = isa or available_isas()[0]
+    prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(cached_row(type_k), isa)
+    value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
+
+    @device
+    def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out):
+        """Tokens first..last-1, all of one sequence, with the query heads of one KV head."""
+        n_head, dim = q.shape[1], q.shape[2]
+        dv, n_ctx = out.shape[2], present.shape[1]
+        group = n_head // n_head_kv
+        n_rows = (last - first) * group
+        here = present[seq[first]]
+        rows = np.zeros(((n_rows + TILE - 1) // TILE * TILE, dim), np.float32)
+        for row in range(n_rows):
+            copy(q[first + row // group, head_kv * group + row % group], rows[row])
+        queries, keys, values = prepare_queries(rows, scale), key_buffers(dim), value_buffers(dv)
+        M, L, O = np.zeros(n_rows, np.float32), np.zeros(n_rows, np.float32), np.zeros((n_rows, dv), np.float32)
+        M[:] = MINUS_INFINITY
+        visible = np.zeros((TILE, PIECE), np.int32)
+        s, p, o = np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, padded(dv)), np.float32)
+        m, l = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
+        end = 0
+        for token in range(first, last):
+            end = max(end, pos[token] + 1)
+        for start in range(0, end, PIECE):
+            n_keys = min(PIECE, end - start)
+            if mark_visible(here[start:start + n_keys], visible[0]) == 0:
+                continue
+            cell = seq[first] * n_ctx + start
+            load_keys(k, cell, n_keys, head_kv, dim, keys)
+            load_values(v, cell, n_keys, head_kv, dv, values)
+            for row in range(0, n_rows, TILE):
+                n_seen = np.int64(0)  # the keys that some row of the tile sees are among the first n_seen
+                for r in range(TILE):
+                    bound = max(0, min(n_keys, pos[first + (row + r) // group] + 1 - start)) if row + r < n_rows else 0
+                    mark_visible(here[start:start + bound], visible[r])
+                    n_seen = max(n_seen, bound)
+                if n_seen == 0:
+                    continue
+                score(queries, row, keys, n_seen, s)
+                for r in range(TILE):
+                    m[r], l[r] = softmax(s[r], visible[r], p[r])
+                weigh(p, visible, values, n_seen, o)
+                for r in range(TILE):
+                    if l[r] != 0:  # the largest of visible keys has p = 1 (or NaN)
+                        M[row + r], L[row + r] = combine(M[row + r], L[row + r], O[row + r], m[r], l[r], o[r])
+        for row in range(n_rows):
+            total, result = O[row], out[first + row // group, head_kv * group + row % group]
+            for c in range(dv):
+                result[c] = div(total[c], L[row])
+
+    @jit(key=(type_k, type_v, isa), parallel=True)
+    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out):
+        runs = np.empty(seq.shape[0] + 1, np.int64)
+        n_runs = query_runs(seq, max(1, ROWS * n_head_kv // q.shape[1]), runs)
+        n_seen = 0
+        for token in range(pos.shape[0]):
+            n_seen += pos[token] + 1
+        if n_seen * n_head_kv * (q.shape[2] + out.shape[2]) < 2 * PART:
+            for unit in range(n_runs * n_head_kv):
+                run = unit % n_runs
+                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out)
+        else:
+            for unit in prange(n_runs * n_head_kv):
+                run = unit % n_runs // 2  # from both ends inwards: late runs see many keys, and threads take neighbouring units
+                run = n_runs - 1 - run if unit % n_runs % 2 else run
+                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out)
+    return flash_attn_ext
+
+
+@device
+def query_runs(seq, n_tokens, starts):
+    """Cuts the tokens into runs of one sequence, none longer than n_tokens. starts: i64 [n + 1], receives where each begins, and the end.
+    Returns the number of runs."""
+    n_runs = 0
+    for token in range(seq.shape[0]):
+        if token == 0 or seq[token] != seq[token - 1] or token - starts[n_runs - 1] == n_tokens:
+            starts[n_runs] = token
+            n_runs += 1
+    starts[n_runs] = seq.shape[0]
+    return n_runs
+
+
+@device
+def copy(x, out):
+    for i in range(x.shape[0]):
+        out[i] = x[i]
+
+
+@device
+def padded(n):
+    return (n + LANES - 1) // LANES * LANES
+
+
+@device
+def mark_visible(here, visible):
+    """visible: i32 [128], set to 1 where here: u8 [n], n <= 128, is not 0, and to 0 elsewhere. Returns the number of ones."""
+    visible[here.shape[0]:] = 0
+    count = i32(0)
+    for j in range(here.shape[0]):
+        visible[j] = here[j] != 0
+        count = i32(count + visible[j])
+    return count
+
+
+@device
+def ordered(x):
+    """The bits of a float as an integer that orders as the floats do, -0 before +0; its own inverse on bits."""
+    return i32(x ^ i32(i32(x >> i32(31)) & i32(0x7fffffff)))
+
+
+@device
+def softmax(s, visible, p):
+    """(m, l) of a piece, and p, its unscaled probabilities. s, p: f32 [128]; visible: i32 [128]."""
+    top = LOWEST  # the maximum as an integer: its order does not matter, and vectors have one
+    for j in range(PIECE):
+        x = s[j]
+        key = ordered(as_i32(x)) if x == x else LOWEST
+        top = max(top, key if visible[j] else LOWEST)
+    m = as_f32(ordered(top))
+    partial = np.empty(PIECE, np.float32)
+    for j in range(PIECE):
+        e = exp(sub(s[j], m))
+        p[j] = e if visible[j] else f32(0)
+        partial[j] = p[j]
+    return m, halve128(partial)
+
+
+@device
+def combine(M, L, O, m, l, o):
+    """Adds a piece (m, l, o) to (M, L, O). O: f32 [Dv], o: f32 [Dv or more]. Returns M and L."""
+    new_M = m if m > M else M
+    a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
+    for c in range(O.shape[0]):
+        O[c] = fma(O[c], a, mul(o[c], b))
+    return new_M, fma(L, a, mul(l, b))
+
+
+@device
+def high_limbs(q, hi):
+    """q = 128 hi + lo, lo in -64..63. q, hi: i16 [n]."""
+    for i in range(q.shape[0]):
+        hi[i] = (q[i] + 64) >> 7
+
+
+def products(isa):
+    """Device function (a, first, stride, b, b_first, n, n_pairs, sums): for levels (part = 0) and high limbs (part = 1) alike
+
+        sums[part, r, j] = sum over i < n_pairs of a[part][first + r * stride + i] . b[part][b_first + i * width + j]
+
+    modulo 2^32, for r < 4 and j < n rounded up to a block; the dot joins two pairs of int16, which a and b count by.
+    a: i16 [2, ...]; b: i32 [2, ...]; sums: i32 [2, 4, width]."""
+    n_block, zeros, _, rows, columns, dot = instructions(isa, TILE)
+
+    @device
+    def product(a, first, stride, b, b_first, n, n_pairs, sums):
+        width, a_part, b_part = sums.shape[2], a.size // 4, b.size // 2
+        a, b, c = pointer(a), pointer(b), pointer(sums)
+        for part in range(2):
+            for j in range(0, n, n_block):
+                total = zeros(c)
+                for i in range(n_pairs):
+                    total = dot(total, rows(b, part * b_part + b_first + i * width + j), columns(a, part * a_part + first + i, stride))
+                store(c, part * TILE * width + j, width, total)
+    return product
+
+
+@device
+def fixed_point(T, HH):
+    """The sum of products of 15-bit integers as a float: T modulo 2^32, and HH of the products of their high limbs."""
+    return fma(i2f(HH), HI, i2f(i32(T - (HH << i32(14)))))
+
+
+# Scores. Queries, rows: f32 [n_rows, D], n_rows whole tiles. Buffers of keys: made once for a unit, filled for each piece.
+
+def _keys_chain(cached, isa):
+    n_block, zeros, _, block_rows, columns, _ = instructions(isa, TILE)
+
+    @device
+    def prepare_queries(rows, scale):
+        return rows, scale
+
+    @device
+    def buffers(dim):
+        return np.zeros(dim, np.float32), np.zeros((dim, PIECE), np.float32)
+
+    @device
+    def load(k, cell, n_keys, head_kv, dim, keys):
+        key, transposed = keys
+        for j in range(n_keys):
+            cached(k, cell + j, head_kv * dim, key)
+            for c in range(dim):
+                transposed[c, j] = key[c]
+
+    @device
+    def score(queries, row, keys, n_seen, s):
+        """s: f32 [4, 128], of the first n_seen keys."""
+        rows, scale = queries
+        dim = rows.shape[1]
+        a, b, out = pointer(rows), pointer(keys[1]), pointer(s)
+        for j in range(0, n_seen, n_block):
+            total = zeros(out)
+            for c in range(dim):
+                total = fma_block(columns(a, row * dim + c, dim), block_rows(b, c * PIECE + j), total)
+            store(out, j, PIECE, total)
+        for r in range(TILE):
+            for j in range(PIECE):
+                s[r, j] = mul(s[r, j], scale)
+    return prepare_queries, buffers, load, score
+
+
+def _keys_fixed(cached, isa):
+    product = products(isa)
+
+    @device
+    def prepare_queries(rows, scale):
+        """Levels and high limbs i16 [2, n_rows, n_blocks * 64], and d_q * scale f32 [n_rows, n_blocks]."""
+        n_rows, dim = rows.shape
+        n_blocks = (dim + BLOCK - 1) // BLOCK
+        q, d = np.zeros((2, n_rows, n_blocks * BLOCK), np.int16), np.zeros((n_rows, n_blocks), np.float32)
+        for row in range(n_rows):
+            for b in range(n_blocks):
+                d[row, b] = mul(quantize_block(rows[row, b * BLOCK:min(dim, (b + 1) * BLOCK)], q[0, row, b * BLOCK:(b + 1) * BLOCK]), scale)
+            high_limbs(q[0, row], q[1, row])
+        return q, d
+
+    @device
+    def buffers(dim):
+        """Pairs of channels, a key to a lane: levels and high limbs i32 [2, n_blocks, 32, 128]; scales f32 [n_blocks, 128]; and one key."""
+        n_blocks = (dim + BLOCK - 1) // BLOCK
+        return (np.zeros((2, n_blocks, BLOCK // 2, PIECE), np.int32), np.zeros((n_blocks, PIECE), np.float32),
+                np.zeros(dim, np.float32), np.zeros((2, BLOCK), np.int16))
+
+    @device
+    def load(k, cell, n_keys, head_kv, dim, keys):
+        levels, d, key, q = keys
+        pairs = q.view(np.int32)
+        for j in range(n_keys):
+            cached(k, cell + j, head_kv * dim, key)
+            for b in range(d.shape[0]):
+                d[b, j] = quantize_block(key[b * BLOCK:min(dim, (b + 1) * BLOCK)], q[0])
+                high_limbs(q[0], q[1])
+                for part in range(2):
+                    for i in range(BLOCK // 2):
+                        levels[part, b, i, j] = pairs[part, i]
+
+    @device
+    def score(queries, row, keys, n_seen, s):
+        q, d_q = queries
+        levels, d_k = keys[0], keys[1]
+        stride = q.shape[2] // 2
+        sums = np.empty((2, TILE, PIECE), np.int32)
+        s[:] = 0
+        for b in range(d_k.shape[0]):
+            product(q, row * stride + b * (BLOCK // 2), stride, levels, b * (BLOCK // 2) * PIECE, n_seen, BLOCK // 2, sums)
+            for r in range(TILE):
+                total, T, HH, d, scaled = s[r], sums[0, r], sums[1, r], d_k[b], d_q[row + r, b]
+                for j in range(padded(n_seen)):
+                    total[j] = fma(mul(fixed_point(T[j], HH[j]), scaled), d[j], total[j])
+    return prepare_queries, buffers, load, score
+
+
+# Weighted values. Buffers of values as for keys.
+
+def _values_chain(cached, isa):
+    @device
+    def buffers(dv):
+        return np.zeros((PIECE, dv), np.float32)
+
+    @device
+    def load(v, cell, n_keys, head_kv, dv, values):
+        for j in range(n_keys):
+            cached(v, cell + j, head_kv * dv, values[j])
+
+    @device
+    def weigh(p, visible, values, n_seen, o):
+        """p: f32 [4, 128], visible: i32 [4, 128] -> o: f32 [4, Dv or more]."""
+        o[:] = 0
+        for r in range(TILE):
+            total = o[r]
+            for j in range(n_seen):
+                if visible[r, j]:
+                    value, weight = values[j], p[r, j]
+                    for c in range(value.shape[0]):
+                        total[c] = fma(weight, value[c], total[c])
+    return buffers, load, weigh
+
+
+def _values_fixed(cached, isa):
+    product = products(isa)
+
+    @device
+    def buffers(dv):
+        """Pairs of keys, a channel to a lane: levels and high limbs i32 [2, 64, padded Dv]; scales f32 [128]; and two keys' values."""
+        width = padded(dv)
+        return (np.zeros((2, PIECE // 2, width), np.int32), np.zeros(PIECE, np.float32),
+                np.zeros(dv, np.float32), np.zeros((2, 2, width), np.int16))
+
+    @device
+    def load(v, cell, n_keys, head_kv, dv, values):
+        levels, d, value, q = values
+        for j in range(0, n_keys, 2):
+            q[0, 1], q[1, 1] = 0, 0
+            for odd in range(min(2, n_keys - j)):
+                cached(v, cell + j + odd, head_kv * dv, value)
+                d[j + odd] = quantize_block(value, q[0, odd])
+                high_limbs(q[0, odd], q[1, odd])
+            for part in range(2):
+                first, second, pairs = q[part, 0], q[part, 1], levels[part, j // 2]
+                for c in range(pairs.shape[0]):
+                    pairs[c] = i32((i32(first[c]) & i32(0xffff)) | i32(second[c]) << i32(16))
+
+    @device
+    def weigh(p, visible, values, n_seen, o):
+        levels, d_v = values[0], values[1]
+        q, d_p = np.empty((2, TILE, PIECE), np.int16), np.empty(TILE, np.float32)
+        scaled = np.empty(PIECE, np.float32)
+        for r in range(TILE):
+            for j in range(PIECE):
+                x = mul(p[r, j], d_v[j])
+                scaled[j] = x if visible[r, j] else f32(0)
+            d_p[r] = quantize_block(scaled, q[0, r])
+            high_limbs(q[0, r], q[1, r])
+        sums = np.empty((2, TILE, o.shape[1]), np.int32)
+        zero = np.int64(0)
+        product(q, zero, PIECE // 2, levels, zero, o.shape[1], (n_seen + 1) // 2, sums)
+        for r in range(TILE):
+            result, T, HH, d = o[r], sums[0, r], sums[1, r], d_p[r]
+            for c in range(result.shape[0]):
+                result[c] = mul(fixed_point(T[c], HH[c]), d)
+    return buffers, load, weigh

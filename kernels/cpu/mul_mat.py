@@ -1,0 +1,398 @@
+"""out[i, r] = sum over c of w[r, c] * x[i, c], in the order of docs/numerics.md, sections 3 and 4.
+
+A unit of work is a tile of 32 weight rows and up to N_COLUMNS columns (rows of activations). Per chunk of 256 columns of the weights the tile is
+unpacked once, a row to a lane, and multiplied with the columns of the unit, BLOCK at a time. Quantized weights become pairs of int16, levels
+times integer scales, so that one instruction multiplies and adds two columns of 16 rows.
+"""
+from functools import lru_cache
+from typing import NamedTuple
+
+import numba
+from numba import float32, int16, int32, int64, prange, types, uint32
+from numba.core.errors import TypingError
+from numba.extending import intrinsic
+
+from ...quant import tile
+from ...quant.activation import LIMIT, SUM_COLUMNS
+from ...quant.formats import CHUNK, format_of
+from ...quant.words import ONES, f32, i32, primitives, u32
+from ..compile import jit
+from ..float16 import f16_to_f32
+from .vector import (ISAS, add, add_i32, available_isas, fma, fnma, high16, high_pair, instructions, join16, low16, low_pair, mul_i16, pointer,
+                     rolled, stack, store, to_f32)
+
+ROWS = tile.ROWS
+PAIRS = CHUNK // 2
+BLOCK = 4        # columns that are multiplied at a time
+N_COLUMNS = 128  # columns of a unit
+UNPACKING = 8    # columns that could be multiplied while a chunk is unpacked (5 for Q4_1, 17 for IQ3_S)
+PARALLEL = 1 << 24  # multiplications, about 0.2 ms of work, that are worth waking threads for: on a busy machine that takes milliseconds
+
+f32_2d = float32[:, ::1]
+QUANTIZED = types.Tuple((uint32[::1], int16[:, ::1], f32_2d, int32[:, ::1], f32_2d))  # words, q, d, sums, out
+FLOAT = types.Tuple((uint32[::1], f32_2d, f32_2d))                                    # words, x, out
+
+
+def device(forceinline):
+    """Compiles functions that only compiled ones call: without wrappers, which would double the time."""
+    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=forceinline)
+
+
+inlined, called = device(True), device(False)
+
+
+def lookup16(levels):
+    """`Primitives.lookup16` by selects, a bit of the nibbles at a time: without loads, so that loops over rows become vector code."""
+    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = (u32((level & 255) * 0x01010101) for level in levels)
+
+    @inlined
+    def mask(w, bit):
+        return u32(((w >> u32(bit)) & ONES) * u32(255))
+
+    @inlined
+    def select(mask, x, y):
+        return u32(x ^ (mask & (x ^ y)))
+
+    @inlined
+    def lookup(w):
+        m0, m1, m2 = mask(w, 0), mask(w, 1), mask(w, 2)
+        low = select(m2, select(m1, select(m0, a, b), select(m0, c, d)), select(m1, select(m0, e, f), select(m0, g, h)))
+        high = select(m2, select(m1, select(m0, i, j), select(m0, k, l)), select(m1, select(m0, m, n), select(m0, o, p)))
+        return i32(select(mask(w, 3), low, high))
+    return lookup
+
+
+@lru_cache(None)
+def cpu_primitives():
+    return primitives(inlined, f16=f16_to_f32, lookup16=lookup16)
+
+
+# Units: what is multiplied by whom
+
+@inlined
+def parts(out):
+    """Into how many units the columns are divided."""
+    return (out.shape[0] + N_COLUMNS - 1) // N_COLUMNS
+
+
+@inlined
+def place(u, out):
+    """Row tile, first column and one past the last of unit u: equal parts of whole blocks, but for the last."""
+    n_parts = parts(out)
+    width = (out.shape[0] + BLOCK * n_parts - 1) // (BLOCK * n_parts) * BLOCK
+    first = u % n_parts * width
+    return u // n_parts, first, min(first + width, out.shape[0])
+
+
+@inlined
+def write(total, row_tile, first, last, out):
+    """total: float32 [columns][32 rows] -> out: float32 [n, m]; rows beyond m are padding."""
+    for c in range(first, last):
+        for r in range(row_tile * ROWS, min((row_tile + 1) * ROWS, out.shape[1])):
+            out[c, r] = total[(c - first) * ROWS + r % ROWS]
+
+
+# Quantized weights
+
+# A tile with the rows of each item side by side, so that loops over rows become vector code: uint32 [items][32 rows], the items of a row being
+# its words (up to 3), its half (in item 3), and from item 4 on the words of its pieces.
+
+@called
+def transpose(words, base, n_pieces, n_words, n_halves, items):
+    """The tile at word `base`, as quant/tile.py lays it out, into items."""
+    for p in range(n_pieces):
+        for r in range(ROWS):
+            for i in range(4):
+                items[(4 + 4 * p + i) * ROWS + r] = words[base + (p * ROWS + r) * 4 + i]
+    plane = base + n_pieces * ROWS * 4
+    for i in range(n_words * ROWS):
+        items[i] = words[plane + i]
+    plane += n_words * ROWS
+    for i in range(n_halves * ROWS // 2):
+        w = words[plane + i]
+        items[3 * ROWS + 2 * i], items[3 * ROWS + 2 * i + 1] = w & u32(0xffff), w >> u32(16)
+
+
+@inlined
+def item16(t, p):
+    items, row = t
+    i = (4 + 4 * p) * ROWS + row
+    return items[i], items[i + ROWS], items[i + 2 * ROWS], items[i + 3 * ROWS]
+
+
+@inlined
+def item4(t, k):
+    items, row = t
+    return items[k * ROWS + row]
+
+
+@inlined
+def item2(t, h):
+    items, row = t
+    return items[3 * ROWS + row]
+
+
+def quantized_unpacker(fmt, isa):
+    """(words, base, weights): the tile at word `base` into weights = (pairs uint32 [128][32], imin uint32 [sub-blocks][32], d, m f32 [groups][32]).
+    pairs: isc * level of two columns in the halves of a word; imin: (imin, 128 imin), to be multiplied with the halves that `split_sums` makes."""
+    levels, sub, group = fmt.unpack(cpu_primitives(), item16, item4, item2)
+    n_pieces, n_words, n_halves = fmt.n_pieces, fmt.n_words, fmt.n_halves
+    n_rows, rows = instructions(isa, 1).n_rows, instructions(isa, 1).rows
+    n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min
+    item_words, scale_words, level_words = stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, n_sub * ROWS), stack(uint32, 8 * ROWS)
+
+    @called
+    def unpack(words, base, weights):
+        pairs, imin, d, m = weights
+        items, isc, w = item_words(), scale_words(), level_words()
+        transpose(words, base, n_pieces, n_words, n_halves, items)
+        for g in range(rolled(n_group)):
+            for r in range(ROWS):
+                d[g * ROWS + r], m[g * ROWS + r] = group((items, r), g)
+        if scaled or has_min:
+            for i in range(rolled(n_sub)):
+                for r in range(ROWS):
+                    scale, minimum = sub((items, r), i)
+                    isc[i * ROWS + r] = (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
+                    imin[i * ROWS + r] = (u32(minimum) & u32(0xffff)) | u32(minimum) << u32(7 + 16)
+        for j in range(rolled(8)):
+            for r in range(ROWS):
+                w0, w1, w2, w3, w4, w5, w6, w7 = levels((items, r), j)
+                w[r], w[ROWS + r], w[2 * ROWS + r], w[3 * ROWS + r] = u32(w0), u32(w1), u32(w2), u32(w3)
+                w[4 * ROWS + r], w[5 * ROWS + r], w[6 * ROWS + r], w[7 * ROWS + r] = u32(w4), u32(w5), u32(w6), u32(w7)
+            for k in range(8):
+                for r in range(0, ROWS, n_rows):
+                    four = rows(w, k * ROWS + r)
+                    low, high = low_pair(four), high_pair(four)
+                    if scaled:
+                        scale = rows(isc, (8 * j + k) // sub_words * ROWS + r)
+                        low, high = mul_i16(low, scale), mul_i16(high, scale)
+                    first = 2 * (8 * j + k) * ROWS + r
+                    store(pairs, first, 0, low)
+                    store(pairs, first + ROWS, 0, high)
+    return unpack
+
+
+class Form(NamedTuple):
+    """What a product needs to know of a format. span: columns of a group whose sum of isc * level * q surely fits 32 bits: all of them or, halving,
+    a part; sub: columns with one minimum, 0 without minima."""
+    group: int
+    span: int
+    sub: int
+
+
+def form_of(fmt):
+    assert fmt.max_level * fmt.max_isc < 2**15 and fmt.group * fmt.max_imin * LIMIT < 2**31, fmt.name
+    span = fmt.group
+    while span * fmt.max_level * fmt.max_isc * LIMIT >= 2**31:
+        span //= 2
+    return Form(fmt.group, span, fmt.sub if fmt.has_min else 0)
+
+
+@lru_cache(None)
+def sum_splitter(form):
+    """(sums, first, last, chunk, out): the sums of q over sub-blocks as pairs of int16 (s mod 128, floor(s / 128)): uint32 [columns][sub-blocks].
+    |s| <= 32 * 127 * 128."""
+    n_sub, n_sums = CHUNK // form.sub, form.sub // SUM_COLUMNS
+
+    @called
+    def split_sums(sums, first, last, chunk, out):
+        for c in range(first, last):
+            for i in range(n_sub):
+                s = i32(0)
+                for h in range(n_sums):
+                    s = i32(s + sums[c, (chunk * n_sub + i) * n_sums + h])
+                out[(c - first) * n_sub + i] = u32(s & i32(127)) | u32(s >> i32(7)) << u32(16)
+    return split_sums
+
+
+@lru_cache(None)
+def quantized_multiplier(form, isa, n_columns):
+    """(weights, x, c, chunk, total): total[c + i] = fma(acc, d of the activations, total[c + i]) for the n_columns columns from c.
+    x = (q as pairs, d, split sums, first, n_chunks): c counts from column `first`; total: float32 [columns][32]."""
+    n_rows, zeros, load, rows, columns, dot = instructions(isa, n_columns)
+    n_group, group_pairs, span_pairs = CHUNK // form.group, form.group // 2, form.span // 2
+    wide, has_min = form.span < form.group, form.sub > 0
+    n_sub, group_subs = (CHUNK // form.sub, form.group // form.sub) if has_min else (0, 0)
+
+    @called
+    def multiply(weights, x, c, chunk, total):
+        pairs, imin, d, m = weights
+        q, dx, sums, first, n_chunks = x
+        block = (first + c) * n_chunks + chunk
+        for r in range(0, ROWS, n_rows):
+            acc = zeros(d)
+            for g in range(n_group):
+                s = high = low = zeros(pairs)  # S = 65536 high + low where the group is wide
+                for p in range(g * group_pairs, (g + 1) * group_pairs, span_pairs):
+                    s = zeros(pairs)
+                    for k in range(p, p + span_pairs):
+                        s = dot(s, rows(pairs, k * ROWS + r), columns(q, block * PAIRS + k, n_chunks * PAIRS))
+                    if wide:
+                        high, low = add_i32(high, high16(s)), add_i32(low, low16(s))
+                acc = fma(join16(high, low) if wide else to_f32(s), rows(d, g * ROWS + r), acc)
+                if has_min:
+                    s = zeros(pairs)
+                    for i in range(g * group_subs, (g + 1) * group_subs):
+                        s = dot(s, rows(imin, i * ROWS + r), columns(sums, c * n_sub + i, n_sub))
+                    acc = fnma(rows(m, g * ROWS + r), to_f32(s), acc)
+            t = c * ROWS + r
+            store(total, t, ROWS, fma(acc, columns(dx, block, n_chunks), load(total, t, ROWS)))
+    return multiply
+
+
+def quantized_unit(fmt, isa):
+    """(arrays QUANTIZED, u): unit u of out."""
+    form, has_min = form_of(fmt), fmt.has_min
+    unpack, split_sums = quantized_unpacker(fmt, isa), sum_splitter(form) if has_min else None
+    multiply_one, multiply = quantized_multiplier(form, isa, 1), quantized_multiplier(form, isa, BLOCK)
+    n_sub, n_group, tile_words = CHUNK // fmt.sub, CHUNK // fmt.group, tile.tile_bytes(fmt) // 4
+    pair_words, imin_words, scale_words = stack(uint32, PAIRS * ROWS), stack(uint32, n_sub * ROWS), stack(float32, n_group * ROWS)
+    sum_words, total_words = stack(uint32, N_COLUMNS * n_sub), stack(float32, N_COLUMNS * ROWS)
+
+    def unit(arrays, u):
+        words, q, d, sums, out = arrays
+        n_chunks = d.shape[1]
+        row_tile, first, last = place(u, out)
+        weights, split, total = (pair_words(), imin_words(), scale_words(), scale_words()), sum_words(), total_words()
+        x = pointer(q), pointer(d), split, first, n_chunks
+        for i in range((last - first) * ROWS):
+            total[i] = f32(0)
+        whole = (last - first) // BLOCK * BLOCK
+        for chunk in range(n_chunks):
+            unpack(pointer(words), (row_tile * n_chunks + chunk) * tile_words, weights)
+            if has_min:
+                split_sums(sums, first, last, chunk, split)
+            for c in range(0, whole, BLOCK):
+                multiply(weights, x, c, chunk, total)
+            for c in range(whole, last - first):
+                multiply_one(weights, x, c, chunk, total)
+        write(total, row_tile, first, last, out)
+    return unit
+
+
+# Float weights
+
+def float_unpacker(fmt):
+    """(words, base, weights): the tile at word `base` into weights float32 [256][32]."""
+    values = fmt.values(cpu_primitives(), tile.loads(fmt, inlined)[0])
+
+    @called
+    def unpack(words, base, weights):
+        for q in range(rolled(CHUNK // 8)):
+            for r in range(ROWS):
+                w0, w1, w2, w3, w4, w5, w6, w7 = values((words, base, r), q)
+                i = 8 * q * ROWS + r
+                weights[i], weights[i + ROWS], weights[i + 2 * ROWS], weights[i + 3 * ROWS] = w0, w1, w2, w3
+                weights[i + 4 * ROWS], weights[i + 5 * ROWS], weights[i + 6 * ROWS], weights[i + 7 * ROWS] = w4, w5, w6, w7
+    return unpack
+
+
+@lru_cache(None)
+def float_multiplier(isa, n_columns):
+    """(weights, x, c, chunk, total): total[c + i] = add(total[c + i], acc) for the n_columns columns from c.
+    x = (values, first, k): rows of k values, c counts from column `first`; total: float32 [columns][32]."""
+    n_rows, zeros, load, rows, columns, _ = instructions(isa, n_columns)
+
+    @called
+    def multiply(weights, x, c, chunk, total):
+        values, first, k = x
+        start = (first + c) * k + chunk * CHUNK
+        for r in range(0, ROWS, n_rows):
+            acc = zeros(weights)
+            for i in range(min(CHUNK, k - chunk * CHUNK)):
+                acc = fma(rows(weights, i * ROWS + r), columns(values, start + i, k), acc)
+            t = c * ROWS + r
+            store(total, t, ROWS, add(load(total, t, ROWS), acc))
+    return multiply
+
+
+def float_unit(fmt, isa):
+    """(arrays FLOAT, u): unit u of out."""
+    unpack, multiply_one, multiply = float_unpacker(fmt), float_multiplier(isa, 1), float_multiplier(isa, BLOCK)
+    tile_words = tile.tile_bytes(fmt) // 4
+    weight_words, total_words = stack(float32, CHUNK * ROWS), stack(float32, N_COLUMNS * ROWS)
+
+    def unit(arrays, u):
+        words, values, out = arrays
+        n_chunks = (values.shape[1] + CHUNK - 1) // CHUNK
+        row_tile, first, last = place(u, out)
+        weights, total = weight_words(), total_words()
+        x = pointer(values), first, values.shape[1]
+        for i in range((last - first) * ROWS):
+            total[i] = f32(0)
+        whole = (last - first) // BLOCK * BLOCK
+        for chunk in range(n_chunks):
+            unpack(pointer(words), (row_tile * n_chunks + chunk) * tile_words, weights)
+            for c in range(0, whole, BLOCK):
+                multiply(weights, x, c, chunk, total)
+            for c in range(whole, last - first):
+                multiply_one(weights, x, c, chunk, total)
+        write(total, row_tile, first, last, out)
+    return unit
+
+
+# Launch
+
+@intrinsic
+def call(typingctx, address, arrays, u):
+    """Calls the function (arrays, int64) -> None that was compiled for these types to code at `address`."""
+    if arrays not in (QUANTIZED, FLOAT):
+        raise TypingError(f"mul_mat: arrays of types {arrays}; allowed: {QUANTIZED} or {FLOAT}")
+
+    def codegen(context, builder, signature, args):
+        argtypes = signature.args[1:]
+        function = builder.inttoptr(args[0], context.call_conv.get_function_type(types.none, argtypes).as_pointer())
+        context.call_conv.call_function(builder, function, types.none, argtypes, args[1:])  # units raise nothing: no status to pass on
+        return context.get_dummy_value()
+    return types.none(types.int64, arrays, types.int64), codegen
+
+
+@jit(parallel=True)
+def run(unit, arrays, out):
+    """All units, in parallel where that pays. One loop for all formats: with its own each format would take twice as long to compile."""
+    n_units = (out.shape[1] + ROWS - 1) // ROWS * parts(out)
+    if out.shape[1] * arrays[1].shape[1] * (out.shape[0] + UNPACKING * parts(out)) < PARALLEL:
+        for u in range(n_units):
+            call(unit, arrays, u)
+    else:
+        for u in prange(n_units):
+            call(unit, arrays, u)
+
+
+@lru_cache(None)
+def mul_mat(format_name: str, isa: str | None = None):
+    """The product for a weight format: (words, q, d, sums, out), or (words, x, out) for F32, F16 and BF16.
+
+    words: uint32, the tiles of [m, k]; q int16 [n, n_chunks * 256], d float32 [n, n_chunks], sums int32 [n, n_chunks * 16]: quantized activations;
+    x: float32 [n, k]; out: float32 [n, m]. isa: a name in vector.ISAS, by default the best that the CPU has; the bits are the same with each.
+    """
+    fmt, isa = format_of(format_name, "mul_mat"), isa or available_isas()[0]
+    if isa not in ISAS:
+        raise ValueError(f"mul_mat: unknown instruction set {isa!r}; known: {', '.join(ISAS)}")
+    arrays, make = (QUANTIZED, quantized_unit) if fmt.is_quantized else (FLOAT, float_unit)
+    unit = jit(key=(fmt.name, isa))(make(fmt, isa))
+    unit.compile((arrays, int64))
+    result = unit.overloads[arrays, int64]
+    address = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+    tile_words = tile.tile_bytes(fmt) // 4
+
+    def check(words, n_chunks, out):
+        needed = -(-out.shape[1] // ROWS) * n_chunks * tile_words
+        assert words.size == needed, f"mul_mat: {fmt.name} tiles of {out.shape[1]} rows x {n_chunks} chunks are {needed} words, got {words.size}"
+
+    def quantized_mul_mat(words, q, d, sums, out):
+        n, n_chunks = d.shape
+        shapes = q.shape, sums.shape, out.shape[0]
+        assert shapes == ((n, n_chunks * CHUNK), (n, n_chunks * CHUNK // SUM_COLUMNS), n), f"mul_mat: d {d.shape}, q, sums, n {shapes}"
+        check(words, n_chunks, out)
+        run(address, (words, q, d, sums, out), out)
+
+    def float_mul_mat(words, x, out):
+        assert x.shape[0] == out.shape[0], f"mul_mat: {x.shape[0]} rows of x, {out.shape[0]} of out"
+        check(words, -(-x.shape[1] // CHUNK), out)
+        run(address, (words, x, out), out)
+
+    function = quantized_mul_mat if fmt.is_quantized else float_mul_mat
+    function.unit = unit  # its code is what `address` points at
+    return function

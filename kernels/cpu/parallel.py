@@ -1,0 +1,20 @@
+"""Rows shared between threads, where there are enough of them: waking a thread costs some ten microseconds, far more on a busy machine."""
+from numba import prange
+
+from ..compile import jit
+
+PART = 1 << 18  # elements that are worth a thread: about 0.1 ms of work
+
+
+def over_rows(body):
+    """kernel(x, *args): body(first, last, x, *args) over ranges of rows that together are all of x, an array [n_rows, ...]."""
+    @jit(key=(body.__module__, body.__name__), parallel=True)
+    def kernel(x, *args):
+        n_rows = x.shape[0]
+        n_parts = min(n_rows, x.size // PART)
+        if n_parts < 2:
+            body(0, n_rows, x, *args)
+        else:
+            for part in prange(n_parts):
+                body(part * n_rows // n_parts, (part + 1) * n_rows // n_parts, x, *args)
+    return kernel

@@ -1,0 +1,39 @@
+"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row; sum128's partials are lanes."""
+import numpy as np
+
+from ..arith import add, div, f32, fma, i2f, mul, sqrt
+from ..compile import jit
+from .parallel import over_rows
+
+
+@jit
+def halve128(partial):
+    """The end of sum128: partial: f32 [128], overwritten; returns its sum, halves added to halves."""
+    w = 64
+    while w > 0:
+        low, high = partial[:w], partial[w:]
+        for j in range(w):
+            low[j] = add(low[j], high[j])
+        w >>= 1
+    return partial[0]
+
+
+@jit
+def rms_norm_rows(first, last, x, w, eps, out):
+    k = x.shape[1]
+    partial = np.empty(128, np.float32)
+    for row in range(first, last):
+        a, y = x[row], out[row]
+        partial[:] = 0
+        whole = k // 128 * 128
+        for start in range(0, whole, 128):
+            for j in range(128):
+                partial[j] = fma(a[start + j], a[start + j], partial[j])
+        for j in range(k - whole):
+            partial[j] = fma(a[whole + j], a[whole + j], partial[j])
+        r = div(f32(1), sqrt(add(div(halve128(partial), i2f(np.int32(k))), eps)))
+        for column in range(k):
+            y[column] = mul(mul(a[column], r), w[column])
+
+
+rms_norm = over_rows(rms_norm_rows)  # (x f32 [n, k], w f32 [k], eps f32, out f32 [n, k])

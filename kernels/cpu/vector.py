@@ -1,0 +1,264 @@
+"""Blocks: small matrices in vector registers, for the inner loops of the CPU's kernels.
+
+A block holds [n_columns][n_rows] values of 32 bits, a row to a lane: float32, int32, or pairs of int16. Operations are elementwise; as in numpy,
+a block of one column (`rows`, read from consecutive words) or of one value a column (`columns`, a word each) is repeated over the other.
+Results do not depend on the instruction set: integer operations are exact or wrap, float operations are IEEE's, one rounding each.
+"""
+from functools import lru_cache
+from typing import Callable, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+from ..compile import cpu_features
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VECTORS = 2  # vectors of rows in a block: with four columns the sums take half of the registers
+
+
+def call(builder, name, result, *args):
+    """A call of one of LLVM's own functions."""
+    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name), args)
+
+
+def constant(like, value):
+    """value in every lane of a vector of the type of `like`."""
+    return ir.Constant(like.type, [value] * like.type.count)
+
+
+# dot(builder, s, a, b) = s + a[0] * b[0] + a[1] * b[1] per lane; s int32, a and b pairs of int16
+
+def dot_madd(name):
+    """By the instruction `name`, pairs to sums. On a CPU with VNNI LLVM makes one instruction of it and the addition."""
+    def dot(builder, s, a, b):
+        halves = ir.VectorType(I16, 2 * s.type.count)
+        return builder.add(s, call(builder, name, s.type, builder.bitcast(a, halves), builder.bitcast(b, halves)))
+    return dot
+
+
+def dot_plain(builder, s, a, b):
+    def low(x):
+        return builder.ashr(builder.shl(x, constant(x, 16)), constant(x, 16))
+
+    def high(x):
+        return builder.ashr(x, constant(x, 16))
+    return builder.add(builder.add(s, builder.mul(low(a), low(b))), builder.mul(high(a), high(b)))
+
+
+class Isa(NamedTuple):
+    """An instruction set: the features that a CPU must have for it, the lanes of a vector, and its dot product of int16 pairs."""
+    features: tuple[str, ...]
+    lanes: int
+    dot: Callable
+
+
+ISAS = {  # the best first
+    "avx512": Isa(("avx512f", "avx512bw"), 16, dot_madd("llvm.x86.avx512.pmaddw.d.512")),
+    "avx2": Isa(("avx2",), 8, dot_madd("llvm.x86.avx2.pmadd.wd")),
+    "plain": Isa((), 4, dot_plain),
+}
+
+
+def available_isas() -> list[str]:
+    """Names of the instruction sets of the CPU that numba compiles for, the best first."""
+    return [name for name, isa in ISAS.items() if all(cpu_features().get(f) for f in isa.features)]
+
+
+class Block(types.Type):
+    """The numba type of a block. element: float32 or int32 (pairs of int16 too); n_vectors vectors of rows, 1 where the rows share one value."""
+
+    def __init__(self, element, n_columns, n_vectors, lanes):
+        self.element, self.n_columns, self.n_vectors, self.lanes = element, n_columns, n_vectors, lanes
+        super().__init__(f"Block({element}, {n_columns}, {n_vectors}, {lanes})")
+
+    @property
+    def vector(self):
+        return ir.VectorType(F32 if self.element == types.float32 else I32, self.lanes)
+
+
+@register_model(Block)
+class BlockModel(models.PrimitiveModel):
+    def __init__(self, manager, type_):
+        super().__init__(manager, type_, ir.ArrayType(type_.vector, type_.n_columns * type_.n_vectors))
+
+
+def pack(context, builder, type_, emit):
+    """The block of the vectors emit(c, v)."""
+    block = ir.Constant(context.get_value_type(type_), ir.Undefined)
+    for c in range(type_.n_columns):
+        for v in range(type_.n_vectors):
+            block = builder.insert_value(block, emit(c, v), c * type_.n_vectors + v)
+    return block
+
+
+def part(builder, type_, block, c, v):
+    """Vector v of column c, repeated where the block has one."""
+    return builder.extract_value(block, min(c, type_.n_columns - 1) * type_.n_vectors + min(v, type_.n_vectors - 1))
+
+
+def elementwise(emit, element=None):
+    """The operation emit(builder, *vectors) -> vector on one to three blocks. element: of the result; by default that of the first operand."""
+    def operation(*blocks):
+        result = Block(element or blocks[0].element, max(b.n_columns for b in blocks), max(b.n_vectors for b in blocks), blocks[0].lanes)
+
+        def codegen(context, builder, signature, args):
+            return pack(context, builder, result, lambda c, v: emit(builder, *(part(builder, t, x, c, v) for t, x in zip(blocks, args))))
+        return result(*blocks), codegen
+    by_arity = {1: lambda typingctx, a: operation(a),
+                2: lambda typingctx, a, b: operation(a, b),
+                3: lambda typingctx, a, b, c: operation(a, b, c)}
+    return intrinsic(by_arity[emit.__code__.co_argcount - 1])
+
+
+# Operations. The float ones are IEEE operations with one rounding, to nearest even.
+
+to_f32 = elementwise(lambda builder, a: builder.sitofp(a, ir.VectorType(F32, a.type.count)), types.float32)
+add = elementwise(lambda builder, a, b: builder.fadd(a, b))
+fma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c))
+fnma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, builder.fneg(a), b, c))  # c - a * b
+add_i32 = elementwise(lambda builder, a, b: builder.add(a, b))
+high16 = elementwise(lambda builder, a: builder.ashr(a, constant(a, 16)))
+low16 = elementwise(lambda builder, a: builder.and_(a, constant(a, 0xffff)))
+
+
+def join(builder, high, low):
+    floats = ir.VectorType(F32, high.type.count)
+    high, low = builder.sitofp(high, floats), builder.sitofp(low, floats)
+    return call(builder, f"llvm.fma.v{high.type.count}f32", floats, high, constant(high, 65536.0), low)
+
+
+join16 = elementwise(join, types.float32)  # 65536 high + low with one rounding, |high| and |low| <= 2^24
+
+
+@elementwise
+def mul_i16(builder, a, b):
+    """Products of int16 pairs, each modulo 2^16."""
+    halves = ir.VectorType(I16, 2 * a.type.count)
+    return builder.bitcast(builder.mul(builder.bitcast(a, halves), builder.bitcast(b, halves)), a.type)
+
+
+def bytes_as_i16(first):
+    """Bytes first and first + 1 of each word, signed, as a pair of int16."""
+    @elementwise
+    def widen(builder, a):
+        lanes = a.type.count
+        zero = 4 * lanes  # the first byte of the shuffle's second operand
+        order = [byte for w in range(0, 4 * lanes, 4) for byte in (zero, w + first, zero, w + first + 1)]
+        words = builder.bitcast(a, ir.VectorType(I8, 4 * lanes))
+        tops = builder.shuffle_vector(words, constant(words, 0), ir.Constant(ir.VectorType(I32, 4 * lanes), order))
+        halves = builder.bitcast(tops, ir.VectorType(I16, 2 * lanes))
+        return builder.bitcast(builder.ashr(halves, constant(halves, 8)), a.type)
+    return widen
+
+
+low_pair, high_pair = bytes_as_i16(0), bytes_as_i16(2)
+
+
+@intrinsic
+def rolled(typingctx, n):
+    """n, hidden from the optimiser: a loop over range(rolled(n)) is not unrolled, which keeps code and compile time small."""
+    def codegen(context, builder, signature, args):
+        return builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", args, side_effect=False)
+    return types.int64(types.int64), codegen
+
+
+# Memory: pointers to 32-bit words; indices and strides count words.
+
+@intrinsic
+def pointer(typingctx, array):
+    """Of an array's first element: float32, or uint32 for integers of any width."""
+    result = types.CPointer(types.float32 if array.dtype == types.float32 else types.uint32)
+
+    def codegen(context, builder, signature, args):
+        data = context.make_array(array)(context, builder, args[0]).data
+        return builder.bitcast(data, context.get_value_type(result))
+    return result(array), codegen
+
+
+def stack(element, n):
+    """() -> n words on the stack of the calling function, aligned to 64 bytes, not initialised."""
+    result = types.CPointer(element)
+
+    @intrinsic
+    def allocate(typingctx):
+        def codegen(context, builder, signature, args):
+            words = cgutils.alloca_once(builder, context.get_value_type(element), n)
+            words.align = 64
+            return words
+        return result(), codegen
+    return allocate
+
+
+def element_of(pointer):
+    return types.float32 if pointer.dtype == types.float32 else types.int32
+
+
+def address(builder, pointer, i, stride, c, v, type_):
+    """Of vector v of column c of a block at word i."""
+    word = builder.add(i, builder.add(builder.mul(stride, I64(c)), I64(v * type_.lanes)))
+    return builder.gep(pointer, [word])
+
+
+@intrinsic
+def store(typingctx, pointer, i, stride, block):
+    """Writes column c to the words from i + c * stride."""
+    def codegen(context, builder, signature, args):
+        p, i, stride, values = args
+        for c in range(block.n_columns):
+            for v in range(block.n_vectors):
+                place = builder.bitcast(address(builder, p, i, stride, c, v, block), block.vector.as_pointer())
+                builder.store(part(builder, block, values, c, v), place, align=4)
+        return context.get_dummy_value()
+    return types.none(pointer, types.int64, types.int64, block), codegen
+
+
+class Instructions(NamedTuple):
+    """The operations that depend on the instruction set, for blocks of n_columns x n_rows."""
+    n_rows: int
+    zeros: Callable    # (pointer) -> zeros of the pointer's type
+    load: Callable     # (pointer, i, stride) -> column c from the words from i + c * stride
+    rows: Callable     # (pointer, i) -> one column for all, the words from i
+    columns: Callable  # (pointer, i, stride) -> one value a column, the word i + c * stride
+    dot: Callable      # (s, a, b) -> s + a[0] * b[0] + a[1] * b[1], a and b pairs of int16, modulo 2^32
+
+
+@lru_cache(None)
+def instructions(isa: str, n_columns: int) -> Instructions:
+    """isa: a name in ISAS."""
+    lanes = ISAS[isa].lanes
+
+    def load_vectors(block, context, builder, p, i, stride):
+        def load(c, v):
+            return builder.load(builder.bitcast(address(builder, p, i, stride, c, v, block), block.vector.as_pointer()), align=4)
+        return pack(context, builder, block, load)
+
+    def load_words(block, context, builder, p, i, stride):
+        def load(c, v):
+            word = builder.bitcast(address(builder, p, i, stride, c, v, block), block.vector.element.as_pointer())
+            first = builder.insert_element(ir.Constant(block.vector, ir.Undefined), builder.load(word, align=2), I32(0))
+            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+        return pack(context, builder, block, load)
+
+    @intrinsic
+    def zeros(typingctx, pointer):
+        block = Block(element_of(pointer), n_columns, VECTORS, lanes)
+        return block(pointer), lambda context, builder, _, args: ir.Constant(context.get_value_type(block), None)
+
+    @intrinsic
+    def load(typingctx, pointer, i, stride):
+        block = Block(element_of(pointer), n_columns, VECTORS, lanes)
+        return block(pointer, types.int64, types.int64), lambda context, builder, _, args: load_vectors(block, context, builder, *args)
+
+    @intrinsic
+    def rows(typingctx, pointer, i):
+        block = Block(element_of(pointer), 1, VECTORS, lanes)
+        return block(pointer, types.int64), lambda context, builder, _, args: load_vectors(block, context, builder, *args, I64(0))
+
+    @intrinsic
+    def columns(typingctx, pointer, i, stride):
+        block = Block(element_of(pointer), n_columns, 1, lanes)
+        return block(pointer, types.int64, types.int64), lambda context, builder, _, args: load_words(block, context, builder, *args)
+
+    return Instructions(VECTORS * lanes, zeros, load, rows, columns, elementwise(ISAS[isa].dot))

@@ -1,0 +1,9 @@
+"""CUDA kernels, equal to kernels/reference bit for bit.
+
+ptx          intrinsics: every float operation, every access to global memory; what kernel modules are written in
+launch       a kernel and its launch as values; compiling to PTX, the disk cache, loading
+simulator    the same kernel functions in numba's CUDA simulator, on arrays in host memory
+weights      weight tiles on the device: wide loads for the unpackings of quant/
+quantize, mul_mat, get_rows   quantized and float matrices
+rms_norm, elementwise, rope, set_rows, flash_attn_ext   everything else of a layer
+"""

@@ -1,0 +1,197 @@
+"""Kernels and their launches as values.
+
+A kernel module reads top down: formula, device functions, a factory of kernels, the launch function that checks. In full:
+
+    @factory([()])                                   # the argument tuples that the tests compile
+    def scale_kernel():
+        def kernel(x, y, n, a):                      # y[i] = mul(x[i], a)
+            i = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+            if i < n:
+                st(y, i, mul(ld(x, i), a))
+        return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=256)
+
+    def scale(target, x, y, n, a):
+        \"\"\"y = mul(x, a). x, y: addresses of float32 [n].\"\"\"
+        check("scale", n >= 1, "n", n, "at least 1")
+        return target.launch(scale_kernel(), -(-n // 256), 256, (x, y, n, a))
+
+    launch = scale(target, x, y, 4096, 0.5)          # once: compiles and loads at most once a process, or reads the disk cache
+    launch(stream)                                   # many times: 3 us each
+
+Launch functions hand addresses on without using them, so the same functions launch in the simulator, whose addresses are arrays.
+"""
+import ctypes
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass, replace
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Callable
+
+import numba_cuda
+import numpy as np
+from cuda.bindings import driver
+from cuda.core import Device, LaunchConfig, ObjectCode, launch
+from cuda.pathfinder import load_nvidia_dynamic_lib
+from numba import cuda, types
+
+from ..compile import cache_folder
+
+F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, types.uint32, types.int64))  # parameters: pointers
+I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
+N, N64, SCALAR_F32 = types.int32, types.int64, types.float32  # parameters: scalars
+SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
+STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as Python source: what is compiled, and what the simulator runs."""
+    function: Callable
+    parameters: tuple          # numba types, pointers and scalars
+    n_threads: int             # in a block at most
+    n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more and spills registers for it
+    name: str = ""             # given by `factory`: the factory's name and its arguments
+
+
+FACTORIES: dict[Callable, list[tuple]] = {}  # every factory of a kernel -> the arguments that the tests compile it with
+
+
+def factory(cases: list[tuple]):
+    """Decorates a function of hashable arguments -> Kernel: called once for each, its kernels named, its `cases` compiled by tests."""
+    def decorate(make):
+        @lru_cache(None)
+        @wraps(make)
+        def made(*args):
+            name = make.__name__.removesuffix("_kernel")
+            return replace(make(*args), name=f"{name}[{', '.join(map(str, args))}]" if args else name)
+        FACTORIES[made] = cases
+        return made
+    return decorate
+
+
+def check(op: str, condition: bool, what: str, found, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{op}: {what} is {found}, allowed: {allowed}")
+
+
+# Compiling
+
+@lru_cache(None)
+def _find_nvvm() -> tuple:
+    """Identity of the libnvvm in use. A toolkit named by CUDA_HOME or CUDA_PATH goes before one installed as a Python package: the
+    system's driver can read its PTX."""
+    roots = [Path(os.environ[variable]) for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ]
+    for path in [path for root in roots for folder in ("nvvm/lib64", "lib64") for path in root.glob(f"{folder}/libnvvm.so.*")][:1]:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # the finder takes what is loaded already
+    path = Path(load_nvidia_dynamic_lib("nvvm").abs_path)
+    return str(path), path.stat().st_size, path.stat().st_mtime_ns
+
+
+def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """PTX of a kernel for a compute capability. Needs libnvvm but no GPU.
+
+    Shared arrays are put on 16 bytes for wide accesses: numba aligns them to their elements, and its simulator knows no other alignment."""
+    _find_nvvm()
+    ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=cc, launch_bounds=(kernel.n_threads, kernel.n_blocks))
+    return re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx)
+
+
+def _cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """`compile_ptx` through a folder of the disk cache; the folder's name stands for the sources and versions."""
+    key = repr((kernel.function.__module__, kernel.name, [str(p) for p in kernel.parameters], kernel.n_threads, kernel.n_blocks,
+                cc, numba_cuda.__version__, _find_nvvm()))
+    path = cache_folder() / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.ptx"
+    try:
+        return path.read_text()
+    except OSError:
+        pass
+    ptx = compile_ptx(kernel, cc)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(ptx)
+        os.replace(file.name, path)  # whole or not at all, whoever else writes
+    except OSError:  # no writable cache folder: compile anew in each process
+        pass
+    return ptx
+
+
+def entry_name(ptx: str) -> str:
+    names = re.findall(r"\.entry\s+([\w$]+)\s*\(", ptx)
+    assert len(names) == 1, names
+    return names[0]
+
+
+def ptx_version(ptx: str) -> tuple[int, int]:
+    return tuple(map(int, re.search(r"^\.version (\d+)\.(\d+)", ptx, re.MULTILINE).groups()))
+
+
+# Launching
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its shape and arguments, prepared for one device: call it with a stream, as often as wanted."""
+    kernel: object     # cuda.core.Kernel
+    config: object     # cuda.core.LaunchConfig
+    args: tuple
+    name: str
+
+    def __call__(self, stream) -> None:
+        launch(stream, self.config, self.kernel, *self.args)
+
+
+def arguments(kernel: Kernel, args: tuple) -> tuple:
+    """Arguments as the kernel's parameters want them: addresses untouched, scalars as numpy scalars, refusing what does not fit."""
+    if len(args) != len(kernel.parameters):
+        raise TypeError(f"{kernel.name}: expected {len(kernel.parameters)} arguments, got {len(args)}")
+    return tuple(a if isinstance(t, types.CPointer) else _scalar(kernel.name, t, a) for t, a in zip(kernel.parameters, args))
+
+
+def _scalar(name, type_, value):
+    if type_ != types.float32 and not np.iinfo(SCALARS[type_]).min <= value <= np.iinfo(SCALARS[type_]).max:
+        raise ValueError(f"{name}: {value} does not fit {type_}")
+    return SCALARS[type_](value)
+
+
+class Target:
+    """One GPU and the kernels loaded on it."""
+
+    def __init__(self, ordinal: int = 0):
+        self.device = Device(ordinal)
+        self.device.set_current()
+        self.cc = tuple(self.device.compute_capability)
+        if self.cc < (8, 0):
+            found = "{}.{}".format(*self.cc)
+            raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")
+        self._loaded = {}
+
+    def load(self, kernel: Kernel):
+        """The kernel's handle on this device, compiled and loaded the first time."""
+        if kernel not in self._loaded:
+            ptx = _cached_ptx(kernel, self.cc)
+            try:
+                self._loaded[kernel] = ObjectCode.from_ptx(ptx.encode()).get_kernel(entry_name(ptx))
+            except Exception as error:
+                version = "{}.{}".format(*ptx_version(ptx))
+                raise RuntimeError(
+                    f"{kernel.name}: the driver of cuda:{self.device.device_id} refused PTX {version} from {_find_nvvm()[0]} ({error}). "
+                    "A driver reads PTX up to its CUDA version (13.0: PTX 9.0): install an older CUDA toolkit or point CUDA_HOME to one") from error
+        return self._loaded[kernel]
+
+    def launch(self, kernel: Kernel, grid, block, args: tuple, shared: int = 0) -> Launch:
+        """A prepared launch. grid, block: an int or a tuple of up to three; args: addresses as int, scalars; shared: bytes of dynamic
+        shared memory."""
+        handle = self.load(kernel)
+        if shared > STATIC_SHARED:
+            self._allow_shared(handle, shared)
+        return Launch(handle, LaunchConfig(grid=grid, block=block, shmem_size=shared), arguments(kernel, args), kernel.name)
+
+    def _allow_shared(self, handle, n_bytes):
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        kernel, device = driver.CUkernel(int(handle.handle)), driver.CUdevice(self.device.device_id)
+        status, = driver.cuKernelSetAttribute(attribute, n_bytes, kernel, device)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"cuda:{self.device.device_id}: {n_bytes} bytes of shared memory in a block: {status.name}")

@@ -1,0 +1,156 @@
+"""The KV cache (numerics, section 7): set_rows writes rows as float32, float16 or q8_0; `cached` reads values back.
+
+A cache holds n_cells rows of k values, one after the other; q8_0 in blocks of 32 values (k is a multiple of 32): a half d and 32 int8 levels.
+Blocks of the grid: x = row, y = 128 threads; a thread writes one value, or one block of q8_0.
+"""
+from typing import Callable, NamedTuple
+
+import numpy as np
+from numba import cuda
+
+from .launch import F32, I64, N, U16, U32, Kernel, check, factory
+from .ptx import as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ld4, ldc, ldc4, mul, st, sub, u32
+
+THREADS = 128
+BLOCK = 32                 # values of q8_0 with one scale
+BLOCK_HALVES = 1 + 32 // 2  # 16-bit words of a block: d, levels
+Q8_LIMIT, ONE, ZERO, HALF = f32(127), f32(1), f32(0), f32(0.5)
+SMALLEST = f32(2.0**-100)
+INFINITY_BITS, MAGNITUDE = i32(0x7f800000), i32(0x7fffffff)
+NAN = f32(np.nan)
+TYPES = "f32", "f16", "q8_0"
+
+
+@device
+def round_half_away(x):
+    """The nearest int32 of a float, ties away from zero. f2i takes ties to the even neighbour, so half of them have to move."""
+    i = f2i(x)
+    rest = sub(x, i2f(i))  # exact
+    return i32(i + (1 if rest == HALF and x > ZERO else -1 if rest == -HALF and x < ZERO else 0))
+
+
+@device
+def larger(amax, x):
+    """amax, the bit pattern of a magnitude, or that of x if it is larger; NaN is above infinity."""
+    bits = i32(as_i32(x) & MAGNITUDE)
+    return bits if bits > amax else amax
+
+
+@factory([("f32",), ("f16",)])
+def set_values_kernel(type_):
+    def kernel_f32(x, rows, cache, k):
+        row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < k:
+            st(cache, ld(rows, row) * k + column, ld(x, i64(row) * k + column))
+
+    def kernel_f16(x, rows, cache, k):
+        row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < k:
+            st(cache, ld(rows, row) * k + column, f32_to_f16(ld(x, i64(row) * k + column)))
+    return Kernel(*{"f32": (kernel_f32, (F32, I64, F32, N)), "f16": (kernel_f16, (F32, I64, U16, N))}[type_], n_threads=THREADS)
+
+
+@factory([()])
+def set_q8_0_kernel():
+    def kernel(x, rows, cache, n_blocks):
+        v = cuda.local.array(BLOCK, f32)
+        row, block = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if block < n_blocks:
+            first = (i64(row) * n_blocks + block) * BLOCK
+            amax = i32(0)
+            for i in range(0, BLOCK, 4):
+                v[i], v[i + 1], v[i + 2], v[i + 3] = ld4(x, first + i)
+            for i in range(BLOCK):
+                amax = larger(amax, v[i])
+            d = div(as_f32(amax), Q8_LIMIT) if amax < INFINITY_BITS else NAN
+            id_ = div(ONE, d) if d >= SMALLEST else ZERO  # also for NaN: then mul gives 0 or NaN, and f2i 0
+            to = (ld(rows, row) * n_blocks + block) * BLOCK_HALVES
+            st(cache, to, f32_to_f16(d))
+            for i in range(0, BLOCK, 2):
+                low, high = round_half_away(mul(v[i], id_)), round_half_away(mul(v[i + 1], id_))
+                st(cache, to + 1 + i // 2, (low & 0xff) | (high & 0xff) << 8)
+    return Kernel(kernel, (F32, I64, U16, N), n_threads=THREADS)
+
+
+def set_rows(target, type_, x, rows, cache, n, k):
+    """Cache row rows[i] = x[i], stored as `type_`. x: address of f32 [n, k], on 16 bytes; rows: of i64 [n], no two equal; cache: of [n_cells, k]."""
+    check("set_rows", type_ in TYPES, "type", type_, ", ".join(TYPES))
+    check("set_rows", n >= 1, "n", n, "at least 1")
+    if type_ == "q8_0":
+        check("set_rows", k >= 1 and k % BLOCK == 0, "k", k, f"a multiple of {BLOCK} for q8_0")
+        kernel, items = set_q8_0_kernel(), k // BLOCK
+    else:
+        check("set_rows", k >= 1, "k", k, "at least 1")
+        kernel, items = set_values_kernel(type_), k
+    return target.launch(kernel, (n, -(-items // THREADS)), THREADS, (x, rows, cache, items))
+
+
+class Cached(NamedTuple):
+    """How kernels read a cache that is not written while they run. i: index of a value, counted through all rows."""
+    pointer: object    # type of the kernel's parameter
+    octet: Callable    # (pointer, i, n) -> values i..i+7 as eight float32, those from i + n on zero and not read
+
+
+@device
+def _f32_octet(p, i, n):
+    a, b, c, d = ldc4(p, i)
+    e, f, g, h = ldc4(p, i + 4)
+    return a, b, c, d, e, f, g, h
+
+
+@device
+def _f16_octet(p, i, n):
+    """p points to words of two values."""
+    a, b, c, d = ldc4(p, i >> 1)
+    return (f16_to_f32(a), f16_to_f32(u32(a) >> u32(16)), f16_to_f32(b), f16_to_f32(u32(b) >> u32(16)),
+            f16_to_f32(c), f16_to_f32(u32(c) >> u32(16)), f16_to_f32(d), f16_to_f32(u32(d) >> u32(16)))
+
+
+@device
+def _low(pair):
+    return i2f(i32(i32(pair << 24) >> 24))
+
+
+@device
+def _high(pair):
+    return i2f(i32(i32(pair << 16) >> 24))
+
+
+@device
+def _q8_0_octet(p, i, n):
+    block = (i >> 5) * BLOCK_HALVES
+    first = block + 1 + ((i & 31) >> 1)
+    scale = f16_to_f32(ldc(p, block))
+    a, b, c, d = ldc(p, first), ldc(p, first + 1), ldc(p, first + 2), ldc(p, first + 3)
+    return (mul(scale, _low(a)), mul(scale, _high(a)), mul(scale, _low(b)), mul(scale, _high(b)),
+            mul(scale, _low(c)), mul(scale, _high(c)), mul(scale, _low(d)), mul(scale, _high(d)))
+
+
+@device
+def _f16_value(p, i):
+    return f16_to_f32(ldc(p, i))
+
+
+@device
+def _q8_0_value(p, i):
+    block = (i >> 5) * BLOCK_HALVES
+    pair = ldc(p, block + 1 + ((i & 31) >> 1))
+    return mul(f16_to_f32(ldc(p, block)), _high(pair) if i & 1 else _low(pair))
+
+
+def _by_value(value):
+    @device
+    def octet(p, i, n):
+        return (value(p, i), value(p, i + 1) if n > 1 else ZERO, value(p, i + 2) if n > 2 else ZERO, value(p, i + 3) if n > 3 else ZERO,
+                value(p, i + 4) if n > 4 else ZERO, value(p, i + 5) if n > 5 else ZERO, value(p, i + 6) if n > 6 else ZERO,
+                value(p, i + 7) if n > 7 else ZERO)
+    return octet
+
+
+WIDE = {"f32": Cached(F32, _f32_octet), "f16": Cached(U32, _f16_octet), "q8_0": Cached(U16, _q8_0_octet)}  # i is a multiple of 8
+NARROW = {"f32": Cached(F32, _by_value(ldc)), "f16": Cached(U16, _by_value(_f16_value)), "q8_0": Cached(U16, _by_value(_q8_0_value))}
+
+
+def cached(type_, dim) -> Cached:
+    """Reads of a cache of heads of `dim` values each: by wide loads where every head begins on a multiple of 8."""
+    return (NARROW if dim % 8 else WIDE)[type_]

@@ -1,0 +1,204 @@
+"""Kernels on the host: numba's CUDA simulator runs the same functions, a Python thread a CUDA thread, with ptx's instructions in Python.
+
+Needs NUMBA_ENABLE_CUDASIM=1 before numba is imported. `Target` takes the place of `launch.Target`; its addresses are arrays:
+
+    target = Target()
+    y = np.empty(33, np.float32)
+    scale(target, target.address(x), target.address(y), 33, 0.5)(None)
+
+It shows wrong results, indices outside an array, misaligned wide accesses, floats of a wrong type. It shows few races, and not
+the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
+"""
+from dataclasses import dataclass
+
+import numpy as np
+from numba import cuda, types
+from numba.cuda.core import config
+
+from .. import arith, float16
+from ..compile import jit
+from .launch import Kernel, arguments
+
+f32, i32, u32 = np.float32, np.int32, np.uint32
+
+
+# Instructions: compiled for the CPU, called on numpy scalars
+
+@jit
+def f2i(x):
+    if x != x:
+        return i32(0)
+    x = arith.rint(x)
+    return i32(0x7fffffff) if x >= f32(2.0**31) else i32(-0x80000000) if x < f32(-2.0**31) else arith.f2i(x)
+
+
+@jit
+def dp4a(a, b, c):
+    for s in range(0, 32, 8):
+        c = c + i32(np.int8(a >> s)) * i32(np.int8(b >> s))
+    return i32(c)
+
+
+@jit
+def prmt(a, b, c):
+    both = np.uint64(b) << np.uint64(32) | np.uint64(a)
+    result = np.uint64(0)
+    for i in range(4):
+        s = c >> u32(4 * i)
+        byte = both >> np.uint64(8 * (s & u32(7))) & np.uint64(255)
+        if s & u32(8):  # the byte's sign, eight times
+            byte = np.uint64(255) if byte & np.uint64(128) else np.uint64(0)
+        result |= byte << np.uint64(8 * i)
+    return u32(result)
+
+
+@jit
+def shr(w, s):
+    return u32(w >> s) if s < u32(32) else u32(0)
+
+
+def _unary(function, name):
+    return jit(lambda a: function(a), key=name)
+
+
+def _binary(function, name):
+    return jit(lambda a, b: function(a, b), key=name)
+
+
+def _ternary(function, name):
+    return jit(lambda a, b, c: function(a, b, c), key=name)
+
+
+_MEANING = {
+    **{name: _binary(getattr(arith, name), name) for name in ("add", "sub", "mul", "div")},
+    **{name: _unary(getattr(arith, name), name) for name in ("sqrt", "rint", "i2f", "l2f", "as_f32", "as_i32")},
+    **{name: getattr(arith, name) for name in arith.Functions._fields},
+    "fma": _ternary(arith.fma, "fma"), "as_u32": _unary(arith.as_i32, "as_i32"),
+    "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
+    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "shr": shr,
+}
+
+
+def _as_float(x):
+    if type(x) is not f32:
+        raise TypeError(f"expected float32, got {type(x).__name__} {x!r}")
+    return x
+
+
+def _as_int(dtype):
+    modulus, half = 1 << 8 * dtype().itemsize, np.iinfo(dtype).max + 1 if np.iinfo(dtype).min else 0
+
+    def convert(x):
+        if type(x) is dtype:
+            return x
+        if not isinstance(x, (int, np.integer)):
+            raise TypeError(f"expected an integer, got {type(x).__name__} {x!r}")
+        return dtype((int(x) + half) % modulus - half)
+    return convert
+
+
+_OPERAND = {"f": _as_float, "r": _as_int(i32), "u": _as_int(u32), "l": _as_int(np.int64)}
+_RESULT = {**_OPERAND, "f": f32}  # compiled functions return Python's float and int
+
+
+def checked(name, result, operands):
+    """The instruction `name` as a Python function that takes only operands of the stated registers."""
+    function, result, operands = _MEANING[name], _RESULT[result], [_OPERAND[o] for o in operands]
+    if len(operands) == 1:
+        p, = operands
+        return lambda a: result(function(p(a)))
+    if len(operands) == 2:
+        p, q = operands
+        return lambda a, b: result(function(p(a), q(b)))
+    p, q, r = operands
+    return lambda a, b, c: result(function(p(a), q(b), r(c)))
+
+
+# Memory
+
+@dataclass(frozen=True)
+class Address:
+    """An address in a host array; + moves it by bytes."""
+    memory: np.ndarray  # uint8
+    offset: int = 0
+
+    def __add__(self, n_bytes: int) -> "Address":
+        return Address(self.memory, self.offset + n_bytes)
+
+
+class Pointer:
+    """What a kernel gets for an address: the rest of its array as elements of one type."""
+
+    def __init__(self, address: Address, dtype: np.dtype):
+        n = (address.memory.size - address.offset) // dtype.itemsize
+        self.elements = np.frombuffer(address.memory, dtype, n, address.offset)
+        if address.offset % dtype.itemsize:
+            raise ValueError(f"byte {address.offset} is no multiple of {dtype.itemsize}")
+        self.address = address.memory.ctypes.data + address.offset
+
+    def slice(self, name, index, width):
+        if not 0 <= index <= len(self.elements) - width:
+            raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(self.elements)} ({self.elements.dtype})")
+        if width > 1 and (self.address + index * self.elements.itemsize) % 16:
+            raise ValueError(f"{name}: element {index} does not lie on 16 bytes")
+        return slice(index, index + width)
+
+
+def _widened(value):
+    return value if value.itemsize >= 4 else i32(value)
+
+
+def load(name, width):
+    if width == 1:
+        return lambda pointer, index: _widened(pointer.elements[pointer.slice(name, index, 1)][0])
+    return lambda pointer, index: tuple(pointer.elements[pointer.slice(name, index, width)])
+
+
+def store(name, width):
+    def put(pointer, index, *values):
+        dtype = pointer.elements.dtype
+        convert = _as_float if dtype == np.float32 else _as_int(dtype.type)
+        pointer.elements[pointer.slice(name, index, width)] = [convert(v) for v in values]
+    return put
+
+
+# Launching
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Kernel
+    grid: object
+    block: object
+    args: tuple
+    shared: int
+
+    def __call__(self, stream=None) -> None:
+        cuda.jit(self.kernel.function)[self.grid, self.block, 0, self.shared](*self.args)
+
+    @property
+    def name(self):
+        return self.kernel.name
+
+
+class Target:
+    """`launch.Target` with numba's simulator for a device."""
+
+    def __init__(self):
+        if not config.ENABLE_CUDASIM:
+            raise RuntimeError("the simulator needs NUMBA_ENABLE_CUDASIM=1 in the environment before numba is imported")
+        self.cc = (8, 0)
+
+    def address(self, array: np.ndarray) -> Address:
+        """The address of a C-contiguous array, which kernels then read and write in place."""
+        if not array.flags.c_contiguous:
+            raise ValueError("an array must be C-contiguous to have an address")
+        return Address(array.reshape(-1).view(np.uint8))
+
+    def launch(self, kernel: Kernel, grid, block, args: tuple, shared: int = 0) -> Launch:
+        n_threads = int(np.prod(block))
+        if n_threads > kernel.n_threads:
+            raise ValueError(f"{kernel.name}: blocks of {n_threads} threads, compiled for {kernel.n_threads}")
+        converted = tuple(Pointer(a, np.dtype(t.dtype.name)) if isinstance(t, types.CPointer)
+                          else a if t == types.float32 else int(a)  # integers of a kernel grow to 64 bits, as Python's do
+                          for t, a in zip(kernel.parameters, arguments(kernel, args)))
+        return Launch(kernel, grid, block, converted, shared)

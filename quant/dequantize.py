@@ -1,0 +1,66 @@
+"""Tensors to float32 on the host: the same unpacking source as every kernel, compiled by numba for the CPU and run over tiles."""
+from functools import lru_cache
+from math import prod
+
+import numba
+import numpy as np
+
+from . import tile
+from .formats import CHUNK, check_bytes, format_of
+from .words import f32, primitives
+
+jit = numba.njit(error_model="numpy")  # the only place where this package compiles for the CPU
+CPU = primitives(jit)
+SLAB_ROWS = 1024  # rows that are packed and dequantized at a time
+
+
+def tile_dequantizer(fmt, p):
+    """(words, out): float32 rows out of the tiles of one matrix, compiled by the primitives' jit.
+    words: uint32, the tiles; out: float32 [n_rows, n_cols]."""
+    levels, sub, group = fmt.unpack(p, *tile.loads(fmt, p.jit))
+    n_sub, n_group, has_min, tile_words = fmt.sub, fmt.group, fmt.has_min, tile.tile_bytes(fmt) // 4
+
+    @p.jit
+    def dequantize_tiles(words, out):
+        n_rows, n_cols = out.shape
+        n_chunks = (n_cols + CHUNK - 1) // CHUNK
+        for row in range(n_rows):
+            for first in range(0, n_cols, n_sub):  # a sub-block at a time; blocks are whole sub-blocks
+                chunk, col = first // CHUNK, first % CHUNK
+                t = (words, (row // tile.ROWS * n_chunks + chunk) * tile_words, row % tile.ROWS)
+                w = levels(t, col // 32)
+                isc, imin = sub(t, col // n_sub)
+                d, m = group(t, col // n_group)
+                scale, minimum = d * f32(isc), m * f32(imin)
+                for c in range(n_sub):
+                    value = scale * f32(np.int8(w[(col + c) % 32 // 4] >> (c % 4 * 8)))
+                    out[row, first + c] = value - minimum if has_min else value
+    return dequantize_tiles
+
+
+@lru_cache(None)
+def _kernel(name: str):
+    return tile_dequantizer(format_of(name), CPU)
+
+
+def dequantize(data: np.ndarray, type_, shape, name: str = "tensor") -> np.ndarray:
+    """data: the bytes of a tensor of `shape` (numpy order: rows last) as in the file. Returns float32 of that shape, the same bits as
+    `gguf.quants.dequantize`. name: the tensor's, for errors."""
+    fmt, shape = format_of(type_, name), tuple(shape)
+    rows = check_bytes(fmt, data, shape, name)
+    if not fmt.is_quantized:
+        return _float_values(fmt, rows, name).reshape(shape)
+    out = np.empty((prod(shape[:-1]), shape[-1]), np.float32)
+    kernel = _kernel(fmt.name)
+    for first in range(0, len(rows), SLAB_ROWS):
+        slab = rows[first:first + SLAB_ROWS]
+        kernel(tile.pack(slab, fmt, len(slab), shape[-1], name=name).reshape(-1).view(np.uint32), out[first:first + SLAB_ROWS])
+    return out.reshape(shape)
+
+
+def _float_values(fmt, rows, name):
+    if fmt.name == "BF16":
+        return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    if fmt.values is None:
+        raise ValueError(f"{name}: {fmt.name} is no weight type; dequantize takes float and quantized types")
+    return rows.view(fmt.dtype).astype(np.float32)

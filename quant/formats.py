@@ -1,0 +1,161 @@
+"""The format table: one row per GGUF tensor type. Everything about a type is looked up here, by name or by type id."""
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Callable
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from . import floats, fp4, i_quants, k_quants, legacy, ternary
+
+CHUNK = 256  # columns of a row that are unpacked together; every block size divides it
+
+
+@dataclass(frozen=True)
+class Format:
+    """A tensor type. Quantized ones unpack chunks of 256 columns to
+    value[c] = d[c / group] * isc[c / sub] * level[c] - m[c / group] * imin[c / sub]   (order and rounding: `words.Unpacker`)."""
+    name: str
+    block_size: int                 # columns in a block
+    fields: tuple                   # of (name, bytes): a block's fields, in file order
+    planes: tuple = ()              # of tuples of names: the order of the fields in a tile; a plane holds, block by block, its fields
+    unpack: Callable | None = None  # quantized: (Primitives, ld16, ld4, ld2) -> Unpacker
+    values: Callable | None = None  # float: (Primitives, ld16) -> device function (t, q) -> 8 float32, columns 8q..8q+7
+    sub: int = 0                    # columns with one integer scale and minimum
+    group: int = 0                  # columns with one float scale and minimum
+    max_level: int = 0              # bounds of |level|, |isc| and |imin|; a format without minima has max_imin = 0
+    max_isc: int = 0
+    max_imin: int = 0
+    dtype: str | None = None        # numpy's name of a plain type's values
+
+    @cached_property
+    def type_id(self) -> GGMLQuantizationType:
+        return GGMLQuantizationType[self.name]
+
+    @cached_property
+    def type_size(self) -> int:
+        """Bytes in a block: the sum of its fields."""
+        return sum(size for _, size in self.fields)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.unpack is not None
+
+    @property
+    def has_min(self) -> bool:
+        return self.max_imin > 0
+
+    def row_bytes(self, n_cols: int, name: str = "tensor") -> int:
+        """Bytes of a row of n_cols values in the file."""
+        check_row(self, n_cols, name)
+        return n_cols // self.block_size * self.type_size
+
+    # A row's chunk in a tile: `chunk_bytes` = 16 n_pieces + 4 n_words + 2 n_halves, in piece order.
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        return CHUNK // self.block_size * self.type_size
+
+    @property
+    def n_pieces(self) -> int:
+        return self.chunk_bytes // 16
+
+    @property
+    def n_words(self) -> int:
+        return self.chunk_bytes % 16 // 4
+
+    @property
+    def n_halves(self) -> int:
+        return self.chunk_bytes % 4 // 2
+
+    @cached_property
+    def piece_order(self) -> np.ndarray:
+        """int64 [chunk_bytes]: byte i of a chunk in piece order is byte piece_order[i] of the chunk in the file."""
+        offsets, offset = {}, 0
+        for field, size in self.fields:
+            offsets[field] = range(offset, offset + size)
+            offset += size
+        order = np.array([block * self.type_size + byte for plane in self.planes for block in range(CHUNK // self.block_size)
+                          for field in plane for byte in offsets[field]])
+        assert np.array_equal(np.sort(order), np.arange(self.chunk_bytes)), self.name
+        order.setflags(write=False)
+        return order
+
+
+def check_row(fmt: Format, n_cols: int, name: str) -> None:
+    """A row is whole blocks, or the tensor is refused by name."""
+    if n_cols % fmt.block_size:
+        raise ValueError(f"{name}: {fmt.name} rows must be a multiple of {fmt.block_size} values, got {n_cols}")
+
+
+def check_bytes(fmt: Format, data: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """The bytes of a tensor [..., n_cols] as uint8 [n_rows, row_bytes], without a copy; refuses another number of them."""
+    n_rows, row_bytes = prod(shape[:-1]), fmt.row_bytes(shape[-1], name)
+    data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    if data.size != n_rows * row_bytes:
+        raise ValueError(f"{name}: {fmt.name} of shape {tuple(shape)} takes {n_rows * row_bytes} bytes, got {data.size}")
+    return data.reshape(n_rows, row_bytes)
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def _row(name, block_size, fields, planes="", unpack=None, *bounds, **kwargs):
+    """Enters a type. fields: "d:2 qs:16" in file order; planes: "qs d+m" in tile order, fields joined by + alternate block by block."""
+    fields = tuple((field, int(size)) for field, size in (f.split(":") for f in fields.split()))
+    fmt = Format(name, block_size, fields, tuple(tuple(plane.split("+")) for plane in planes.split()), unpack,
+                 **dict(zip(("sub", "group", "max_level", "max_isc", "max_imin"), bounds)), **kwargs)
+    assert name not in FORMATS, name
+    assert (fmt.block_size, fmt.type_size) == GGML_QUANT_SIZES[fmt.type_id], name
+    FORMATS[name] = fmt
+
+
+#    name      block  fields in file order                  planes of a tile        unpacking       sub group |level| |isc| |imin|
+_row("F32",        1, "value:4",                            "value", values=floats.f32, dtype="float32")
+_row("F16",        1, "value:2",                            "value", values=floats.f16, dtype="float16")
+_row("BF16",       1, "value:2",                            "value", values=floats.bf16)
+_row("Q4_0",      32, "d:2 qs:16",                          "qs d",                 legacy.q4_0,      32,  32,   8,   1)
+_row("Q4_1",      32, "d:2 m:2 qs:16",                      "qs d+m",               legacy.q4_1,      32,  32,  15,   1,  1)
+_row("Q5_0",      32, "d:2 qh:4 qs:16",                     "qs qh d",              legacy.q5_0,      32,  32,  16,   1)
+_row("Q5_1",      32, "d:2 m:2 qh:4 qs:16",                 "qs qh d+m",            legacy.q5_1,      32,  32,  31,   1,  1)
+_row("Q8_0",      32, "d:2 qs:32",                          "qs d",                 legacy.q8_0,      32,  32, 128,   1)
+_row("Q2_K",     256, "scales:16 qs:64 d:2 dmin:2",         "qs scales d dmin",     k_quants.q2_k,    16, 256,   3,  15, 15)
+_row("Q3_K",     256, "hmask:32 qs:64 scales:12 d:2",       "qs hmask scales d",    k_quants.q3_k,    16, 256,   4,  32)
+_row("Q4_K",     256, "d:2 dmin:2 scales:12 qs:128",        "qs d dmin scales",     k_quants.q4_k,    32, 256,  15,  63, 63)
+_row("Q5_K",     256, "d:2 dmin:2 scales:12 qh:32 qs:128",  "qs qh d dmin scales",  k_quants.q5_k,    32, 256,  31,  63, 63)
+_row("Q6_K",     256, "ql:128 qh:64 scales:16 d:2",         "ql qh scales d",       k_quants.q6_k,    16, 256,  32, 128)
+_row("IQ1_S",    256, "d:2 qs:32 qh:16",                    "qs qh d",              i_quants.iq1_s,   32, 256,   9,  15)
+_row("IQ1_M",    256, "qs:32 qh:16 scales:8",               "qs qh scales",         i_quants.iq1_m,   16, 256,   9,  15)
+_row("IQ2_XXS",  256, "d:2 qs:64",                          "qs d",                 i_quants.iq2_xxs, 32, 256,  43,  31)
+_row("IQ2_XS",   256, "d:2 qs:64 scales:8",                 "qs scales d",          i_quants.iq2_xs,  16, 256,  43,  31)
+_row("IQ2_S",    256, "d:2 qs:32 signs:32 qh:8 scales:8",   "qs signs qh scales d", i_quants.iq2_s,   16, 256,  43,  31)
+_row("IQ3_XXS",  256, "d:2 qs:64 scales:32",                "qs scales d",          i_quants.iq3_xxs, 32, 256,  62,  31)
+_row("IQ3_S",    256, "d:2 qs:64 qh:8 signs:32 scales:4",   "qs signs qh scales d", i_quants.iq3_s,   32, 256,  15,  31)
+_row("IQ4_NL",    32, "d:2 qs:16",                          "qs d",                 legacy.iq4_nl,    32,  32, 127,   1)
+_row("IQ4_XS",   256, "d:2 scales_h:2 scales_l:4 qs:128",   "qs d scales_h scales_l", i_quants.iq4_xs, 32, 256, 127, 32)
+_row("TQ1_0",    256, "qs:48 qh:4 d:2",                     "qs qh d",              ternary.tq1_0,    32, 256,   1,   1)
+_row("TQ2_0",    256, "qs:64 d:2",                          "qs d",                 ternary.tq2_0,    32, 256,   2,   1)
+_row("MXFP4",     32, "e:1 qs:16",                          "qs e",                 fp4.mxfp4,        32,  32,  12,   1)
+_row("NVFP4",     64, "d:4 qs:32",                          "qs d",                 fp4.nvfp4,        16,  16,  12,   1)
+_row("Q1_0",     128, "d:2 qs:16",                          "qs d",                 ternary.q1_0,     32, 128,   1,   1)
+_row("I8",         1, "value:1", dtype="int8")
+_row("I16",        1, "value:2", dtype="int16")
+_row("I32",        1, "value:4", dtype="int32")
+_row("I64",        1, "value:8", dtype="int64")
+_row("F64",        1, "value:8", dtype="float64")
+
+
+def format_of(type_: "Format | str | int", name: str = "tensor") -> Format:
+    """The row of a type given as a row, a name ("Q4_K") or a GGUF type id. name: who asks, for the error."""
+    if isinstance(type_, Format):
+        return type_
+    if isinstance(type_, str) and type_ in FORMATS:
+        return FORMATS[type_]
+    if not isinstance(type_, str) and type_ in _BY_ID:
+        return _BY_ID[type_]
+    known = ", ".join(f"{fmt.name} ({int(fmt.type_id)})" for fmt in FORMATS.values())
+    raise ValueError(f"{name}: unknown tensor type {type_!r}; known: {known}")
+
+
+_BY_ID = {int(fmt.type_id): fmt for fmt in FORMATS.values()}

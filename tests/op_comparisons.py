@@ -1,0 +1,129 @@
+"""The kernels of a machine (simulator or GPU) for everything but matrices, against kernels/reference, bit for bit."""
+import numpy as np
+
+from ggml_py.kernels.cuda import elementwise as cuda_elementwise
+from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
+from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
+from ggml_py.kernels.cuda import rope as cuda_rope
+from ggml_py.kernels.cuda import set_rows as cuda_set_rows
+from ggml_py.kernels.reference import elementwise, flash_attn_ext, rms_norm, rope, set_rows
+from ggml_py.testing import assert_bitwise_equal
+from matmul_comparisons import SPECIAL, activations, run, seeded
+
+EPS = np.float32(1e-5)
+
+
+def compare(machine, launch_function, operands, expected, name, *sizes, in_place=False) -> None:
+    """launch_function(target, *addresses of operands, address of out, *sizes) must write `expected`; in_place: over its first operand as well."""
+    addresses = [machine.upload(a) for a in operands]
+    assert_bitwise_equal(run(machine, launch_function, addresses, expected.size, *sizes).reshape(expected.shape), expected, name)
+    if in_place:
+        machine.run(launch_function(machine.target, *addresses, addresses[0], *sizes))
+        assert_bitwise_equal(machine.download(addresses[0], np.float32, expected.shape), expected, f"{name} in place")
+    machine.free()
+
+
+def check_rms_norm(machine, n_rows, n_cols, special=False) -> None:
+    name = f"rms_norm[n_rows={n_rows}, n_cols={n_cols}{', special' * special}]"
+    rng = seeded(name)
+    x, w, expected = activations(n_rows, n_cols, rng), activations(1, n_cols, rng)[0], np.empty((n_rows, n_cols), np.float32)
+    if special:
+        x[:, 0] = np.resize(SPECIAL, n_rows)
+    rms_norm.rms_norm(x, w, EPS, expected)
+    compare(machine, cuda_rms_norm.rms_norm, (x, w), expected, name, n_rows, n_cols, EPS, in_place=True)
+
+
+def check_binary(machine, op, n_rows, n_cols, y_rows) -> None:
+    """op: add, mul or swiglu."""
+    name = f"{op}[n_rows={n_rows}, n_cols={n_cols}, y_rows={y_rows}]"
+    rng = seeded(name)
+    x, y, expected = activations(n_rows, n_cols, rng), activations(y_rows, n_cols, rng), np.empty((n_rows, n_cols), np.float32)
+    x.reshape(-1)[-len(SPECIAL):] = SPECIAL[:x.size]
+    getattr(elementwise, op)(x, y, expected)
+    sizes = (n_rows, n_cols) if op == "swiglu" else (n_rows, n_cols, y_rows)
+    compare(machine, getattr(cuda_elementwise, op), (x, y), expected, name, *sizes, in_place=True)
+
+
+def check_scale(machine, n_rows, n_cols, a) -> None:
+    name = f"scale[n_rows={n_rows}, n_cols={n_cols}, a={a}]"
+    x, expected = activations(n_rows, n_cols, seeded(name)), np.empty((n_rows, n_cols), np.float32)
+    elementwise.scale(x, np.float32(a), expected)
+    compare(machine, cuda_elementwise.scale, (x,), expected, name, n_rows, n_cols, a, in_place=True)
+
+
+def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:
+    name = f"rope[n={n}, n_head={n_head}, dim={dim}, n_rot={n_rot}, neox={neox}]"
+    rng = seeded(name)
+    x, expected = activations(n * n_head, dim, rng).reshape(n, n_head, dim), np.empty((n, n_head, dim), np.float32)
+    pos, angles = rng.integers(0, 9, n).astype(np.int32), rng.uniform(0, 6, (9, n_rot // 2))
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=2).astype(np.float32)
+    rope.rope(x, pos, table, neox, expected)
+    compare(machine, cuda_rope.rope, (x, pos, table), expected, name, n, n_head, dim, n_rot, neox, in_place=True)
+
+
+# The KV cache
+
+def empty_cache(type_, n_cells, k) -> np.ndarray:
+    """Of all ones: every value reads as NaN."""
+    dtype, n = {"f32": (np.float32, k), "f16": (np.uint16, k), "q8_0": (np.uint8, k // 32 * 34)}[type_]
+    return np.frombuffer(b"\xff" * (n_cells * n * np.dtype(dtype).itemsize), dtype).reshape(n_cells, n).copy()
+
+
+def comparable(type_, cache) -> np.ndarray:
+    """As floats where NaNs may differ in their bits: f32 and f16 as they are, of q8_0 the scales and levels as float32."""
+    if type_ == "q8_0":
+        blocks = cache.reshape(len(cache), -1, 34)
+        return np.concatenate([blocks[..., :2].copy().view(np.float16), blocks[..., 2:].view(np.int8)], axis=2, dtype=np.float32)
+    return cache.view(np.float16) if type_ == "f16" else cache
+
+
+def check_set_rows(machine, type_, rows, k, n_cells, special=False) -> None:
+    name = f"set_rows[{type_}, rows={rows[:8]}, k={k}, n_cells={n_cells}{', special' * special}]"
+    rng, rows = seeded(name), np.array(rows, np.int64)
+    x, expected = activations(len(rows), k, rng), empty_cache(type_, n_cells, k)
+    if type_ == "q8_0":
+        x = (np.rint(x * 64) / 64).astype(np.float32)
+        x[:, ::32] = 63.5  # d = 0.5: levels are 2 x, ties among them
+    if special:
+        x.reshape(-1)[::32] = np.resize(SPECIAL, -(-x.size // 32))
+    cache = machine.upload(expected)
+    set_rows.set_rows(type_)(x, rows, expected)
+    machine.run(cuda_set_rows.set_rows(machine.target, type_, machine.upload(x), machine.upload(rows), cache, len(rows), k))
+    found = machine.download(cache, expected.dtype, expected.shape)
+    assert_bitwise_equal(comparable(type_, found), comparable(type_, expected), name)
+    machine.free()
+
+
+def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=()) -> None:
+    """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes: (sequence, position) of keys
+    that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel 1 of all heads of that row.
+    Missing and later keys are NaN in the cache."""
+    (type_k, type_v), (n_head, n_head_kv), (dim_k, dim_v), n = types, heads, dims, len(tokens)
+    name = f"flash_attn_ext[{types}, tokens={tokens[:4]}.., n={n}, heads={heads}, dims={dims}, n_ctx={n_ctx}, holes={list(holes)[:4]}, special={special}]"
+    rng = seeded(name)
+    seq, pos = np.array(tokens, np.int32).T.copy()
+    n_seq = int(seq.max()) + 1
+    present = np.zeros((n_seq, n_ctx), np.uint8)
+    for s in range(n_seq):
+        present[s, :pos[seq == s].max(initial=-1) + 1] = 1
+    for s, p in holes:
+        present[s, p] = 0
+    q = activations(n * n_head, dim_k, rng).reshape(n, n_head, dim_k)
+    cells = np.flatnonzero(present)
+    k, v = activations(len(cells) * n_head_kv, dim_k, rng), activations(len(cells) * n_head_kv, dim_v, rng)
+    for what, s, p, value in special:
+        if what == "q":
+            q[tokens.index((s, p)), :, 1] = value
+        else:
+            row = int(np.searchsorted(cells, s * n_ctx + p)) * n_head_kv
+            (k if what == "k" else v)[row:row + n_head_kv, 1] = value
+    caches = []
+    for type_, x, dim in ((type_k, k, dim_k), (type_v, v, dim_v)):
+        caches.append(empty_cache(type_, n_seq * n_ctx, n_head_kv * dim))
+        set_rows.set_rows(type_)(x.reshape(len(cells), -1), cells.astype(np.int64), caches[-1])
+    scale, expected = np.float32(dim_k**-0.5), np.empty((n, n_head, dim_v), np.float32)
+    flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected)
+    if not special:
+        assert np.isfinite(expected).all(), name
+    compare(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args), (q, *caches, seq, pos, present), expected,
+            name, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)

@@ -1,0 +1,101 @@
+"""The disk cache of compiled kernels: a second process finds them, an edit in a called function of another file is seen; CPUs that lack an instruction."""
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ggml_py.kernels import compile
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = """
+import numpy as np
+from ggml_py.kernels.compile import cache_folder
+from ggml_py.kernels.cpu.elementwise import swiglu
+out = np.empty((1, 4), np.float32)
+swiglu(np.full((1, 4), 2, np.float32), np.ones((1, 4), np.float32), out)
+print(out[0, 0], len(list(cache_folder().glob("*.nbc"))))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the packages, as a bare checkout."""
+    for name in "ggml_py", "kernels", "quant":
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def run(checkout, script=SCRIPT, **env):
+    env = {**os.environ, "PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(checkout / "cache"), **env}
+    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_an_edit_in_a_called_function_is_seen(checkout):
+    value, compiled = run(checkout)
+    assert float(value) == pytest.approx(2 / (1 + np.exp(-2)), rel=1e-6) and int(compiled) > 0
+    assert run(checkout) == [value, compiled]  # found, not compiled anew
+    arith = checkout / "kernels" / "arith.py"
+    source = arith.read_text()
+    silu = source.index("def silu")
+    at = source.index("return ", silu)
+    arith.write_text(source[:at] + "x = x + x\n        " + source[at:])  # silu(2x): swiglu is in another file and unchanged
+    changed, _ = run(checkout)
+    assert float(changed) == pytest.approx(4 / (1 + np.exp(-4)), rel=1e-6)
+    arith.write_text(source)
+    assert run(checkout) == [value, compiled]  # and the folder of the old state is still there
+
+
+def test_another_cpu_has_its_own_folder(checkout):
+    script = "from ggml_py.kernels.compile import cache_folder; print(cache_folder().name)"
+    assert run(checkout, script) != run(checkout, script, NUMBA_CPU_NAME="haswell")
+
+
+@pytest.mark.parametrize("features, message", [
+    ({"fma": True, "f16c": False}, "this CPU has no f16c; the CPU kernels need fma, f16c (any x86-64 CPU since 2013 has them)"),
+    ({}, "this CPU has no fma and no f16c; the CPU kernels need fma, f16c (any x86-64 CPU since 2013 has them)"),
+])
+def test_missing_cpu_features_are_one_line(features, message, monkeypatch):
+    monkeypatch.setattr(compile.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compile, "cpu_features", lambda: features)
+    with pytest.raises(RuntimeError) as error:
+        compile.check_cpu()
+    assert str(error.value) == message
+
+
+def test_missing_cpu_features_on_the_command_line(tmp_path):
+    from tiny_models import write_model
+    path = write_model(tmp_path / "m.gguf")
+    env = {**os.environ, "NUMBA_CPU_NAME": "core2", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+cx16,+64bit"}
+    done = subprocess.run([sys.executable, "-m", "ggml_py", "run", "-m", path, "-p", "x", "-n", "1", "--device", "cpu"], env=env, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("ggml-py: error: this CPU has no fma and no f16c")
+
+
+def test_other_machines_are_not_asked(monkeypatch):
+    monkeypatch.setattr(compile.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(compile, "cpu_features", lambda: {})
+    compile.check_cpu()
+
+
+def test_parallel_calls_from_two_threads():
+    """numba's threading layers abort the process when two Python threads run parallel code at once; the lock makes them take turns."""
+    from ggml_py.kernels.cpu.elementwise import add
+    x = np.ones((64, 1000), np.float32)
+    outs = [np.empty_like(x) for _ in range(2)]
+
+    def work(out):
+        for _ in range(200):
+            add(x, x, out)
+    threads = [threading.Thread(target=work, args=(out,)) for out in outs]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all((out == 2).all() for out in outs)

@@ -1,0 +1,139 @@
+"""The code of every registered CUDA kernel, compiled without a GPU: our own float operations, nothing approximate or atomic, no spills."""
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+import pytest
+
+numba_cuda = pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from numba import cuda  # noqa: E402
+
+from ggml_py.kernels import cuda as kernels_cuda  # noqa: E402
+from ggml_py.kernels.cuda import launch, ptx as intrinsics  # noqa: E402
+from ggml_py.kernels.cuda.launch import F32, FACTORIES, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version  # noqa: E402
+
+for module in iter_modules(kernels_cuda.__path__):
+    if module.name != "simulator":
+        import_module(f"{kernels_cuda.__name__}.{module.name}")
+
+KERNELS = {make(*args).name: (make, args) for make, cases in FACTORIES.items() for args in cases}
+REPRESENTATIVE = [make(*args).name for make, cases in FACTORIES.items() for args in {cases[0], cases[-1]}]
+COMPUTE_CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+
+ASSEMBLY = re.compile(r"// begin inline asm\n(.*?)// end inline asm", re.DOTALL)
+FLOAT_OPERATION = re.compile(r"\b(add|sub|mul|mad|fma|div|rcp|sqrt|rsqrt|ex2|lg2|sin|cos|tanh|cvt)\.[\w.:]*\b(f16|bf16|f32|tf32)(x2)?\b")
+FORBIDDEN = re.compile(r"\batom\b|\bred\.|\.approx|\.full\b|\.ftz|\.f64|\b0[dD][0-9a-fA-F]{16}\b|\.local\b|\bcall\b|\.func\b")
+ROUNDED = re.compile(r"\.(rn|rni)\b|\bcvt\.f32\.(f16|bf16)\b")  # widening is exact
+
+
+def violations(ptx: str) -> list[str]:
+    """Lines of a PTX that break the rules of kernels: no atomics, approximations, float64, calls or local memory anywhere; every float
+    operation inside our assembly and rounded to nearest."""
+    own = [line.strip() for body in ASSEMBLY.findall(ptx) for line in body.splitlines()]
+    compiled = ASSEMBLY.sub("", ptx).splitlines()
+    return ([line.strip() for line in ptx.splitlines() if FORBIDDEN.search(line)]
+            + [line.strip() for line in compiled if FLOAT_OPERATION.search(line)]
+            + [line for line in own for part in line.split(";") if FLOAT_OPERATION.search(part) and not ROUNDED.search(part)])
+
+
+@lru_cache(None)
+def ptxas() -> str | None:
+    """The assembler of nvidia-cuda-nvcc or of a toolkit."""
+    import nvidia
+    found = [path for root in nvidia.__path__ for path in sorted(Path(root).glob("**/bin/ptxas"))]
+    return str(found[0]) if found else shutil.which("ptxas")
+
+
+def assembled(ptx: str, cc, tmp_path) -> str:
+    """What ptxas says about a kernel; skips the test where there is none."""
+    if ptxas() is None:
+        pytest.skip("no ptxas: nvidia-cuda-nvcc is not installed")
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    command = [ptxas(), "-v", f"-arch=sm_{cc[0]}{cc[1]}", "-o", tmp_path / "kernel.cubin", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def check_kernel(name, cc, tmp_path):
+    make, args = KERNELS[name]
+    ptx = compile_ptx(make(*args), cc)
+    assert f".target sm_{cc[0]}{cc[1]}\n" in ptx
+    assert not violations(ptx)
+    assert set(re.findall(r"\.shared \.align (\d+)", ptx)) <= {"16"}
+    assert entry_name(ptx)
+    report = assembled(ptx, cc, tmp_path)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report, report
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernel(name, tmp_path):
+    check_kernel(name, (9, 0), tmp_path)
+
+
+@pytest.mark.parametrize("cc", [cc for cc in COMPUTE_CAPABILITIES if cc != (9, 0)], ids=str)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_other_compute_capabilities(name, cc, tmp_path):
+    check_kernel(name, cc, tmp_path)
+
+
+# The checks themselves, the intrinsics and the launch values
+
+def compiled(function, *parameters):
+    return compile_ptx(Kernel(function, parameters, 32, name=function.__name__), (8, 0))
+
+
+def test_contracted_operations_are_seen():
+    def contracted(x, y):
+        y[0] = x[0] * x[1] + x[2]
+
+    def wide(x, y):
+        y[0] = x[0] * 0.5
+
+    def approximate(x, y):
+        cuda.atomic.add(y, 0, x[0])
+    for function in (contracted, wide):
+        assert violations(compiled(function, F32, F32)), function.__name__
+    arrays = cuda.compile_ptx(approximate, (intrinsics.types.float32[::1],) * 2, cc=(8, 0))[0]
+    assert violations(arrays)
+
+
+def test_intrinsics_refuse_float64():
+    def wide(x, y):
+        intrinsics.st(y, 0, intrinsics.add(intrinsics.ld(x, 0), 0.5))
+    with pytest.raises(Exception, match="ptx.add: expected float32, got float64"):
+        compiled(wide, F32, F32)
+
+
+def test_arguments():
+    kernel = Kernel(None, (F32, intrinsics.types.int32, intrinsics.types.int64, SCALAR_F32), 32, name="k")
+    assert [type(a).__name__ for a in arguments(kernel, (4096, 7, 1 << 40, 0.5))] == ["int", "int32", "int64", "float32"]
+    with pytest.raises(ValueError, match=r"k: 2147483648 does not fit int32"):
+        arguments(kernel, (4096, 1 << 31, 0, 0.5))
+    with pytest.raises(TypeError, match=r"k: expected 4 arguments, got 3"):
+        arguments(kernel, (4096, 1, 0))
+
+
+def test_disk_cache(tmp_path, monkeypatch):
+    """The second process of a kernel reads what the first one wrote; another compute capability or kernel of the same name compiles."""
+    kernel = KERNELS["take_rows"][0]()
+    monkeypatch.setattr(launch, "cache_folder", lambda: tmp_path)
+    ptx = launch._cached_ptx(kernel, (9, 0))
+
+    def compiles(kernel, cc):
+        raise InterruptedError("compiles")
+    monkeypatch.setattr(launch, "compile_ptx", compiles)
+    assert launch._cached_ptx(kernel, (9, 0)) == ptx
+    for other in ((kernel, (8, 0)), (replace(kernel, n_threads=64), (9, 0)), (replace(kernel, name="take"), (9, 0))):
+        with pytest.raises(InterruptedError):
+            launch._cached_ptx(*other)
+
+
+def test_ptx_version():
+    assert ptx_version("//\n.version 9.0\n.target sm_80\n") == (9, 0)

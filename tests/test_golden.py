@@ -1,0 +1,120 @@
+"""Digests recorded on a GPU equal what the CPU computes now, also with its features turned down; SmolLM2 gives the same bits on every axis."""
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+import goldens
+import smollm2
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.model import Model
+
+ROOT = Path(__file__).parent.parent
+RECORDS = goldens.records()
+
+
+@pytest.fixture(scope="module")
+def model():
+    with Model.load(smollm2.require(), device="cpu") as model:
+        yield model
+
+
+def test_there_is_a_record_of_a_gpu():
+    assert any(r["driver"] != "none" and r["numba.cuda"] == "numba_cuda" and r["off the device, nodes"] == r["off the device, copies"] == 0 for r in RECORDS)
+
+
+def test_version_is_the_documented_one():
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    assert re.search(r"\*\*Numerics version: (\d+)\.\*\*", text).group(1) == str(goldens.NUMERICS_VERSION)
+    assert [r["numerics"] for r in RECORDS] == [goldens.NUMERICS_VERSION] * len(RECORDS)
+
+
+def expected(name: str) -> set[str]:
+    return {r["digests"][name] for r in RECORDS}
+
+
+@pytest.mark.parametrize("fmt", goldens.WEIGHTS, ids=lambda fmt: fmt.name)
+def test_ops(fmt):
+    backend = CPUBackend()
+    assert {goldens.mul_mat_digest(backend, fmt)} == expected(f"mul_mat {fmt.name}")
+    assert {goldens.get_rows_digest(backend, fmt)} == expected(f"get_rows {fmt.name}")
+
+
+def test_smollm2(model):
+    for name, digest in goldens.smollm2_digests(model).items():
+        assert {digest} == expected(name), name
+
+
+def test_demo_perplexity(model):
+    """The README's first command: its digest is the recorded GPU's."""
+    from ggml_py.cli import DEMO_TEXT
+    from ggml_py.perplexity import Settings, perplexity, read_text
+    out, tokens = io.StringIO(), model.tokenizer.encode(read_text(DEMO_TEXT))
+    perplexity(model, tokens, Settings(), out, io.StringIO())
+    recorded = [r["perplexity"]["demo text"] for r in RECORDS]
+    assert {f"Final estimate: PPL = {r['PPL']}\ndigest: {r['digest']}\n" for r in recorded} == {out.getvalue()[out.getvalue().index("Final"):]}
+
+
+def test_smollm2_axes(model):
+    """The recorded settings, computed anew: one digest, the GPU's."""
+    from record_golden import axes
+    tokens = goldens.demo_tokens(model, 300)
+    found = axes(model, tokens)
+    threads = numba.get_num_threads()
+    try:
+        for n in {1, threads}:
+            numba.set_num_threads(n)
+            found[f"{n} threads"] = goldens.logits_digest(model, tokens)
+    finally:
+        numba.set_num_threads(threads)
+    assert set(found.values()) == {r["axes"]["digest"] for r in RECORDS}, found
+
+
+TURNED_DOWN = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import goldens
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.model import Model
+from ggml_py.quant.formats import format_of
+backend = CPUBackend()
+found = {{f"mul_mat {{name}}": goldens.mul_mat_digest(backend, format_of(name)) for name in ("Q4_1", "Q6_K", "NVFP4", "BF16")}}
+with Model.load({model!r}, device="cpu") as model:
+    found["tokens"] = goldens.logits_digest(model, goldens.demo_tokens(model, 200), "q8_0", "f16")
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_cpu_features_turned_down():
+    """A second CPU for free: numpy without AVX-512 and AVX2, numba compiling for Haswell."""
+    from ggml_py.kernels.compile import cpu_features
+    if not cpu_features().get("avx2"):
+        pytest.skip("needs an x86-64 CPU with AVX2")
+    script = TURNED_DOWN.format(tests=str(ROOT / "tests"), model=str(smollm2.require()))
+    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+cx16,+64bit"
+    env = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NPY_DISABLE_CPU_FEATURES": turned_down(),
+           "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    found = json.loads(subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout)
+    assert {found.pop("tokens")} == expected("smollm2, 200 tokens of the demo text, q8_0 and f16 cache")
+    for name, digest in found.items():
+        assert {digest} == expected(name), name
+
+
+def turned_down() -> str:
+    """The features that numpy found here and can do without."""
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+    return " ".join(f for f in __cpu_dispatch__ if __cpu_features__.get(f))
+
+
+def test_nothing_is_ambient():
+    """Behaviour comes from arguments: no environment variable is read by the package (those of numba and CUDA are theirs)."""
+    for path in (*ROOT.glob("ggml_py/**/*.py"), *ROOT.glob("quant/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glob("kernels/cpu/*.py")):
+        assert not re.search(r"os\.environ|getenv", path.read_text()), path

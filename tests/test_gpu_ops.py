@@ -1,0 +1,87 @@
+"""rms_norm, elementwise operations, rope, set_rows and flash_attn_ext on a GPU against kernels/reference, at real sizes."""
+from itertools import product
+
+import numpy as np
+import pytest
+
+from cuda_simulator import GPUMachine, no_gpu
+from ggml_py.kernels.cuda.set_rows import TYPES
+from matmul_comparisons import SPECIAL
+from op_comparisons import check_binary, check_flash_attn_ext, check_rms_norm, check_rope, check_scale, check_set_rows
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def machine():
+    reason = no_gpu()
+    if reason:
+        pytest.skip(reason)
+    return GPUMachine()
+
+
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 1), (1, 127), (2, 128), (5, 129), (512, 576), (4608, 64), (3, 1023), (3, 1024), (3, 1025), (7, 14336)])
+@pytest.mark.parametrize("special", [False, True])
+def test_rms_norm(machine, n_rows, n_cols, special):
+    check_rms_norm(machine, n_rows, n_cols, special)
+
+
+@pytest.mark.parametrize("op", ["add", "mul", "swiglu"])
+@pytest.mark.parametrize("n_rows, n_cols, y_rows", [(1, 1, 1), (3, 255, 1), (300, 1536, 300), (300, 1537, 1), (2, 100003, 2)])
+def test_binary(machine, op, n_rows, n_cols, y_rows):
+    check_binary(machine, op, n_rows, n_cols, n_rows if op == "swiglu" else y_rows)
+
+
+@pytest.mark.parametrize("a", [0.1, np.inf, 1e-40])
+def test_scale(machine, a):
+    check_scale(machine, 33, 1537, a)
+
+
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("n, n_head, dim, n_rot", [(1, 9, 64, 64), (300, 3, 64, 64), (7, 5, 80, 32), (3, 32, 128, 128), (2, 1, 576, 64), (2, 2, 7, 2)])
+def test_rope(machine, n, n_head, dim, n_rot, neox):
+    check_rope(machine, n, n_head, dim, n_rot, neox)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("n, k", [(1, 192), (300, 192), (5, 4128)])
+@pytest.mark.parametrize("special", [False, True])
+def test_set_rows(machine, type_, n, k, special):
+    rows = np.random.default_rng(n).permutation(n + 9)[:n].tolist()
+    check_set_rows(machine, type_, rows, k, n + 9, special)
+
+
+def one_sequence(n, first=0):
+    return [(0, p) for p in range(first, first + n)]
+
+
+SEQUENCES = [(2, 5), (0, 300), (2, 6), (1, 0), (0, 301), (3, 127), (3, 128), (1, 1), (4, 255)]
+HOLES = [(0, p) for p in (*range(128, 256), 0, 5, 299)] + [(2, 3), (4, 0), *((3, p) for p in range(127))]
+
+
+@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+def test_flash_attn_ext_types(machine, types):
+    check_flash_attn_ext(machine, types, SEQUENCES, (9, 3), (64, 64), n_ctx=302, holes=HOLES)
+    check_flash_attn_ext(machine, types, one_sequence(3, 126), (4, 4), (72, 40), n_ctx=131)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("heads, dims, tokens", [
+    ((9, 3), (64, 64), one_sequence(300)), ((4, 4), (80, 80), one_sequence(7, 125)), ((8, 2), (128, 128), one_sequence(40, 400)),
+    ((16, 2), (128, 128), one_sequence(1, 4095)), ((16, 1), (576, 512), one_sequence(2, 200)), ((18, 2), (256, 256), one_sequence(2, 127)),
+    ((5, 1), (32, 576), one_sequence(2, 130))], ids=str)
+def test_flash_attn_ext_shapes(machine, type_, heads, dims, tokens):
+    check_flash_attn_ext(machine, (type_, type_), tokens, heads, dims, n_ctx=tokens[-1][1] + 1)
+
+
+@pytest.mark.parametrize("types, dims", [(("f16", "f16"), (65, 63)), (("f32", "f32"), (3, 7)), (("f16", "f32"), (1, 1)), (("f32", "f16"), (127, 129))], ids=str)
+def test_flash_attn_ext_without_wide_loads(machine, types, dims):
+    check_flash_attn_ext(machine, types, SEQUENCES, (6, 2), dims, n_ctx=303, holes=HOLES)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("value", SPECIAL)
+def test_flash_attn_ext_special(machine, type_, value):
+    special = (("q", 0, 130, value), ("k", 0, 129, value), ("v", 0, 127, value))
+    for each in special:
+        check_flash_attn_ext(machine, (type_, type_), one_sequence(4, 127), (3, 1), (64, 64), n_ctx=131, special=(each,))

@@ -1,0 +1,64 @@
+"""The op table, graph building and its errors."""
+import importlib
+
+import pytest
+
+from ggml_py.graph import Graph, GraphError, Tensor
+from ggml_py.ops import OPS
+
+
+def weight(dtype, *shape):
+    return Tensor("w", dtype, shape, device="cpu", storage=(None, 0))
+
+
+def test_every_op_has_a_reference():
+    for op in OPS.values():
+        if op.name != "cpy":
+            module = importlib.import_module(f"ggml_py.kernels.reference.{op.module}")
+            assert callable(getattr(module, op.name)), op.name
+
+
+def test_every_op_is_bound_by_the_cpu():
+    from ggml_py.backends.cpu import BINDERS
+    assert set(BINDERS) == set(OPS)
+
+
+def test_activations_are_quantized_once():
+    g = Graph()
+    x = g.input("x", "f32", (3, 64))
+    a, b = g.mul_mat(weight("Q8_0", 5, 64), x), g.mul_mat(weight("Q4_1", 7, 64), x)
+    g.mul_mat(weight("F16", 7, 64), x)
+    assert [n.op for n in g.nodes] == ["quantize", "mul_mat", "mul_mat", "mul_mat"]
+    assert a.shape == (3, 5) and b.shape == (3, 7) and a.src[1] is b.src[1]
+
+
+@pytest.mark.parametrize("build, message", [
+    (lambda g: g.mul_mat(weight("F32", 5, 60), g.input("x", "f32", (3, 64)), name="blk.0.ffn_up"),
+     "blk.0.ffn_up: mul_mat: w has 60 columns, x 64; operands: w: F32 [5, 60]; x: f32 [3, 64]"),
+    (lambda g: g.add(g.input("x", "f32", (3, 64)), g.input("y", "f32", (3, 32)), name="sum"),
+     "sum: add: the second operand must have the first one's shape or be one row of it; operands: x: f32 [3, 64]; y: f32 [3, 32]"),
+    (lambda g: g.rms_norm(g.input("x", "f32", (3, 64)), g.input("w", "f32", (48,)), eps=1e-5, name="norm"),
+     "norm: rms_norm: rows of 64 are not whole runs of 48; operands: x: f32 [3, 64]; w: f32 [48]"),
+    (lambda g: g.rms_norm(g.input("x", "f32", (3, 64)), name="norm"), "norm: rms_norm(x, w, eps) got 1 operands and no parameters"),
+])
+def test_errors_name_node_op_and_shapes(build, message):
+    with pytest.raises(GraphError) as error:
+        build(Graph())
+    assert str(error.value) == message
+
+
+def test_unknown_op():
+    with pytest.raises(AttributeError, match="no op convolve; ops: get_rows, "):
+        Graph().convolve()
+
+
+def test_only_what_outputs_and_caches_need_is_live():
+    g = Graph()
+    x, rows = g.input("x", "f32", (2, 32)), g.input("rows", "i64", (2,))
+    cache = Tensor("cache", "f16", (8, 32), device="cpu")
+    written = g.set_rows(cache, g.scale(x, factor=2.0), rows)
+    unused = g.add(x, x)
+    wanted = g.mul(x, x)
+    g.outputs = [wanted]
+    assert written.base is cache
+    assert unused not in g.live() and [n.op for n in g.live()] == ["scale", "set_rows", "mul"]

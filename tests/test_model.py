@@ -1,0 +1,203 @@
+"""Models end to end on the CPU: logits against float64, the same bits on every axis, contexts and their errors."""
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numba
+import numpy as np
+import pytest
+
+import numpy_transformer
+from ggml_py.errors import UserError
+from ggml_py.model import Model
+from ggml_py.testing import assert_bitwise_equal, digest
+from tiny_models import write_model
+
+REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
+MIXED = ("Q4_1", "Q8_0", "F16", "Q4_0", "BF16", "Q5_1", "F32", "Q5_0")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(1).integers(0, 70, 150).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A model whose matrices are of all the types that tests can write."""
+    with Model.load(write_model(tmp_path_factory.mktemp("models") / "mixed.gguf", "llama", MIXED), device="cpu") as model:
+        yield model
+
+
+def run(model, tokens, logits="all", **settings):
+    with model.new_context(**{"n_ctx": 256, **settings}) as context:
+        return context.decode(tokens, logits=logits)
+
+
+@pytest.mark.parametrize("arch, settings", [
+    ("llama", dict(rope_freqs=True)), ("llama", dict(tied=True, head=16)), ("qwen2", dict(qkv_bias=True)), ("qwen2", dict(qkv_bias=True, fused_qkv=False, n_head=6, n_head_kv=1)),
+    ("qwen3", dict(n_head=2, n_head_kv=1, head=48)),
+], ids=str)
+def test_f32_models_against_float64(arch, settings, tokens, tmp_path):
+    """Logits are of size 1 here; a forward pass in float32 is off by some 1e-6 of that, a wrong op by 1e-1."""
+    path = write_model(tmp_path / "m.gguf", arch, **settings)
+    with Model.load(path, device="cpu") as model:
+        got = run(model, tokens, type_k="f32", type_v="f32")
+    assert np.abs(got - numpy_transformer.logits(path, tokens)).max() < 5e-5
+
+
+def test_fused_qkv_is_three_matrices(tokens, tmp_path):
+    """attn_qkv.weight and its bias are the rows of Q, K and V one after the other: the same bits."""
+    apart = write_model(tmp_path / "apart.gguf", "qwen2", n_layer=1, qkv_bias=True)
+    parts = {t.name: t.data for t in gguf.GGUFReader(apart).tensors}
+    fused = write_model(tmp_path / "fused.gguf", "qwen2", n_layer=1, qkv_bias=True, fused_qkv=True)
+    reader = gguf.GGUFReader(fused, "r+")
+    for tensor in reader.tensors:
+        if "qkv" in tensor.name:
+            tensor.data[:] = np.concatenate([parts[tensor.name.replace("qkv", part)] for part in "qkv"])
+        else:
+            tensor.data[:] = parts[tensor.name]
+    reader.data.flush()
+    with Model.load(apart, device="cpu") as a, Model.load(fused, device="cpu") as b:
+        assert_bitwise_equal(run(b, tokens), run(a, tokens), "fused qkv")
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+def test_recorded_logits_of_llama_cpp(arch, tmp_path):
+    if not REFERENCE.is_dir():
+        pytest.skip("needs ../shared/reference, which is not here")
+    path = tmp_path / f"{arch}.gguf"
+    subprocess.run([sys.executable, REFERENCE / "tiny_gguf.py", arch, path, "--seed", "1"], check=True)
+    expected = np.load(REFERENCE / "logits" / f"{arch}.npy")
+    with Model.load(path, device="cpu") as model:
+        got = run(model, np.load(REFERENCE / "logits" / "tokens.npy").ravel(), type_k="f32", type_v="f32")
+    assert np.abs(got - expected).max() <= 2e-4
+
+
+CACHES = [("f16", "f16"), ("f32", "f32"), ("q8_0", "q8_0"), ("f16", "q8_0"), ("q8_0", "f32")]
+
+
+@pytest.mark.parametrize("type_k, type_v", CACHES)
+def test_same_bits_on_every_axis(mixed, tokens, type_k, type_v):
+    types = dict(type_k=type_k, type_v=type_v)
+    expected = run(mixed, tokens, **types)
+    for n_ubatch in 1, 7, 32, 512:
+        assert_bitwise_equal(run(mixed, tokens, n_ubatch=n_ubatch, **types), expected, f"n_ubatch={n_ubatch}")
+    with mixed.new_context(n_ctx=256, **types) as context:
+        pieces = [context.decode(tokens[i:i + 50], logits="all") for i in range(0, 150, 50)]
+        assert_bitwise_equal(np.concatenate(pieces), expected, "pieces of 50")
+    with mixed.new_context(n_ctx=4 * 160, n_seq_max=4, n_ubatch=64, **types) as context:
+        lengths = {2: 80, 0: 150, 3: 1, 1: 149}
+        together = context.decode_batch([(seq, tokens[:n]) for seq, n in lengths.items()], logits="all")
+        for (seq, n), got in zip(lengths.items(), together):
+            assert_bitwise_equal(got, expected[:n], f"sequence {seq} of four")
+    threads = numba.get_num_threads()
+    try:
+        numba.set_num_threads(1)
+        assert_bitwise_equal(run(mixed, tokens, **types), expected, "1 thread")
+    finally:
+        numba.set_num_threads(threads)
+
+
+def test_cache_types_differ(mixed, tokens):
+    """Else the test above would not test them."""
+    assert len({digest(run(mixed, tokens, type_k=k, type_v=v)) for k, v in CACHES}) == len(CACHES)
+
+
+def test_logits_last_and_none(mixed, tokens):
+    everything = run(mixed, tokens)
+    assert_bitwise_equal(run(mixed, tokens, logits="last"), everything[-1:], "last")
+    with mixed.new_context(n_ctx=256) as context:
+        assert context.decode(tokens[:100], logits="none").shape == (0, 70)
+        assert_bitwise_equal(context.decode(tokens[100:], logits="all"), everything[100:], "after none")
+
+
+def test_seq_rm_and_clear(mixed, tokens):
+    expected = run(mixed, tokens)
+    with mixed.new_context(n_ctx=256) as context:
+        context.decode(tokens[::-1], logits="none")
+        context.clear()
+        context.decode(tokens[:60], logits="none")
+        context.decode(tokens[:30], logits="none")
+        context.seq_rm(0, 60)
+        assert_bitwise_equal(context.decode(tokens[60:], logits="all"), expected[60:], "after seq_rm of the tail")
+        context.clear()
+        context.decode(tokens[:60], logits="none")
+        context.seq_rm(0, 10, 20)
+        assert digest(context.decode(tokens[60:], logits="all")) != digest(expected[60:])  # ten keys are gone
+
+
+def test_a_failed_decode_leaves_the_sequence_as_it_was(mixed, tokens, monkeypatch):
+    expected = run(mixed, tokens)
+    with mixed.new_context(n_ctx=256, n_ubatch=20) as context:
+        context.decode(tokens[:50], logits="none")
+        original, calls = context._run, []
+
+        def failing(*args):
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return original(*args)
+        monkeypatch.setattr(context, "_run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            context.decode(tokens[50:], logits="none")
+        monkeypatch.undo()
+        assert_bitwise_equal(context.decode(tokens[50:], logits="all"), expected[50:], "after an interrupt")
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda c: c.decode([]), "tokens: must be a one-dimensional list of ids, at least one, got"),
+    (lambda c: c.decode([70]), "tokens: must be 0 to 69, got 70"),
+    (lambda c: c.decode([-1]), "tokens: must be 0 to 69, got -1"),
+    (lambda c: c.decode([1.5]), "tokens: must be a one-dimensional list of ids"),
+    (lambda c: c.decode([1], seq_id=1), "seq_id: must be 0 to 0, got 1"),
+    (lambda c: c.decode([1] * 257), "context: sequence 0 has 0 of 256 positions in use, 257 more do not fit"),
+    (lambda c: c.decode([1], logits="some"), "logits: 'some' is not allowed; allowed: all, last, none"),
+    (lambda c: c.decode_batch([(0, [1]), (0, [2])]), "decode_batch: a sequence may occur once"),
+])
+def test_bad_calls(mixed, call, message):
+    with mixed.new_context(n_ctx=256) as context, pytest.raises(UserError) as error:
+        call(context)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(type_k="q4_0"), "-ctk: 'q4_0' is not a cache type; allowed: f32, f16, q8_0"),
+    (dict(n_ubatch=0), "n_ubatch: must be at least 1, got 0"),
+    (dict(n_ctx=2, n_seq_max=3), "n_ctx: 2 positions do not give each of 3 sequences one"),
+])
+def test_bad_contexts(mixed, settings, message):
+    with pytest.raises(UserError, match=message):
+        mixed.new_context(**settings)
+
+
+@pytest.mark.parametrize("arch, settings, message", [
+    ("mamba", {}, "architecture 'mamba' is unknown; known: llama, qwen2, qwen3"),
+    ("llama", dict(keys={"expert_count": ("uint32", 8)}), "llama with 8 experts is not supported"),
+    ("llama", dict(head=30), "cache_k-0: q8_0 rows must be a multiple of 32 values, got 60"),
+    ("llama", dict(keys={"rope.scaling.type": ("string", "magic")}), "rope.scaling.type is 'magic', known: none, linear, yarn, longrope"),
+])
+def test_models_that_cannot_be_used(arch, settings, message, tmp_path):
+    path = write_model(tmp_path / "m.gguf", arch, **settings)
+    with pytest.raises(UserError, match=message):
+        with Model.load(path, device="cpu") as model:
+            model.new_context(type_k="q8_0")
+
+
+def test_missing_and_misshapen_tensors(tmp_path):
+    path = write_model(tmp_path / "m.gguf", "qwen3")
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_ux.weight"))
+    with pytest.raises(UserError, match="tensor blk.1.ffn_up.weight is missing"):
+        Model.load(path, device="cpu")
+    path = write_model(tmp_path / "n.gguf", "qwen3", keys={"expert_used_count": ("uint32", 0)}, n_ff=64)
+    path.write_bytes(path.read_bytes().replace(b"attention.head_count_kv\x04\x00\x00\x00\x02", b"attention.head_count_kv\x04\x00\x00\x00\x01"))
+    with pytest.raises(UserError, match=r"tensor blk.0.attn_k.weight has shape \[64, 64\], expected \[32, 64\]"):
+        Model.load(path, device="cpu")
+
+
+@pytest.mark.parametrize("device, message", [("gpu", "'gpu' is not a device; allowed: auto, cpu, cuda, cuda:N"), ("cpu:1", "is not a device"), ("cuda:x", "is not a device")])
+def test_bad_devices(device, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        Model.load(tmp_path / "none.gguf", device=device)
