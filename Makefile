@@ -4,7 +4,7 @@ VENV := .venv
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 WHEEL := build/wheel-test
 
-.PHONY: perplexity test bench wheel-test clean
+.PHONY: perplexity test bench sanitize wheel-test clean
 
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
@@ -12,8 +12,11 @@ perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in 
 test: $(VENV)/installed
 	$(VENV)/bin/python -m pytest tests $(ARGS)
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json FILE -k Q4_1" and the like are passed on. Of a GPU: bench/gpu.py
 	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)
+
+sanitize: $(VENV)/installed  ## compute-sanitizer over the kernel tests; needs a GPU. ARGS=racecheck runs one of its tools
+	$(VENV)/bin/python tests/sanitize.py $(ARGS)
 
 # The wheel, alone in an empty environment and run from another folder; build/lib would carry deleted modules into it.
 wheel-test:
@@ -27,7 +30,7 @@ wheel-test:
 $(VENV)/installed: pyproject.toml Makefile
 	@echo "creating $(VENV): numba, numpy, pytest and others; this takes a minute or two"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test,bench]'
 	touch $@
 
 clean:

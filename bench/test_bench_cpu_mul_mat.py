@@ -1,5 +1,6 @@
 """kernels/cpu/mul_mat on the shapes of SmolLM2-135M: generation (n = 1) and prompts. `extra_info` has GMAC/s and GB/s of weights (1 GB = 1e9 bytes).
 The first row tile and eight columns of each result are compared with kernels/reference, bit for bit."""
+import checkout  # noqa: F401
 import numpy as np
 import pytest
 
@@ -7,22 +8,12 @@ from ggml_py.kernels.cpu.mul_mat import mul_mat
 from ggml_py.kernels.reference.mul_mat import mul_mat as reference
 from ggml_py.quant import tile
 from ggml_py.quant.activation import quantize_activations
-from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.formats import CHUNK, format_of
 from ggml_py.testing import assert_bitwise_equal
+from weights import random_tiles
 
 NAMES = ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "F32"]
 SHAPES = [(576, 576), (192, 576), (1536, 576), (576, 1536)]  # (m, k): q and o, k and v, up and gate, down; formats of 256 columns pad 576 to 768
-
-
-def weight_words(fmt, m, k, rng):
-    """Tiles of normal values, or of rows of random bytes whose values are finite."""
-    if not fmt.is_quantized:
-        return tile.pack(rng.standard_normal((m, k)).astype(fmt.dtype), fmt, m, k).reshape(-1).view(np.uint32)
-    k = -(-k // fmt.block_size) * fmt.block_size
-    data = rng.integers(0, 256, (m, fmt.row_bytes(k)), dtype=np.uint8)
-    finite = np.flatnonzero(np.isfinite(dequantize(data, fmt, (m, k))).all(axis=1))
-    return tile.pack(data[np.resize(finite, m)], fmt, m, k).reshape(-1).view(np.uint32)
 
 
 @pytest.mark.parametrize("n", [1, 512])
@@ -30,7 +21,7 @@ def weight_words(fmt, m, k, rng):
 @pytest.mark.parametrize("name", NAMES)
 def test_bench_mul_mat(benchmark, name, m, k, n):
     fmt, rng = format_of(name), np.random.default_rng(0)
-    words, x, out = weight_words(fmt, m, k, rng), rng.standard_normal((n, k)).astype(np.float32), np.empty((n, m), np.float32)
+    words, x, out = random_tiles(name, m, k, rng).view(np.uint32), rng.standard_normal((n, k)).astype(np.float32), np.empty((n, m), np.float32)
     operands = quantize_activations(x) if fmt.is_quantized else (x,)
     kernel = mul_mat(name)
     kernel(words, *operands, out)

@@ -60,6 +60,16 @@ def device(text: str) -> str:
     return "cuda:0" if text == "cuda" else text
 
 
+def pass_names(text: str) -> tuple[str, ...]:
+    from .passes import switched_off
+    names = tuple(text.split(","))
+    try:
+        switched_off(names)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("no_fuse: ")) from None
+    return names
+
+
 def build_parser() -> Parser:
     options = dict(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.", allow_abbrev=False)
@@ -83,6 +93,7 @@ def build_parser() -> Parser:
         add_cache_types(sub)
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
+        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out; changes the speed, never a bit")
         sub.add_argument("--verbose", action="store_true", help="describe model and memory plan on stderr")
 
     sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
@@ -149,7 +160,7 @@ def settings_of(options, **more):
     """What the options of add_model say about contexts."""
     from .perplexity import Settings
     return Settings(n_batch=options.batch_size, n_ubatch=options.ubatch_size, type_k=options.cache_type_k, type_v=options.cache_type_v,
-                    verbose=options.verbose, **more)
+                    no_fuse=options.no_fuse, verbose=options.verbose, **more)
 
 
 # The commands

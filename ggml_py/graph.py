@@ -22,6 +22,7 @@ class Tensor:
     params: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
     storage: Any = None
+    replaces: tuple[str, ...] = ()  # of a fused node: the names of the nodes it was made of, in their order
 
     def __repr__(self):
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"

@@ -8,6 +8,7 @@ from .backends import open_backend
 from .errors import UserError
 from .gguf_file import GGUFFile
 from .models import ARCHITECTURES
+from .passes import switched_off
 from .program import Arenas, Program
 from .tokenizer import Tokenizer
 
@@ -67,10 +68,12 @@ class Model:
         return (f"{self.file.path}: {self.architecture}, {hp.n_layer} layers of {hp.n_embd}, {hp.n_head[0]} heads, {hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k}, "
                 f"vocabulary {self.n_vocab}, trained for {self.n_ctx_train} positions; {self.graph.w.n_bytes:,} bytes of weights on {self.device}")
 
-    def new_context(self, n_ctx: int | None = None, n_batch: int = 2048, n_ubatch: int = 512, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1) -> "Context":
+    def new_context(self, n_ctx: int | None = None, n_batch: int = 2048, n_ubatch: int = 512, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
+                    no_fuse=()) -> "Context":
         """n_ctx: positions of all sequences together, n_ctx // n_seq_max each (default: what the model was trained for, for each sequence).
-        n_batch is accepted as other engines have it; it bounds n_ubatch, the tokens computed at a time. No bits depend on either."""
-        return Context(self, n_ctx or self.n_ctx_train * n_seq_max, n_batch, n_ubatch, type_k, type_v, n_seq_max)
+        n_batch is accepted as other engines have it; it bounds n_ubatch, the tokens computed at a time. no_fuse: names of graph passes to leave out
+        (`passes.PASSES`), or "all". No bits depend on any of these."""
+        return Context(self, n_ctx or self.n_ctx_train * n_seq_max, n_batch, n_ubatch, type_k, type_v, n_seq_max, no_fuse)
 
     def close(self) -> None:
         self.graph.w.close()
@@ -87,12 +90,13 @@ class Model:
 class Context:
     """The sequences 0 .. n_seq_max - 1 of a model. `decode` continues a sequence."""
 
-    def __init__(self, model: Model, n_ctx: int, n_batch: int, n_ubatch: int, type_k: str, type_v: str, n_seq_max: int):
+    def __init__(self, model: Model, n_ctx: int, n_batch: int, n_ubatch: int, type_k: str, type_v: str, n_seq_max: int, no_fuse=()):
         for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
             if value < 1:
                 raise UserError(f"{name}: must be at least 1, got {value}")
         if n_ctx < n_seq_max:
             raise UserError(f"n_ctx: {n_ctx} positions do not give each of {n_seq_max} sequences one")
+        self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, min(n_ubatch, n_batch), n_ctx // n_seq_max
         self.memory = model.graph.new_memory(self.n_ctx, n_seq_max, type_k, type_v)
         self.rope_table = model.graph.new_rope_table(self.n_ctx)
@@ -162,7 +166,7 @@ class Context:
         key = n_tokens, n_outputs
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
-            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, n_tokens, n_outputs), self.arenas)
+            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, n_tokens, n_outputs), self.arenas, self.no_fuse)
         self.programs.move_to_end(key)
         while len(self.programs) > PROGRAMS:
             self.programs.popitem(last=False)

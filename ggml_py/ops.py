@@ -84,6 +84,14 @@ def rms_norm(_, x, w):
     return "f32", x.shape
 
 
+@op("x w", "eps")
+def rms_norm_act(_, x, w):
+    """quantize(rms_norm(x, w)), over whole rows."""
+    need(x.dtype == w.dtype == "f32" and len(x.shape) == 2, "x and w must be f32, x [n, k]")
+    need(w.shape == x.shape[1:], f"w must be [{x.shape[1]}], a whole row")
+    return "act", x.shape
+
+
 def _elementwise(x, y):
     need(x.dtype == y.dtype == "f32", "both operands must be f32")
     need(y.shape in (x.shape, x.shape[-1:]), "the second operand must have the first one's shape or be one row of it")
@@ -110,6 +118,13 @@ def scale(_, x):
 def swiglu(_, gate, up):
     need(gate.dtype == up.dtype == "f32" and gate.shape == up.shape, "gate and up must be f32 of one shape")
     return "f32", gate.shape
+
+
+@op("gate up")
+def swiglu_act(_, gate, up):
+    """quantize(swiglu(gate, up))."""
+    need(gate.dtype == up.dtype == "f32" and gate.shape == up.shape and len(gate.shape) == 2, "gate and up must be f32 [n, k]")
+    return "act", gate.shape
 
 
 @op("x pos table", "n_head neox")

@@ -32,6 +32,7 @@ class Settings:
     stride: int = 0  # of strided windows; 0: windows side by side
     type_k: str = "f16"
     type_v: str = "f16"
+    no_fuse: tuple[str, ...] = ()  # graph passes left out
     verbose: bool = False  # describe model and memory plan on the log
 
 
@@ -108,7 +109,8 @@ def new_context(model, settings: Settings, window: int, n_seq: int, log):
     n_ctx = n_seq * window
     n_batch = min(settings.n_batch, n_ctx)
     n_ubatch = min(settings.n_ubatch, n_batch)
-    context = model.new_context(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, type_k=settings.type_k, type_v=settings.type_v, n_seq_max=n_seq)
+    context = model.new_context(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, type_k=settings.type_k, type_v=settings.type_v, n_seq_max=n_seq,
+                                no_fuse=settings.no_fuse)
     if settings.verbose:
         print(f"{model.describe()}\n{context.describe()}", file=log)
     return context

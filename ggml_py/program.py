@@ -4,6 +4,7 @@ from itertools import accumulate
 import numpy as np
 
 from .graph import Graph, Tensor
+from .passes import fuse
 from .plan import ALIGNMENT, plan_memory, split
 from .storage import DTYPES, n_bytes
 
@@ -36,11 +37,12 @@ def _crosses(node: Tensor) -> bool:
 
 
 class Program:
-    """Runs a graph. Inputs and intermediate results share the arenas; the inputs of a device lie side by side and are written in one transfer."""
+    """Runs a graph, after the passes that no_fuse does not switch off have rewritten it. Inputs and intermediate results share the arenas; the inputs of a device lie side by side and are written in one transfer."""
 
-    def __init__(self, graph: Graph, arenas: Arenas):
+    def __init__(self, graph: Graph, arenas: Arenas, no_fuse=()):
         backends = arenas.backends
         self.backends, self.outputs = backends, graph.outputs
+        fuse(graph, no_fuse)
         self.splits = split(graph.live())
         nodes = [node for part in self.splits for node in part.nodes]
         self.plan = plan_memory(nodes, graph.outputs, n_bytes)

@@ -5,8 +5,11 @@ all sources of kernels/ and quant/, of the versions of what compiles them and of
 arguments of the factory that made it (`key`).
 """
 import hashlib
+import os
+import pickle
 import platform
 import sys
+import tempfile
 import threading
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -18,6 +21,7 @@ import numpy
 import platformdirs
 from numba.core import config
 from numba.core.caching import Cache, CompileResultCacheImpl, _CacheLocator
+from numba.core.serialize import dumps
 
 from .. import quant
 
@@ -66,8 +70,8 @@ def cache_folder() -> Path:
 class _Locator(_CacheLocator):
     """All functions in one folder, told apart by module and name; the folder's name stands for the state of the sources."""
 
-    def __init__(self, module):
-        self._module = module
+    def __init__(self, py_func):
+        self._module, self._py_file = py_func.__module__, py_func.__code__.co_filename  # numba names the file when it cannot cache a function
 
     def get_cache_path(self):
         return str(cache_folder())
@@ -80,11 +84,32 @@ class _Locator(_CacheLocator):
 
     @classmethod
     def from_function(cls, py_func, py_file):
-        return cls(py_func.__module__)
+        return cls(py_func)
 
 
 class _Impl(CompileResultCacheImpl):
     _locator_classes = [_Locator]
+
+
+class _Files:
+    """A file for each key, named by a digest of it. numba's own index and numbered files mix up two processes that write at once."""
+
+    def __init__(self, folder: str, name: str):
+        self._folder, self._name = Path(folder), name
+
+    def _path(self, key) -> Path:
+        return self._folder / f"{self._name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.nbc"
+
+    def load(self, key):
+        try:
+            return pickle.loads(self._path(key).read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def save(self, key, data) -> None:
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            file.write(dumps(data))
+        os.replace(file.name, self._path(key))  # whole or not at all, whoever else writes
 
 
 class _KeyedCache(Cache):
@@ -93,6 +118,7 @@ class _KeyedCache(Cache):
     def __init__(self, py_func, key):
         self._key = key
         super().__init__(py_func)
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base)
 
     def _index_key(self, sig, codegen):
         return sig, codegen.magic_tuple(), self._key

@@ -99,10 +99,10 @@ def check_mul_mat(machine, type_, n_rows, n_cols, n, launch_function=cuda_mul_ma
     machine.free()
 
 
-def check_extremes(machine, type_, fill, scales) -> None:
+def check_extremes(machine, type_, fill, scales, n=1, launch_function=cuda_mul_mat.mul_mat) -> None:
     """Sums at the bounds of the format table."""
     fmt = format_of(type_)
-    check_mul_mat(machine, type_, 1, CHUNK, 1, x=np.full((1, CHUNK), 3, np.float32), weight=extreme_weight(fmt, 1, CHUNK, fill, scales))
+    check_mul_mat(machine, type_, 1, CHUNK, n, launch_function, np.full((n, CHUNK), 3, np.float32), extreme_weight(fmt, 1, CHUNK, fill, scales))
 
 
 def check_get_rows(machine, type_, n_rows, n_cols, ids) -> None:

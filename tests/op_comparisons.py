@@ -3,12 +3,17 @@ import numpy as np
 
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
+from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
+from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
 from ggml_py.kernels.cuda import rope as cuda_rope
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
-from ggml_py.kernels.reference import elementwise, flash_attn_ext, rms_norm, rope, set_rows
+from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
+from ggml_py.kernels.reference import elementwise, flash_attn_ext, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
+from ggml_py.quant.activation import split_limbs
+from ggml_py.quant.formats import CHUNK
 from ggml_py.testing import assert_bitwise_equal
-from matmul_comparisons import SPECIAL, activations, run, seeded
+from matmul_comparisons import GUARD, SPECIAL, activations, run, seeded
 
 EPS = np.float32(1e-5)
 
@@ -59,6 +64,47 @@ def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:
     table = np.stack([np.cos(angles), np.sin(angles)], axis=2).astype(np.float32)
     rope.rope(x, pos, table, neox, expected)
     compare(machine, cuda_rope.rope, (x, pos, table), expected, name, n, n_head, dim, n_rot, neox, in_place=True)
+
+
+# What makes activations
+
+def edges(n: int, k: int, rng) -> np.ndarray:
+    """float32 [n, k]: rows of many magnitudes, of values of SPECIAL, of zeros, of an amax around 2^-100, of a zero, a special value in its last column,
+    one after the other."""
+    x = activations(n, k, rng)
+    x[1::4] = rng.choice(SPECIAL, x[1::4].shape)
+    x[2::4] = 0
+    x[3::4] *= np.float32(2.0**-104)
+    x[2::8, -1] = rng.choice(SPECIAL)
+    return x
+
+
+def check_act(machine, launch_function, reference, operands, name, n, k, *params) -> None:
+    """launch_function(target, *addresses of operands, address of activations, n, k, *params) must write what reference(*operands, *params, q, d, sums) does."""
+    n_chunks = -(-k // CHUNK)
+    q, d, sums = np.empty((n, n_chunks * CHUNK), np.int16), np.empty((n, n_chunks), np.float32), np.empty((n, n_chunks * 16), np.int32)
+    reference(*operands, *params, q, d, sums)
+    planes = cuda_quantize.activation_planes(n, k)
+    act = machine.upload(np.full(planes.n_bytes + GUARD, 0x55, np.uint8))
+    machine.run(launch_function(machine.target, *map(machine.upload, operands), act, n, k, *params))
+    found = machine.download(act, np.uint8, planes.n_bytes + GUARD)
+    assert (found[planes.n_bytes:] == 0x55).all(), f"{name}: written behind the end of the buffer"
+    for plane, first, expected in zip(planes._fields, planes, (*split_limbs(q), d, sums)):
+        assert_bitwise_equal(found[first:first + expected.nbytes].view(expected.dtype).reshape(expected.shape), expected, f"{name} {plane}")
+    machine.free()
+
+
+def check_rms_norm_act(machine, n, k, eps=EPS) -> None:
+    name = f"rms_norm_act[n={n}, k={k}, eps={eps}]"
+    rng = seeded(name)
+    operands = edges(n, k, rng), activations(1, k, rng)[0]
+    check_act(machine, cuda_rms_norm_act.rms_norm_act, rms_norm_act.rms_norm_act, operands, name, n, k, np.float32(eps))
+
+
+def check_swiglu_act(machine, n, k) -> None:
+    name = f"swiglu_act[n={n}, k={k}]"
+    rng = seeded(name)
+    check_act(machine, cuda_swiglu_act.swiglu_act, swiglu_act.swiglu_act, (edges(n, k, rng), activations(n, k, rng)), name, n, k)
 
 
 # The KV cache

@@ -99,3 +99,25 @@ def test_parallel_calls_from_two_threads():
     for t in threads:
         t.join()
     assert all((out == 2).all() for out in outs)
+
+
+def test_factories_that_compile_at_once_do_not_mix(checkout):
+    """Kernels of one factory have one name; processes that compile different ones at the same time must not take each other's code."""
+    (checkout / "race.py").write_text("""
+import sys
+import numpy as np
+from ggml_py.kernels.compile import jit
+
+def make(k):
+    @jit(key=(k,))
+    def times(x):
+        return x * np.float32(k)
+    return times
+
+keys = range(int(sys.argv[1]), 24, int(sys.argv[2]))
+print(all(make(k)(np.float32(1)) == k for k in keys))
+""")
+    env = {**os.environ, "PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(checkout / "cache")}
+    start = lambda first, step: subprocess.Popen([sys.executable, "race.py", str(first), str(step)], cwd=checkout, env=env, stdout=subprocess.PIPE, text=True)
+    for processes in [start(first, 3) for first in range(3)], [start(0, 1)]:
+        assert [p.communicate()[0] for p in processes] == ["True\n"] * len(processes)

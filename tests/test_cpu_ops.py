@@ -7,21 +7,23 @@ import numpy as np
 import pytest
 from random_weights import random_weight
 
-from ggml_py.kernels.cpu import elementwise, flash_attn_ext, get_rows, quantize, rms_norm, rope, set_rows
+from ggml_py.kernels.cpu import elementwise, flash_attn_ext, get_rows, quantize, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import get_rows as reference_get_rows
 from ggml_py.kernels.reference import quantize as reference_quantize
 from ggml_py.kernels.reference import rms_norm as reference_rms_norm
+from ggml_py.kernels.reference import rms_norm_act as reference_rms_norm_act
 from ggml_py.kernels.reference import rope as reference_rope
 from ggml_py.kernels.reference import set_rows as reference_set_rows
+from ggml_py.kernels.reference import swiglu_act as reference_swiglu_act
 from ggml_py.quant import tile
 from ggml_py.quant.formats import FORMATS
 from ggml_py.testing import assert_bitwise_equal
 
 f32 = np.float32
 SPECIAL = f32([0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-38, 2.0**-101, 2.0**-100, 3e38, -3e38, 1])
-COLUMNS = [1, 31, 32, 127, 128, 129, 255, 256, 257, 576]
+COLUMNS = [1, 31, 32, 127, 128, 129, 255, 256, 257, 576, 1000]
 LARGE = (5, 1 << 18)  # enough for two threads
 SHAPES = [(n, k) for k in COLUMNS for n in (0, 1, 3)] + [LARGE]
 CACHES = ["f32", "f16", "q8_0"]
@@ -77,8 +79,10 @@ def test_rows_of_floats(n, k, n_threads):
     compare(f"swiglu{name}", reference_elementwise.swiglu, elementwise.swiglu, (x, y), out)
     compare(f"rms_norm{name}", reference_rms_norm.rms_norm, rms_norm.rms_norm, (x, w[0], f32(1e-5)), out)
     n_chunks = -(-k // 256)
-    compare(f"quantize{name}", reference_quantize.quantize, quantize.quantize, (x,),
-            ((n, n_chunks * 256), np.int16), ((n, n_chunks), f32), ((n, n_chunks * 16), np.int32))
+    act = ((n, n_chunks * 256), np.int16), ((n, n_chunks), f32), ((n, n_chunks * 16), np.int32)
+    compare(f"quantize{name}", reference_quantize.quantize, quantize.quantize, (x,), *act)
+    compare(f"rms_norm_act{name}", reference_rms_norm_act.rms_norm_act, rms_norm_act.rms_norm_act, (x, w[0], f32(1e-5)), *act)
+    compare(f"swiglu_act{name}", reference_swiglu_act.swiglu_act, swiglu_act.swiglu_act, (x, y), *act)
 
 
 def test_quantize_special_blocks(n_threads):

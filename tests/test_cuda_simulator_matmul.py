@@ -1,9 +1,12 @@
 """quantize, mul_mat, get_rows and take_rows in numba's CUDA simulator: every format at the smallest shape, and the edges."""
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda.mul_mat import launch_shape, mul_mat_kernel
+from ggml_py.kernels.cuda.mmvq import mmvq_kernel, splits
+from ggml_py.kernels.cuda.mul_mat import mmvq_shape, use_mmq
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import SPECIAL, activations, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows, seeded
 
@@ -14,11 +17,19 @@ def test_in_the_simulator():
     run_in_simulator(__file__)
 
 
-@pytest.mark.parametrize("n_rows, n_cols, n, expected", [
-    (1, 1, 1, (1, 1, (1, 1))), (32, 256, 2, (2, 1, (1, 1))), (33, 257, 3, (4, 2, (2, 1))), (576, 1536, 512, (8, 6, (18, 64))),
-    (49152, 576, 1, (1, 3, (1536, 1))), (4096, 2304, 9, (8, 5, (128, 2))), (4096, 14336, 8, (8, 8, (128, 1)))])
-def test_launch_shape(n_rows, n_cols, n, expected):
-    assert launch_shape(n_rows, n_cols, n) == expected
+@pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
+    ("Q8_0", 1, 1, 1, (1, 8, 1, (8, 1))), ("Q4_1", 32, 256, 2, (2, 1, 1, (1, 1))), ("Q4_K", 33, 257, 3, (4, 1, 2, (2, 1))),
+    ("Q4_1", 576, 1536, 1, (1, 8, 6, (144, 1))), ("Q8_0", 49152, 576, 1, (1, 1, 3, (1536, 1))), ("Q4_K", 14336, 4096, 1, (1, 1, 4, (448, 1))),
+    ("Q4_K", 4096, 14336, 1, (1, 1, 14, (128, 1))), ("F16", 4096, 14336, 8, (8, 1, 8, (128, 1))), ("Q1_0", 576, 576, 1, (1, 2, 3, (36, 1)))])
+def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
+    assert astuple(mmvq_shape(type_, n_rows, n_cols, n, 132)) == expected
+
+
+@pytest.mark.parametrize("type_, n_rows, n, expected", [
+    ("Q4_K", 4096, 44, False), ("Q4_K", 4096, 48, True), ("Q4_1", 576, 128, False), ("Q4_1", 576, 512, True), ("Q8_0", 49152, 4, False),
+    ("Q8_0", 49152, 5, True), ("F16", 49152, 512, False)])
+def test_use_mmq(type_, n_rows, n, expected):
+    assert use_mmq(type_, n_rows, n, 132) == expected
 
 
 @pytest.fixture
@@ -60,12 +71,14 @@ def simulate_mul_mat_edges(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n)
 
 
-@pytest.mark.parametrize("n_tokens, n_warps", [(1, 1), (2, 3), (4, 2)])
-def simulate_any_launch_shape(machine, n_tokens, n_warps):
-    """Three tokens of three chunks: the bits do not depend on the shape of the launch."""
+@pytest.mark.parametrize("name, n_tokens, split, n_warps", [("Q4_0", 1, 1, 1), ("Q4_0", 2, 1, 3), ("Q4_0", 4, 1, 2)] + [
+    (name, 1, split, n_warps) for name, n_warps in (("Q4_0", 2), ("Q5_1", 3), ("Q2_K", 1), ("Q6_K", 2), ("NVFP4", 2), ("Q1_0", 2))
+    for split in splits(FORMATS[name])[1:]])
+def simulate_any_launch_shape(machine, name, n_tokens, split, n_warps):
+    """Three tokens of two or three chunks: the bits do not depend on the shape of the launch."""
     def launch(target, name, words, x, out, n_rows, n_cols, n):
-        return target.launch(mul_mat_kernel(name, n_tokens), (1, -(-n // n_tokens)), 32 * n_warps, (words, x, out, n_rows, n_cols, n))
-    check_mul_mat(machine, "Q4_0", 2, 544, 3, launch)
+        return target.launch(mmvq_kernel(name, n_tokens, split), (split, -(-n // n_tokens)), 32 * n_warps, (words, x, out, n_rows, n_cols, n))
+    check_mul_mat(machine, name, 18, 544 if FORMATS[name].block_size == 32 else 512, 3, launch)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 0, 1e-35])

@@ -3,12 +3,16 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.elementwise import add
 from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, flash_attn_ext, heads_together, shared_layout
-from ggml_py.kernels.cuda.rms_norm import rms_norm
+from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
+from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
 from ggml_py.kernels.cuda.set_rows import TYPES, set_rows
-from op_comparisons import check_binary, check_flash_attn_ext, check_rms_norm, check_rope, check_scale, check_set_rows
+from ggml_py.kernels.cuda.swiglu_act import swiglu_act
+from op_comparisons import (check_binary, check_flash_attn_ext, check_rms_norm, check_rms_norm_act, check_rope, check_scale, check_set_rows,
+                            check_swiglu_act)
 
 
 def test_in_the_simulator():
@@ -23,6 +27,23 @@ def machine():
 @pytest.mark.parametrize("n_rows, n_cols, special", [(1, 1, False), (1, 129, False), (2, 1030, False), (12, 64, True)])
 def simulate_rms_norm(machine, n_rows, n_cols, special):
     check_rms_norm(machine, n_rows, n_cols, special)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (8, 255), (1, 256), (4, 257), (4, 576), (1, 1000)])
+def simulate_rms_norm_act(machine, n, k):
+    check_rms_norm_act(machine, n, k)
+
+
+def simulate_rms_norm_in_rounds(machine, monkeypatch):
+    """Rows longer than four columns a thread: two whole rounds and a part."""
+    monkeypatch.setattr(cuda_rms_norm, "MOST_THREADS", 128)
+    check_rms_norm(machine, 2, 1030)
+    check_rms_norm_act(machine, 2, 1300)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (8, 255), (1, 256), (4, 257), (4, 576), (1, 1000)])
+def simulate_swiglu_act(machine, n, k):
+    check_swiglu_act(machine, n, k)
 
 
 @pytest.mark.parametrize("op, n_rows, n_cols, y_rows", [("add", 2, 257, 2), ("add", 3, 5, 1), ("mul", 1, 256, 1), ("mul", 3, 20, 1), ("swiglu", 2, 40, 2)])
@@ -68,6 +89,11 @@ def simulate_flash_attn_ext_special(machine, type_, special):
 
 # Launch values, without the simulator
 
+@pytest.mark.parametrize("n_cols, threads", [(1, 128), (512, 128), (513, 256), (576, 256), (1024, 256), (4096, 1024), (4097, 1024), (1 << 20, 1024)])
+def test_threads_of_a_normed_row(n_cols, threads):
+    assert n_threads(n_cols) == threads
+
+
 @pytest.mark.parametrize("group, heads", [(1, 1), (3, 3), (7, 7), (8, 8), (9, 3), (11, 1), (12, 6), (128, 8)])
 def test_heads_together(group, heads):
     assert heads_together(group) == heads
@@ -86,6 +112,8 @@ def test_refusals():
         flash_attn_ext(None, type_k, type_v, *[0] * 7, n, n_head, n_head_kv, dim_k, dim_v, 256, 0.125)
     for refused, message in [
         (lambda: rms_norm(None, 0, 0, 0, 0, 5, 1e-5), "rms_norm: n_rows is 0, allowed: at least 1"),
+        (lambda: rms_norm_act(None, 0, 0, 0, 3, 0, 1e-5), "rms_norm_act: k is 0, allowed: at least 1"),
+        (lambda: swiglu_act(None, 0, 0, 0, 65536, 5), "swiglu_act: n is 65536, allowed: 1..65535"),
         (lambda: add(None, 0, 0, 0, 4, 5, 2), "add: y_rows is 2, allowed: 1 or 4"),
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),
         (lambda: set_rows(None, "q4_0", 0, 0, 0, 1, 32), "set_rows: type is q4_0, allowed: f32, f16, q8_0"),

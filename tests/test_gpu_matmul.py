@@ -3,11 +3,13 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
-from ggml_py.quant.formats import FORMATS
+from ggml_py.kernels.cuda.mmq import LEAST_LIMIT, SHARED_LIMIT, TILES, form, layout, mmq
+from ggml_py.quant.formats import FORMATS, format_of
 from matmul_comparisons import SPECIAL, activations, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
+QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def test_mul_mat(machine, name, n):
 
 
 @pytest.mark.parametrize("fill, scales", [(0, 0), (0, 0x80), (0xff, 0xff), (0x80, 0x7f)])
-@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values() if fmt.is_quantized])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_mul_mat_extremes(machine, name, fill, scales):
     check_extremes(machine, name, fill, scales)
 
@@ -46,6 +48,35 @@ def test_mul_mat_extremes(machine, name, fill, scales):
     ("Q6_K", 4096, 4096, 3), ("F32", 129, 1000, 31), ("F16", 2049, 577, 7)])
 def test_mul_mat_of_models(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n)
+
+
+@pytest.mark.parametrize("n", [1, 33, 129])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq(machine, name, n):
+    """289 rows, ten row tiles of which the last has one row; three chunks."""
+    check_mul_mat(machine, name, 289, 768, n, mmq)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q2_K", "NVFP4"])
+def test_mmq_any_tile(machine, name, tile):
+    """The bits do not depend on the tile; rows and tokens on both sides of its edges."""
+    if tile.token_tiles == 4 and form(format_of(name)).n_accumulators > 2 or layout(format_of(name), *tile).n_bytes > SHARED_LIMIT.get(machine.target.cc, LEAST_LIMIT):
+        pytest.skip("no such block")
+    for n_rows, n in ((31, 9), (32 * tile.row_tiles + 1, 32 * tile.token_tiles), (32 * tile.row_tiles, 32 * tile.token_tiles + 1)):
+        check_mul_mat(machine, name, n_rows, 512, n, lambda *args: mmq(*args, tile=tile))
+
+
+@pytest.mark.parametrize("fill, scales", [(0, 0), (0, 0x80), (0xff, 0xff), (0x80, 0x7f)])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_extremes(machine, name, fill, scales):
+    check_extremes(machine, name, fill, scales, 9, mmq)
+
+
+@pytest.mark.parametrize("name, n_rows, n_cols, n", [
+    ("Q4_1", 576, 576, 512), ("Q4_1", 576, 1536, 96), ("Q8_0", 1000, 4096, 33), ("Q4_K", 512, 14336, 64), ("Q6_K", 300, 4096, 200)])
+def test_mmq_of_models(machine, name, n_rows, n_cols, n):
+    check_mul_mat(machine, name, n_rows, n_cols, n, mmq)
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -7,7 +7,8 @@ import pytest
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.set_rows import TYPES
 from matmul_comparisons import SPECIAL
-from op_comparisons import check_binary, check_flash_attn_ext, check_rms_norm, check_rope, check_scale, check_set_rows
+from op_comparisons import (check_binary, check_flash_attn_ext, check_rms_norm, check_rms_norm_act, check_rope, check_scale, check_set_rows,
+                            check_swiglu_act)
 
 pytestmark = pytest.mark.gpu
 
@@ -24,6 +25,22 @@ def machine():
 @pytest.mark.parametrize("special", [False, True])
 def test_rms_norm(machine, n_rows, n_cols, special):
     check_rms_norm(machine, n_rows, n_cols, special)
+
+
+COLUMNS = [1, 255, 256, 257, 576, 1000, 4095, 4096, 4097, 14336]
+
+
+@pytest.mark.parametrize("k", COLUMNS)
+@pytest.mark.parametrize("n", [1, 8, 300])
+def test_rms_norm_act(machine, n, k):
+    check_rms_norm_act(machine, n, k)
+    check_rms_norm_act(machine, n, k, eps=0)
+
+
+@pytest.mark.parametrize("k", COLUMNS)
+@pytest.mark.parametrize("n", [1, 8, 300])
+def test_swiglu_act(machine, n, k):
+    check_swiglu_act(machine, n, k)
 
 
 @pytest.mark.parametrize("op", ["add", "mul", "swiglu"])

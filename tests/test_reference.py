@@ -229,9 +229,9 @@ def attention_by_numpy(q, k, v, n_head_kv, seq, pos, present, scale, fixed_k, fi
     k, v: float64 [n_seq, n_ctx, n_head_kv, channels].
 
     Scores: a level is off by at most half a step, amax / 32512, so a block of channels by e_q |k| + e_k |q| + 64 e_q e_k; float32 adds
-    D + 4 roundings of sum |q k|. A score off by e changes its weight by the factor exp(2e) at most, since the maximum is off as well; exp and the
-    rescaling of pieces add 20 roundings each way. Values: steps of v, and of the probabilities of a piece times the scales of v; the sums,
-    over up to 128 keys and the pieces, 300 roundings of sum |p v|."""
+    D + 4 roundings of sum |q k|. A score off by e changes its weight by the factor exp(2e) at most, since the maximum is off as well;
+    exp and the rescaling of pieces add 20 roundings each way. Values: steps of v, and of the probabilities of a piece times the scales
+    of v; the sums, over up to 128 keys and the pieces, 300 roundings of sum |p v|."""
     n, n_head, dim = q.shape
     out, bound = np.empty((n, n_head, v.shape[3])), np.empty((n, n_head, v.shape[3]))
 

@@ -96,9 +96,10 @@ class CPUBackend:
 
 # Binders: (kernel, node, *operands as `view` gives them, out) -> step. The kernel is the function of the op's name in the backend's room.
 
-@binds("quantize")
-def bind_quantize(kernel, node, x, out):
-    return partial(kernel, x, *out)
+@binds("quantize", "swiglu_act")
+def bind_quantize(kernel, node, *operands):
+    *operands, act = operands
+    return partial(kernel, *operands, *act)
 
 
 @binds("mul_mat")
@@ -119,6 +120,11 @@ def bind_plain(kernel, node, *operands):
 @binds("rms_norm")
 def bind_rms_norm(kernel, node, x, w, out):
     return partial(kernel, x.reshape(-1, w.size), w, np.float32(node.params["eps"]), out.reshape(-1, w.size))
+
+
+@binds("rms_norm_act")
+def bind_rms_norm_act(kernel, node, x, w, act):
+    return partial(kernel, x, w, np.float32(node.params["eps"]), *act)
 
 
 @binds("add", "mul")

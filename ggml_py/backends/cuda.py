@@ -151,6 +151,11 @@ def bind_rms_norm(launch, target, node, x, w, out):
     return launch(target, x, w, out, prod(node.shape) // n_cols, n_cols, node.params["eps"])
 
 
+@binds("rms_norm_act")
+def bind_rms_norm_act(launch, target, node, x, w, out):
+    return launch(target, x, w, out, *node.shape, node.params["eps"])
+
+
 @binds("add", "mul")
 def bind_binary(launch, target, node, x, y, out):
     return launch(target, x, y, out, *node.shape, node.shape[0] if node.src[1].shape == node.shape else 1)
@@ -161,7 +166,7 @@ def bind_scale(launch, target, node, x, out):
     return launch(target, x, out, *node.shape, node.params["factor"])
 
 
-@binds("swiglu")
+@binds("swiglu", "swiglu_act")
 def bind_swiglu(launch, target, node, gate, up, out):
     return launch(target, gate, up, out, *node.shape)
 

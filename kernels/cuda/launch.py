@@ -163,6 +163,7 @@ class Target:
         self.device = Device(ordinal)
         self.device.set_current()
         self.cc = tuple(self.device.compute_capability)
+        self.n_multiprocessors = self.device.properties.multiprocessor_count
         if self.cc < (8, 0):
             found = "{}.{}".format(*self.cc)
             raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")

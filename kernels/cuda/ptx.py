@@ -11,12 +11,13 @@ The index counts elements of the pointer's type; the four elements of ld4, ldc4 
 
 Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalars that check the types they are given.
 """
+from hashlib import sha256
 from inspect import Parameter, Signature
 from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import cuda, types
 from numba.cuda.core import config
 
 from .. import arith
@@ -58,7 +59,7 @@ if not SIMULATED:
         def compile_device(self, args, return_type=None):
             if args not in self.overloads:
                 with self._compiling_counter:
-                    compiled = compile_cuda(self.py_func, return_type, args, nvvm_options={"opt": 3}, cc=(8, 0))
+                    compiled = compile_cuda(self.py_func, return_type, args, nvvm_options={"opt": 3}, cc=(8, 0), forceinline=True)
                     self.overloads[args] = compiled
                     compiled.target_context.insert_user_function(compiled.entry_point, compiled.fndesc, [compiled.library])
             return self.overloads[args]
@@ -67,7 +68,7 @@ if not SIMULATED:
 def _named(name, n_parameters):
     """Signature by which numba knows how many arguments an intrinsic takes."""
     def rename(function):
-        names = "typingctx", *"abcdefgh"[:n_parameters]
+        names = "typingctx", *"abcdefghij"[:n_parameters]
         function.__name__, function.__signature__ = name, Signature([Parameter(p, Parameter.POSITIONAL_OR_KEYWORD) for p in names])
         return function
     return rename
@@ -198,6 +199,29 @@ ldc, ldc4 = _load("ldc", 1, True), _load("ldc4", 4, True)
 st, st4 = _store("st", 1), _store("st4", 4)
 
 
+def constant(entries):
+    """(i) -> entries[i], uint32, of a table that lies in global memory beside the code. entries: numpy array [n] of unsigned integers."""
+    words = np.ascontiguousarray(entries, u32)
+    assert words.ndim == 1 and np.asarray(entries).dtype.kind == "u", entries
+    if SIMULATED:
+        return lambda i: words[i]
+    name, type_ = f"table_{sha256(words).hexdigest()[:16]}", ir.ArrayType(ir.IntType(32), len(words))
+    assembly = ir.InlineAsm(ir.FunctionType(ir.IntType(32), [ir.IntType(64)]), "ld.global.nc.b32 $0, [$1];", "=r,l", side_effect=False)
+
+    def typed(typingctx, i):
+        _check("constant", "l", i)
+
+        def codegen(context, builder, signature, args):
+            table = builder.module.globals.get(name)
+            if table is None:
+                table = ir.GlobalVariable(builder.module, type_, name, addrspace=1)
+                table.initializer, table.global_constant, table.linkage = ir.Constant(type_, [int(w) for w in words]), True, "internal"
+            place = builder.gep(table, [ir.IntType(64)(0), args[0]])
+            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))])
+        return types.uint32(types.int64), codegen
+    return intrinsic(_named("constant", 1)(typed))
+
+
 # Shared memory: one-dimensional arrays of words, without Python's negative indices, which cost two instructions an access
 
 def _shared(name, width):
@@ -267,8 +291,150 @@ def _store_shared(name, n_bytes):
     return intrinsic(_named(name, 3)(typed))
 
 
+def _store4_shared(name):
+    """(array, index, four words), on 16 bytes."""
+    if SIMULATED:
+        def put(array, index, *values):
+            if not 0 <= index <= len(array) - 4 or index % 4:
+                raise IndexError(f"{name}: elements {index}..{index + 3} of {len(array)}")
+            array[index:index + 4] = [simulator._as_int(array.dtype.type)(v) for v in values]
+        return put
+    check, pointer = _shared(name, 4)
+
+    def typed(typingctx, array, index, *values):
+        check(array, index)
+        for v in values:
+            _check(name, "r", v)
+
+        def codegen(context, builder, signature, args):
+            vector = ir.VectorType(ir.IntType(32), 4)
+            value = ir.Constant(vector, ir.Undefined)
+            for i in range(4):
+                value = builder.insert_element(value, args[2 + i], ir.IntType(32)(i))
+            builder.store(value, pointer(context, builder, array, *args[:2], vector), align=16)
+            return context.get_dummy_value()
+        return types.void(array, types.int64, *[types.int32] * 4), codegen
+    return intrinsic(_named(name, 6)(typed))
+
+
 lds, lds4 = _load_shared("lds", 1), _load_shared("lds4", 4)
-sts, sts8 = _store_shared("sts", 4), _store_shared("sts8", 1)
+sts, sts4, sts8 = _store_shared("sts", 4), _store4_shared("sts4"), _store_shared("sts8", 1)
+
+
+# Barriers
+
+if SIMULATED:
+    syncwarp = simulator.syncwarp
+else:
+    @device
+    def syncwarp():
+        cuda.syncwarp()
+
+
+# Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX ISA, "mma")
+
+def _matrix_product(name, n_a, n_b):
+    """(a.., b.., c0, c1, c2, c3) -> four int32: the fragments of C + A B, A 16 x 16 n_b of int8 by rows, B 16 n_b x 8 by columns, C 16 x 8."""
+    if SIMULATED:
+        return simulator.matrix_product(n_a, n_b)
+    shape = f"m16n8k{16 * n_b}"
+    operands = [f"${i}" for i in range(4, 8 + n_a + n_b)]
+    a, b, c = (", ".join(operands[i:j]) for i, j in ((0, n_a), (n_a, n_a + n_b), (n_a + n_b, None)))
+    text = f"mma.sync.aligned.{shape}.row.col.s32.s8.s8.s32 {{$0, $1, $2, $3}}, {{{a}}}, {{{b}}}, {{{c}}};"
+    word = ir.IntType(32)
+    assembly = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType([word] * 4), [word] * len(operands)), text,
+                            ",".join(["=r"] * 4 + ["r"] * len(operands)), side_effect=False)
+
+    def codegen(context, builder, signature, args):
+        value = builder.call(assembly, args)
+        return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(4)])
+
+    def typed(typingctx, *actual):
+        for t in actual:
+            _check(name, "r", t)
+        return types.UniTuple(types.int32, 4)(*[types.int32] * len(operands)), codegen
+    return intrinsic(_named(name, len(operands))(typed))
+
+
+mma16, mma32 = _matrix_product("mma16", 2, 1), _matrix_product("mma32", 4, 2)
+
+
+def _shared_address(context, builder, array_type, array, index):
+    """The address in the window of shared memory, 32 bits, of an element."""
+    data = context.make_array(array_type)(context, builder, array).data
+    element = builder.gep(data, [index])
+    return builder.ptrtoint(builder.addrspacecast(element, ir.PointerType(element.type.pointee, addrspace=3)), ir.IntType(32))
+
+
+if SIMULATED:
+    ldmatrix4 = simulator.ldmatrix4
+else:
+    def _typed_ldmatrix4(typingctx, array, index):
+        """(array, index) -> four int32. Lane 8 m + r gives the element, on 16 bytes, at which row r of matrix m begins; each lane gets word
+        l % 4 of row l / 4 of the four matrices."""
+        _shared("ldmatrix4", 4)[0](array, index)
+        word = ir.IntType(32)
+        assembly = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType([word] * 4), [word]),
+                                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+
+        def codegen(context, builder, signature, args):
+            value = builder.call(assembly, [_shared_address(context, builder, array, *args)])
+            return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(4)])
+        return types.UniTuple(types.int32, 4)(array, types.int64), codegen
+    ldmatrix4 = intrinsic(_named("ldmatrix4", 2)(_typed_ldmatrix4))
+
+
+# Copies from global to shared memory that run on while the thread does
+
+def _copy_async(name, width):
+    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words. Done behind `copies_wait` and a barrier."""
+    if SIMULATED:
+        return simulator.copy(name, width)
+
+    def typed(typingctx, array, index, pointer, first):
+        _shared(name, width)[0](array, index)
+        if _pointer(name, pointer, 4)[1].llvm != ir.IntType(32):
+            raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
+        _check(name, "l", first)
+        text = f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0], [$1], {4 * width};"
+        assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)]), text, "r,l,~{memory}", True)
+
+        def codegen(context, builder, signature, args):
+            builder.call(assembly, [_shared_address(context, builder, array, *args[:2]), _address(builder, *args[2:])])
+            return context.get_dummy_value()
+        return types.void(array, types.int64, pointer, types.int64), codegen
+    return intrinsic(_named(name, 4)(typed))
+
+
+def _effect(name, text):
+    """() of one instruction that memory depends on."""
+    if SIMULATED:
+        return lambda: None
+    assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", True)
+
+    def typed(typingctx):
+        def codegen(context, builder, signature, args):
+            builder.call(assembly, [])
+            return context.get_dummy_value()
+        return types.void(), codegen
+    return intrinsic(_named(name, 0)(typed))
+
+
+if SIMULATED:
+    def afresh(x):
+        return x
+else:
+    @intrinsic
+    def afresh(typingctx, x):
+        """An int32 as it is, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers from earlier."""
+        _check("afresh", "r", x)
+        word = ir.IntType(32)
+        assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b32 $0, $1;", "=r,r", side_effect=True)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+
+
+copy1, copy4 = _copy_async("copy1", 1), _copy_async("copy4", 4)
+copies_wait = _effect("copies_wait", "cp.async.wait_all;")  # for this thread's own copies
 
 
 # The functions of arith, for this target

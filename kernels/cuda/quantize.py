@@ -7,16 +7,18 @@ The activations of n rows of k columns, nc = ceil(k / 256) chunks, are one alloc
     d     float32 [n][nc]
     sums  int32   [n][nc * 16]      of q over 16 columns
 """
+from functools import lru_cache
 from typing import NamedTuple
 
 from numba import cuda
 
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK
+from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_u32, device, div, f2i, f32, i32, i64, ld, mul, st, u32
+from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, lds, mul, st, sts, u32
 
-N_THREADS = 64  # of a block: four columns each
+N_THREADS = 64  # of a chunk: four columns each
 
 
 class Planes(NamedTuple):
@@ -53,68 +55,98 @@ def four_bytes(a, b, c, d):
     return u32((a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24)
 
 
-@factory([()])
-def quantize_kernel():
-    limit, smallest = f32(LIMIT), f32(2.0**-100)
-    infinity, nan = u32(0x7f800000), u32(0x7fc00000)
+FULL, SMALLEST = f32(LIMIT), f32(2.0**-100)
+INFINITY_BITS, NAN_BITS = i32(0x7f800000), i32(0x7fc00000)
 
-    @device
-    def element(x, first, column, k):
-        return ld(x, first + column) if column < k else f32(0)
 
-    @device
-    def magnitude(x):
-        return u32(as_u32(x) & u32(0x7fffffff))
+@device
+def magnitude(x):
+    return i32(as_i32(x) & 0x7fffffff)
 
-    @device
-    def level(x, inverse, used):
-        return f2i(mul(x, inverse)) if used else i32(0)
 
-    def kernel(x, act, n, k):  # block: chunk blockIdx.x of row blockIdx.y
-        shared = cuda.shared.array(64, u32)
-        eighths = cuda.shared.array(8, u32)
-        tid, chunk, n_chunks = cuda.threadIdx.x, cuda.blockIdx.x, cuda.gridDim.x
-        first, column = i64(cuda.blockIdx.y) * k, chunk * 256 + tid * 4
-        a, b = element(x, first, column, k), element(x, first, column + 1, k)
-        c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
+@device
+def level(x, inverse, used):
+    return f2i(mul(x, inverse)) if used else i32(0)
+
+
+@lru_cache(None)
+def chunk_quantizer(n_groups: int):
+    """The function by which each group of 64 threads, of at most n_groups in a block, quantizes a chunk."""
+    sixteens = n_groups * N_THREADS  # where they begin in shared memory, behind a maximum of each thread,
+    eighths = 2 * sixteens           # and eight maxima a group behind them
+    n_words = eighths + 8 * n_groups
+
+    @cooperative
+    def quantize_chunk(a, b, c, d, act, n, row, chunk, n_chunks):
+        """a, b, c, d: columns 4 t .. 4 t + 3 of chunk `chunk` of row `row` of n, t the thread in its group; +0 past the row's end.
+        Every thread of the block takes part; chunks from n_chunks on are not stored."""
+        words = cuda.shared.array(n_words, i32)
+        tid = cuda.threadIdx.x
+        t, first, eighth = tid % N_THREADS, tid // N_THREADS * N_THREADS, eighths + tid // N_THREADS * 8
 
         # 1. amax, the largest bit pattern: of four columns, of 32, of all
-        shared[tid] = max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d)))
+        sts(words, tid, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
         cuda.syncthreads()
-        if tid < 8:
-            largest = shared[tid]
+        if t < 8:
+            largest = lds(words, first + t)
             for i in range(1, 8):
-                largest = max(largest, shared[tid + 8 * i])
-            eighths[tid] = largest
+                largest = max(largest, lds(words, first + t + 8 * i))
+            sts(words, eighth + t, largest)
         cuda.syncthreads()
-        bits = eighths[0]
+        bits = lds(words, eighth)
         for i in range(1, 8):
-            bits = max(bits, eighths[i])
+            bits = max(bits, lds(words, eighth + i))
 
         # 2. levels and limbs
         amax = as_f32(bits)
-        used = bits < infinity and amax >= smallest
-        inverse = div(limit, amax) if used else f32(0)
-        a, b, c, d = level(a, inverse, used), level(b, inverse, used), level(c, inverse, used), level(d, inverse, used)
-        ha, hb, hc, hd = (a + 64) >> 7, (b + 64) >> 7, (c + 64) >> 7, (d + 64) >> 7
+        used = bits < INFINITY_BITS and amax >= SMALLEST
+        inverse = div(FULL, amax) if used else f32(0)
+        qa, qb, qc, qd = level(a, inverse, used), level(b, inverse, used), level(c, inverse, used), level(d, inverse, used)
+        ha, hb, hc, hd = (qa + 64) >> 7, (qb + 64) >> 7, (qc + 64) >> 7, (qd + 64) >> 7
         lo, scales, sums, _ = plane_words(n, n_chunks)
-        at = i64(cuda.blockIdx.y) * n_chunks + chunk
-        st(act, at * 64 + tid, four_bytes(ha, hb, hc, hd))
-        st(act, lo + at * 64 + tid, four_bytes(a - (ha << 7), b - (hb << 7), c - (hc << 7), d - (hd << 7)))
-        if tid == 0:
-            st(act, scales + at, as_u32(div(amax, limit)) if used else nan if bits >= infinity else u32(0))
+        at = i64(row) * n_chunks + chunk
+        if chunk < n_chunks:
+            st(act, at * 64 + t, four_bytes(ha, hb, hc, hd))
+            st(act, lo + at * 64 + t, four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)))
+            if t == 0:
+                st(act, scales + at, as_i32(div(amax, FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0))
 
         # 3. sums of 16 columns
-        quarters = cuda.shared.array(64, i32)
-        quarters[tid] = i32(a + b + c + d)
+        sts(words, sixteens + tid, qa + qb + qc + qd)
         cuda.syncthreads()
-        if tid < 16:
-            st(act, sums + at * 16 + tid, quarters[4 * tid] + quarters[4 * tid + 1] + quarters[4 * tid + 2] + quarters[4 * tid + 3])
+        if t < 16 and chunk < n_chunks:
+            i = sixteens + first + 4 * t
+            st(act, sums + at * 16 + t, lds(words, i) + lds(words, i + 1) + lds(words, i + 2) + lds(words, i + 3))
+    return quantize_chunk
+
+
+@device
+def element(x, first, column, k):
+    """x[first + column] of a row of k columns, +0 past its end."""
+    return ld(x, first + column) if column < k else f32(0)
+
+
+@factory([()])
+def quantize_kernel():
+    quantize_chunk = chunk_quantizer(1)
+
+    def kernel(x, act, n, k):  # block: chunk blockIdx.x of row blockIdx.y
+        chunk, row = cuda.blockIdx.x, cuda.blockIdx.y
+        first, column = i64(row) * k, chunk * CHUNK + cuda.threadIdx.x * 4
+        a, b = element(x, first, column, k), element(x, first, column + 1, k)
+        c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
+        quantize_chunk(a, b, c, d, act, n, row, chunk, cuda.gridDim.x)
     return Kernel(kernel, (F32, U32, N, N), N_THREADS)
+
+
+def grid(op: str, n: int, k: int) -> tuple[int, int]:
+    """A block for each chunk of each row."""
+    check(op, 1 <= n < 65536, "n", n, "1..65535")
+    check(op, k >= 1, "k", k, "at least 1")
+    return -(-k // CHUNK), n
 
 
 def quantize(target, x, act, n, k):
     """x: address of float32 [n, k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
-    check("quantize", 1 <= n < 65536, "n", n, "1..65535")
-    check("quantize", k >= 1, "k", k, "at least 1")
-    return target.launch(quantize_kernel(), (-(-k // CHUNK), n), N_THREADS, (x, act, n, k))
+    blocks = grid("quantize", n, k)
+    return target.launch(quantize_kernel(), blocks, N_THREADS, (x, act, n, k))

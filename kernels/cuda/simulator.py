@@ -10,6 +10,7 @@ It shows wrong results, indices outside an array, misaligned wide accesses, floa
 the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
 """
 from dataclasses import dataclass
+from threading import Barrier, Lock, current_thread
 
 import numpy as np
 from numba import cuda, types
@@ -162,6 +163,83 @@ def store(name, width):
     return put
 
 
+# What the lanes of a warp do together: each leaves its operands, the last one to come computes for all
+
+class _Warp:
+    def __init__(self):
+        self.operands, self.compute, self.results = [None] * 32, None, None
+        self.barrier = Barrier(32, action=self._act)
+
+    def _act(self):
+        if len({c for c, _ in self.operands}) != 1:
+            raise RuntimeError("the lanes of a warp are at different instructions")
+        self.results = self.operands[0][0]([o for _, o in self.operands])
+
+
+def _together(compute, operands):
+    """compute(the operands of the 32 lanes) -> 32 results, of which the caller gets its own. One barrier an instruction: results are replaced
+    only when all lanes have come to the next one."""
+    thread = current_thread()
+    with _warps_lock:
+        warp = thread._manager.__dict__.setdefault("warps", {}).setdefault((tuple(thread.blockIdx), thread.thread_id // 32), _Warp())
+    lane = thread.thread_id % 32
+    warp.operands[lane] = compute, operands
+    warp.barrier.wait(LIMIT_SECONDS)
+    return warp.results[lane]
+
+
+def _nothing(lanes):
+    return lanes
+
+
+def syncwarp():
+    _together(_nothing, None)
+
+
+_warps_lock = Lock()
+LIMIT_SECONDS = 60  # for a lane to wait for the others, one of which may have failed
+
+
+def _words(dtype, rows):
+    return np.array(rows, dtype=np.int64).astype(dtype)
+
+
+def _multiply(n_a, n_b):
+    def compute(lanes):
+        operands = _words(np.int32, lanes).reshape(8, 4, n_a + n_b + 4)            # [row or column][word in 16 bytes][register]
+        a = operands[..., :n_a].reshape(8, 4, n_b, 2).transpose(3, 0, 2, 1).copy()  # [rows 8..15][row][16 columns][word]
+        b = operands[..., n_a:n_a + n_b].transpose(0, 2, 1).copy()                  # [column of B][16 rows of B][word]
+        c = operands[..., n_a + n_b:].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+        a, b = a.view(np.int8).reshape(16, -1).astype(np.int32), b.view(np.int8).reshape(8, -1).astype(np.int32)
+        result = (c + a @ b.T).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+        return [tuple(r) for r in result]
+    return compute
+
+
+def matrix_product(n_a, n_b):
+    compute, convert = _multiply(n_a, n_b), _as_int(i32)
+    return lambda *operands: _together(compute, [convert(o) for o in operands])
+
+
+def _four_matrices(lanes):
+    rows = _words(np.int32, [array[index:index + 4].view(np.int32) for array, index in lanes])  # [8 m + r][word]
+    return [tuple(r) for r in rows.reshape(4, 8, 4).transpose(1, 2, 0).reshape(32, 4)]
+
+
+def ldmatrix4(array, index):
+    if not 0 <= index <= len(array) - 4 or index % 4:
+        raise IndexError(f"ldmatrix4: elements {index}..{index + 3} of {len(array)}")
+    return _together(_four_matrices, (array, index))
+
+
+def copy(name, width):
+    def put(array, index, pointer, first):
+        if not 0 <= index <= len(array) - width or index % width:
+            raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(array)}")
+        array[index:index + width] = pointer.elements[pointer.slice(name, first, width)]
+    return put
+
+
 # Launching
 
 @dataclass(frozen=True)
@@ -187,6 +265,7 @@ class Target:
         if not config.ENABLE_CUDASIM:
             raise RuntimeError("the simulator needs NUMBA_ENABLE_CUDASIM=1 in the environment before numba is imported")
         self.cc = (8, 0)
+        self.n_multiprocessors = 4
 
     def address(self, array: np.ndarray) -> Address:
         """The address of a C-contiguous array, which kernels then read and write in place."""

@@ -1,32 +1,33 @@
 """Weight tiles on the device: the unpackings of quant/ over 16-byte loads, with PTX where it has an instruction for them."""
 from functools import lru_cache
+from typing import Callable, NamedTuple
 
 import numpy as np
 
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
-from .ptx import as_f32, device, f16_to_f32, i32, ldc, ldc4, mul, prmt, shr, u32
+from .ptx import as_f32, constant, device, f16_to_f32, i32, ldc, ldc4, lds, mul, prmt, shr, u32
 
 
 def loads(fmt: Format):
-    """(ld16, ld4, ld2) of `quant.tile.loads` on a pointer to uint32. t = (words, base, row): pointer, the tile's first word, row in it."""
+    """(ld16, ld4, ld2) of `quant.tile.loads` on a pointer to uint32. t = (words, base, row, ...): pointer, the tile's first word, row in it."""
     rows = tile.ROWS
     word_plane = rows * 4 * fmt.n_pieces
     half_plane = word_plane + rows * fmt.n_words
 
     @device
     def ld16(t, p):
-        words, base, row = t
+        words, base, row = t[:3]
         return ldc4(words, base + (p * rows + row) * 4)
 
     @device
     def ld4(t, k):
-        words, base, row = t
+        words, base, row = t[:3]
         return ldc(words, base + word_plane + k * rows + row)
 
     @device
     def ld2(t, h):
-        words, base, row = t
+        words, base, row = t[:3]
         return u32(shr(ldc(words, base + half_plane + ((h * rows + row) >> 1)), (row & 1) << 4) & u32(0xffff))
     return ld16, ld4, ld2
 
@@ -40,10 +41,9 @@ def lookup16(levels):
     @device
     def lookup(w):
         w = u32(w)
-        pairs = u32(w | w >> u32(4))
-        selector = u32(((pairs & u32(0xff)) | (pairs >> u32(8) & u32(0xff00))) & u32(0x7777))
-        upper = prmt(u32((w & u32(0x08080808)) << u32(4)), u32(0), u32(0xba98))  # the bytes' signs: ones where bit 3 is set
-        return i32(u32((prmt(t0, t1, selector) & (upper ^ u32(0xffffffff))) | (prmt(t2, t3, selector) & upper)))
+        nibbles = prmt(u32(w | w >> u32(4)), u32(0), u32(0x4420))  # the four of them in 16 bits
+        index = u32(nibbles & u32(0x7777))
+        return i32(prmt(prmt(t0, t1, index), prmt(t2, t3, index), u32((nibbles & u32(0x8888)) >> u32(1) | u32(0x3210))))
     return lookup
 
 
@@ -55,6 +55,31 @@ def unpacker(name: str) -> words.Unpacker:
     """(levels, sub, group) of a quantized format on the device."""
     fmt = format_of(name)
     return fmt.unpack(PRIMITIVES, *loads(fmt))
+
+
+class Tables(NamedTuple):
+    """An `Unpacker` whose codebooks lie in shared memory, where lanes that look up different entries do not wait for each other."""
+    unpacker: words.Unpacker  # t = (words, base, row, shared): a shared array of int32 that begins with the entries
+    n_entries: int
+    entry: Callable           # (i) -> entry i of all codebooks, uint32; None without any
+
+
+@lru_cache(None)
+def unpacker_with_tables(name: str) -> Tables:
+    parts = []
+
+    def table(entries):
+        first = sum(map(len, parts))
+        parts.append(np.asarray(entries, np.uint32))
+
+        @device
+        def entry(t, i):
+            return u32(lds(t[3], first + i))
+        return entry
+
+    fmt = format_of(name)
+    unpack = fmt.unpack(PRIMITIVES._replace(table=table), *loads(fmt))
+    return Tables(unpack, sum(map(len, parts)), constant(np.concatenate(parts)) if parts else None)
 
 
 @lru_cache(None)

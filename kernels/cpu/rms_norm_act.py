@@ -1,0 +1,19 @@
+"""quantize(rms_norm(x, w)), a row at a time, so that the normed row stays in the cache."""
+import numpy as np
+
+from ..compile import jit
+from .parallel import over_rows
+from .quantize import quantize_rows
+from .rms_norm import rms_norm_rows
+
+
+@jit
+def rms_norm_act_rows(first, last, x, w, eps, q, d, sums):
+    y = np.empty((1, x.shape[1]), np.float32)
+    for row in range(first, last):
+        one = slice(row, row + 1)
+        rms_norm_rows(0, 1, x[one], w, eps, y)
+        quantize_rows(0, 1, y, q[one], d[one], sums[one])
+
+
+rms_norm_act = over_rows(rms_norm_act_rows)  # (x f32 [n, k], w f32 [k], eps f32, q, d, sums as of quantize)

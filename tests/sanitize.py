@@ -1,0 +1,78 @@
+"""compute-sanitizer over the kernel tests on a GPU: python tests/sanitize.py [memcheck racecheck initcheck synccheck]
+
+Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run. The tests are those of every kernel and of one format of each
+form, at sizes that keep all four tools within minutes.
+"""
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "initcheck": [], "synccheck": []}
+FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
+FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py"
+SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"
+             f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or {' or '.join(FORMS)})")
+SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")
+CLEAN = re.compile(r"0 errors\b|0 hazards displayed \(0 errors, 0 warnings\)")
+PASSED = re.compile(r"^\d+ passed\b", re.MULTILINE)
+
+
+def compute_sanitizer() -> str | None:
+    """Of a toolkit, or of the Python package nvidia-cuda-sanitizer-api."""
+    folders = [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    try:
+        import nvidia
+        folders += [path for root in nvidia.__path__ for path in sorted(Path(root).glob("*/bin"))]
+    except ImportError:
+        pass
+    found = [shutil.which("compute-sanitizer", path=str(folder)) for folder in (*folders, "/usr/local/cuda/bin")]
+    return next(filter(None, found), None) or shutil.which("compute-sanitizer")
+
+
+def problem(returncode: int, output: str) -> str | None:
+    """What is wrong with a run of a tool over the tests, or None."""
+    summaries = SUMMARY.findall(output)
+    if not summaries:
+        return "the tool gave no summary"
+    reports = [summary for summary in summaries if not CLEAN.match(summary)]
+    if reports:
+        return "; ".join(reports)
+    if returncode or not PASSED.search(output):
+        return f"the tests did not pass (exit code {returncode})"
+    return None
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("tools", nargs="*", metavar="TOOL", help="of memcheck, racecheck, initcheck, synccheck; all by default")
+    tools = p.parse_args().tools or list(TOOLS)
+    if not set(tools) <= set(TOOLS):
+        p.error(f"unknown tool {', '.join(sorted(set(tools) - set(TOOLS)))}; known: {', '.join(TOOLS)}")
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from cuda_simulator import no_gpu
+    reason, sanitizer = no_gpu(), compute_sanitizer()
+    if reason:
+        p.error(f"no GPU to check kernels on: {reason}")
+    if not sanitizer:
+        p.error("no compute-sanitizer: it is in the CUDA toolkit, and in the Python package nvidia-cuda-sanitizer-api")
+    failed = False
+    for tool in tools:
+        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "99",
+                   sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTION, *FILES]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wrong = problem(done.returncode, done.stdout)
+        if wrong:
+            print(done.stdout[-20000:])
+        print(f"{tool}: {wrong or 'clean, ' + PASSED.search(done.stdout)[0]}", flush=True)
+        failed |= wrong is not None
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The benchmarks without a GPU: every case of bench/gpu.py makes its launches, limits follow the figures, and docs/performance.md is what the
+records give. The CPU benchmarks run once."""
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "bench"))
+
+pytest.importorskip("figures", reason="needs the checkout")
+import report  # noqa: E402
+from figures import K, M, Row, limits, llama_cpp, verdict  # noqa: E402
+
+COPY = 4000.0
+RECORD = {"command": "bench/gpu.py --out h200.json", "device": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "numba.cuda": "numba_cuda",
+          "versions": {"numba": "0.68.1"}, "date": "2026-01-01", "l2_bytes": 60 << 20, "compile_seconds": 31.4, "copy_GB_s": COPY}
+
+
+def row(kernel="mmvq", type_="Q8_0", m=M, k=K, n=1, cache="cold", us=16.0):
+    return Row(kernel, type_, dict(m=m, k=k, n=n), cache, us, us - 0.5, us + 1, m * k * 34 // 32, 2 * m * k * n)
+
+
+ROWS = [row(), row(cache="hot", us=15), row(n=8, us=25), row(m=128256, k=4096, us=140), row(type_="Q4_1", us=9.0), row(type_="F16", us=31),
+        row("mmq", n=512, us=300), row("quantize + mmq", n=512, us=140), row("mmq", n=2048, us=1100),
+        Row("rms_norm", "f32", dict(n=1, k=4096), "hot", 3.0, 2.9, 3.2, 49152, 0)]
+
+
+@pytest.mark.parametrize("i, must, goal, result", [
+    (0, 18.0, 16.0, "goal"), (1, None, None, None), (2, 24.0, None, "missed"), (3, 558170112 * 1e-3 / (0.95 * COPY), None, "met"),
+    (4, 1.5 * M * K * 20 / 32 / 4300e3 + 4, None, "met"), (5, 30.0, 28.5, "missed"), (6, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "missed"),
+    (7, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "goal"), (8, 1200.0, None, "met"), (9, None, None, None)])
+def test_limits(i, must, goal, result):
+    limit = limits(ROWS[i], ROWS, COPY)
+    assert (limit is None) == (must is None)
+    if limit:
+        assert (limit.must, limit.goal) == (pytest.approx(must), goal and pytest.approx(goal))
+        assert verdict(ROWS[i], limit) == result
+
+
+def test_figures_of_llama_cpp():
+    assert [llama_cpp(row) for row in ROWS] == ["22.8 us", "22.8 us", "", "", "", "29.5 us", "191 TFLOP/s", "", "", ""]
+
+
+def test_line():
+    assert row(us=17.8).line(4100.0) == "mmvq q8_0 [m=4096, k=14336, n=1, cold]   median 17.8 us   62.4 MB   3505 GB/s   85 % of copy   6.6 TOP/s"
+
+
+# bench/gpu.py
+
+class Target:
+    """Takes launches and checks their arguments, as a GPU's target would before it compiles."""
+    cc, n_multiprocessors = (9, 0), 132
+
+    def launch(self, kernel, grid, block, args, shared=0):
+        from ggml_py.kernels.cuda.launch import arguments
+        assert arguments(kernel, args) is not None
+        return kernel.name
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+    import gpu
+    return gpu
+
+
+@pytest.mark.parametrize("suite", ["mmvq", "mmq", "get_rows", "quantize", "rms_norm", "swiglu", "flash_attn_ext"])
+def test_cases_launch(gpu, suite):
+    cases = gpu.selected(suite, None)
+    assert cases and len({repr(case) for case in cases}) == len(cases)
+    dry = gpu.DryRun(Target(), l2_bytes=1 << 24)
+    for case in cases:
+        launches, n_bytes, n_ops = gpu.work(dry, case)
+        assert launches and n_bytes > 0 and n_ops >= 0, case
+        if case.cache == "cold":  # a round reads more than 3 x L2
+            assert len(launches) * n_bytes > 3 << 24, case
+
+
+def test_every_format_is_timed(gpu):
+    from ggml_py.quant.formats import FORMATS
+    for suite, formats in ("mmvq", [f for f in FORMATS.values() if f.planes]), ("mmq", [f for f in FORMATS.values() if f.is_quantized]):
+        assert {case.type for case in gpu.selected(suite, None)} == {f.name for f in formats}
+
+
+def test_selection(gpu):
+    cases = gpu.selected("mmvq,flash_attn_ext", "q4_K,f16")
+    assert {(case.kernel, case.type) for case in cases} == {("mmvq", "Q4_K"), ("mmvq", "F16"), ("flash_attn_ext", "f16")}
+    for arguments, message in ((("mmv", None), "unknown suite mmv; known: flash_attn_ext"), ((None, "Q4_9"), "unknown type q4_9; known: bf16")):
+        with pytest.raises(ValueError, match=message):
+            gpu.selected(*arguments)
+
+
+def test_record_is_json_with_a_line_a_row(gpu):
+    text = gpu.dump(RECORD, ROWS)
+    record = json.loads(text)
+    assert report.rows_of(record) == ROWS and {**RECORD, "rows": record["rows"]} == record
+    assert len(text.splitlines()) < len(ROWS) + 30
+
+
+class Driver:
+    """Graphs as lists of what was launched while capturing; a replay takes 5 us, and each of its launches what it says."""
+    CUresult, CUstreamCaptureMode = SimpleNamespace(CUDA_SUCCESS=0), SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
+
+    def __init__(self):
+        self.now_us, self.capture, self.graphs = 0.0, None, []
+
+    def cuStreamBeginCapture(self, stream, mode):
+        self.capture = []
+        return (0,)
+
+    def cuStreamEndCapture(self, stream):
+        self.graphs.append(self.capture)
+        self.capture = None
+        return 0, self.graphs[-1]
+
+    def cuGraphLaunch(self, graph, stream):
+        self.now_us += 5 + sum(graph)
+        return (0,)
+
+    def cuEventRecord(self, event, stream):
+        event.append(self.now_us)
+        return (0,)
+
+    cuGraphInstantiate = staticmethod(lambda graph, flags: (0, graph))
+    cuEventCreate = staticmethod(lambda flags: (0, []))
+    cuEventElapsedTime = staticmethod(lambda start, end: (0, (end[0] - start[0]) / 1e3))
+    cuGraphDestroy = cuGraphExecDestroy = cuEventDestroy = cuEventSynchronize = staticmethod(lambda handle: (0,))
+
+
+@pytest.mark.parametrize("us, n_rounds", [(7.0, 77), (1000.0, 1)])  # a round of three launches and its start: 26 us, 3005 us
+def test_time(gpu, monkeypatch, us, n_rounds):
+    """A round is captured until it takes 2 ms; then the start of a replay hardly counts."""
+    from cuda import bindings
+    timer, driver, loaded = object.__new__(gpu.GPU), Driver(), []
+    monkeypatch.setattr(bindings, "driver", driver)
+    timer.driver, timer.stream = driver, SimpleNamespace(handle=1, sync=lambda: None)
+
+    def launch(stream):
+        (loaded if driver.capture is None else driver.capture).append(us)
+    timing = timer.time([launch] * 3)
+    assert loaded == [us] * 3 and [len(graph) for graph in driver.graphs] == [3, 3 * n_rounds]
+    assert timing.least <= timing.median <= timing.most and timing.median == pytest.approx(us + 5 / (3 * n_rounds))
+
+
+# bench/report.py
+
+def test_page():
+    page = report.page({"h200": {**RECORD, "rows": [vars(row) for row in ROWS]}})
+    assert "5 of 8 limits met, 2 of 4 goals reached. Missed: mmvq q8_0 [m=4096, k=14336, n=8, cold]; mmvq f16" in page
+    assert "| mmvq | Q8_0 | m=4096 k=14336 n=1 | cold | 16.0 | 15.5 to 17.0 | 62.4 | 3899 | 97 % | 7.3 | 22.8 us | 18.0 | 16.0 | goal | of the type |" in page
+    assert page.count("\n## ") == 1 and page.count("\n### ") == 3 and page.count("\n![") == 3
+
+
+def test_committed_page():
+    """After a change of the records or of the generator: python bench/report.py"""
+    assert (report.DOCS / "performance.md").read_text() == report.page(report.records())
+
+
+def same_drawing(a: str, b: str) -> bool:
+    """Equal text, and coordinates equal to a hundredth of a point: their last digits may differ between processors."""
+    number = re.compile(r"-?\d+\.\d+")
+    x, y = (np.array(number.findall(text), float) for text in (a, b))
+    return number.sub("", a) == number.sub("", b) and bool(np.allclose(x, y, rtol=0, atol=0.01))
+
+
+def test_plots(tmp_path):
+    """Drawn twice they are the same, and the committed ones are what the records give."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    (tmp_path / "again").mkdir()
+    record = {**RECORD, "rows": [vars(row) for row in ROWS]}
+    first, again = report.draw("h200", record, tmp_path), report.draw("h200", record, tmp_path / "again")
+    assert [path.name for path in first] == ["h200-mmvq.svg", "h200-mmq.svg", "h200-roofline.svg"]
+    assert [path.read_text() for path in first] == [path.read_text() for path in again]
+    assert "GB/s" in first[0].read_text() and not same_drawing(first[0].read_text(), first[1].read_text())
+    drawn = {path.name: path.read_text() for stem, record in report.records().items() for path in report.draw(stem, record, tmp_path)}
+    committed = {path.name: path.read_text() for path in (report.DOCS / "performance").glob("*.svg")}
+    assert drawn.keys() == committed.keys()
+    assert [name for name in drawn if not same_drawing(drawn[name], committed[name])] == []
+
+
+def test_cpu_benchmarks_run():
+    """Each once, the prompts of the largest products left out."""
+    pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", "not 512", str(ROOT / "bench")]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]

@@ -1,0 +1,34 @@
+"""tests/sanitize.py without a GPU: what counts as clean, and that its selection finds tests."""
+import subprocess
+import sys
+
+import pytest
+import sanitize
+
+
+@pytest.mark.parametrize("returncode, output, wrong", [
+    (0, "12 passed in 3.1s\n========= ERROR SUMMARY: 0 errors\n", None),
+    (0, "12 passed, 3 deselected in 3.1s\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", None),
+    (0, "12 passed\n========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n", "1 hazard displayed (0 errors, 1 warning)"),
+    (99, "12 passed\n========= ERROR SUMMARY: 10 errors\n", "10 errors"),
+    (1, "1 failed, 11 passed\n========= ERROR SUMMARY: 0 errors\n", "the tests did not pass (exit code 1)"),
+    (0, "12 skipped in 0.3s\n========= ERROR SUMMARY: 0 errors\n", "the tests did not pass (exit code 0)"),
+    (0, "12 passed\n========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 2 errors\n", "2 errors"),
+    (0, "12 passed\n", "the tool gave no summary")])
+def test_problem(returncode, output, wrong):
+    assert sanitize.problem(returncode, output) == wrong
+
+
+def test_selection():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "-k", sanitize.SELECTION, *sanitize.FILES]
+    found = subprocess.run(command, cwd=sanitize.ROOT, capture_output=True, text=True).stdout
+    for name in ("test_rms_norm[", "test_rope[", "test_set_rows[", "test_flash_attn_ext_types[", "test_quantize[", "test_take_rows[", "test_get_rows[Q6_K]",
+                 "test_mul_mat[Q4_K-8]", "test_mul_mat[NVFP4-65]"):
+        assert name in found, name
+    assert "extremes" not in found and "test_mul_mat[Q5_1" not in found and "test_rms_norm[False-7-14336]" not in found
+
+
+def test_unknown_tool():
+    done = subprocess.run([sys.executable, sanitize.__file__, "leakcheck"], capture_output=True, text=True)
+    message = "sanitize.py: error: unknown tool leakcheck; known: memcheck, racecheck, initcheck, synccheck"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, message)
