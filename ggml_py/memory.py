@@ -69,4 +69,4 @@ class KVCache:
     def close(self) -> None:
         for tensor in self.k + self.v:
             self.backend.free(tensor.storage[0])
-            tensor.storage = None
+        self.k, self.v = [], []

@@ -146,6 +146,13 @@ def test_a_failed_decode_leaves_the_sequence_as_it_was(mixed, tokens, monkeypatc
         assert_bitwise_equal(context.decode(tokens[50:], logits="all"), expected[50:], "after an interrupt")
 
 
+def test_closing_twice_is_closing_once(tmp_path):
+    model = Model.load(write_model(tmp_path / "m.gguf"), device="cpu")
+    with model, model.new_context(n_ctx=8) as context:
+        context.decode([1])
+        context.close()
+
+
 @pytest.mark.parametrize("call, message", [
     (lambda c: c.decode([]), "tokens: must be a one-dimensional list of ids, at least one, got"),
     (lambda c: c.decode([70]), "tokens: must be 0 to 69, got 70"),

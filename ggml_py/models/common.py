@@ -169,8 +169,9 @@ class Transformer:
 
     def load(self) -> None:
         """Puts every weight on the device, by building the graph that reads them."""
-        memory = self.new_memory(1, 1, "f32", "f32")
-        self.build(memory, self.new_rope_table(1), 1, 1)
+        memory, table = self.new_memory(1, 1, "f32", "f32"), self.new_rope_table(1)
+        self.build(memory, table, 1, 1)
+        self.w.backend.free(table.storage[0])
         memory.close()
 
     def build(self, memory: KVCache, table: Tensor, n_tokens: int, n_outputs: int) -> Graph:

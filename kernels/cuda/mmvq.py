@@ -20,7 +20,7 @@ from .ptx import add, as_f32, as_i32, device, dp4a, f32, fma, i2f, i32, i64, l2f
 from .quantize import plane_words
 from .weights import float_values, unpacker_with_tables
 
-MAX_WARPS = {1: 14, 2: 12, 4: 8, 8: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 14 warps, 160 for 12, 255 for 8
+MAX_WARPS = {1: 14, 2: 8, 4: 8, 8: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 14 warps, 255 for 8
 SPLITS = (1, 2, 4, 8)  # lanes of a row
 
 
@@ -36,8 +36,8 @@ class Chunks(NamedTuple):
 
 
 def tokens(fmt: Format) -> tuple[int, ...]:
-    """Tokens of a block. Eight of a quantized format do not fit registers."""
-    return (1, 2, 4) if fmt.is_quantized else (1, 2, 4, 8)
+    """Tokens of a block: what fits registers, which minima need more of."""
+    return (1, 2, 4, 8) if not fmt.is_quantized else (1, 2) if fmt.has_min else (1, 2, 4)
 
 
 def splits(fmt: Format) -> tuple[int, ...]:
