@@ -1,6 +1,6 @@
 """Matrix products of few tokens (docs/numerics.md, sections 3 and 4): out[token, row] = sum over columns of weight[row, column] * x[token, column].
 
-A block takes 32, 16, 8 or 4 rows of a tile and 1, 2 or 4 tokens (8 of float weights); a warp takes whole chunks of 256 columns. With 32 rows a lane is a row. With
+A block takes 32, 16, 8 or 4 rows of a tile and 1, 2 or 4 tokens; a warp takes whole chunks of 256 columns. With 32 rows a lane is a row. With
 fewer, 2, 4 or 8 lanes (`split`) share a row's chunk, each with a run of its columns: they leave their integer sums in shared memory, and one
 lane of the row does the float operations in the order of the groups. So small matrices fill a GPU, and large ones have more loads in flight.
 
@@ -20,7 +20,7 @@ from .ptx import add, as_f32, as_i32, device, dp4a, f32, fma, i2f, i32, i64, l2f
 from .quantize import plane_words
 from .weights import float_values, unpacker_with_tables
 
-MAX_WARPS = {1: 14, 2: 8, 4: 8, 8: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 14 warps, 255 for 8
+MAX_WARPS = {1: 14, 2: 8, 4: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 14 warps, 255 for 8
 SPLITS = (1, 2, 4, 8)  # lanes of a row
 
 
@@ -37,7 +37,7 @@ class Chunks(NamedTuple):
 
 def tokens(fmt: Format) -> tuple[int, ...]:
     """Tokens of a block: what fits registers, which minima need more of."""
-    return (1, 2, 4, 8) if not fmt.is_quantized else (1, 2) if fmt.has_min else (1, 2, 4)
+    return (1, 2) if fmt.has_min else (1, 2, 4)
 
 
 def splits(fmt: Format) -> tuple[int, ...]:
