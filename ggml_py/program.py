@@ -37,7 +37,9 @@ def _crosses(node: Tensor) -> bool:
 
 
 class Program:
-    """Runs a graph, after the passes that no_fuse does not switch off have rewritten it. Inputs and intermediate results share the arenas; the inputs of a device lie side by side and are written in one transfer."""
+    """Runs a graph, after the passes that no_fuse does not switch off have rewritten it.
+
+    Inputs and intermediate results share the arenas; the inputs of a device lie side by side and are written in one transfer."""
 
     def __init__(self, graph: Graph, arenas: Arenas, no_fuse=()):
         backends = arenas.backends

@@ -28,7 +28,7 @@ class Chunks(NamedTuple):
     """How the chunks of a format are multiplied and added, as device functions. `shared`: words of the warp's own shared memory, from `at`."""
     dot: object       # (t, part, x, acc, chunk, first, n, n_cols, shared, at): acc[token] of the chunk for the tokens from `first`;
                       # with a split, what is needed for it goes to shared memory
-    gather: object    # (shared, at, row, token) -> a token's sum of a chunk, of what the lanes of its row left in shared memory
+    gather: object    # (t, shared, at, row, token) -> a token's sum of a chunk, of what the lanes of its row left in shared memory
     slots: int        # values that a lane leaves there
     add: object       # (total, acc, x, token, chunk, n, n_cols) -> total with the chunk's sum added
     n_entries: int    # of codebooks in shared memory
@@ -87,7 +87,7 @@ def _quantized(fmt, n_tokens, split) -> Chunks:
     """x: the activation buffer of `quantize`."""
     (levels, sub, group), n_entries, entry = unpacker_with_tables(fmt.name)
     accumulate, rounded = _integer_sum(fmt)
-    n_group, has_min = fmt.group // fmt.sub, fmt.has_min                # sub-blocks of a group
+    n_group, has_min = fmt.group // fmt.sub, fmt.has_min                  # sub-blocks of a group
     subs, words, sums = 32 // fmt.sub, fmt.sub // 4, fmt.sub // 16        # of 32 columns: sub-blocks; of a sub-block: words of a limb, sums of q
     assert fmt.group * max(fmt.max_imin, 1) * LIMIT < 2**31, fmt.name
     blocks, rows = 8 // split, ROWS // split                              # of a lane: blocks of 32 columns; of a warp: rows
@@ -186,7 +186,7 @@ def _quantized(fmt, n_tokens, split) -> Chunks:
 
     @device
     def add_chunk(total, acc, x, token, chunk, n, n_cols):
-        n_chunks = (n_cols + 255) // 256
+        n_chunks = (n_cols + 255) >> 8
         _, scales, _, _ = plane_words(n, n_chunks)
         return fma(acc, as_f32(ld(x, scales + i64(token) * n_chunks + chunk)), total)
     return Chunks(dot, gather, slots, add_chunk, n_entries, entry)
