@@ -20,7 +20,6 @@ from .ptx import add, as_f32, as_i32, device, dp4a, f32, fma, i2f, i32, i64, l2f
 from .quantize import plane_words
 from .weights import float_values, unpacker_with_tables
 
-MAX_WARPS = {1: 14, 2: 8, 4: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 14 warps, 255 for 8
 SPLITS = (1, 2, 4, 8)  # lanes of a row
 
 
@@ -33,6 +32,11 @@ class Chunks(NamedTuple):
     add: object       # (total, acc, x, token, chunk, n, n_cols) -> total with the chunk's sum added
     n_entries: int    # of codebooks in shared memory
     entry: object     # (i) -> one of them
+
+
+def max_warps(fmt: Format, n_tokens: int) -> int:
+    """Warps of a block: what registers allow, 128 a thread for 14 warps, 168 for 12, 255 for 8."""
+    return 8 if n_tokens > 1 else 12 if fmt.name == "F32" else 14
 
 
 def tokens(fmt: Format) -> tuple[int, ...]:
@@ -242,10 +246,10 @@ def mmvq_kernel(name, n_tokens, split):
     fmt = format_of(name)
     dot, gather, slots, add_chunk, n_entries, entry = (_quantized if fmt.is_quantized else _float)(fmt, n_tokens, split)
     tile_words = tile_bytes(fmt) // 4
-    rows, max_warps = ROWS // split, MAX_WARPS[n_tokens]
+    rows, most_warps = ROWS // split, max_warps(fmt, n_tokens)
     log_split, log_rows = split.bit_length() - 1, rows.bit_length() - 1
     n_owned, per_round = n_tokens * rows, chunks_per_round(n_tokens)
-    n_parts, n_shared = 2 * per_round * n_owned, n_entries + max_warps * slots * 32 or 1
+    n_parts, n_shared = 2 * per_round * n_owned, n_entries + most_warps * slots * 32 or 1
     assert n_owned <= 32 or split == 1
 
     def kernel(words, x, out, n_rows, n_cols, n):  # block: rows of tile blockIdx.x // split, tokens from blockIdx.y * n_tokens
@@ -301,7 +305,7 @@ def mmvq_kernel(name, n_tokens, split):
             if row < n_rows and token < n:
                 st(out, i64(token) * n_rows + row, totals[p])
             p += n_threads
-    return Kernel(kernel, (U32, U32 if fmt.is_quantized else F32, F32, N, N, N), max_warps * 32)
+    return Kernel(kernel, (U32, U32 if fmt.is_quantized else F32, F32, N, N, N), most_warps * 32)
 
 
 def chunks_per_round(n_tokens: int) -> int:

@@ -5,7 +5,7 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from .launch import check
 from .mmq import mmq
-from .mmvq import MAX_WARPS, mmvq_kernel, splits, tokens
+from .mmvq import max_warps, mmvq_kernel, splits, tokens
 
 # Measured on an H200 (docs/performance.md): warps of a multiprocessor that keep its memory busy, and fewest of a block.
 WARPS_WANTED, WARPS_RESIDENT, FEWEST_WARPS = 12, 16, 4
@@ -33,7 +33,7 @@ def mmvq_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) 
     warps a multiprocessor. Blocks of few warps where there are many blocks; every warp of a block takes as many chunks."""
     fmt = format_of(type_)
     n_tokens = next((c for c in tokens(fmt) if c >= n), tokens(fmt)[-1])
-    n_tiles, n_chunks, most = -(-n_rows // ROWS), -(-n_cols // CHUNK), MAX_WARPS[n_tokens]
+    n_tiles, n_chunks, most = -(-n_rows // ROWS), -(-n_cols // CHUNK), max_warps(fmt, n_tokens)
     allowed = splits(fmt) if n_tokens == 1 else (1,)
     split = next((s for s in allowed if n_tiles * s * min(n_chunks, most) >= WARPS_WANTED * n_multiprocessors), allowed[-1])
     grid = n_tiles * split, -(-n // n_tokens)
