@@ -9,8 +9,8 @@ WHEEL := build/wheel-test
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
 
-test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest tests $(ARGS)
+test: $(VENV)/installed  ## in two processes; ARGS="-n 0 -k NAME" and the like are passed on
+	$(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable $(ARGS)
 
 bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json FILE -k Q4_1" and the like are passed on. Of a GPU: bench/gpu.py
 	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)

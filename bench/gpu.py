@@ -4,7 +4,6 @@ One line a case: kernel, type, sizes, median us, bytes, GB/s (1 GB = 1e9 bytes),
 Kernels are compiled before, by a process for each core; a second run finds them on disk.
 """
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -21,6 +20,7 @@ from figures import K, M, Row, limits, verdict
 from ggml_py.quant.formats import FORMATS, format_of
 from gpu_timing import DryRun, GPU, copies_of, random_floats, random_weights
 from random_weights import random_weight
+from records import conditions, dump
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
 QUANTIZED = [name for name in WEIGHTS if FORMATS[name].is_quantized]
@@ -49,7 +49,7 @@ def mmvq():
     def case(type_, m, k, n=1, cache="cold"):
         return Case("mmvq", type_, dict(m=m, k=k, n=n), cache)
     yield from (case(name, M, K, cache=cache) for name in WEIGHTS for cache in ("cold", "hot"))
-    yield from (case(name, M, K, n) for name in ("Q4_K", "Q8_0") for n in (2, 4, 8))
+    yield from (case(name, M, K, n) for name in ("Q4_K", "Q8_0") for n in (2, 4, 8, 16, 32, 64, 128))
     yield from (case(name, 128256, 4096) for name in ("Q8_0", "Q6_K", "Q4_K"))
     yield from (case(name, m, 4096) for name in ("Q8_0", "Q4_K") for m in (4096, 14336))
     yield from (case("Q4_1", m, k) for m, k in ((576, 576), (1536, 576), (576, 1536), (192, 576)))  # SmolLM2-135M
@@ -61,9 +61,18 @@ def mmq():
             yield from (Case(kernel, name, dict(m=M, k=K, n=n)) for kernel in ("mmq", "quantize + mmq"))
 
 
+def mul_mat_glu():
+    yield from (Case("mul_mat_glu", name, dict(m=14336, k=4096, n=n)) for name in ("Q4_K", "Q8_0") for n in (1, 8, 512))
+    yield Case("mul_mat_glu", "Q4_1", dict(m=1536, k=576, n=1))  # SmolLM2-135M
+
+
 def get_rows():
     yield from (Case("get_rows", name, dict(m=M, k=K, n=M)) for name in WEIGHTS)  # a whole tensor
     yield from (Case("get_rows", name, dict(m=128256, k=4096, n=512)) for name in ("Q8_0", "Q6_K", "Q4_K"))
+
+
+def dequantize():
+    yield from (Case(f"dequantize {dtype}", name, dict(m=M, k=K)) for name in WEIGHTS for dtype in ("f32", "f16"))
 
 
 def quantize():
@@ -74,8 +83,16 @@ def rms_norm():
     yield from (Case("rms_norm", "f32", dict(n=n, k=4096), "hot") for n in (1, 512))
 
 
+def rms_norm_act():
+    yield from (Case("rms_norm_act", "f32", dict(n=n, k=4096), "hot") for n in (1, 512))
+
+
 def swiglu():
     yield from (Case("swiglu", "f32", dict(n=n, k=K), "hot") for n in (1, 512))
+
+
+def swiglu_act():
+    yield from (Case("swiglu_act", "f32", dict(n=n, k=K), "hot") for n in (1, 512))
 
 
 def flash_attn_ext():
@@ -83,7 +100,7 @@ def flash_attn_ext():
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=n)) for keys in (512, 4096) for n in (1, 512))
 
 
-SUITES = {suite.__name__: suite for suite in (mmvq, mmq, get_rows, quantize, rms_norm, swiglu, flash_attn_ext)}
+SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, get_rows, dequantize, quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
 
 
 # Work of a case
@@ -106,6 +123,17 @@ def mul_mat_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     return Work(launches, n_bytes, 2 * m * k * n)
 
 
+def mul_mat_glu_work(gpu, kernel, type_, m, k, n, cache) -> Work:
+    """silu(gate x) * (up x) of two matrices m x k."""
+    from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
+    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
+    gates, ups = random_weights(gpu, type_, m, k, cache).addresses, random_weights(gpu, type_, m, k, cache).addresses
+    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n * m), gpu.empty(4 * n * m)
+    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
+    launches = [mul_mat_glu(gpu.target, "silu", type_, type_, gate, up, act, None, None, out, m, k, n, scratch) for gate, up in zip(gates, ups)]
+    return Work(launches, 2 * m * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * m, 4 * m * k * n)
+
+
 def both(first, second):
     def launch(stream):
         first(stream)
@@ -122,6 +150,15 @@ def get_rows_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     return Work(launches, n * (FORMATS[type_].row_bytes(k) + 4 + 4 * k))
 
 
+def dequantize_work(gpu, kernel, type_, m, k, cache) -> Work:
+    from ggml_py.kernels.cuda.dequantize import dequantize
+    dtype = kernel.removeprefix("dequantize ")
+    weights, out_bytes = random_weights(gpu, type_, m, k, cache), {"f32": 4, "f16": 2}[dtype] * m * k
+    out = gpu.output(out_bytes // 4)  # two finite float16 side by side are no NaN or infinity of float32
+    launches = [dequantize(gpu.target, type_, words, out, m, k, dtype) for words in weights.addresses]
+    return Work(launches, m * FORMATS[type_].row_bytes(k) + out_bytes)
+
+
 def quantize_work(gpu, kernel, type_, n, k, cache) -> Work:
     from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
     n_bytes = activation_bytes(n, k)
@@ -133,9 +170,23 @@ def rms_norm_work(gpu, kernel, type_, n, k, cache) -> Work:
     return Work([rms_norm(gpu.target, random_floats(gpu, n, k), random_floats(gpu, 1, k), gpu.output(n * k), n, k, 1e-5)], 4 * k * (2 * n + 1))
 
 
+def rms_norm_act_work(gpu, kernel, type_, n, k, cache) -> Work:
+    from ggml_py.kernels.cuda.quantize import activation_bytes
+    from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
+    n_bytes = activation_bytes(n, k)
+    return Work([rms_norm_act(gpu.target, random_floats(gpu, n, k), random_floats(gpu, 1, k), gpu.empty(n_bytes), n, k, 1e-5)], 4 * k * (n + 1) + n_bytes)
+
+
 def swiglu_work(gpu, kernel, type_, n, k, cache) -> Work:
     from ggml_py.kernels.cuda.elementwise import swiglu
     return Work([swiglu(gpu.target, random_floats(gpu, n, k), random_floats(gpu, n, k), gpu.output(n * k), n, k)], 4 * 3 * n * k)
+
+
+def swiglu_act_work(gpu, kernel, type_, n, k, cache) -> Work:
+    from ggml_py.kernels.cuda.quantize import activation_bytes
+    from ggml_py.kernels.cuda.swiglu_act import swiglu_act
+    n_bytes = activation_bytes(n, k)
+    return Work([swiglu_act(gpu.target, random_floats(gpu, n, k), random_floats(gpu, n, k), gpu.empty(n_bytes), n, k)], 4 * 2 * n * k + n_bytes)
 
 
 def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
@@ -152,8 +203,9 @@ def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
     return Work(launches, 2 * keys * cell_bytes + 2 * 4 * n * N_HEAD * HEAD, 4 * N_HEAD * HEAD * int((pos + 1).sum()))
 
 
-WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "get_rows": get_rows_work, "quantize": quantize_work,
-        "rms_norm": rms_norm_work, "swiglu": swiglu_work, "flash_attn_ext": flash_attn_ext_work}
+WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work, "get_rows": get_rows_work,
+        "dequantize f32": dequantize_work, "dequantize f16": dequantize_work, "quantize": quantize_work, "rms_norm": rms_norm_work,
+        "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work, "flash_attn_ext": flash_attn_ext_work}
 
 
 def work(gpu, case: Case) -> Work:
@@ -204,12 +256,6 @@ def measure(gpu: GPU, case: Case) -> Row:
     return row
 
 
-def dump(record: dict, rows: list[Row]) -> str:
-    """JSON, a line for each row."""
-    lines = ",\n  ".join(json.dumps(asdict(row)) for row in rows)
-    return f'{json.dumps(record, indent=1)[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n'
-
-
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, required=True)
@@ -225,14 +271,12 @@ def main() -> int:
     if reason:
         p.error(reason)
 
-    from record_golden import driver, numba_cuda, versions
     started = time.perf_counter()
     compile_all(cases)
     compile_seconds = time.perf_counter() - started
     gpu = GPU()
     copy_GB_s = gpu.copy_GB_s()
-    record = {"command": " ".join(["bench/gpu.py", *sys.argv[1:]]), "device": gpu.backend.name, "driver": driver(), "cuda": gpu.backend.driver_version(),
-              "numba.cuda": numba_cuda(), "versions": versions(), "date": time.strftime("%Y-%m-%d"), "l2_bytes": gpu.l2_bytes,
+    record = {"command": " ".join(["bench/gpu.py", *sys.argv[1:]]), **conditions(gpu.backend), "l2_bytes": gpu.l2_bytes,
               "compile_seconds": round(compile_seconds, 1), "copy_GB_s": round(copy_GB_s, 1)}
     print(f"{record['device']}, driver {record['driver']}, L2 {gpu.l2_bytes / 1e6:.0f} MB, copy {copy_GB_s:.0f} GB/s, "
           f"kernels ready in {compile_seconds:.0f} s", flush=True)
@@ -241,7 +285,7 @@ def main() -> int:
         rows.append(measure(gpu, case))
         limit = limits(rows[-1], rows, copy_GB_s)
         print(rows[-1].line(copy_GB_s) + (f"   must {limit.must:.1f} us: {verdict(rows[-1], limit)}" if limit else ""), flush=True)
-        options.out.write_text(dump(record, rows))  # what was measured stays, should a later case fail
+        options.out.write_text(dump(record, "rows", [asdict(row) for row in rows]))  # what was measured stays, should a later case fail
     return 0
 
 

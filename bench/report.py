@@ -1,35 +1,48 @@
-"""Writes docs/performance.md and its plots from the records of bench/gpu.py in bench/results: python bench/report.py"""
+"""Writes docs/performance.md and its plots from the records of bench/gpu.py and bench/cold_start.py in bench/results: python bench/report.py"""
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import checkout
 from figures import INT8_TOP_S, K, M, Row, limits, llama_cpp, verdict
 
 RESULTS, DOCS = checkout.ROOT / "bench" / "results", checkout.ROOT / "docs"
-SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)": ("mmq", "quantize + mmq"), "Rows of a weight, dequantized": ("get_rows",),
-            "Attention": ("flash_attn_ext",), "Other kernels": ("quantize", "rms_norm", "swiglu")}
+SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)": ("mmq", "quantize + mmq"), "Gate and up in one kernel": ("mul_mat_glu",),
+            "Weights, dequantized": ("get_rows", "dequantize f32", "dequantize f16"), "Attention": ("flash_attn_ext",),
+            "Other kernels": ("quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act")}
 INTRODUCTION = """\
 # Performance
 
-Written by `python bench/report.py` from the records in `bench/results/`, which `python bench/gpu.py --out FILE` makes on a GPU.
+Written by `python bench/report.py` from the records in `bench/results/`, which `bench/gpu.py` makes on a GPU and `bench/cold_start.py` on any device.
 
 A time is the median of 11 replays of a captured graph between two CUDA events, after a warm-up, for one launch; the range is that of the replays.
 Cold: each launch reads another copy of the weights (of the KV cache, in attention), more than three times L2 together. Hot: all read one copy.
 Bytes are weights, activations and outputs, each once; 1 GB is 1e9 bytes. The copy is a device-to-device copy of 1 GiB in the same run, read plus write.
 An operation is a multiplication or an addition of the product; the two int8 limbs of an activation are not counted twice.
 Weights are random blocks. Compilation is not in any time. Bits do not depend on any of this: [numerics.md](numerics.md).
+A record is of the kernels of its date; what has been written since, timed or not yet, is told in [kernels-log.md](kernels-log.md).
 
 The limits, and the times of llama.cpp 0c1e57098 beside them, are those of `bench/figures.py`; llama.cpp was measured on an H200 by its own
 `test-backend-ops`, its weights hot where they fit into L2. Float weights are multiplied in float32 in a defined order: there a library that uses
 tensor cores in bfloat16 is faster by far (cuBLAS: 680 to 800 TFLOP/s on an H200).
 """
 
+COLD_START = """\
+## Cold start
 
-def records() -> dict[str, dict]:
-    """File name without .json -> record, of bench/gpu.py; results of other programs lie in the same folder."""
+Kernels are compiled only for what a model uses, and kept on disk. Each line is about fresh processes (`bench/first_token.py`) with the model's file
+in the page cache: one that finds no compiled kernel, then five that find what it left (their median, the range behind it). Times run from the start of
+the process to the first token of a short answer; kernels and their seconds are all that the model needs, those for long prompts included.
+Goals: {compile} s of compilation, and {beyond} s to the first token beyond the loading of the model (its file read, its weights put on the device).
+"""
+COLD_GOALS = {"compile": 30.0, "beyond": 2.0}  # seconds
+
+
+def records(program: str) -> dict[str, dict]:
+    """File name without .json -> record, of one program: "bench/gpu.py" or "bench/cold_start.py"."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    return {stem: record for stem, record in found.items() if record.get("command", "").startswith("bench/gpu.py")}
+    return {stem: record for stem, record in found.items() if record.get("command", "").startswith(program)}
 
 
 def rows_of(record: dict) -> list[Row]:
@@ -72,8 +85,29 @@ def conditions(record: dict) -> str:
             f"kernels compiled, or read from disk, in {record['compile_seconds']:.0f} s before. `{record['command']}`")
 
 
-def page(found: dict[str, dict]) -> str:
-    parts = [INTRODUCTION.rstrip()]
+def cold_start(found: dict[str, dict]) -> list[str]:
+    """The section about records of bench/cold_start.py."""
+    lines = []
+    for stem, record in found.items():
+        empty, warm = ([run for run in record["runs"] if run["cache"] == state] for state in ("empty", "warm"))
+        first, beyond = ([run["first_token_seconds"] - loading * run["load_seconds"] for run in warm] for loading in (0, 1))
+        seconds, kernels = empty[0]["compile_seconds"], empty[0]["n_kernels"]
+        device = f"{record['device']}, {record['cores']} cores" if "driver" not in record else f"{record['device']}, driver {record['driver']}"
+        lines.append([f"{device} (`{stem}.json`, {record['date']})", record["model"], str(kernels), f"{seconds:.1f}",
+                      "goal" if seconds <= COLD_GOALS["compile"] else "missed", f"{empty[0]['first_token_seconds']:.1f}",
+                      f"{median(first):.2f} ({min(first):.2f} to {max(first):.2f})", str(max(run["n_kernels"] for run in warm)),
+                      f"{median(run['load_seconds'] for run in warm):.2f}", f"{median(beyond):.2f}",
+                      "goal" if median(beyond) <= COLD_GOALS["beyond"] else "missed"])
+    header = ("device | model | kernels | compiled in, s | result | first token, empty cache, s | first token, warm cache, s | kernels compiled, warm | "
+              "loading of it, s | beyond loading, s | result")
+    missing = [f"On {where}: not measured yet." for where, on_gpu in (("a CPU", False), ("a GPU", True))
+               if not any(("driver" in record) == on_gpu for record in found.values())]
+    return [COLD_START.format(**{goal: f"{seconds:g}" for goal, seconds in COLD_GOALS.items()}).rstrip(), *([table(header, lines)] if lines else []), *missing]
+
+
+def page(found: dict[str, dict], cold_starts: dict[str, dict]) -> str:
+    """found, cold_starts: the records of bench/gpu.py and of bench/cold_start.py."""
+    parts = [INTRODUCTION.rstrip(), *cold_start(cold_starts)]
     for stem, record in found.items():
         rows, copy_GB_s = rows_of(record), record["copy_GB_s"]
         parts += [f"## {record['device']} (`{stem}.json`)", conditions(record), summary(rows, copy_GB_s)]
@@ -81,7 +115,7 @@ def page(found: dict[str, dict]) -> str:
         for title, kernels in SECTIONS.items():
             parts += section(title, kernels, rows, copy_GB_s)
     if not found:
-        parts.append("There is no record yet.")
+        parts.append("There is no record of kernels yet.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -170,8 +204,8 @@ def draw(stem: str, record: dict, folder: Path) -> list[Path]:
 
 
 def main() -> int:
-    found = records()
-    (DOCS / "performance.md").write_text(page(found))
+    found = records("bench/gpu.py")
+    (DOCS / "performance.md").write_text(page(found, records("bench/cold_start.py")))
     folder = DOCS / "performance"
     for path in folder.glob("*.svg"):
         path.unlink()

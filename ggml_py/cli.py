@@ -21,6 +21,13 @@ DEMO_MODEL = "smollm2"
 
 # Parsing
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something: not None, nor an empty list of names."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default == () else super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
@@ -71,7 +78,7 @@ def pass_names(text: str) -> tuple[str, ...]:
 
 
 def build_parser() -> Parser:
-    options = dict(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    options = dict(allow_abbrev=False, formatter_class=HelpFormatter)
     parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ggml-py {__version__}")
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
@@ -93,8 +100,8 @@ def build_parser() -> Parser:
         add_cache_types(sub)
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
-        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out; changes the speed, never a bit")
-        sub.add_argument("--verbose", action="store_true", help="describe model and memory plan on stderr")
+        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out, none by default; changes the speed, never a bit")
+        sub.add_argument("--verbose", action="store_true", help="describe model, memory plan and compiled kernels on stderr")
 
     sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
     add_model(sub, None, "tokens of a window; 512, or as in the base file that is compared with", DEMO_MODEL)
@@ -276,6 +283,9 @@ def execute(argv=None, load_model=None) -> int:
         options = build_parser().parse_args(argv)
         options.command(options, load_model)
         sys.stdout.flush()
+        if getattr(options, "verbose", False):
+            from .kernels.compile import compiled
+            print(f"{compiled.n_kernels} kernels compiled in {compiled.seconds:.1f} s", file=sys.stderr)
         return 0
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit

@@ -22,15 +22,25 @@ class Tensor:
     params: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
     storage: Any = None
+    also: tuple["Tensor", ...] = ()  # further tensors that the node writes: results, which have no op of their own, or scratch memory, which nobody reads
     replaces: tuple[str, ...] = ()  # of a fused node: the names of the nodes it was made of, in their order
 
     def __repr__(self):
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
 
     @property
+    def in_place(self) -> bool:
+        return bool(self.op) and OPS[self.op].in_place
+
+    @property
     def base(self) -> "Tensor":
         """The tensor whose memory this one's is: itself, or the cache that an in-place op wrote."""
-        return self.src[0].base if self.op and OPS[self.op].in_place else self
+        return self.src[0].base if self.in_place else self
+
+    @property
+    def written(self) -> tuple["Tensor", ...]:
+        """All that a node writes: its result, and what else there is."""
+        return self, *self.also
 
 
 class Graph:
@@ -55,13 +65,14 @@ class Graph:
 
     def apply(self, op: str, /, *src: Tensor, name: str = "", **params) -> Tensor:
         declared, node = OPS[op], name or f"{op}-{len(self.nodes)}"
-        if len(src) != len(declared.operands) or set(params) != set(declared.params):
+        if len(src) not in (len(declared.operands), len(declared.operands) - declared.n_optional) or set(params) != set(declared.params):
             raise GraphError(f"{node}: {op}({', '.join(declared.operands + declared.params)}) got {len(src)} operands and {', '.join(params) or 'no'} parameters")
         try:
             dtype, shape = declared.result(params, *src)
         except ShapeError as error:
             raise GraphError(f"{node}: {op}: {error}; operands: {'; '.join(map(repr, src))}") from None
-        tensor = Tensor(node, dtype, tuple(shape), op, src, params, self.device)
+        also = tuple(Tensor(f"{node}-{what}", src[0].dtype, src[0].shape, device=self.device) for what in declared.also)
+        tensor = Tensor(node, dtype, tuple(shape), op, src, params, self.device, also=also)
         self.nodes.append(tensor)
         return tensor
 
@@ -75,8 +86,8 @@ class Graph:
 
     def live(self) -> list[Tensor]:
         """The nodes that an output or a cache write depends on, in order."""
-        wanted = set(self.outputs) | {node for node in self.nodes if OPS[node.op].in_place}
+        wanted = set(self.outputs) | {node for node in self.nodes if node.in_place}
         for node in reversed(self.nodes):
-            if node in wanted:
-                wanted.update(node.src)
+            if not wanted.isdisjoint(node.written):
+                wanted.update((node, *node.src))
         return [node for node in self.nodes if node in wanted]

@@ -21,7 +21,9 @@ class Op:
     result: Callable  # (params, *operands) -> (dtype, shape), or ShapeError
     params: tuple[str, ...] = ()
     room: str = ""  # module in kernels/reference, kernels/cpu and kernels/cuda; the op's name unless given
+    n_optional: int = 0  # the last operands of which there are all or none
     in_place: bool = False  # writes into its first operand (a cache) and returns it
+    also: tuple[str, ...] = ()  # names of further results, each of the first operand's dtype and shape
 
     @property
     def module(self) -> str:
@@ -114,10 +116,51 @@ def scale(_, x):
     return "f32", x.shape
 
 
-@op("gate up", room="elementwise")
-def swiglu(_, gate, up):
+@op("x y w", "eps", also=("sum",))
+def add_rms_norm(params, x, y, w):
+    """rms_norm(add(x, y), w), and the sum."""
+    need(y.dtype == "f32" and y.shape == x.shape, "y must be f32 of x's shape")
+    return rms_norm(params, x, w)
+
+
+@op("x y w", "eps", room="add_rms_norm", also=("sum",))
+def add_rms_norm_act(params, x, y, w):
+    """quantize(rms_norm(add(x, y), w)), over whole rows, and the sum."""
+    need(y.dtype == "f32" and y.shape == x.shape, "y must be f32 of x's shape")
+    return rms_norm_act(params, x, w)
+
+
+GLU = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}  # gated linear units -> their activations
+
+
+def _glu(gate, up):
     need(gate.dtype == up.dtype == "f32" and gate.shape == up.shape, "gate and up must be f32 of one shape")
     return "f32", gate.shape
+
+
+@op("gate up", room="elementwise")
+def swiglu(_, gate, up):
+    return _glu(gate, up)
+
+
+@op("gate up", room="glu")
+def geglu(_, gate, up):
+    return _glu(gate, up)
+
+
+@op("gate up", room="glu")
+def reglu(_, gate, up):
+    return _glu(gate, up)
+
+
+@op("gate up x gate_bias up_bias", "act", n_optional=2)
+def mul_mat_glu(params, gate, up, x, *biases):
+    """mul(act(mul_mat(gate, x)), mul_mat(up, x)), the biases, where there are any, added to the products first."""
+    need(params["act"] in GLU.values(), f"act must be one of {', '.join(GLU.values())}, not {params['act']!r}")
+    need(gate.shape == up.shape, "gate and up must have one shape")
+    need(all(b.dtype == "f32" and b.shape == gate.shape[:1] for b in biases), "biases must be f32 [m]")
+    mul_mat(params, up, x)
+    return mul_mat(params, gate, x)
 
 
 @op("gate up")

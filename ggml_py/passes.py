@@ -1,30 +1,60 @@
 """Graph passes: rewrites of a graph before it is planned. None changes a bit; each can be switched off by its name."""
-from collections import Counter
-from dataclasses import dataclass
+from collections import defaultdict
+from typing import Callable, NamedTuple
 
 from .errors import UserError
 from .graph import Graph, Tensor
-from .ops import OPS, ShapeError
+from .ops import GLU, OPS, ShapeError
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Makes one node of op `name` of a node of op `producer` and one of the one-operand op `consumer`, where
-
-    - the consumer is the only reader of the producer's result, which is no output,
-    - both are on one device,
-    - op `name`, defined as their composition, takes the producer's operands and parameters by its shape rule,
-    - no in-place op between them writes an operand: the fused node reads it where the consumer stood.
-    """
-    name: str
-    producer: str
-    consumer: str
+class Match(NamedTuple):
+    """What a pass found before a node: operands and parameters of the fused op, and the nodes whose work it takes over."""
+    src: tuple[Tensor, ...]
+    params: dict
+    taken: list[Tensor]
 
 
-PASSES = {each.name: each for each in (
-    Pass("rms_norm_act", "rms_norm", "quantize"),
-    Pass("swiglu_act", "swiglu", "quantize"),
-)}
+def chain(producer: str, consumer: str) -> Callable[[Tensor], Match | None]:
+    """A node of op `consumer` whose first operand is made by `producer`: the fused op has the operands of both, and the parameters."""
+    def match(node: Tensor) -> Match | None:
+        if node.op == consumer and node.src[0].op == producer:
+            made, *others = node.src
+            return Match((*made.src, *others), {**made.params, **node.params}, [made])
+        return None
+    return match
+
+
+def product(node: Tensor) -> Match | None:
+    """(w, x) or, where a bias is added, (w, x, bias)."""
+    biased = chain("mul_mat", "add")(node)
+    return biased._replace(taken=[*biased.taken, node]) if biased else Match(node.src, {}, [node]) if node.op == "mul_mat" else None
+
+
+def gated_products(node: Tensor) -> Match | None:
+    """A gated linear unit of two products of one x, with biases in both or in none."""
+    found = [product(source) for source in node.src] if node.op in GLU else []
+    if not found or None in found or len(found[0].src) != len(found[1].src) or found[0].src[1] is not found[1].src[1]:
+        return None
+    (gate, x, *gate_bias), (up, _, *up_bias) = found[0].src, found[1].src
+    return Match((gate, up, x, *gate_bias, *up_bias), {"act": GLU[node.op]}, [*found[0].taken, *found[1].taken])
+
+
+# Name of the pass and of the op it makes -> what it looks for. A node becomes the fused node, in its place, where
+#
+# - the op, defined as the composition of what is taken, takes the operands and parameters by its shape rule,
+# - all that is taken is on the node's device,
+# - nobody else reads a result that is taken, and it is no output; but for the sum that add_rms_norm and add_rms_norm_act give as well:
+#   its other readers only have to stand behind the node,
+# - no in-place op between what is taken and the node writes an operand.
+#
+# They run in this order: swiglu_act looks at what mul_mat_glu leaves.
+PASSES = {
+    "rms_norm_act": chain("rms_norm", "quantize"),
+    "add_rms_norm_act": chain("add", "rms_norm_act"),
+    "add_rms_norm": chain("add", "rms_norm"),
+    "mul_mat_glu": gated_products,
+    "swiglu_act": chain("swiglu", "quantize"),
+}
 
 
 def switched_off(no_fuse) -> frozenset[str]:
@@ -36,33 +66,47 @@ def switched_off(no_fuse) -> frozenset[str]:
 
 
 def fuse(graph: Graph, no_fuse=()) -> None:
-    """Runs the passes that no_fuse does not name. A consumer's node becomes the fused node; its producer is then live no more."""
+    """Runs the passes that no_fuse does not name, in the order of the table. What a fused node took over is then live no more, or its second result."""
     off = switched_off(no_fuse)
-    for each in PASSES.values():
-        if each.name not in off:
-            _run(each, graph)
+    for name, find in PASSES.items():
+        if name not in off:
+            _run(name, find, graph)
 
 
-def _run(each: Pass, graph: Graph) -> None:
+def _run(op: str, find: Callable, graph: Graph) -> None:
     nodes = graph.live()
-    index, n_readers = {node: i for i, node in enumerate(nodes)}, Counter(source for node in nodes for source in node.src)
+    index, readers = {node: i for i, node in enumerate(nodes)}, defaultdict(set)
     for node in nodes:
-        producer = node.src[0]
-        if (node.op == each.consumer and producer.op == each.producer and n_readers[producer] == 1 and producer not in graph.outputs
-                and producer.device == node.device and _takes(each.name, producer)
-                and not _written(nodes[index[producer]:index[node]]) & {source.base for source in producer.src}):
-            node.op, node.src, node.params = each.name, producer.src, producer.params
-            node.replaces = *(producer.replaces or (producer.name,)), *(node.replaces or (node.name,))
+        for source in node.src:
+            readers[source].add(node)
+
+    def may_fuse(node: Tensor, match: Match, given: list[Tensor]) -> bool:
+        """given: what is taken and stays a result."""
+        first = min(index[each] for each in match.taken)
+        others = {each: readers[each] - {node, *match.taken} for each in match.taken}
+        return (_takes(op, match) and all(each.device == node.device for each in match.taken)
+                and all(index[reader] > index[node] for each in given for reader in others[each])
+                and not any(others[each] or each in graph.outputs for each in match.taken if each not in given)
+                and not {each.base for each in nodes[first:index[node]] if each.in_place} & {source.base for source in match.src})
+
+    for node in nodes:
+        match = find(node)
+        if match is None:
+            continue
+        given = match.taken[:len(OPS[op].also)]
+        if may_fuse(node, match, given):
+            taken = sorted(set(match.taken), key=index.get)
+            node.op, node.src, node.params, node.also = op, match.src, match.params, tuple(given)
+            node.replaces = tuple(name for each in (*taken, node) for name in each.replaces or (each.name,))
+            for each in given:
+                each.op, each.src, each.params, each.replaces = None, (), {}, ()
+                graph.nodes.remove(each)
 
 
-def _takes(op: str, node: Tensor) -> bool:
-    """Whether an op takes the operands and parameters of a node."""
+def _takes(op: str, match: Match) -> bool:
+    """Whether an op takes the operands and parameters of a match."""
     try:
-        OPS[op].result(node.params, *node.src)
+        OPS[op].result(match.params, *match.src)
     except ShapeError:
         return False
     return True
-
-
-def _written(nodes: list[Tensor]) -> set[Tensor]:
-    return {node.base for node in nodes if OPS[node.op].in_place}

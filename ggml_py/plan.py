@@ -15,7 +15,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Placement:
-    """A node's bytes in its device's arena, from the node that makes it (index `first`) to the last that reads it."""
+    """A tensor's bytes in its device's arena, from the node that writes it (index `first`) to the last that reads it."""
     offset: int
     n_bytes: int
     first: int
@@ -57,31 +57,29 @@ def split(nodes: list[Tensor]) -> list[Split]:
 
 
 def plan_memory(nodes: list[Tensor], outputs: list[Tensor], n_bytes) -> MemoryPlan:
-    """First fit: each node's result takes the lowest free gap of its device's arena, and gives it back after its last reader.
+    """First fit: each tensor that a node writes takes the lowest free gap of its device's arena, and gives it back after its last reader.
 
     n_bytes: tensor -> bytes. In-place nodes take no memory; outputs are kept to the end.
     """
     last = {}
     for i, node in enumerate(nodes):
-        last[node] = i
-        for source in node.src:
-            last[source] = i
+        last.update((tensor, i) for tensor in (*node.written, *node.src))
     for tensor in outputs:
         last[tensor] = len(nodes)
     placements: dict[Tensor, Placement] = {}
     live: dict[str, list[Placement]] = {}
     arena: dict[str, int] = {}
-    for i, node in enumerate(nodes):
-        if node.base is not node:
+    for i, tensor in ((i, tensor) for i, node in enumerate(nodes) for tensor in node.written):
+        if tensor.base is not tensor:
             continue
-        size = -(-max(1, n_bytes(node)) // ALIGNMENT) * ALIGNMENT
-        taken = sorted((p for p in live.get(node.device, ()) if p.last >= i), key=lambda p: p.offset)  # a node must not write over what it reads
+        device, size = tensor.device, -(-max(1, n_bytes(tensor)) // ALIGNMENT) * ALIGNMENT
+        taken = sorted((p for p in live.get(device, ()) if p.last >= i), key=lambda p: p.offset)  # a node must not write over what it reads
         offset = 0
         for p in taken:
             if offset + size <= p.offset:
                 break
             offset = max(offset, p.offset + p.n_bytes)
-        placements[node] = Placement(offset, size, i, last[node])
-        live[node.device] = [*taken, placements[node]]
-        arena[node.device] = max(arena.get(node.device, 0), offset + size)
+        placements[tensor] = Placement(offset, size, i, last[tensor])
+        live[device] = [*taken, placements[tensor]]
+        arena[device] = max(arena.get(device, 0), offset + size)
     return MemoryPlan(placements, arena)

@@ -47,6 +47,9 @@ class Program:
         fuse(graph, no_fuse)
         self.splits = split(graph.live())
         nodes = [node for part in self.splits for node in part.nodes]
+        for node in nodes:
+            if scratch := backends[node.device].scratch(node):
+                node.also += Tensor(f"{node.name}-scratch", *scratch, device=node.device),
         self.plan = plan_memory(nodes, graph.outputs, n_bytes)
         self.inputs = list(graph.inputs.values())
         self.input_device = self.inputs[0].device

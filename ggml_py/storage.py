@@ -12,11 +12,11 @@ CACHE_TYPES = {"f32": (1, 4, np.dtype(np.float32)), "f16": (1, 2, np.dtype(np.ui
 
 
 def activation_planes(n_rows: int, n_cols: int) -> tuple[int, int, int, int]:
-    """Byte offsets of the planes of activation blocks (two bytes a level, then d, then sums), and their total."""
+    """Byte offsets of the planes of activation blocks (two bytes a level, then d, then sums), and the total with the sums' limbs (of GPUs) behind."""
     n_chunks = n_rows * -(-n_cols // CHUNK)
     d = 2 * CHUNK * n_chunks
     sums = d + -(-4 * n_chunks // 64) * 64
-    return 0, d, sums, sums + 64 * n_chunks
+    return 0, d, sums, sums + (64 + 48) * n_chunks
 
 
 def n_bytes(tensor: Tensor) -> int:

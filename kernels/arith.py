@@ -3,6 +3,7 @@
     functions(jit, primitives) -> Functions       device functions of one float32, compiled by the target's jit
     add, sub, mul, div, sqrt, fma, ...            the CPU's primitives: one LLVM instruction each, without fast-math flags
     exp, log, sigmoid, silu, softplus, tanh, gelu the functions compiled for the CPU
+    relu                                          the same; it needs no primitive, so each target compiles it as it is
 
 The primitives of the CPU refuse operands of another type than they name: a float64 that numba's promotions would slip in does not compile.
 Coefficients: minimax on the interval, rounded to float32 one by one from the lowest power up, the rest refitted each time.
@@ -206,5 +207,12 @@ f2i = _instruction("f2i", (_F,), _I, lambda b, x: b.fptosi(x, ir.IntType(32)), "
 as_i32 = _instruction("as_i32", (_F,), _I, lambda b, x: b.bitcast(x, ir.IntType(32)), "the bit pattern of a float")
 as_f32 = _instruction("as_f32", (_I,), _F, lambda b, i: b.bitcast(i, ir.FloatType()), "the float of a bit pattern")
 
+
 CPU = Primitives(add, sub, mul, div, fma, i2f, as_i32, as_f32)
 exp, log, sigmoid, silu, softplus, tanh, gelu = functions(jit(key="cpu"), CPU)
+
+
+@jit
+def relu(x):
+    """x, or +0 where x <= 0: +0 of both zeros, NaN of NaN."""
+    return f32(0) if x <= f32(0) else x

@@ -2,15 +2,19 @@
 
 numba's own cache looks at one file only, and keys closures by objects that change from process to process. Here the cache folder's name is a digest of
 all sources of kernels/ and quant/, of the versions of what compiles them and of the CPU; inside it a function is found by its name and the
-arguments of the factory that made it (`key`).
+arguments of the factory that made it (`key`). `compiled` counts what this process did not find there.
 """
 import hashlib
+import itertools
 import os
 import pickle
 import platform
+import secrets
 import sys
 import tempfile
 import threading
+import time
+from dataclasses import dataclass
 from functools import lru_cache, wraps
 from pathlib import Path
 
@@ -19,13 +23,17 @@ import llvmlite.binding as llvm
 import numba
 import numpy
 import platformdirs
-from numba.core import config
+from numba.core import config, event
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import Cache, CompileResultCacheImpl, _CacheLocator
 from numba.core.serialize import dumps
 
 from .. import quant
 
 NEEDED = ("fma", "f16c")  # what the definition's fma and the conversions of float16 compile to; without them they would be library calls
+# numba tells closures of one name apart by numbers in their symbols, counted from 1 in each process. Code that two processes left on disk would so have
+# equal symbols for different functions, and the linker takes the first for both: each process counts from somewhere else.
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
 parallel_lock = threading.RLock()  # numba's threading layers abort when two Python threads run parallel code at once
 
 
@@ -65,6 +73,40 @@ def source_digest() -> str:
 
 def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("ggml-py", appauthor=False)) / "kernels" / source_digest()[:20]
+
+
+@dataclass
+class Compiled:
+    """What this process compiled, since it was not on disk. A kernel and everything that it calls count as one."""
+    n_kernels: int = 0
+    seconds: float = 0.0  # on a GPU also those of the driver, which assembles PTX or finds it in a cache of its own
+
+    def add(self, n_kernels: int, seconds: float) -> None:
+        self.n_kernels += n_kernels
+        self.seconds += seconds
+
+
+compiled = Compiled()
+
+
+class _Listener(event.Listener):
+    """Counts numba's compilations for the CPU that no other one started. numba's lock lets one thread compile at a time."""
+
+    def __init__(self):
+        self._depth = 0
+
+    def on_start(self, event) -> None:
+        if not self._depth:
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def on_end(self, event) -> None:
+        self._depth -= 1
+        if not self._depth:
+            compiled.add(1, time.perf_counter() - self._start)
+
+
+event.register("numba:compile", _Listener())
 
 
 class _Locator(_CacheLocator):
@@ -131,7 +173,7 @@ def jit(function=None, *, key=(), parallel=False):
     """
     if function is None:
         return lambda f: jit(f, key=key, parallel=parallel)
-    dispatcher = numba.njit(error_model="numpy", parallel=parallel, nogil=True)(function)
+    dispatcher = numba.njit(error_model="numpy", parallel=parallel, nogil=True, no_cfunc_wrapper=True)(function)  # nothing calls it from C
     try:
         dispatcher._cache = _KeyedCache(function, key)
         dispatcher._cache.enable()

@@ -39,3 +39,10 @@ def split_limbs(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """q: int16 in -16256..16256 -> (hi, lo) int8 of its shape, q = 128 hi + lo."""
     hi = (q + np.int16(64)) >> np.int16(7)
     return hi.astype(np.int8), (q - (hi << np.int16(7))).astype(np.int8)
+
+
+def split_sums(sums: np.ndarray) -> np.ndarray:
+    """sums: int32 [..., 16] of a chunk, below 2^20 -> int8 [..., 3, 16]: a, b, c of 16384 a + 128 b + c with b and c in -64..63."""
+    t = (sums + 64) >> 7
+    a = (t + 64) >> 7
+    return np.stack([a, t - (a << 7), sums - (t << 7)], axis=-2).astype(np.int8)

@@ -17,7 +17,7 @@ SLAB_ROWS = 1024  # rows that are packed and dequantized at a time
 def tile_dequantizer(fmt, p):
     """(words, out): float32 rows out of the tiles of one matrix, compiled by the primitives' jit.
     words: uint32, the tiles; out: float32 [n_rows, n_cols]."""
-    levels, sub, group = fmt.unpack(p, *tile.loads(fmt, p.jit))
+    levels, sub, group = fmt.unpack(p, *tile.loads(fmt, p.jit))[:3]
     n_sub, n_group, has_min, tile_words = fmt.sub, fmt.group, fmt.has_min, tile.tile_bytes(fmt) // 4
 
     @p.jit

@@ -2,26 +2,25 @@
 from .words import u32
 
 
-def f32(p, ld16):
+def f32(p, ldw):
     as_f32 = p.f32
 
     @p.jit
     def values(t, q):
-        a, b, c, d = ld16(t, 2 * q)
-        e, f, g, h = ld16(t, 2 * q + 1)
-        return as_f32(a), as_f32(b), as_f32(c), as_f32(d), as_f32(e), as_f32(f), as_f32(g), as_f32(h)
+        return (as_f32(ldw(t, 2 * q, 0)), as_f32(ldw(t, 2 * q, 1)), as_f32(ldw(t, 2 * q, 2)), as_f32(ldw(t, 2 * q, 3)),
+                as_f32(ldw(t, 2 * q + 1, 0)), as_f32(ldw(t, 2 * q + 1, 1)), as_f32(ldw(t, 2 * q + 1, 2)), as_f32(ldw(t, 2 * q + 1, 3)))
     return values
 
 
-def _halves(p, ld16, low, high):
+def _halves(p, ldw, low, high):
     @p.jit
     def values(t, q):
-        a, b, c, d = ld16(t, q)
+        a, b, c, d = ldw(t, q, 0), ldw(t, q, 1), ldw(t, q, 2), ldw(t, q, 3)
         return low(a), high(a), low(b), high(b), low(c), high(c), low(d), high(d)
     return values
 
 
-def f16(p, ld16):
+def f16(p, ldw):
     to_f32 = p.f16
 
     @p.jit
@@ -31,10 +30,10 @@ def f16(p, ld16):
     @p.jit
     def high(w):
         return to_f32(u32(w) >> u32(16))
-    return _halves(p, ld16, low, high)
+    return _halves(p, ldw, low, high)
 
 
-def bf16(p, ld16):
+def bf16(p, ldw):
     as_f32 = p.f32
 
     @p.jit
@@ -44,4 +43,4 @@ def bf16(p, ld16):
     @p.jit
     def high(w):
         return as_f32(u32(w) & u32(0xffff0000))
-    return _halves(p, ld16, low, high)
+    return _halves(p, ldw, low, high)

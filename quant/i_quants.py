@@ -8,8 +8,8 @@ from functools import lru_cache
 import numpy as np
 from gguf import quants
 
-from .legacy import IQ4_LEVELS, nibble_levels
-from .words import TWOS, Unpacker, half_scale, i32, u32
+from .legacy import IQ4_LEVELS, looked_up
+from .words import Parts, half_scale, i32, negated, signs8, u32
 
 
 @lru_cache(None)
@@ -21,65 +21,14 @@ def codebook(name: str) -> np.ndarray:
 
 
 def level_words(name: str) -> np.ndarray:
-    """A codebook of positive levels as uint32 words of four levels, entries in order."""
+    """A codebook of four positive levels as uint32 words, entries in order."""
     return codebook(name).astype(np.uint8).reshape(-1).view(np.uint32)
 
 
-def ternary_codes(name: str) -> np.ndarray:
-    """A codebook of levels -1, 0, 1 as uint16 entries: eight two-bit fields of level + 1, the first lowest."""
-    return ((codebook(name) + 1) << 2 * np.arange(8)).sum(axis=1).astype(np.uint16)
-
-
-def sign_bits(p):
-    """(s) -> eight sign bits: the low seven bits of s, and their parity above them."""
-    shr = p.shr
-
-    @p.jit
-    def bits(s):
-        s = u32(s) & u32(127)
-        folded = (s ^ (s >> u32(4))) & u32(15)
-        return u32(s | (shr(u32(0x6996), folded) & u32(1)) << u32(7))  # bit k of 0x6996 is the parity of k
-    return bits
-
-
-def pair(p, ld16):
-    """(t, first, j) -> words 2j and 2j + 1 of the pieces from `first`: the 8 bytes of the 32 columns j."""
-    @p.jit
-    def words(t, first, j):
-        a, b, c, d = ld16(t, first + (j >> 1))
-        return (u32(c), u32(d)) if j & 1 else (u32(a), u32(b))
-    return words
-
-
-def word(p, ld16):
-    """(t, first, j) -> word j of the pieces from `first`: the 4 bytes of the 32 columns j."""
-    pick = p.pick
-
-    @p.jit
-    def get(t, first, j):
-        return pick(ld16(t, first + (j >> 2)), j & 3)
-    return get
-
-
-def eight_levels(p, name):
-    """(t, entry, signs) -> the two level words of an eight-column entry with eight sign bits."""
-    table, signed = p.table(level_words(name)), p.signed
-
-    @p.jit
-    def eight(t, entry, signs):
-        i = i32(entry) * 2
-        return signed(table(t, i), signs), signed(table(t, i + 1), signs >> u32(4))
-    return eight
-
-
-def four_levels(p, name):
-    """(t, a, b, signs) -> the two level words of two four-column entries with eight sign bits."""
-    table, signed = p.table(level_words(name)), p.signed
-
-    @p.jit
-    def four(t, a, b, signs):
-        return signed(table(t, i32(a)), signs), signed(table(t, i32(b)), signs >> u32(4))
-    return four
+def eighths(name: str) -> np.ndarray:
+    """A codebook of eight levels -1, 0, 1 as uint32 words: bits 3..4 of byte k are level + 1 of column k, bits 5..6 of column 4 + k."""
+    fields = (codebook(name) + 1).astype(np.uint8)
+    return (fields[:, :4] << 3 | fields[:, 4:] << 5).reshape(-1).view(np.uint32)
 
 
 def odd_nibble(p):
@@ -92,162 +41,127 @@ def odd_nibble(p):
     return scale
 
 
-def iq2_xxs(p, ld16, ld4, ld2):
+def iq2_xxs(p, ldw, ld4, ld2):
     """Per 32 columns 8 bytes: four entry numbers; then four times seven sign bits, and s in the top four bits."""
-    words, eight, signs, scale, shr = pair(p, ld16), eight_levels(p, "IQ2_XXS"), sign_bits(p), odd_nibble(p), p.shr
+    eight, scale, shr, byte = p.signed8(codebook("IQ2_XXS"), True), odd_nibble(p), p.shr, p.byte
 
     @p.jit
-    def part(t, a, b, l):
-        return eight(t, shr(a, 8 * l) & u32(255), signs(shr(b, 7 * l)))
-
-    @p.jit
-    def levels(t, j):
-        a, b = words(t, 0, j)
-        return part(t, a, b, 0) + part(t, a, b, 1) + part(t, a, b, 2) + part(t, a, b, 3)
+    def quarter(t, j, q):
+        return eight(t, byte(ldw(t, j >> 1, 2 * (j & 1)), q), shr(ldw(t, j >> 1, 2 * (j & 1) + 1), 7 * q))
 
     @p.jit
     def sub(t, i):
-        return scale(words(t, 0, i)[1], 7)
+        return scale(ldw(t, i >> 1, 2 * (i & 1) + 1), 7)
 
-    return Unpacker(levels, sub, half_scale(p, ld2, 1 / 8))
+    return Parts(quarter, sub, half_scale(p, ld2, 1 / 8), pairs=True)
 
 
-def iq2_xs(p, ld16, ld4, ld2):
+def iq2_xs(p, ldw, ld4, ld2):
     """Per 8 columns 16 bits: the entry number in nine, seven sign bits above; s of 16 columns in nibbles."""
-    words, eight, signs, scale = pair(p, ld16), eight_levels(p, "IQ2_XS"), sign_bits(p), odd_nibble(p)
+    eight, scale, shr = p.signed8(codebook("IQ2_XS"), True), odd_nibble(p), p.shr
 
     @p.jit
-    def part(t, q):
-        return eight(t, q & u32(511), signs(q >> u32(9)))
-
-    @p.jit
-    def levels(t, j):
-        a, b = words(t, 0, j)
-        return part(t, a) + part(t, a >> u32(16)) + part(t, b) + part(t, b >> u32(16))
+    def quarter(t, j, q):
+        w = shr(ldw(t, j >> 1, 2 * (j & 1) + (q >> 1)), 16 * (q & 1))
+        return eight(t, w & u32(511), w >> u32(9))
 
     @p.jit
     def sub(t, i):
         return scale(ld4(t, i >> 3), i & 7)
 
-    return Unpacker(levels, sub, half_scale(p, ld2, 1 / 8))
+    return Parts(quarter, sub, half_scale(p, ld2, 1 / 8), pairs=True)
 
 
-def iq2_s(p, ld16, ld4, ld2):
+def iq2_s(p, ldw, ld4, ld2):
     """Entry numbers in bytes, their bits 8 and 9 in two-bit fields of qh; sign bits in bytes; s of 16 columns in nibbles."""
-    get, eight, scale, shr, byte, pick = word(p, ld16), eight_levels(p, "IQ2_S"), odd_nibble(p), p.shr, p.byte, p.pick
+    eight, scale, shr, byte = p.signed8(codebook("IQ2_S"), False), odd_nibble(p), p.shr, p.byte
 
     @p.jit
-    def part(t, q, s, h, l):
-        return eight(t, (shr(q, 8 * l) & u32(255)) | (shr(h, 2 * l) & u32(3)) << u32(8), shr(s, 8 * l))
-
-    @p.jit
-    def levels(t, j):
-        q, s, h = get(t, 0, j), get(t, 2, j), byte(ld16(t, 4), j)
-        return part(t, q, s, h, 0) + part(t, q, s, h, 1) + part(t, q, s, h, 2) + part(t, q, s, h, 3)
+    def quarter(t, j, q):
+        upper = shr(ldw(t, 4, j >> 2), 8 * (j & 3) + 2 * q) & u32(3)
+        return eight(t, byte(ldw(t, j >> 2, j & 3), q) | upper << u32(8), byte(ldw(t, 2 + (j >> 2), j & 3), q))
 
     @p.jit
     def sub(t, i):
-        return scale(pick(ld16(t, 4), 2 + (i >> 3)), i & 7)
+        return scale(ldw(t, 4, 2 + (i >> 3)), i & 7)
 
-    return Unpacker(levels, sub, half_scale(p, ld2, 1 / 8))
+    return Parts(quarter, sub, half_scale(p, ld2, 1 / 8), pairs=True)
 
 
-def iq3_xxs(p, ld16, ld4, ld2):
+def iq3_xxs(p, ldw, ld4, ld2):
     """Entry numbers in bytes; per 32 columns a word of four times seven sign bits, and s in the top four bits."""
-    words, get, four, signs, scale, shr = pair(p, ld16), word(p, ld16), four_levels(p, "IQ3_XXS"), sign_bits(p), odd_nibble(p), p.shr
+    table, signs, negate, scale, shr = p.table(level_words("IQ3_XXS")), signs8(p, True), negated(p), odd_nibble(p), p.shr
 
     @p.jit
-    def part(t, q, s, l):
-        return four(t, q & u32(255), (q >> u32(8)) & u32(255), signs(shr(s, 7 * l)))
-
-    @p.jit
-    def levels(t, j):
-        a, b = words(t, 0, j)
-        s = get(t, 4, j)
-        return part(t, a, s, 0) + part(t, a >> u32(16), s, 1) + part(t, b, s, 2) + part(t, b >> u32(16), s, 3)
+    def quarter(t, j, q):
+        low, high = signs(shr(ldw(t, 4 + (j >> 2), j & 3), 7 * q))
+        w = shr(ldw(t, j >> 1, 2 * (j & 1) + (q >> 1)), 16 * (q & 1))
+        return negate(table(t, i32(w & u32(255))), low), negate(table(t, i32((w >> u32(8)) & u32(255))), high)
 
     @p.jit
     def sub(t, i):
-        return scale(get(t, 4, i), 7)
+        return scale(ldw(t, 4 + (i >> 2), i & 3), 7)
 
-    return Unpacker(levels, sub, half_scale(p, ld2, 1 / 4))
+    return Parts(quarter, sub, half_scale(p, ld2, 1 / 4), pairs=True)
 
 
-def iq3_s(p, ld16, ld4, ld2):
-    """Entry numbers in bytes, their bit 8 in the bits of qh; sign bits in bytes; s of 32 columns in nibbles. Scale d, not d / 4."""
-    words, get, four, scale, shr = pair(p, ld16), word(p, ld16), four_levels(p, "IQ3_S"), odd_nibble(p), p.shr
-
-    @p.jit
-    def part(t, q, s, h, l):
-        a = (q & u32(255)) | (shr(h, 2 * l) & u32(1)) << u32(8)
-        b = ((q >> u32(8)) & u32(255)) | (shr(h, 2 * l + 1) & u32(1)) << u32(8)
-        return four(t, a, b, shr(s, 8 * l))
+def iq3_s(p, ldw, ld4, ld2):
+    """Entry numbers in bytes, their bit 8 in the bits of qh; sign bits in bytes; s of 32 columns in nibbles. Scale d, not d / 4.
+    Levels are odd: for them -b = b ^ 254 as bytes."""
+    table, signs, scale, shr, byte = p.table(level_words("IQ3_S")), signs8(p, False), odd_nibble(p), p.shr, p.byte
 
     @p.jit
-    def levels(t, j):
-        a, b = words(t, 0, j)
-        s, h = get(t, 4, j), shr(ld4(t, j >> 2), 8 * (j & 3))
-        return part(t, a, s, h, 0) + part(t, a >> u32(16), s, h, 1) + part(t, b, s, h, 2) + part(t, b >> u32(16), s, h, 3)
+    def quarter(t, j, q):
+        low, high = signs(byte(ldw(t, 4 + (j >> 2), j & 3), q))
+        w, h = ldw(t, j >> 1, 2 * (j & 1) + (q >> 1)), shr(ld4(t, j >> 2), 8 * (j & 3) + 2 * q)
+        a, b = byte(w, 2 * (q & 1)) | (h & u32(1)) << u32(8), byte(w, 2 * (q & 1) + 1) | (h & u32(2)) << u32(7)
+        return i32(u32(table(t, i32(a)) ^ low * u32(254))), i32(u32(table(t, i32(b)) ^ high * u32(254)))
 
     @p.jit
     def sub(t, i):
         return scale(ld4(t, 2), i)
 
-    return Unpacker(levels, sub, half_scale(p, ld2))
+    return Parts(quarter, sub, half_scale(p, ld2), pairs=True)
 
 
-def shifted_levels(p, name):
-    """(t, entry, minus) -> the two level words 8 l + 1, or 8 l - 1 where minus is 1, of an eight-column entry of levels l in -1, 0, 1."""
-    table, less = p.table(ternary_codes(name)), p.less
-
-    @p.jit
-    def half_entry(code, minus):
-        code = u32(code) & u32(255)
-        fields = (code | code << u32(6) | code << u32(12) | code << u32(18)) & TWOS
-        return less(u32(fields << u32(3)), u32(7) + (minus << u32(1)))
+def shifted(p, name):
+    """(t, entry, minus) -> the two words of codes 8 (l + 1), and 2 more where minus is 0, of an eight-column entry of levels l in -1, 0, 1."""
+    table, fields, twos = p.table(eighths(name)), u32(0x18181818), u32(0x02020202)
 
     @p.jit
     def eight(t, entry, minus):
-        code = table(t, i32(entry))
-        return half_entry(code, minus), half_entry(code >> u32(8), minus)
+        w, two = table(t, i32(entry)), u32(twos - minus * twos)
+        return i32(u32(w & fields | two)), i32(u32((w >> u32(2)) & fields | two))
     return eight
 
 
-def iq1_s(p, ld16, ld4, ld2):
-    """Entry numbers in bytes, their bits 8..10 in three-bit fields of qh; qh also has s in bits 12..14 and the shift's sign in bit 15."""
-    get, eight, shr, half = word(p, ld16), shifted_levels(p, "IQ1_S"), p.shr, p.half
+def iq1_s(p, ldw, ld4, ld2):
+    """Entry numbers in bytes, their bits 8..10 in three-bit fields of qh; qh also has s in bits 12..14 and the shift's sign in bit 15:
+    set means minus."""
+    eight, shr, byte, half = shifted(p, "IQ1_S"), p.shr, p.byte, p.half
 
     @p.jit
-    def part(t, q, h, l):
-        return eight(t, (shr(q, 8 * l) & u32(255)) | (shr(h, 3 * l) & u32(7)) << u32(8), (h >> u32(15)) & u32(1))
-
-    @p.jit
-    def levels(t, j):
-        q, h = get(t, 0, j), half(ld16(t, 2), j)
-        return part(t, q, h, 0) + part(t, q, h, 1) + part(t, q, h, 2) + part(t, q, h, 3)
+    def quarter(t, j, q):
+        h = half(ldw(t, 2, j >> 1), j & 1)
+        return eight(t, byte(ldw(t, j >> 2, j & 3), q) | (shr(h, 3 * q) & u32(7)) << u32(8), h >> u32(15))
 
     @p.jit
     def sub(t, i):
-        return i32(u32(((half(ld16(t, 2), i) >> u32(12)) & u32(7)) * u32(2) + u32(1))), i32(0)
+        return i32(u32(((half(ldw(t, 2, i >> 1), i & 1) >> u32(12)) & u32(7)) * u32(2) + u32(1))), i32(0)
 
-    return Unpacker(levels, sub, half_scale(p, ld2, 1 / 8))
+    return Parts(quarter, sub, half_scale(p, ld2, 1 / 8), pairs=True)
 
 
-def iq1_m(p, ld16, ld4, ld2):
+def iq1_m(p, ldw, ld4, ld2):
     """Entry numbers in bytes, their bits 8..10 and the shift's sign in nibbles of qh; four 16-bit words hold s of 16 columns in
     three-bit fields, and together, in their top four bits, the float16 d."""
-    get, eight, shr, half, f16, mul = word(p, ld16), shifted_levels(p, "IQ1_M"), p.shr, p.half, p.f16, p.mul
+    eight, shr, byte, f16, mul = shifted(p, "IQ1_M"), p.shr, p.byte, p.f16, p.mul
     eighth = np.float32(1 / 8)
 
     @p.jit
-    def part(t, q, h, l):
-        nibble = shr(h, 4 * l)
-        return eight(t, (shr(q, 8 * l) & u32(255)) | (nibble & u32(7)) << u32(8), (nibble >> u32(3)) & u32(1))
-
-    @p.jit
-    def levels(t, j):
-        q, h = get(t, 0, j), half(ld16(t, 2), j)
-        return part(t, q, h, 0) + part(t, q, h, 1) + part(t, q, h, 2) + part(t, q, h, 3)
+    def quarter(t, j, q):
+        h = shr(ldw(t, 2, j >> 1), 16 * (j & 1) + 4 * q)
+        return eight(t, byte(ldw(t, j >> 2, j & 3), q) | (h & u32(7)) << u32(8), (h >> u32(3)) & u32(1))
 
     @p.jit
     def sub(t, i):
@@ -260,10 +174,10 @@ def iq1_m(p, ld16, ld4, ld2):
         bits = (a >> u32(12)) & u32(15) | (a >> u32(24)) & u32(0xf0) | (b >> u32(4)) & u32(0xf00) | (b >> u32(16)) & u32(0xf000)
         return mul(f16(bits), eighth), np.float32(0)
 
-    return Unpacker(levels, sub, group)
+    return Parts(quarter, sub, group, pairs=True)
 
 
-def iq4_xs(p, ld16, ld4, ld2):
+def iq4_xs(p, ldw, ld4, ld2):
     """Nibbles as in the legacy formats, through IQ4_NL's table; word 0 is d and the upper two bits of eight scales, word 1 their low nibbles."""
     f16, shr = p.f16, p.shr
 
@@ -276,4 +190,4 @@ def iq4_xs(p, ld16, ld4, ld2):
     def group(t, g):
         return f16(u32(ld4(t, 0)) & u32(0xffff)), np.float32(0)
 
-    return Unpacker(nibble_levels(p, ld16, p.lookup16(IQ4_LEVELS)), sub, group)
+    return Parts(looked_up(p, ldw, IQ4_LEVELS), sub, group)

@@ -2,57 +2,59 @@
 
 In the 16 bytes of nibbles the low ones are columns 0..15, the high ones columns 16..31; bit c of the word qh is the fifth bit of column c.
 """
-from .words import Unpacker, ZERO, i32, u32, unit_scales
+from .words import NIBBLES, Parts, ZERO, halves, i32, u32, unit_scales
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 
 
-def nibble_levels(p, ld16, level):
-    """`levels` where piece j holds the nibbles of columns 32j..; level: a word of four nibbles -> int32 word of four levels."""
-    nibbles = p.nibbles
+def nibbles(p, ldw):
+    """`quarter` where piece j holds the nibbles of columns 32j..: they are the codes."""
+    shr = p.shr
 
     @p.jit
-    def levels(t, j):
-        a, b, c, d = ld16(t, j)
-        return (level(nibbles(a, 0)), level(nibbles(b, 0)), level(nibbles(c, 0)), level(nibbles(d, 0)),
-                level(nibbles(a, 4)), level(nibbles(b, 4)), level(nibbles(c, 4)), level(nibbles(d, 4)))
-    return levels
+    def word(t, j, h, q):
+        return u32(shr(ldw(t, j, q), 4 * h) & NIBBLES)
+    return halves(p, word)
 
 
-def five_bit_levels(p, ld16, level):
-    """`levels` where piece j holds the nibbles of columns 32j.., and word j of pieces 8 and 9 their fifth bits."""
-    nibbles, pick, shr, spread = p.nibbles, p.pick, p.shr, p.spread
+def looked_up(p, ldw, levels):
+    """`quarter` where piece j holds the nibbles of columns 32j..: they count the 16 levels."""
+    lookup = p.lookup16(levels)
 
     @p.jit
-    def join(w, s, bits):
-        return level(u32(nibbles(w, s) | spread(bits) << u32(4)))
+    def quarter(t, j, q):
+        return lookup(ldw(t, j, q))
+    return quarter
+
+
+def five_bits(p, ldw):
+    """`quarter` where piece j holds the nibbles of columns 32j.., and word j of pieces 8 and 9 their fifth bits."""
+    shr, spread = p.shr, p.spread
 
     @p.jit
-    def levels(t, j):
-        a, b, c, d = ld16(t, j)
-        h = pick(ld16(t, 8 + (j >> 2)), j & 3)
-        return (join(a, 0, h), join(b, 0, shr(h, 4)), join(c, 0, shr(h, 8)), join(d, 0, shr(h, 12)),
-                join(a, 4, shr(h, 16)), join(b, 4, shr(h, 20)), join(c, 4, shr(h, 24)), join(d, 4, shr(h, 28)))
-    return levels
+    def word(t, j, h, q):
+        fifth = shr(ldw(t, 8 + (j >> 2), j & 3), 16 * h + 4 * q)
+        return u32(shr(ldw(t, j, q), 4 * h) & NIBBLES | spread(fifth) << u32(4))
+    return halves(p, word)
 
 
-def scales(p, ld16, piece):
+def scales(p, ldw, piece):
     """`group` of blocks with a scale only: the chunk's eight d fill one piece."""
     f16, half = p.f16, p.half
 
     @p.jit
     def group(t, g):
-        return f16(half(ld16(t, piece), g)), ZERO
+        return f16(half(ldw(t, piece, g >> 1), g & 1)), ZERO
     return group
 
 
-def scales_and_minima(p, ld16, piece):
+def scales_and_minima(p, ldw, piece):
     """`group` of blocks with pairs (d, m): eight words in two pieces. The file's value is d * level + m, so the minimum is -m."""
-    f16, pick = p.f16, p.pick
+    f16 = p.f16
 
     @p.jit
     def group(t, g):
-        w = pick(ld16(t, piece + (g >> 2)), g & 3)
+        w = u32(ldw(t, piece + (g >> 2), g & 3))
         return f16(w & u32(0xffff)), f16((w >> u32(16)) ^ u32(0x8000))
     return group
 
@@ -64,47 +66,29 @@ def unit_scales_and_minima(p):
     return sub
 
 
-def minus(p, c):
-    less, c = p.less, u32(c)
+def q4_0(p, ldw, ld4, ld2):
+    return Parts(nibbles(p, ldw), unit_scales(p), scales(p, ldw, 8))
 
+
+def q4_1(p, ldw, ld4, ld2):
+    return Parts(nibbles(p, ldw), unit_scales_and_minima(p), scales_and_minima(p, ldw, 8))
+
+
+def q5_0(p, ldw, ld4, ld2):
+    return Parts(five_bits(p, ldw), unit_scales(p), scales(p, ldw, 10))
+
+
+def q5_1(p, ldw, ld4, ld2):
+    return Parts(five_bits(p, ldw), unit_scales_and_minima(p), scales_and_minima(p, ldw, 10))
+
+
+def iq4_nl(p, ldw, ld4, ld2):
+    return Parts(looked_up(p, ldw, IQ4_LEVELS), unit_scales(p), scales(p, ldw, 8))
+
+
+def q8_0(p, ldw, ld4, ld2):
     @p.jit
-    def level(w):
-        return less(w, c)
-    return level
+    def word(t, j, h, q):
+        return ldw(t, 2 * j + h, q)
 
-
-def as_is(p):
-    @p.jit
-    def level(w):
-        return i32(w)
-    return level
-
-
-def q4_0(p, ld16, ld4, ld2):
-    return Unpacker(nibble_levels(p, ld16, minus(p, 8)), unit_scales(p), scales(p, ld16, 8))
-
-
-def q4_1(p, ld16, ld4, ld2):
-    return Unpacker(nibble_levels(p, ld16, as_is(p)), unit_scales_and_minima(p), scales_and_minima(p, ld16, 8))
-
-
-def q5_0(p, ld16, ld4, ld2):
-    return Unpacker(five_bit_levels(p, ld16, minus(p, 16)), unit_scales(p), scales(p, ld16, 10))
-
-
-def q5_1(p, ld16, ld4, ld2):
-    return Unpacker(five_bit_levels(p, ld16, as_is(p)), unit_scales_and_minima(p), scales_and_minima(p, ld16, 10))
-
-
-def iq4_nl(p, ld16, ld4, ld2):
-    return Unpacker(nibble_levels(p, ld16, p.lookup16(IQ4_LEVELS)), unit_scales(p), scales(p, ld16, 8))
-
-
-def q8_0(p, ld16, ld4, ld2):
-    @p.jit
-    def levels(t, j):
-        a, b, c, d = ld16(t, 2 * j)
-        e, f, g, h = ld16(t, 2 * j + 1)
-        return i32(a), i32(b), i32(c), i32(d), i32(e), i32(f), i32(g), i32(h)
-
-    return Unpacker(levels, unit_scales(p), scales(p, ld16, 16))
+    return Parts(halves(p, word), unit_scales(p), scales(p, ldw, 16))

@@ -64,16 +64,15 @@ class Tiling:
 
 
 def loads(fmt: Format, jit):
-    """(ld16, ld4, ld2) over tiles held as a uint32 array, in plain indexing. t = (words, base, row): the array, the tile's first word
-    (its byte offset / 4) and the row in the tile, 0..31."""
+    """(ldw, ld4, ld2) over tiles held as a uint32 array, in plain indexing: word i of piece p, word k, half h.
+    t = (words, base, row): the array, the tile's first word (its byte offset / 4) and the row in the tile, 0..31."""
     word_plane = ROWS * 4 * fmt.n_pieces
     half_plane = word_plane + ROWS * fmt.n_words
 
     @jit
-    def ld16(t, p):
+    def ldw(t, p, i):
         words, base, row = t
-        i = base + (p * ROWS + row) * 4
-        return words[i], words[i + 1], words[i + 2], words[i + 3]
+        return words[base + (p * ROWS + row) * 4 + i]
 
     @jit
     def ld4(t, k):
@@ -85,7 +84,7 @@ def loads(fmt: Format, jit):
         words, base, row = t
         w = words[base + half_plane + ((h * ROWS + row) >> 1)]
         return u32(w >> u32(16)) if row & 1 else u32(w & u32(0xffff))  # 32 rows to a half: its parity is the row's
-    return ld16, ld4, ld2
+    return ldw, ld4, ld2
 
 
 def _planes(tiles: np.ndarray, fmt: Format):

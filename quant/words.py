@@ -11,7 +11,7 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-u32, i32, f32 = np.uint32, np.int32, np.float32
+u32, u64, i32, f32 = np.uint32, np.uint64, np.int32, np.float32
 
 ONES = u32(0x01010101)    # one in each byte
 TWOS = u32(0x03030303)    # the low two bits of each byte
@@ -21,32 +21,41 @@ EVEN = u32(0x00ff00ff)    # bytes 0 and 2 in 16-bit lanes
 ZERO = f32(0)
 
 
+class Parts(NamedTuple):
+    """What a format states of its unpacking; the rest of an `Unpacker` follows. t names the chunk, as the loads understand it."""
+    quarter: Callable    # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first
+    sub: Callable        # (t, i) -> (isc, imin) int32 of the i-th sub-block (`Format.sub` columns)
+    group: Callable      # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
+    pairs: bool = False  # the columns of a quarter: 8q..8q+3 and 8q+4..8q+7, else 4q..4q+3 and 16+4q..16+4q+3
+
+
 class Unpacker(NamedTuple):
-    """A format's unpacking of one chunk (256 columns of a row), compiled for one target. t names the chunk, as the loads understand it.
+    """A format's unpacking of one chunk (256 columns of a row), compiled for one target; level = code - `Format.zero`.
 
     value[c] = sub(mul(mul(d, isc), level[c]), mul(m, imin)), each operation float32, nearest even; without minima the first product.
     """
     levels: Callable  # (t, j) -> 8 int32 words: the int8 levels of columns 32j..32j+31 in column order, the lowest byte first
-    sub: Callable     # (t, i) -> (isc, imin) int32 of the i-th sub-block (`Format.sub` columns)
-    group: Callable   # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
+    sub: Callable     # sub, group, quarter, pairs: see `Parts`
+    group: Callable
+    quarter: Callable
+    pairs: bool
 
 
 class Primitives(NamedTuple):
-    """Device functions of one target. w: uint32 word of four bytes; w4: four words (a 16-byte piece); t: whatever the loads take."""
+    """Device functions of one target. w: uint32 word of four bytes; t: whatever the loads take."""
     jit: Callable       # compiles a device function for the target
     f16: Callable       # (bits of a half, 0..65535) -> float32, exact
     f32: Callable       # (bits) -> float32 of that pattern
     mul: Callable       # (a, b) -> a * b in float32, nearest even
     shr: Callable       # (w, s) -> w >> s, s in 0..31
-    pick: Callable      # (w4, i) -> word i
-    half: Callable      # (w4, i) -> 16-bit half i, 0..7
-    byte: Callable      # (w4, i) -> byte i, 0..15
-    nibbles: Callable   # (w, s) -> the low (s = 0) or high (s = 4) nibbles of the bytes
-    less: Callable      # (w, c) -> int32 word of the bytes minus c, signed; bytes < 128 + c, c <= 128
+    half: Callable      # (w, i) -> 16-bit half i of the word, 0 or 1
+    byte: Callable      # (w, i) -> byte i of the word, 0..3
+    odd_bytes: Callable  # (v, w) -> bytes 1 and 3 of v and of w, in the order v, w, v, w
     spread: Callable    # (w) -> the low four bits of w, one in each byte
-    signed: Callable    # (w, s) -> int32 word of the bytes, negated where the bits 0..3 of s are set; bytes in 1..127
     table: Callable     # (1-d unsigned array) -> device function (t, i) -> entry i as uint32
-    lookup16: Callable  # (16 int8 levels) -> device function (w of four nibbles) -> int32 word of their levels
+    lookup16: Callable  # (16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones
+    signed8: Callable   # ([n, 8] of three positive levels, parity) -> device function (t, i, s) -> 2 int32 words: entry i, negated where
+                        # the bits 0..7 of s are set; with parity bit 7 is that of the bits 0..6
 
 
 def primitives(jit, **native):
@@ -80,39 +89,22 @@ def primitives(jit, **native):
     shr = native.get("shr", shr)
 
     @jit
-    def pick(w4, i):
-        low = w4[1] if i & 1 else w4[0]
-        high = w4[3] if i & 1 else w4[2]
-        return u32(high if i & 2 else low)
-
-    pick = native.get("pick", pick)
+    def half(w, i):
+        return u32(shr(w, i << 4) & u32(0xffff))
 
     @jit
-    def half(w4, i):
-        return u32(shr(pick(w4, i >> 1), (i & 1) << 4) & u32(0xffff))
+    def byte(w, i):
+        return u32(shr(w, i << 3) & u32(0xff))
 
     @jit
-    def byte(w4, i):
-        return u32(shr(pick(w4, i >> 2), (i & 3) << 3) & u32(0xff))
-
-    @jit
-    def nibbles(w, s):
-        return u32(shr(w, s) & NIBBLES)
-
-    @jit
-    def less(w, c):
-        return i32(u32((u32(w) + (TOPS - u32(c) * ONES)) ^ TOPS))  # adding 128 - c instead keeps every byte positive: no borrow between bytes
+    def odd_bytes(v, w):
+        return u32((u32(v) >> u32(8)) & EVEN | u32(w) & (EVEN << u32(8)))
 
     @jit
     def spread(w):
         return u32(((u32(w) & u32(15)) * u32(0x00204081)) & ONES)  # copies 7 bits apart do not overlap, and put bit k at 8k
 
     spread = native.get("spread", spread)
-
-    @jit
-    def signed(w, s):
-        negative = spread(s)
-        return i32(u32((u32(w) ^ (negative * u32(255))) + negative))  # -b = ~b + 1, without carry since b > 0
 
     def table(entries):
         entries = np.ascontiguousarray(entries)
@@ -128,14 +120,82 @@ def primitives(jit, **native):
         assert bytes_.shape == (16,), bytes_.shape
 
         @jit
-        def lookup(w):
-            w = u32(w)
+        def four(w):
             return i32(u32(bytes_[w & u32(15)] | bytes_[(w >> u32(8)) & u32(15)] << u32(8)
                            | bytes_[(w >> u32(16)) & u32(15)] << u32(16) | bytes_[(w >> u32(24)) & u32(15)] << u32(24)))
+
+        @jit
+        def lookup(w):
+            return four(u32(w)), four(u32(w) >> u32(4))
         return lookup
 
-    portable = Primitives(jit, f16, as_f32, mul, shr, pick, half, byte, nibbles, less, spread, signed, table, lookup16)
+    table = native.get("table", table)
+    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, odd_bytes, spread, table, lookup16, None)
+    portable = portable._replace(signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)
+
+
+def signs8(p, parity):
+    """(s) -> two words with a one in each byte whose bit of s is set, bits 0..3 and 4..7; with parity bit 7 is that of the bits 0..6."""
+    spread = p.spread
+
+    @p.jit
+    def signs(s):
+        s = u32(s)
+        low, high = spread(s), spread(s >> u32(4))
+        if parity:
+            high = u32(high & u32(0x00010101))
+            high = u32(high | u64(low ^ high) * u64(ONES) & u64(0x01000000))  # byte 3 of the product is the sum of the bytes
+        return low, high
+    return signs
+
+
+def negated(p):
+    """(w, ones) -> int32 word of the bytes of w, in 1..127, negated where `ones` has a one."""
+    @p.jit
+    def word(w, ones):
+        return i32(u32((u32(w) ^ (ones * u32(255))) + ones))  # -b = ~b + 1, without carry since b > 0
+    return word
+
+
+def _signed8(p, levels, parity):
+    """`Primitives.signed8` from a table of level words."""
+    table, signs, negate = p.table(np.asarray(levels, np.uint8).reshape(-1).view(np.uint32)), signs8(p, parity), negated(p)
+
+    @p.jit
+    def eight(t, i, s):
+        low, high = signs(s)
+        first = i32(i) * 2
+        return negate(table(t, first), low), negate(table(t, first + 1), high)
+    return eight
+
+
+def unpacker(p, zero: int, parts: Parts) -> Unpacker:
+    """The unpacking of a format whose level is code - zero; codes are bytes 0..127, where zero is 0 also int8."""
+    quarter, pairs, offset = parts.quarter, parts.pairs, TOPS - u32(zero) * ONES
+
+    @p.jit
+    def level(w):
+        # adding 128 - zero keeps every byte positive: no borrow between bytes
+        return i32(u32((u32(w) + offset) ^ TOPS)) if zero else w
+
+    @p.jit
+    def levels(t, j):
+        a, b = quarter(t, j, 0)
+        c, d = quarter(t, j, 1)
+        e, f = quarter(t, j, 2)
+        g, h = quarter(t, j, 3)
+        a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
+        return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
+    return Unpacker(levels, parts.sub, parts.group, quarter, pairs)
+
+
+def halves(p, word):
+    """`quarter` of words of codes: word(t, j, h, q) -> uint32, the codes of columns 16h + 4q .. of the columns 32j..32j+31."""
+    @p.jit
+    def quarter(t, j, q):
+        return i32(word(t, j, 0, q)), i32(word(t, j, 1, q))
+    return quarter
 
 
 def unit_scales(p):

@@ -3,6 +3,7 @@ from zlib import crc32
 
 import numpy as np
 
+from ggml_py.kernels.cuda import dequantize as cuda_dequantize
 from ggml_py.kernels.cuda import get_rows as cuda_get_rows
 from ggml_py.kernels.cuda import mul_mat as cuda_mul_mat
 from ggml_py.kernels.cuda import quantize as cuda_quantize
@@ -10,7 +11,7 @@ from ggml_py.kernels.reference import get_rows as reference_get_rows
 from ggml_py.kernels.reference import mul_mat as reference_mul_mat
 from ggml_py.kernels.reference.quantize import quantize as reference_quantize
 from ggml_py.quant import tile
-from ggml_py.quant.activation import split_limbs
+from ggml_py.quant.activation import split_limbs, split_sums
 from ggml_py.quant.formats import CHUNK, format_of
 from ggml_py.testing import assert_bitwise_equal
 from random_weights import random_weight
@@ -41,11 +42,11 @@ def extreme_weight(fmt, n_rows: int, n_cols: int, fill: int, scales: int) -> np.
     return blocks.reshape(n_rows, -1)
 
 
-def run(machine, launch_function, operands, n_out, *sizes):
-    """float32 [n_out] written by launch_function(target, *addresses of operands, address of out, *sizes)."""
-    out = machine.upload(np.full(n_out + GUARD, np.nan, np.float32))
+def run(machine, launch_function, operands, n_out, *sizes, dtype=np.float32):
+    """dtype [n_out] written by launch_function(target, *addresses of operands, address of out, *sizes)."""
+    out = machine.upload(np.full(n_out + GUARD, np.nan, dtype))
     machine.run(launch_function(machine.target, *operands, out, *sizes))
-    result = machine.download(out, np.float32, n_out + GUARD)
+    result = machine.download(out, dtype, n_out + GUARD)
     assert np.isnan(result[n_out:]).all(), "written behind the end of the output"
     return result[:n_out]
 
@@ -58,11 +59,15 @@ def reference_activations(x):
     return q, d, sums
 
 
+def chunk_limbs(sums) -> np.ndarray:
+    return split_sums(sums.reshape(len(sums), -1, 16))
+
+
 def activation_buffer(q, d, sums, n, k) -> np.ndarray:
     """The planes as kernels/cuda/quantize lays them out."""
     planes = cuda_quantize.activation_planes(n, k)
     buffer = np.zeros(planes.n_bytes, np.uint8)
-    for first, plane in zip(planes, (*split_limbs(q), d, sums)):
+    for first, plane in zip(planes, (*split_limbs(q), d, sums, chunk_limbs(sums))):
         buffer[first:first + plane.nbytes] = np.ascontiguousarray(plane).reshape(-1).view(np.uint8)
     return buffer
 
@@ -75,7 +80,7 @@ def check_quantize(machine, x, name) -> None:
     found = machine.download(act, np.uint8, n_bytes + GUARD)
     assert not found[n_bytes:].any(), f"{name}: written behind the end of the buffer"
     planes, reference = cuda_quantize.activation_planes(n, k), reference_activations(x)
-    for plane, first, expected in zip(planes._fields, planes, (*split_limbs(reference[0]), *reference[1:])):
+    for plane, first, expected in zip(planes._fields, planes, (*split_limbs(reference[0]), *reference[1:], chunk_limbs(reference[2]))):
         assert_bitwise_equal(found[first:first + expected.nbytes].view(expected.dtype).reshape(expected.shape), expected, f"{name} {plane}")
 
 
@@ -115,6 +120,29 @@ def check_get_rows(machine, type_, n_rows, n_cols, ids) -> None:
                 expected.size, len(ids), n_cols)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     machine.free()
+
+
+def check_dequantize(machine, type_, n_rows, n_cols, dtype, weight=None) -> None:
+    name = f"dequantize[{type_}, n_rows={n_rows}, n_cols={n_cols}, {dtype}]"
+    fmt = format_of(type_)
+    weight = random_weight(fmt, n_rows, n_cols, seeded(name)) if weight is None else weight
+    words = tile.pack(weight, fmt, n_rows, n_cols).reshape(-1).view(np.uint32)
+    expected = np.empty((n_rows, n_cols), np.float32)
+    reference_get_rows.get_rows(type_)(words, np.arange(n_rows, dtype=np.int32), expected)
+    if dtype == "f16":
+        with np.errstate(over="ignore"):  # to infinity
+            expected = expected.astype(np.float16)
+    found = run(machine, lambda target, *args: cuda_dequantize.dequantize(target, type_, *args), (machine.upload(words),),
+                expected.size, n_rows, n_cols, dtype, dtype=expected.dtype)
+    assert_bitwise_equal(found.reshape(expected.shape), expected, name)
+    machine.free()
+
+
+def float16_edges(n_cols: int) -> np.ndarray:
+    """float32 weights [4, n_cols], around which the rounding to float16 changes: ties, the largest value, subnormals, zeros, NaN; and between them."""
+    edges = np.float32([0, 2.0**-25, 1.5 * 2.0**-25, 2.0**-24, 1.5 * 2.0**-24, 2.0**-14, 1, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 65504, 65519.996, 65520, 3e38, np.inf])
+    around = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.float32([np.nan])])
+    return np.resize(np.concatenate([around, -around]), (4, n_cols))
 
 
 def check_take_rows(machine, n_rows, n_cols, ids) -> None:

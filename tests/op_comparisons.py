@@ -1,19 +1,24 @@
 """The kernels of a machine (simulator or GPU) for everything but matrices, against kernels/reference, bit for bit."""
 import numpy as np
 
+from ggml_py.kernels.cuda import add_rms_norm as cuda_add_rms_norm
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
+from ggml_py.kernels.cuda import glu as cuda_glu
+from ggml_py.kernels.cuda import mul_mat_glu as cuda_mul_mat_glu
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
 from ggml_py.kernels.cuda import rope as cuda_rope
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
-from ggml_py.kernels.reference import elementwise, flash_attn_ext, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
+from ggml_py.kernels.reference import add_rms_norm, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
+from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
-from ggml_py.quant.formats import CHUNK
+from ggml_py.quant.formats import CHUNK, format_of
 from ggml_py.testing import assert_bitwise_equal
-from matmul_comparisons import GUARD, SPECIAL, activations, run, seeded
+from matmul_comparisons import GUARD, SPECIAL, activation_buffer, activations, chunk_limbs, reference_activations, run, seeded
+from random_weights import random_weight
 
 EPS = np.float32(1e-5)
 
@@ -38,15 +43,64 @@ def check_rms_norm(machine, n_rows, n_cols, special=False) -> None:
     compare(machine, cuda_rms_norm.rms_norm, (x, w), expected, name, n_rows, n_cols, EPS, in_place=True)
 
 
+def check_add_rms_norm(machine, n_rows, n_cols, eps=EPS) -> None:
+    name = f"add_rms_norm[n_rows={n_rows}, n_cols={n_cols}, eps={eps}]"
+    rng = seeded(name)
+    x, y, w = edges(n_rows, n_cols, rng), edges(n_rows, n_cols, rng), activations(1, n_cols, rng)[0]
+    out, total = np.empty_like(x), np.empty_like(x)
+    add_rms_norm.add_rms_norm(x, y, w, np.float32(eps), out, total)
+    at = machine.upload(np.full(total.size + GUARD, np.nan, np.float32))
+    found = run(machine, lambda target, x, y, w, out, *sizes: cuda_add_rms_norm.add_rms_norm(target, x, y, w, out, at, *sizes),
+                [machine.upload(a) for a in (x, y, w)], out.size, n_rows, n_cols, eps)
+    assert_bitwise_equal(found.reshape(out.shape), out, name)
+    check_floats(machine, at, total, f"{name} total")
+    machine.free()
+
+
+def check_floats(machine, at, expected, name) -> None:
+    """At an address lie the expected floats, and behind them the guard of NaN."""
+    found = machine.download(at, np.float32, expected.size + GUARD)
+    assert np.isnan(found[expected.size:]).all(), f"{name}: written behind the end"
+    assert_bitwise_equal(found[:expected.size].reshape(expected.shape), expected, name)
+
+
+def check_glu(machine, op, n_rows, n_cols) -> None:
+    """op: swiglu, geglu or reglu."""
+    name = f"{op}[n_rows={n_rows}, n_cols={n_cols}]"
+    rng = seeded(name)
+    g, u, expected = edges(n_rows, n_cols, rng), activations(n_rows, n_cols, rng), np.empty((n_rows, n_cols), np.float32)
+    getattr(elementwise if op == "swiglu" else glu, op)(g, u, expected)
+    compare(machine, getattr(cuda_elementwise if op == "swiglu" else cuda_glu, op), (g, u), expected, name, n_rows, n_cols, in_place=True)
+
+
+def check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased) -> None:
+    """types: of gate and up."""
+    name = f"mul_mat_glu[{act}, {types}, n_rows={n_rows}, n_cols={n_cols}, n={n}{', biased' * biased}]"
+    rng = seeded(name)
+    words = [tile.pack(random_weight(format_of(t), n_rows, n_cols, rng), t, n_rows, n_cols).reshape(-1).view(np.uint32) for t in types]
+    biases = tuple(activations(2, n_rows, rng)) if biased else ()
+    x = activations(n, n_cols, rng)
+    operands = reference_activations(x) if format_of(types[0]).is_quantized else (x,)
+    expected, scratch = np.empty((n, n_rows), np.float32), np.empty((n, n_rows), np.float32)
+    mul_mat_glu.mul_mat_glu(act, *types)(*words, operands, biases, expected, scratch)
+    at = machine.upload(np.full(scratch.size + GUARD, np.nan, np.float32))
+    addresses = [machine.upload(a) for a in (*words, activation_buffer(*operands, n, n_cols) if len(operands) > 1 else x, *biases)]
+    if not biased:
+        addresses += None, None
+    found = run(machine, lambda target, *args: cuda_mul_mat_glu.mul_mat_glu(target, act, *types, *args, at), addresses, expected.size, n_rows, n_cols, n)
+    assert_bitwise_equal(found.reshape(expected.shape), expected, name)
+    assert np.isnan(machine.download(at, np.float32, scratch.size + GUARD)[scratch.size:]).all(), f"{name}: written behind the end of scratch"
+    machine.free()
+
+
 def check_binary(machine, op, n_rows, n_cols, y_rows) -> None:
-    """op: add, mul or swiglu."""
+    """op: add or mul."""
     name = f"{op}[n_rows={n_rows}, n_cols={n_cols}, y_rows={y_rows}]"
     rng = seeded(name)
     x, y, expected = activations(n_rows, n_cols, rng), activations(y_rows, n_cols, rng), np.empty((n_rows, n_cols), np.float32)
     x.reshape(-1)[-len(SPECIAL):] = SPECIAL[:x.size]
     getattr(elementwise, op)(x, y, expected)
-    sizes = (n_rows, n_cols) if op == "swiglu" else (n_rows, n_cols, y_rows)
-    compare(machine, getattr(cuda_elementwise, op), (x, y), expected, name, *sizes, in_place=True)
+    compare(machine, getattr(cuda_elementwise, op), (x, y), expected, name, n_rows, n_cols, y_rows, in_place=True)
 
 
 def check_scale(machine, n_rows, n_cols, a) -> None:
@@ -79,18 +133,22 @@ def edges(n: int, k: int, rng) -> np.ndarray:
     return x
 
 
-def check_act(machine, launch_function, reference, operands, name, n, k, *params) -> None:
-    """launch_function(target, *addresses of operands, address of activations, n, k, *params) must write what reference(*operands, *params, q, d, sums) does."""
+def check_act(machine, launch_function, reference, operands, name, n, k, *params, totals=()) -> None:
+    """launch_function(target, *addresses of operands, address of activations, *addresses of totals, n, k, *params) must write what
+    reference(*operands, *params, q, d, sums, *totals) does. totals: float32 arrays of further results."""
     n_chunks = -(-k // CHUNK)
     q, d, sums = np.empty((n, n_chunks * CHUNK), np.int16), np.empty((n, n_chunks), np.float32), np.empty((n, n_chunks * 16), np.int32)
-    reference(*operands, *params, q, d, sums)
+    reference(*operands, *params, q, d, sums, *totals)
     planes = cuda_quantize.activation_planes(n, k)
     act = machine.upload(np.full(planes.n_bytes + GUARD, 0x55, np.uint8))
-    machine.run(launch_function(machine.target, *map(machine.upload, operands), act, n, k, *params))
+    at = [machine.upload(np.full(total.size + GUARD, np.nan, np.float32)) for total in totals]
+    machine.run(launch_function(machine.target, *map(machine.upload, operands), act, *at, n, k, *params))
     found = machine.download(act, np.uint8, planes.n_bytes + GUARD)
     assert (found[planes.n_bytes:] == 0x55).all(), f"{name}: written behind the end of the buffer"
-    for plane, first, expected in zip(planes._fields, planes, (*split_limbs(q), d, sums)):
+    for plane, first, expected in zip(planes._fields, planes, (*split_limbs(q), d, sums, chunk_limbs(sums))):
         assert_bitwise_equal(found[first:first + expected.nbytes].view(expected.dtype).reshape(expected.shape), expected, f"{name} {plane}")
+    for address, total in zip(at, totals):
+        check_floats(machine, address, total, f"{name} total")
     machine.free()
 
 
@@ -99,6 +157,14 @@ def check_rms_norm_act(machine, n, k, eps=EPS) -> None:
     rng = seeded(name)
     operands = edges(n, k, rng), activations(1, k, rng)[0]
     check_act(machine, cuda_rms_norm_act.rms_norm_act, rms_norm_act.rms_norm_act, operands, name, n, k, np.float32(eps))
+
+
+def check_add_rms_norm_act(machine, n, k, eps=EPS) -> None:
+    name = f"add_rms_norm_act[n={n}, k={k}, eps={eps}]"
+    rng = seeded(name)
+    operands = edges(n, k, rng), edges(n, k, rng), activations(1, k, rng)[0]
+    check_act(machine, cuda_add_rms_norm.add_rms_norm_act, add_rms_norm.add_rms_norm_act, operands, name, n, k, np.float32(eps),
+              totals=(np.empty((n, k), np.float32),))
 
 
 def check_swiglu_act(machine, n, k) -> None:

@@ -16,7 +16,7 @@ TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "initcheck"
 FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
 FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py"
 SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"
-             f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or {' or '.join(FORMS)})")
+             f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or test_dequantize or {' or '.join(FORMS)})")
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")
 CLEAN = re.compile(r"0 errors\b|0 hazards displayed \(0 errors, 0 warnings\)")
 PASSED = re.compile(r"^\d+ passed\b", re.MULTILINE)

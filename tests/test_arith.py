@@ -213,6 +213,12 @@ def test_gelu():
         assert_bitwise_equal(apply("gelu", [x]), f32([expected]), f"gelu({x})")
 
 
+def test_relu():
+    with np.errstate(invalid="ignore"):
+        assert_bitwise_equal(apply("relu", ALL), np.where(ALL <= 0, f32(0), ALL), "relu")
+    assert_bitwise_equal(apply("relu", [0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45]), f32([0, 0, np.inf, 0, np.nan, 1e-45, 0]), "relu")
+
+
 def test_functions_called_from_python():
     assert f32(arith.exp(f32(1))) == f32(np.e)
 

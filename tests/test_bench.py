@@ -1,5 +1,5 @@
 """The benchmarks without a GPU: every case of bench/gpu.py makes its launches, limits follow the figures, and docs/performance.md is what the
-records give. The CPU benchmarks run once."""
+records give. The CPU benchmarks and a cold start run once."""
 import json
 import re
 import subprocess
@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "bench"))
 pytest.importorskip("figures", reason="needs the checkout")
 import report  # noqa: E402
 from figures import K, M, Row, limits, llama_cpp, verdict  # noqa: E402
+from tiny_models import write_model  # noqa: E402
 
 COPY = 4000.0
 RECORD = {"command": "bench/gpu.py --out h200.json", "device": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "numba.cuda": "numba_cuda",
@@ -55,7 +56,7 @@ def test_line():
 
 class Target:
     """Takes launches and checks their arguments, as a GPU's target would before it compiles."""
-    cc, n_multiprocessors = (9, 0), 132
+    cc, n_multiprocessors, shared_limit = (9, 0), 132, 227 << 10
 
     def launch(self, kernel, grid, block, args, shared=0):
         from ggml_py.kernels.cuda.launch import arguments
@@ -70,7 +71,8 @@ def gpu():
     return gpu
 
 
-@pytest.mark.parametrize("suite", ["mmvq", "mmq", "get_rows", "quantize", "rms_norm", "swiglu", "flash_attn_ext"])
+@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "get_rows", "dequantize", "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
+                                   "flash_attn_ext"])
 def test_cases_launch(gpu, suite):
     cases = gpu.selected(suite, None)
     assert cases and len({repr(case) for case in cases}) == len(cases)
@@ -84,20 +86,21 @@ def test_cases_launch(gpu, suite):
 
 def test_every_format_is_timed(gpu):
     from ggml_py.quant.formats import FORMATS
-    for suite, formats in ("mmvq", [f for f in FORMATS.values() if f.planes]), ("mmq", [f for f in FORMATS.values() if f.is_quantized]):
+    weights = [f for f in FORMATS.values() if f.planes]
+    for suite, formats in ("mmvq", weights), ("mmq", [f for f in weights if f.is_quantized]), ("get_rows", weights), ("dequantize", weights):
         assert {case.type for case in gpu.selected(suite, None)} == {f.name for f in formats}
 
 
 def test_selection(gpu):
     cases = gpu.selected("mmvq,flash_attn_ext", "q4_K,f16")
     assert {(case.kernel, case.type) for case in cases} == {("mmvq", "Q4_K"), ("mmvq", "F16"), ("flash_attn_ext", "f16")}
-    for arguments, message in ((("mmv", None), "unknown suite mmv; known: flash_attn_ext"), ((None, "Q4_9"), "unknown type q4_9; known: bf16")):
+    for arguments, message in ((("mmv", None), "unknown suite mmv; known: dequantize, flash_attn_ext"), ((None, "Q4_9"), "unknown type q4_9; known: bf16")):
         with pytest.raises(ValueError, match=message):
             gpu.selected(*arguments)
 
 
 def test_record_is_json_with_a_line_a_row(gpu):
-    text = gpu.dump(RECORD, ROWS)
+    text = gpu.dump(RECORD, "rows", [vars(row) for row in ROWS])
     record = json.loads(text)
     assert report.rows_of(record) == ROWS and {**RECORD, "rows": record["rows"]} == record
     assert len(text.splitlines()) < len(ROWS) + 30
@@ -151,15 +154,32 @@ def test_time(gpu, monkeypatch, us, n_rounds):
 # bench/report.py
 
 def test_page():
-    page = report.page({"h200": {**RECORD, "rows": [vars(row) for row in ROWS]}})
+    page = report.page({"h200": {**RECORD, "rows": [vars(row) for row in ROWS]}}, {})
     assert "5 of 8 limits met, 2 of 4 goals reached. Missed: mmvq q8_0 [m=4096, k=14336, n=8, cold]; mmvq f16" in page
     assert "| mmvq | Q8_0 | m=4096 k=14336 n=1 | cold | 16.0 | 15.5 to 17.0 | 62.4 | 3899 | 97 % | 7.3 | 22.8 us | 18.0 | 16.0 | goal | of the type |" in page
-    assert page.count("\n## ") == 1 and page.count("\n### ") == 3 and page.count("\n![") == 3
+    assert page.count("\n## ") == 2 and page.count("\n### ") == 3 and page.count("\n![") == 3
+    assert "On a CPU: not measured yet.\n\nOn a GPU: not measured yet.\n" in page
+
+
+def cold_start_runs(compile_seconds, *warm):
+    """warm: seconds to the first token; all load in a quarter of a second."""
+    def run(cache, first_token, n_kernels, seconds):
+        return {"cache": cache, "first_token_seconds": first_token, "load_seconds": 0.25, "n_kernels": n_kernels, "compile_seconds": seconds}
+    return [run("empty", compile_seconds + 1, 12, compile_seconds), *(run("warm", first_token, 0, 0.0) for first_token in warm)]
+
+
+def test_page_of_cold_starts():
+    on_cpu = {"device": "znver4", "cores": 2, "date": "2026-01-01", "model": "m.gguf", "runs": cold_start_runs(29.94, 2.0, 1.5, 4.0)}
+    on_gpu = {**on_cpu, "device": "NVIDIA H200", "driver": "580.1", "runs": cold_start_runs(30.06, 2.5)}
+    page = report.page({}, {"cpu": on_cpu, "gpu": on_gpu})
+    assert "| znver4, 2 cores (`cpu.json`, 2026-01-01) | m.gguf | 12 | 29.9 | goal | 30.9 | 2.00 (1.50 to 4.00) | 0 | 0.25 | 1.75 | goal |" in page
+    assert "| NVIDIA H200, driver 580.1 (`gpu.json`, 2026-01-01) | m.gguf | 12 | 30.1 | missed | 31.1 | 2.50 (2.50 to 2.50) | 0 | 0.25 | 2.25 | missed |" in page
+    assert "not measured yet" not in page and "On a GPU: not measured yet." in report.page({}, {"cpu": on_cpu})
 
 
 def test_committed_page():
     """After a change of the records or of the generator: python bench/report.py"""
-    assert (report.DOCS / "performance.md").read_text() == report.page(report.records())
+    assert (report.DOCS / "performance.md").read_text() == report.page(report.records("bench/gpu.py"), report.records("bench/cold_start.py"))
 
 
 def same_drawing(a: str, b: str) -> bool:
@@ -178,11 +198,40 @@ def test_plots(tmp_path):
     assert [path.name for path in first] == ["h200-mmvq.svg", "h200-mmq.svg", "h200-roofline.svg"]
     assert [path.read_text() for path in first] == [path.read_text() for path in again]
     assert "GB/s" in first[0].read_text() and not same_drawing(first[0].read_text(), first[1].read_text())
-    drawn = {path.name: path.read_text() for stem, record in report.records().items() for path in report.draw(stem, record, tmp_path)}
+    drawn = {path.name: path.read_text() for stem, record in report.records("bench/gpu.py").items() for path in report.draw(stem, record, tmp_path)}
     committed = {path.name: path.read_text() for path in (report.DOCS / "performance").glob("*.svg")}
     assert drawn.keys() == committed.keys()
     assert [name for name in drawn if not same_drawing(drawn[name], committed[name])] == []
 
+
+# bench/cold_start.py
+
+def test_cold_start(tmp_path, monkeypatch):
+    """The first process compiles what a tiny model needs, the second one nothing."""
+    import cold_start
+    path, out = write_model(tmp_path / "tiny.gguf", n_layer=1), tmp_path / "record.json"
+    monkeypatch.setattr(cold_start, "WARM_RUNS", 1)
+    monkeypatch.setattr(sys, "argv", ["cold_start.py", "--device", "cpu", "-m", str(path), "--out", str(out)])
+    assert cold_start.main() == 0
+    record = json.loads(out.read_text())
+    empty, warm = record["runs"]
+    assert (empty["cache"], warm["cache"], record["model"], record["cores"] > 0) == ("empty", "warm", "tiny.gguf", True)
+    assert empty["n_kernels"] > 5 and empty["first_token_seconds"] > empty["compile_seconds"] > 1  # all kernels come before the first token here
+    assert (warm["n_kernels"], warm["compile_seconds"]) == (0, 0)
+    assert 0 < warm["load_seconds"] < warm["first_token_seconds"] < empty["first_token_seconds"]
+    assert "| tiny.gguf |" in report.page({}, {"record": record})
+
+
+@pytest.mark.parametrize("device, model, message", [("tpu", "", "--device: 'tpu' is not a device"), ("cpu", "missing.gguf", "No such file")])
+def test_cold_start_refuses(device, model, message, tmp_path, monkeypatch, capsys):
+    import cold_start
+    monkeypatch.setattr(sys, "argv", ["cold_start.py", "--device", device, "-m", str(tmp_path / model), "--out", str(tmp_path / "record.json")])
+    with pytest.raises(SystemExit):
+        cold_start.main()
+    assert message in capsys.readouterr().err and not (tmp_path / "record.json").exists()
+
+
+# The benchmarks of the CPU
 
 def test_cpu_benchmarks_run():
     """Each once, the prompts of the largest products left out."""

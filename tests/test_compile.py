@@ -31,9 +31,9 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def run(checkout, script=SCRIPT, **env):
+def run(checkout, script=SCRIPT, *args, **env):
     env = {**os.environ, "PYTHONPATH": str(checkout), "XDG_CACHE_HOME": str(checkout / "cache"), **env}
-    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, *args], cwd=checkout, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -51,6 +51,28 @@ def test_an_edit_in_a_called_function_is_seen(checkout):
     assert float(changed) == pytest.approx(4 / (1 + np.exp(-4)), rel=1e-6)
     arith.write_text(source)
     assert run(checkout) == [value, compiled]  # and the folder of the old state is still there
+
+
+UNITS = """
+import sys
+import numpy as np
+from ggml_py.kernels.cpu.mul_mat import mul_mat
+from ggml_py.quant.formats import FORMATS
+rng = np.random.default_rng(0)
+for name in sys.argv[1:]:
+    words, q = np.arange(32 * FORMATS[name].chunk_bytes // 4, dtype=np.uint32), rng.integers(-99, 99, (1, 256)).astype(np.int16)
+    out = np.empty((1, 32), np.float32)
+    mul_mat(name)(words, q, np.ones((1, 1), np.float32), np.zeros((1, 16), np.int32), out)
+    print(out.tobytes().hex())
+    rng = np.random.default_rng(0)
+"""
+
+
+def test_functions_of_two_processes_are_told_apart(checkout):
+    """Functions of one name, the first that their processes compile, found on disk by a third."""
+    first, second = run(checkout, UNITS, "Q4_0")[0], run(checkout, UNITS, "Q5_0")[0]
+    assert first != second
+    assert run(checkout, UNITS, "Q4_0", "Q5_0") == [first, second] and run(checkout, UNITS, "Q5_0", "Q4_0") == [second, first]
 
 
 def test_another_cpu_has_its_own_folder(checkout):

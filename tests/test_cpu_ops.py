@@ -1,4 +1,4 @@
-"""kernels/cpu equals kernels/reference bit for bit, with one thread and with two; all operations but mul_mat."""
+"""kernels/cpu equals kernels/reference bit for bit, with one thread and with two; all operations but mul_mat alone."""
 from itertools import product
 from zlib import crc32
 
@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 from random_weights import random_weight
 
-from ggml_py.kernels.cpu import elementwise, flash_attn_ext, get_rows, quantize, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
+from ggml_py.kernels import arith
+from ggml_py.kernels.cpu import (add_rms_norm, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, quantize, rms_norm, rms_norm_act, rope, set_rows,
+                                 swiglu_act)
+from ggml_py.kernels.reference import add_rms_norm as reference_add_rms_norm
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import get_rows as reference_get_rows
+from ggml_py.kernels.reference import glu as reference_glu
+from ggml_py.kernels.reference import mul_mat_glu as reference_mul_mat_glu
 from ggml_py.kernels.reference import quantize as reference_quantize
 from ggml_py.kernels.reference import rms_norm as reference_rms_norm
 from ggml_py.kernels.reference import rms_norm_act as reference_rms_norm_act
@@ -77,12 +82,46 @@ def test_rows_of_floats(n, k, n_threads):
             compare(f"{op}{name}", getattr(reference_elementwise, op), getattr(elementwise, op), (x, second), out)
     compare(f"scale{name}", reference_elementwise.scale, elementwise.scale, (x, f32(0.3)), out)
     compare(f"swiglu{name}", reference_elementwise.swiglu, elementwise.swiglu, (x, y), out)
+    for op in ("geglu", "reglu"):
+        compare(f"{op}{name}", getattr(reference_glu, op), getattr(glu, op), (x, y), out)
     compare(f"rms_norm{name}", reference_rms_norm.rms_norm, rms_norm.rms_norm, (x, w[0], f32(1e-5)), out)
     n_chunks = -(-k // 256)
     act = ((n, n_chunks * 256), np.int16), ((n, n_chunks), f32), ((n, n_chunks * 16), np.int32)
     compare(f"quantize{name}", reference_quantize.quantize, quantize.quantize, (x,), *act)
     compare(f"rms_norm_act{name}", reference_rms_norm_act.rms_norm_act, rms_norm_act.rms_norm_act, (x, w[0], f32(1e-5)), *act)
     compare(f"swiglu_act{name}", reference_swiglu_act.swiglu_act, swiglu_act.swiglu_act, (x, y), *act)
+    normed = x, y, w[0], f32(1e-5)
+    compare(f"add_rms_norm{name}", reference_add_rms_norm.add_rms_norm, add_rms_norm.add_rms_norm, normed, out, out)
+    compare(f"add_rms_norm_act{name}", reference_add_rms_norm.add_rms_norm_act, add_rms_norm.add_rms_norm_act, normed, *act, out)
+
+
+@pytest.mark.parametrize("op, activation", [("geglu", arith.gelu), ("reglu", arith.relu)])
+def test_gated_linear_units_are_an_activation_and_a_product(op, activation):
+    g, u = np.meshgrid(SPECIAL, SPECIAL)
+    out = np.empty_like(g)
+    getattr(reference_glu, op)(g, u, out)
+    with np.errstate(all="ignore"):
+        expected = np.array([f32(activation(f32(a))) * b for a, b in zip(g.ravel(), u.ravel())], f32)
+    assert_bitwise_equal(out.ravel(), expected, op)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu"])
+@pytest.mark.parametrize("types", [("Q8_0", "Q8_0"), ("Q4_1", "Q8_0"), ("Q4_K", "Q6_K"), ("F16", "F32"), ("F32", "F32")], ids="-".join)
+def test_mul_mat_glu(types, act, biased, n_threads):
+    rng = seeded(f"{types} {act}")
+    shapes = ((3, 33, 5), (520, 1010, 3)) if types == ("F32", "F32") else ((1, 33, 256), (5, 70, 512))  # 520 x 1010: enough for two threads
+    for n, m, k in shapes:
+        words = [tile.pack(random_weight(FORMATS[t], m, k, rng), t, m, k).reshape(-1).view(np.uint32) for t in types]
+        x = numbers((n, k), rng)
+        if FORMATS[types[0]].is_quantized:
+            q = np.empty((n, k), np.int16), np.empty((n, k // 256), f32), np.empty((n, k // 16), np.int32)
+            reference_quantize.quantize(x, *q)
+        operands = *words, q if FORMATS[types[0]].is_quantized else (x,), tuple(numbers((2, m), rng)) if biased else ()
+        reference, kernel = reference_mul_mat_glu.mul_mat_glu(act, *types), mul_mat_glu.mul_mat_glu(act, *types)
+        scratch = np.empty((n, m), f32)
+        compare(f"mul_mat_glu[{act}, {types}, n={n}, m={m}, k={k}, biased={biased}, threads={n_threads}]", lambda *args: reference(*args, scratch),
+                lambda *args: kernel(*args, scratch), operands, ((n, m), f32))
 
 
 def test_quantize_special_blocks(n_threads):

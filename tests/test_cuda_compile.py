@@ -14,6 +14,7 @@ numba_cuda = pytest.importorskip("numba_cuda", reason="numba-cuda is not install
 from numba import cuda  # noqa: E402
 
 from ggml_py.kernels import cuda as kernels_cuda  # noqa: E402
+from ggml_py.kernels.compile import Compiled, compiled as compiled_on_cpu  # noqa: E402
 from ggml_py.kernels.cuda import launch, ptx as intrinsics  # noqa: E402
 from ggml_py.kernels.cuda.launch import F32, FACTORIES, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version  # noqa: E402
 
@@ -22,7 +23,7 @@ for module in iter_modules(kernels_cuda.__path__):
         import_module(f"{kernels_cuda.__name__}.{module.name}")
 
 KERNELS = {make(*args).name: (make, args) for make, cases in FACTORIES.items() for args in cases}
-REPRESENTATIVE = [make(*args).name for make, cases in FACTORIES.items() for args in {cases[0], cases[-1]}]
+REPRESENTATIVE = [make(*args).name for make, cases in FACTORIES.items() for args in dict.fromkeys((cases[0], cases[-1]))]  # in the same order in every process
 COMPUTE_CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 
 ASSEMBLY = re.compile(r"// begin inline asm\n(.*?)// end inline asm", re.DOTALL)
@@ -121,15 +122,19 @@ def test_arguments():
 
 
 def test_disk_cache(tmp_path, monkeypatch):
-    """The second process of a kernel reads what the first one wrote; another compute capability or kernel of the same name compiles."""
+    """The second process of a kernel reads what the first one wrote; another compute capability or kernel of the same name compiles. What compiles
+    is counted."""
     kernel = KERNELS["take_rows"][0]()
     monkeypatch.setattr(launch, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(launch, "compiled", Compiled())
+    on_cpu = compiled_on_cpu.n_kernels
     ptx = launch._cached_ptx(kernel, (9, 0))
+    assert (launch.compiled.n_kernels, compiled_on_cpu.n_kernels) == (1, on_cpu) and launch.compiled.seconds > 0  # counted once
 
     def compiles(kernel, cc):
         raise InterruptedError("compiles")
     monkeypatch.setattr(launch, "compile_ptx", compiles)
-    assert launch._cached_ptx(kernel, (9, 0)) == ptx
+    assert launch._cached_ptx(kernel, (9, 0)) == ptx and launch.compiled.n_kernels == 1
     for other in ((kernel, (8, 0)), (replace(kernel, n_threads=64), (9, 0)), (replace(kernel, name="take"), (9, 0))):
         with pytest.raises(InterruptedError):
             launch._cached_ptx(*other)

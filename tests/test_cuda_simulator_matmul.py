@@ -1,14 +1,16 @@
-"""quantize, mul_mat, get_rows and take_rows in numba's CUDA simulator: every format at the smallest shape, and the edges."""
+"""quantize, mul_mat, get_rows, dequantize and take_rows in numba's CUDA simulator: every format at the smallest shape, and the edges."""
 from dataclasses import astuple
 
 import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq import mmvq_kernel, splits
-from ggml_py.kernels.cuda.mul_mat import mmvq_shape, use_mmq
+from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, mmvq_shape, mul_mat_shape
 from ggml_py.quant.formats import FORMATS
-from matmul_comparisons import SPECIAL, activations, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows, seeded
+from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows,
+                                float16_edges, seeded)
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
 
@@ -18,18 +20,20 @@ def test_in_the_simulator():
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
-    ("Q8_0", 1, 1, 1, (1, 8, 1, (8, 1))), ("Q4_1", 32, 256, 2, (2, 1, 1, (1, 1))), ("Q4_K", 33, 257, 3, (2, 1, 2, (2, 2))), ("Q6_K", 33, 257, 3, (4, 1, 2, (2, 1))),
-    ("Q4_1", 576, 1536, 1, (1, 8, 6, (144, 1))), ("Q8_0", 49152, 576, 1, (1, 1, 3, (1536, 1))), ("Q4_K", 14336, 4096, 1, (1, 1, 4, (448, 1))),
-    ("Q4_K", 4096, 14336, 1, (1, 1, 14, (128, 1))), ("F16", 4096, 14336, 8, (4, 1, 8, (128, 2))), ("Q1_0", 576, 576, 1, (1, 2, 3, (36, 1)))])
+    ("Q8_0", 1, 1, 1, (1, 8, 1, (8, 1))), ("Q4_1", 576, 1536, 1, (1, 8, 6, (144, 1))), ("Q4_K", 4096, 4096, 1, (1, 2, 8, (256, 1))),
+    ("Q1_0", 576, 576, 1, (1, 2, 3, (36, 1))), ("F16", 4096, 14336, 8, (4, 1, 8, (128, 2))), ("F32", 33, 257, 3, (4, 1, 2, (2, 1))),
+    ("BF16", 128256, 4096, 1, (1, 1, 4, (4008, 1)))])
 def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
     assert astuple(mmvq_shape(type_, n_rows, n_cols, n, 132)) == expected
 
 
-@pytest.mark.parametrize("type_, n_rows, n, expected", [
-    ("Q4_K", 4096, 44, False), ("Q4_K", 4096, 48, True), ("Q4_1", 576, 128, False), ("Q4_1", 576, 512, True), ("Q8_0", 49152, 4, False),
-    ("Q8_0", 49152, 5, True), ("F16", 49152, 512, False)])
-def test_use_mmq(type_, n_rows, n, expected):
-    assert use_mmq(type_, n_rows, n, 132) == expected
+@pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
+    ("Q4_K", 4096, 14336, 1, FewShape), ("Q4_K", 4096, 14336, 8, FewShape), ("Q4_K", 4096, 14336, 192, FewShape), ("Q4_K", 4096, 14336, 256, Block(4, 2, 8)),
+    ("Q8_0", 4096, 14336, 512, Block(4, 2, 16)), ("Q4_1", 576, 576, 1, MMVQShape), ("Q4_1", 576, 576, 2, FewShape), ("Q4_1", 576, 576, 512, FewShape),
+    ("Q8_0", 49152, 576, 33, FewShape), ("Q8_0", 49152, 576, 65, Block(4, 2, 16)), ("F16", 49152, 576, 512, MMVQShape)])
+def test_mul_mat_shape(type_, n_rows, n_cols, n, expected):
+    found = mul_mat_shape(type_, n_rows, n_cols, n, 132, 227 << 10)
+    assert found == expected or type(found) is expected
 
 
 @pytest.fixture
@@ -71,14 +75,14 @@ def simulate_mul_mat_edges(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n)
 
 
-@pytest.mark.parametrize("name, n_tokens, split, n_warps", [("Q4_0", 1, 1, 1), ("Q4_0", 2, 1, 3), ("Q4_0", 4, 1, 2)] + [
-    (name, 1, split, n_warps) for name, n_warps in (("Q4_0", 2), ("Q5_1", 3), ("Q2_K", 1), ("Q6_K", 2), ("NVFP4", 2), ("Q1_0", 2))
-    for split in splits(FORMATS[name])[1:]])
-def simulate_any_launch_shape(machine, name, n_tokens, split, n_warps):
-    """Three tokens of two or three chunks: the bits do not depend on the shape of the launch."""
+@pytest.mark.parametrize("name, split, n_warps", [
+    (name, split, n_warps) for name, n_warps in (("Q4_0", 2), ("Q5_1", 3), ("Q2_K", 1), ("Q6_K", 2), ("NVFP4", 2), ("Q1_0", 2))
+    for split in splits(FORMATS[name])])
+def simulate_mmvq_launch_shapes(machine, name, split, n_warps):
+    """Two or three chunks: the bits do not depend on the shape of the launch."""
     def launch(target, name, words, x, out, n_rows, n_cols, n):
-        return target.launch(mmvq_kernel(name, n_tokens, split), (split, -(-n // n_tokens)), 32 * n_warps, (words, x, out, n_rows, n_cols, n))
-    check_mul_mat(machine, name, 18, 544 if FORMATS[name].block_size == 32 else 512, 3, launch)
+        return target.launch(mmvq_kernel(name, 1, split), (split, n), 32 * n_warps, (words, x, out, n_rows, n_cols, n))
+    check_mul_mat(machine, name, 18, 544 if FORMATS[name].block_size == 32 else 512, 2, launch)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 0, 1e-35])
@@ -103,6 +107,30 @@ def simulate_get_rows(machine, name):
 
 def simulate_get_rows_in_any_order(machine):
     check_get_rows(machine, "Q4_0", 40, 1056, [39, 0, 31, 32, 0])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def simulate_dequantize(machine, name):
+    """One type in float32, the next one in float16: the unpacking is the same."""
+    check_dequantize(machine, name, 1, FORMATS[name].block_size if FORMATS[name].is_quantized else 8, ("f32", "f16")[WEIGHTS.index(name) % 2])
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("name, n_rows, n_cols", [("Q4_0", 31, 288), ("Q4_1", 32, 256), ("Q5_1", 33, 32), ("NVFP4", 1, 320), ("BF16", 33, 1),
+                                                  ("F16", 2, 24), ("F16", 1, 33), ("F32", 1, 36), ("F32", 1, 263)])
+def simulate_dequantize_edges(machine, name, n_rows, n_cols, dtype):
+    check_dequantize(machine, name, n_rows, n_cols, dtype)
+
+
+@pytest.mark.parametrize("n_cols", [16, 15])
+def simulate_dequantize_rounds(machine, n_cols):
+    check_dequantize(machine, "F32", 4, n_cols, "f16", float16_edges(n_cols))
+
+
+@pytest.mark.parametrize("sizes, message", [((0, 32, "f32"), "n_rows is 0"), ((1, 0, "f32"), "n_cols is 0"), ((1, 32, "bf16"), "dtype is bf16, allowed: f32, f16")])
+def simulate_dequantize_refuses(machine, sizes, message):
+    with pytest.raises(ValueError, match=f"dequantize: {message}"):
+        dequantize(machine.target, "Q4_0", 0, 0, *sizes)
 
 
 @pytest.mark.parametrize("n_cols, ids", [(1, [0]), (129, [4, 4, 0])])

@@ -1,18 +1,20 @@
-"""rms_norm, elementwise operations, rope, set_rows and flash_attn_ext in numba's CUDA simulator; and what their launch functions refuse."""
+"""rms_norm, elementwise operations, what is fused, rope, set_rows and flash_attn_ext in numba's CUDA simulator; and what their launch functions refuse."""
 import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
+from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
 from ggml_py.kernels.cuda.elementwise import add
 from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, flash_attn_ext, heads_together, shared_layout
+from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
 from ggml_py.kernels.cuda.set_rows import TYPES, set_rows
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-from op_comparisons import (check_binary, check_flash_attn_ext, check_rms_norm, check_rms_norm_act, check_rope, check_scale, check_set_rows,
-                            check_swiglu_act)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+                            check_rms_norm_act, check_rope, check_scale, check_set_rows, check_swiglu_act)
 
 
 def test_in_the_simulator():
@@ -39,6 +41,14 @@ def simulate_rms_norm_in_rounds(machine, monkeypatch):
     monkeypatch.setattr(cuda_rms_norm, "MOST_THREADS", 128)
     check_rms_norm(machine, 2, 1030)
     check_rms_norm_act(machine, 2, 1300)
+    check_add_rms_norm(machine, 2, 1030)
+    check_add_rms_norm_act(machine, 2, 1300)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (8, 255), (1, 256), (4, 257), (4, 576), (1, 1000)])
+def simulate_add_rms_norm(machine, n, k):
+    check_add_rms_norm(machine, n, k)
+    check_add_rms_norm_act(machine, n, k)
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (8, 255), (1, 256), (4, 257), (4, 576), (1, 1000)])
@@ -46,9 +56,22 @@ def simulate_swiglu_act(machine, n, k):
     check_swiglu_act(machine, n, k)
 
 
-@pytest.mark.parametrize("op, n_rows, n_cols, y_rows", [("add", 2, 257, 2), ("add", 3, 5, 1), ("mul", 1, 256, 1), ("mul", 3, 20, 1), ("swiglu", 2, 40, 2)])
+@pytest.mark.parametrize("op, n_rows, n_cols, y_rows", [("add", 2, 257, 2), ("add", 3, 5, 1), ("mul", 1, 256, 1), ("mul", 3, 20, 1)])
 def simulate_binary(machine, op, n_rows, n_cols, y_rows):
     check_binary(machine, op, n_rows, n_cols, y_rows)
+
+
+@pytest.mark.parametrize("op", ["swiglu", "geglu", "reglu"])
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 1), (4, 40), (1, 257)])
+def simulate_glu(machine, op, n_rows, n_cols):
+    check_glu(machine, op, n_rows, n_cols)
+
+
+@pytest.mark.parametrize("act, types, n_rows, n_cols, n, biased", [
+    ("silu", ("Q4_K", "Q4_K"), 33, 256, 1, False), ("gelu", ("Q8_0", "Q4_1"), 1, 288, 2, True), ("relu", ("Q6_K", "IQ4_XS"), 34, 256, 1, False),
+    ("silu", ("F16", "F32"), 3, 21, 2, True), ("relu", ("BF16", "BF16"), 33, 7, 1, True)], ids=str)
+def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
+    check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
 
 
 def simulate_scale(machine):
@@ -113,6 +136,11 @@ def test_refusals():
     for refused, message in [
         (lambda: rms_norm(None, 0, 0, 0, 0, 5, 1e-5), "rms_norm: n_rows is 0, allowed: at least 1"),
         (lambda: rms_norm_act(None, 0, 0, 0, 3, 0, 1e-5), "rms_norm_act: k is 0, allowed: at least 1"),
+        (lambda: add_rms_norm(None, 0, 0, 0, 0, 0, 3, 0, 1e-5), "add_rms_norm: n_cols is 0, allowed: at least 1"),
+        (lambda: add_rms_norm_act(None, 0, 0, 0, 0, 0, 0, 5, 1e-5), "add_rms_norm_act: n is 0, allowed: at least 1"),
+        (lambda: mul_mat_glu(None, "tanh", "Q8_0", "Q8_0", 0, 0, 0, None, None, 0, 5, 32, 1, 0), "mul_mat_glu: act is tanh, allowed: silu, gelu, relu"),
+        (lambda: mul_mat_glu(None, "silu", "Q8_0", "Q8_0", 0, 0, 0, 0, None, 0, 5, 32, 1, 0),
+         "mul_mat_glu: bias is of one product only, allowed: of both or of none"),
         (lambda: swiglu_act(None, 0, 0, 0, 65536, 5), "swiglu_act: n is 65536, allowed: 1..65535"),
         (lambda: add(None, 0, 0, 0, 4, 5, 2), "add: y_rows is 2, allowed: 1 or 4"),
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),

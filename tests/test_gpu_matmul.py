@@ -1,11 +1,13 @@
-"""quantize, mul_mat, get_rows and take_rows on a GPU: the comparisons of the simulator at sizes of real models."""
+"""quantize, mul_mat, get_rows, dequantize and take_rows on a GPU: the comparisons of the simulator at sizes of real models."""
 import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
-from ggml_py.kernels.cuda.mmq import LEAST_LIMIT, SHARED_LIMIT, TILES, form, layout, mmq
-from ggml_py.quant.formats import FORMATS, format_of
-from matmul_comparisons import SPECIAL, activations, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows, seeded
+from ggml_py.kernels.cuda.mmq import BLOCKS, mmq, most_quads, shared_bytes
+from ggml_py.kernels.cuda.mmq_few import mmq_few
+from ggml_py.quant.formats import FORMATS
+from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows,
+                                float16_edges, seeded)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
@@ -57,20 +59,28 @@ def test_mmq(machine, name, n):
     check_mul_mat(machine, name, 289, 768, n, mmq)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q2_K", "NVFP4"])
-def test_mmq_any_tile(machine, name, tile):
-    """The bits do not depend on the tile; rows and tokens on both sides of its edges."""
-    if tile.token_tiles == 4 and form(format_of(name)).n_accumulators > 2 or layout(format_of(name), *tile).n_bytes > SHARED_LIMIT.get(machine.target.cc, LEAST_LIMIT):
+def test_mmq_any_block(machine, name, block):
+    """The bits do not depend on the block; rows and tokens on both sides of its edges."""
+    if block.quads > most_quads(FORMATS[name]) or shared_bytes((name,), block) > machine.target.shared_limit:
         pytest.skip("no such block")
-    for n_rows, n in ((31, 9), (32 * tile.row_tiles + 1, 32 * tile.token_tiles), (32 * tile.row_tiles, 32 * tile.token_tiles + 1)):
-        check_mul_mat(machine, name, n_rows, 512, n, lambda *args: mmq(*args, tile=tile))
+    for n_rows, n in ((31, 9), (block.rows + 1, block.tokens), (block.rows, block.tokens + 1)):
+        check_mul_mat(machine, name, n_rows, 512, n, lambda *args: mmq(*args, block=block))
 
 
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 8, 16, 33])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_few(machine, name, n):
+    """289 rows, ten row tiles of which the last has one row; eleven chunks."""
+    check_mul_mat(machine, name, 289, 2816, n, mmq_few)
+
+
+@pytest.mark.parametrize("launch", [mmq, mmq_few])
 @pytest.mark.parametrize("fill, scales", [(0, 0), (0, 0x80), (0xff, 0xff), (0x80, 0x7f)])
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_mmq_extremes(machine, name, fill, scales):
-    check_extremes(machine, name, fill, scales, 9, mmq)
+def test_mmq_extremes(machine, name, fill, scales, launch):
+    check_extremes(machine, name, fill, scales, 9, launch)
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n", [
@@ -82,6 +92,30 @@ def test_mmq_of_models(machine, name, n_rows, n_cols, n):
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_get_rows(machine, name):
     check_get_rows(machine, name, 1000, 2304, seeded("ids").integers(0, 1000, 65))
+
+
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 256), (31, 512), (32, 2304), (33, 14336), (1000, 768)])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_dequantize(machine, name, dtype, n_rows, n_cols):
+    check_dequantize(machine, name, n_rows, n_cols, dtype)
+
+
+@pytest.mark.parametrize("n_cols", [1, 7, 8, 31, 33, 36, 257, 577, 4100])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_dequantize_any_columns(machine, name, dtype, n_cols):
+    check_dequantize(machine, name, 65, n_cols, dtype)
+
+
+@pytest.mark.parametrize("name, n_cols", [(name, n_cols) for name in ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "MXFP4") for n_cols in (32, 224, 288, 576)])
+def test_dequantize_part_of_a_chunk(machine, name, n_cols):
+    check_dequantize(machine, name, 65, n_cols, "f16")
+
+
+@pytest.mark.parametrize("n_cols", [56, 57])
+def test_dequantize_rounds(machine, n_cols):
+    check_dequantize(machine, "F32", 4, n_cols, "f16", float16_edges(n_cols))
 
 
 @pytest.mark.parametrize("n_cols", [1, 128, 129, 4096])

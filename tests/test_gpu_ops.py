@@ -1,4 +1,4 @@
-"""rms_norm, elementwise operations, rope, set_rows and flash_attn_ext on a GPU against kernels/reference, at real sizes."""
+"""rms_norm, elementwise operations, what is fused, rope, set_rows and flash_attn_ext on a GPU against kernels/reference, at real sizes."""
 from itertools import product
 
 import numpy as np
@@ -7,8 +7,8 @@ import pytest
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.set_rows import TYPES
 from matmul_comparisons import SPECIAL
-from op_comparisons import (check_binary, check_flash_attn_ext, check_rms_norm, check_rms_norm_act, check_rope, check_scale, check_set_rows,
-                            check_swiglu_act)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+                            check_rms_norm_act, check_rope, check_scale, check_set_rows, check_swiglu_act)
 
 pytestmark = pytest.mark.gpu
 
@@ -39,14 +39,37 @@ def test_rms_norm_act(machine, n, k):
 
 @pytest.mark.parametrize("k", COLUMNS)
 @pytest.mark.parametrize("n", [1, 8, 300])
+def test_add_rms_norm(machine, n, k):
+    check_add_rms_norm(machine, n, k)
+    check_add_rms_norm_act(machine, n, k)
+    check_add_rms_norm_act(machine, n, k, eps=0)
+
+
+@pytest.mark.parametrize("k", COLUMNS)
+@pytest.mark.parametrize("n", [1, 8, 300])
 def test_swiglu_act(machine, n, k):
     check_swiglu_act(machine, n, k)
 
 
-@pytest.mark.parametrize("op", ["add", "mul", "swiglu"])
+@pytest.mark.parametrize("op", ["swiglu", "geglu", "reglu"])
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 1), (8, 255), (300, 1536), (300, 1537), (2, 100003)])
+def test_glu(machine, op, n_rows, n_cols):
+    check_glu(machine, op, n_rows, n_cols)
+
+
+@pytest.mark.parametrize("act, types", [("silu", ("Q4_K", "Q4_K")), ("gelu", ("Q8_0", "Q4_1")), ("relu", ("Q6_K", "IQ4_XS")), ("silu", ("F16", "BF16")),
+                                        ("gelu", ("F32", "F32"))], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 8, 40, 130])
+@pytest.mark.parametrize("biased", [False, True])
+def test_mul_mat_glu(machine, act, types, n, biased):
+    check_mul_mat_glu(machine, act, types, 130, 512, n, biased)
+    check_mul_mat_glu(machine, act, types, 33, 256, n, biased)
+
+
+@pytest.mark.parametrize("op", ["add", "mul"])
 @pytest.mark.parametrize("n_rows, n_cols, y_rows", [(1, 1, 1), (3, 255, 1), (300, 1536, 300), (300, 1537, 1), (2, 100003, 2)])
 def test_binary(machine, op, n_rows, n_cols, y_rows):
-    check_binary(machine, op, n_rows, n_cols, n_rows if op == "swiglu" else y_rows)
+    check_binary(machine, op, n_rows, n_cols, y_rows)
 
 
 @pytest.mark.parametrize("a", [0.1, np.inf, 1e-40])

@@ -23,6 +23,12 @@ def test_every_op_is_bound_by_the_cpu():
     assert set(BINDERS) == set(OPS)
 
 
+def test_every_op_is_bound_by_cuda():
+    """But for copies, which between devices are the program's."""
+    from ggml_py.backends.cuda import BINDERS
+    assert set(BINDERS) == set(OPS) - {"cpy"}
+
+
 def test_activations_are_quantized_once():
     g = Graph()
     x = g.input("x", "f32", (3, 64))
@@ -40,6 +46,19 @@ def test_activations_are_quantized_once():
     (lambda g: g.rms_norm(g.input("x", "f32", (3, 64)), g.input("w", "f32", (48,)), eps=1e-5, name="norm"),
      "norm: rms_norm: rows of 64 are not whole runs of 48; operands: x: f32 [3, 64]; w: f32 [48]"),
     (lambda g: g.rms_norm(g.input("x", "f32", (3, 64)), name="norm"), "norm: rms_norm(x, w, eps) got 1 operands and no parameters"),
+    (lambda g: g.add_rms_norm(g.input("x", "f32", (3, 64)), g.input("y", "f32", (64,)), g.input("w", "f32", (64,)), eps=1e-5, name="norm"),
+     "norm: add_rms_norm: y must be f32 of x's shape; operands: x: f32 [3, 64]; y: f32 [64]; w: f32 [64]"),
+    (lambda g: g.mul_mat_glu(weight("F32", 5, 64), weight("F32", 5, 64), g.input("x", "f32", (3, 64)), g.input("b", "f32", (5,)), act="silu", name="glu"),
+     "glu: mul_mat_glu(gate, up, x, gate_bias, up_bias, act) got 4 operands and act parameters"),
+    (lambda g: g.mul_mat_glu(weight("F32", 5, 64), weight("F32", 5, 64), g.input("x", "f32", (3, 64)), act="tanh", name="glu"),
+     "glu: mul_mat_glu: act must be one of silu, gelu, relu, not 'tanh'; operands: w: F32 [5, 64]; w: F32 [5, 64]; x: f32 [3, 64]"),
+    (lambda g: g.mul_mat_glu(weight("F32", 5, 64), weight("F32", 6, 64), g.input("x", "f32", (3, 64)), act="silu", name="glu"),
+     "glu: mul_mat_glu: gate and up must have one shape; operands: w: F32 [5, 64]; w: F32 [6, 64]; x: f32 [3, 64]"),
+    (lambda g: g.mul_mat_glu(weight("F16", 5, 64), weight("Q8_0", 5, 64), g.input("x", "f32", (3, 64)), act="silu", name="glu"),
+     "glu: mul_mat_glu: x must be act for a Q8_0 weight; operands: w: F16 [5, 64]; w: Q8_0 [5, 64]; x: f32 [3, 64]"),
+    (lambda g: g.mul_mat_glu(weight("F32", 5, 64), weight("F32", 5, 64), g.input("x", "f32", (3, 64)), *(g.input("b", "f32", (3, 5)),) * 2, act="silu",
+                             name="glu"),
+     "glu: mul_mat_glu: biases must be f32 [m]; operands: w: F32 [5, 64]; w: F32 [5, 64]; x: f32 [3, 64]; b: f32 [3, 5]; b: f32 [3, 5]"),
 ])
 def test_errors_name_node_op_and_shapes(build, message):
     with pytest.raises(GraphError) as error:
@@ -62,3 +81,15 @@ def test_only_what_outputs_and_caches_need_is_live():
     g.outputs = [wanted]
     assert written.base is cache
     assert unused not in g.live() and [n.op for n in g.live()] == ["scale", "set_rows", "mul"]
+
+
+def test_a_node_is_live_if_any_of_its_results_is():
+    g = Graph()
+    x, y, w = g.input("x", "f32", (2, 32)), g.input("y", "f32", (2, 32)), g.input("w", "f32", (32,))
+    normed = g.add_rms_norm(x, g.scale(y, factor=2.0), w, eps=1e-5)
+    total, = normed.also
+    assert total.op is None and total.base is total and normed.written == (normed, total)
+    g.outputs = [g.mul(total, x)]
+    assert [n.op for n in g.live()] == ["scale", "add_rms_norm", "mul"]
+    g.outputs = [x]
+    assert g.live() == []

@@ -4,30 +4,34 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ggml_py.backends.cpu import CPUBackend
-from ggml_py.graph import Graph
+from ggml_py.graph import Graph, Tensor
 from ggml_py.plan import plan_memory, split
 from ggml_py.program import Arenas, Program
 
 
 @st.composite
-def graphs(draw):
-    """A random graph of additions and scalings over one input."""
+def graphs(draw, norms=False):
+    """A random graph of additions and scalings over one input; norms: and of normed sums, whose two results are read or not."""
     g = Graph()
     tensors = [g.input("x", "f32", (draw(st.integers(1, 5)), draw(st.integers(1, 300))))]
     for _ in range(draw(st.integers(1, 30))):
         a, b = draw(st.sampled_from(tensors)), draw(st.sampled_from(tensors))
         g.device = draw(st.sampled_from(["cpu", "other"]))
-        tensors.append(g.add(a, b) if draw(st.booleans()) else g.scale(a, factor=draw(st.sampled_from([0.5, 3.0]))))
+        if norms and draw(st.booleans()):
+            tensors += g.add_rms_norm(a, b, Tensor("w", "f32", a.shape[1:], device=g.device), eps=1e-5).written
+        else:
+            tensors.append(g.add(a, b) if draw(st.booleans()) else g.scale(a, factor=draw(st.sampled_from([0.5, 3.0]))))
     g.outputs = draw(st.lists(st.sampled_from(tensors[1:]), min_size=1, max_size=3, unique=True))
     return g
 
 
-@given(graphs())
+@given(graphs(norms=True))
 @settings(max_examples=60, deadline=None)
 def test_live_tensors_do_not_overlap(g):
     nodes = [node for part in split(g.live()) for node in part.nodes]
     plan = plan_memory(nodes, g.outputs, lambda t: 4 * int(np.prod(t.shape)))
     placed = list(plan.placements.items())
+    assert {t for t, _ in placed} == {t for node in nodes for t in node.written}
     for i, (t, a) in enumerate(placed):
         assert a.offset + a.n_bytes <= plan.arena_bytes[t.device]
         for u, b in placed[:i]:
@@ -63,6 +67,24 @@ def test_memory_is_reused():
     plan = plan_memory(g.live(), g.outputs, lambda t: 4000)
     assert plan.arena_bytes == {"cpu": 2 * 4096}
     assert plan.report() == "cpu: 20 tensors in an arena of 8,192 bytes (81,920 without reuse); largest scale-0: f32 [1, 1000], 4,096"
+
+
+def test_second_results_and_scratch_have_memory_of_their_own():
+    """The sum lives until its last reader, scratch as long as its node runs."""
+    g = Graph()
+    x, y = (g.input(name, "f32", (2, 64)) for name in "xy")
+    w, gate, up = Tensor("w", "f32", (64,), device="cpu"), *(Tensor(name, "F32", (64, 64), device="cpu") for name in ("gate", "up"))
+    normed = g.add_rms_norm(x, y, w, eps=1e-5, name="normed")
+    gated = g.mul_mat_glu(gate, up, normed, act="silu")
+    gated.also = Tensor("scratch", "f32", gated.shape, device="cpu"),
+    total, scratch = *normed.also, *gated.also
+    doubled = g.scale(gated, factor=2.0)
+    g.outputs = [g.add(doubled, total)]
+    plan = plan_memory(g.live(), g.outputs, lambda t: 512)
+    lives = {t.name: (p.first, p.last) for t, p in plan.placements.items()}
+    assert (total.name, total.dtype, total.shape) == ("normed-sum", "f32", (2, 64))
+    assert lives == {"normed": (0, 1), "normed-sum": (0, 3), "mul_mat_glu-1": (1, 2), "scratch": (1, 1), "scale-2": (2, 3), "add-3": (3, 4)}
+    assert plan.arena_bytes == {"cpu": 4 * 512} and plan.placements[scratch].offset == 3 * 512
 
 
 def test_wrong_input_shape_is_named():

@@ -7,9 +7,10 @@ import pytest
 from gguf import GGMLQuantizationType, quants
 
 from ggml_py.quant import tile
-from ggml_py.quant.dequantize import dequantize
+from ggml_py.quant.dequantize import CPU, dequantize
 from ggml_py.quant.formats import CHUNK, FORMATS, check_row, format_of
-from ggml_py.quant.words import Primitives, primitives
+from ggml_py.quant.i_quants import codebook
+from ggml_py.quant.words import Parts, Primitives, negated, primitives, signs8, unpacker
 
 QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
 FLOATS = [fmt.name for fmt in FORMATS.values() if fmt.values]
@@ -124,13 +125,33 @@ def test_dequantize_refuses_plain_types():
         dequantize(np.zeros(4, np.int32), "I32", (4,), "ids")
 
 
+def quarter_columns(q, pairs):
+    """The columns, of 32, of the two words of quarter q."""
+    first, second = (8 * q, 8 * q + 4) if pairs else (4 * q, 16 + 4 * q)
+    return [*range(first, first + 4), *range(second, second + 4)]
+
+
+def assert_levels_of_quarters(fmt, pairs, quarters, levels):
+    """quarters: int32 [8, 4, 2], levels: int8 [256]."""
+    codes = np.empty((8, 32), np.int8)
+    for q in range(4):
+        codes[:, quarter_columns(q, pairs)] = np.ascontiguousarray(quarters[:, q]).view(np.int8)
+    assert fmt.zero == 0 or codes.min() >= 0
+    assert np.array_equal(codes.reshape(CHUNK).astype(int) - fmt.zero, levels)
+
+
+def plain(function):
+    return function
+
+
 def plain_chunk(fmt, tiles, n_chunks, row, chunk):
     """The source run as plain Python over one chunk: levels [256], isc and imin [256 / sub], d and m [256 / group]."""
-    plain = lambda function: function
-    levels, sub, group = fmt.unpack(primitives(plain), *tile.loads(fmt, plain))
+    levels, sub, group, quarter, pairs = fmt.unpack(primitives(plain), *tile.loads(fmt, plain))
     t = (tiles.reshape(-1).view(np.uint32), (row // 32 * n_chunks + chunk) * tile.tile_bytes(fmt) // 4, row % 32)
     level_words = [levels(t, j) for j in range(8)]
-    assert all(type(word) is np.int32 for words in level_words for word in words)
+    quarters = [[quarter(t, j, q) for q in range(4)] for j in range(8)]
+    assert all(type(word) is np.int32 for words in level_words + sum(quarters, []) for word in words)
+    assert_levels_of_quarters(fmt, pairs, np.array(quarters, np.int32), np.array(level_words, np.int32).view(np.int8).reshape(CHUNK))
     scales, floats = [sub(t, i) for i in range(CHUNK // fmt.sub)], [group(t, g) for g in range(CHUNK // fmt.group)]
     assert all(type(v) is np.int32 for pair in scales for v in pair) and all(type(v) is np.float32 for pair in floats for v in pair)
     return np.array(level_words, np.int32).view(np.int8).reshape(CHUNK), np.array(scales).T, np.array(floats).T
@@ -160,7 +181,6 @@ def test_plain_python_equals_gguf_within_the_bounds(name):
 @pytest.mark.parametrize("name", FLOATS)
 def test_plain_python_float_values(name):
     fmt = FORMATS[name]
-    plain = lambda function: function
     data = random_bytes(fmt, 33, CHUNK)
     words = tile.pack(data, fmt, 33, CHUNK).reshape(-1).view(np.uint32)
     values = fmt.values(primitives(plain), tile.loads(fmt, plain)[0])
@@ -169,39 +189,102 @@ def test_plain_python_float_values(name):
         assert_same_values(fmt, data[row:row + 1], ours.reshape(1, -1), reference(data[row:row + 1], fmt))
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_compiled_quarters_of_run_time_places(name):
+    """j and q unknown to the compiler, as they are where lanes share a row."""
+    fmt = FORMATS[name]
+    levels, _, _, quarter, pairs = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))
+
+    @CPU.jit
+    def fill(words, row, quarters, all_levels):
+        t = words, 0, row
+        for j in range(8):
+            for q in range(4):
+                quarters[j, q, 0], quarters[j, q, 1] = quarter(t, j, q)
+            w = levels(t, j)
+            for k in range(8):
+                all_levels[j, k] = w[k]
+
+    words = tile.pack(random_bytes(fmt, 32, CHUNK), fmt, 32, CHUNK).reshape(-1).view(np.uint32)
+    quarters, all_levels = np.empty((8, 4, 2), np.int32), np.empty((8, 8), np.int32)
+    for row in range(32):
+        fill(words, row, quarters, all_levels)
+        assert_levels_of_quarters(fmt, pairs, quarters, all_levels.view(np.int8).reshape(CHUNK))
+
+
 # Primitives
 
 def test_f16_of_every_pattern():
-    to_f32 = primitives(lambda function: function).f16
+    to_f32 = primitives(plain).f16
     ours = np.array([to_f32(np.uint32(h)) for h in range(1 << 16)])
     with np.errstate(invalid="ignore"):
         theirs = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     assert_same_values(FORMATS["F16"], np.arange(1 << 16, dtype=np.uint16).view(np.uint8)[None], ours[None], theirs[None])
 
 
-def test_byte_arithmetic_of_words():
-    p = primitives(lambda function: function)
+def as_bytes(word):
+    return np.array([word], np.int32).view(np.int8).tolist()
+
+
+def test_levels_of_codes():
+    """Every code and zero, in each byte beside the extremes; codes of zero 0 are taken as they are."""
+    for zero in (0, 1, 8, 32, 127):
+        for code in range(128):
+            words = np.array([code, 0, 127, code, 127, code, 127, 0], np.uint8).view(np.int32)
+            with np.errstate(over="raise"):
+                levels = unpacker(primitives(plain), zero, Parts(lambda t, j, q: (words[0], words[1]), None, None)).levels(None, 0)
+            expected = [code - zero, -zero, 127 - zero, code - zero], [127 - zero, code - zero, 127 - zero, -zero]
+            assert [as_bytes(w) for w in levels] == [expected[k >> 2] for k in range(8)]
+
+
+def test_signs():
+    p, values = primitives(plain), (1, 62, 43, 127)
+    negate, word = negated(p), np.array(values, np.uint8).view(np.uint32)[0]
     with np.errstate(over="raise"):
-        for c in (1, 8, 32, 128):
-            for b in range(128 + c if c < 128 else 256):
-                word = np.array([b, 0, 127, b], np.uint8).view(np.uint32)[0]
-                assert np.array([p.less(word, c)]).view(np.int8).tolist() == [b - c, -c, 127 - c, b - c]
-        for signs in range(16):
-            assert np.array([p.spread(np.uint32(signs))]).view(np.uint8).tolist() == [signs >> k & 1 for k in range(4)]
-            word = np.array([1, 62, 43, 127], np.uint8).view(np.uint32)[0]
-            expected = [(-v if signs >> k & 1 else v) for k, v in enumerate((1, 62, 43, 127))]
-            assert np.array([p.signed(word, np.uint32(signs))]).view(np.int8).tolist() == expected
+        for parity in (False, True):
+            signs = signs8(p, parity)
+            for s in range(256):
+                bits = [s >> k & 1 for k in range(8)]
+                if parity:
+                    bits[7] = sum(bits[:7]) & 1
+                low, high = signs(np.uint32(s | 0xabc00))
+                assert np.array([low, high]).view(np.uint8).tolist() == bits
+                assert as_bytes(negate(word, low)) == [-v if sign else v for v, sign in zip(values, bits)]
+
+
+def test_signed_entries():
+    levels = codebook("IQ2_XS")
+    with np.errstate(over="raise"):
+        for parity in (False, True):
+            eight = primitives(plain).signed8(levels, parity)
+            for i in (0, 1, 311, 511):
+                for s in range(0, 256, 5):
+                    bits = np.array([s >> k & 1 for k in range(8)])
+                    if parity:
+                        bits[7] = bits[:7].sum() & 1
+                    assert sum(map(as_bytes, eight(None, i, np.uint32(s))), []) == (levels[i] * (1 - 2 * bits)).tolist()
+
+
+def test_lookup_of_every_nibble():
+    levels = tuple(range(-128, 112, 15))
+    lookup = primitives(plain).lookup16(levels)
+    for low in range(16):
+        for high in range(16):
+            word = np.array([low | high << 4, 0xf0, 0x0f, high | low << 4], np.uint8).view(np.uint32)[0]
+            a, b = lookup(word)
+            assert as_bytes(a) == [levels[low], levels[0], levels[15], levels[high]]
+            assert as_bytes(b) == [levels[high], levels[15], levels[0], levels[low]]
 
 
 def test_native_primitives_reach_those_built_on_them():
-    plain, calls = (lambda function: function), []
+    calls = []
 
     def shr(w, s):
         calls.append(s)
         return np.uint32(w) >> np.uint32(s)
 
     p = primitives(plain, shr=shr)
-    assert p.shr is shr and p.nibbles(np.uint32(0x12345678), 4) == 0x01030507 and calls == [4]
+    assert p.shr is shr and p.byte(np.uint32(0x12345678), 2) == 0x34 and p.half(np.uint32(0x12345678), 1) == 0x1234 and calls == [16, 16]
     with pytest.raises(TypeError, match=f"^primitives: unknown shl; known: {', '.join(Primitives._fields)}$"):
         primitives(plain, shl=shr)
 
@@ -229,14 +312,14 @@ def test_ptx_has_no_float64_and_no_local_memory(name, cuda_target):
     fmt = FORMATS[name]
     loads = tile.loads(fmt, jit)
     if fmt.is_quantized:
-        unpacker = fmt.unpack(p, *loads)
-        functions = {"levels": (unpacker.levels, types.UniTuple(int32, 8)), "sub": (unpacker.sub, types.UniTuple(int32, 2)),
-                     "group": (unpacker.group, types.UniTuple(float32, 2))}
+        unpack = fmt.unpack(p, *loads)
+        functions = {"levels": (unpack.levels, types.UniTuple(int32, 8)), "quarter": (unpack.quarter, types.UniTuple(int32, 2)),
+                     "sub": (unpack.sub, types.UniTuple(int32, 2)), "group": (unpack.group, types.UniTuple(float32, 2))}
     else:
         functions = {"values": (fmt.values(p, loads[0]), types.UniTuple(float32, 8))}
     t = types.Tuple((uint32[::1], int32, int32))
     for part, (function, result) in functions.items():
-        ptx, returned = cuda.compile_ptx(function.py_func, (t, int32), device=True, cc=(9, 0))
+        ptx, returned = cuda.compile_ptx(function.py_func, (t, *[int32] * (2 if part == "quarter" else 1)), device=True, cc=(9, 0))
         assert returned == result, part
         for fragment in (".f64", "__local_depot", "call.uni", "div.", "add.f32", "fma."):
             assert fragment not in ptx, (part, fragment)

@@ -44,7 +44,7 @@ def test_quantize_equals_the_definition_of_activation_blocks(k):
 
 def weight_parts(fmt, words, m, k):
     """float64 [m, k]: scale * level and the minimum of each weight of a quantized format, exact products of what is stored."""
-    levels, sub, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))
+    levels, sub, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:3]
     n_sub, n_group, tile_words = fmt.sub, fmt.group, tile.tile_bytes(fmt) // 4
 
     @CPU.jit

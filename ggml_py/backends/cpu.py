@@ -13,7 +13,7 @@ from ..ops import OPS
 from ..quant.formats import CHUNK
 from ..storage import CACHE_TYPES, DTYPES, activation_planes, n_bytes
 
-BINDERS: dict[str, Callable] = {}  # op -> function of (kernel, node, *operands, out) that gives a step
+BINDERS: dict[str, Callable] = {}  # op -> function of (kernel, node, *operands, *what it writes) that gives a step
 
 
 def binds(*names: str):
@@ -78,8 +78,11 @@ class CPUBackend:
             return buffer[offset:offset + n_bytes(tensor)].view(CACHE_TYPES[tensor.dtype][2]).reshape(tensor.shape[0], -1)
         return part(0, n_bytes(tensor) // 4, np.uint32, -1)
 
+    def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
+
     def bind(self, node: Tensor) -> Callable[[], None]:
-        return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), self.view(node))
+        return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), *map(self.view, node.written))
 
     def kernel(self, op: str):
         if op == "cpy":
@@ -94,7 +97,8 @@ class CPUBackend:
         pass
 
 
-# Binders: (kernel, node, *operands as `view` gives them, out) -> step. The kernel is the function of the op's name in the backend's room.
+# Binders: (kernel, node, *operands, *what the node writes, as `view` gives them) -> step.
+# The kernel is the function of the op's name in the backend's room.
 
 @binds("quantize", "swiglu_act")
 def bind_quantize(kernel, node, *operands):
@@ -112,7 +116,14 @@ def bind_get_rows(kernel, node, words, ids, out):
     return partial(kernel(node.src[0].dtype), words, ids, out)
 
 
-@binds("take_rows", "swiglu")
+@binds("mul_mat_glu")
+def bind_mul_mat_glu(kernel, node, gate, up, x, *others):
+    *biases, out, scratch = others
+    types = (w.dtype for w in node.src[:2])
+    return partial(kernel(node.params["act"], *types), gate, up, x if isinstance(x, tuple) else (x,), biases, out, scratch)
+
+
+@binds("take_rows", "swiglu", "geglu", "reglu")
 def bind_plain(kernel, node, *operands):
     return partial(kernel, *operands)
 
@@ -125,6 +136,17 @@ def bind_rms_norm(kernel, node, x, w, out):
 @binds("rms_norm_act")
 def bind_rms_norm_act(kernel, node, x, w, act):
     return partial(kernel, x, w, np.float32(node.params["eps"]), *act)
+
+
+@binds("add_rms_norm")
+def bind_add_rms_norm(kernel, node, x, y, w, out, total):
+    x, y, out, total = (a.reshape(-1, w.size) for a in (x, y, out, total))
+    return partial(kernel, x, y, w, np.float32(node.params["eps"]), out, total)
+
+
+@binds("add_rms_norm_act")
+def bind_add_rms_norm_act(kernel, node, x, y, w, act, total):
+    return partial(kernel, x, y, w, np.float32(node.params["eps"]), *act, total)
 
 
 @binds("add", "mul")

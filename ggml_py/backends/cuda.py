@@ -10,7 +10,7 @@ import numpy as np
 from ..graph import Tensor
 from ..ops import OPS
 
-BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses, out) that gives a launch
+BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
 
 
 def unavailable(ordinal: int) -> str | None:
@@ -90,9 +90,12 @@ class CUDABackend:
     def _handle(self):
         return self.stream.handle
 
+    def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
+
     def bind(self, node: Tensor):
         launch = getattr(import_module(f"..kernels.cuda.{OPS[node.op].module}", __package__), node.op)
-        return BINDERS[node.op](launch, self.target, node, *map(address, node.src), address(node))
+        return BINDERS[node.op](launch, self.target, node, *map(address, node.src), *map(address, node.written))
 
     def run(self, steps) -> None:
         stream = self.stream
@@ -115,7 +118,8 @@ def address(tensor: Tensor) -> int:
     return int(buffer.handle) + offset
 
 
-# Binders: (launch function, target, node, *addresses, out) -> launch. The launch function is the one of the op's name in kernels/cuda.
+# Binders: (launch function, target, node, *addresses of operands, *of what the node writes) -> launch.
+# The launch function is the one of the op's name in kernels/cuda.
 
 def binds(*names: str):
     def register(binder):
@@ -133,6 +137,14 @@ def bind_quantize(launch, target, node, x, out):
 def bind_mul_mat(launch, target, node, words, x, out):
     w = node.src[0]
     return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
+
+
+@binds("mul_mat_glu")
+def bind_mul_mat_glu(launch, target, node, gate_words, up_words, x, *others):
+    *biases, out, scratch = others
+    gate, up = node.src[:2]
+    gate_bias, up_bias = biases or (None, None)
+    return launch(target, node.params["act"], gate.dtype, up.dtype, gate_words, up_words, x, gate_bias, up_bias, out, *gate.shape, node.shape[0], scratch)
 
 
 @binds("get_rows")
@@ -156,6 +168,17 @@ def bind_rms_norm_act(launch, target, node, x, w, out):
     return launch(target, x, w, out, *node.shape, node.params["eps"])
 
 
+@binds("add_rms_norm")
+def bind_add_rms_norm(launch, target, node, x, y, w, out, total):
+    n_cols = node.src[2].shape[0]
+    return launch(target, x, y, w, out, total, prod(node.shape) // n_cols, n_cols, node.params["eps"])
+
+
+@binds("add_rms_norm_act")
+def bind_add_rms_norm_act(launch, target, node, x, y, w, out, total):
+    return launch(target, x, y, w, out, total, *node.shape, node.params["eps"])
+
+
 @binds("add", "mul")
 def bind_binary(launch, target, node, x, y, out):
     return launch(target, x, y, out, *node.shape, node.shape[0] if node.src[1].shape == node.shape else 1)
@@ -166,7 +189,7 @@ def bind_scale(launch, target, node, x, out):
     return launch(target, x, out, *node.shape, node.params["factor"])
 
 
-@binds("swiglu", "swiglu_act")
+@binds("swiglu", "swiglu_act", "geglu", "reglu")
 def bind_swiglu(launch, target, node, gate, up, out):
     return launch(target, gate, up, out, *node.shape)
 

@@ -31,7 +31,7 @@ def get_rows(format_name):
 
 def _quantized(fmt):
     """(device function (t, column, values) that fills f32 [n] from a column of a chunk on, n): a sub-block."""
-    levels, sub_block, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))
+    levels, sub_block, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:3]
     n_sub, n_group, has_min = fmt.sub, fmt.group, fmt.has_min
 
     @CPU.jit
@@ -63,4 +63,5 @@ def _float(fmt):
 def take_rows(x, ids, out):
     """x: f32 [r, k], ids: i32 [n], out: f32 [n, k]."""
     for i in range(ids.shape[0]):
-        out[i] = x[ids[i]]
+        for column in range(x.shape[1]):  # a slice would take two seconds to compile
+            out[i, column] = x[ids[i], column]

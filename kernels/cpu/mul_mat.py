@@ -54,11 +54,15 @@ def lookup16(levels):
         return u32(x ^ (mask & (x ^ y)))
 
     @inlined
-    def lookup(w):
+    def four(w):
         m0, m1, m2 = mask(w, 0), mask(w, 1), mask(w, 2)
         low = select(m2, select(m1, select(m0, a, b), select(m0, c, d)), select(m1, select(m0, e, f), select(m0, g, h)))
         high = select(m2, select(m1, select(m0, i, j), select(m0, k, l)), select(m1, select(m0, m, n), select(m0, o, p)))
         return i32(select(mask(w, 3), low, high))
+
+    @inlined
+    def lookup(w):
+        return four(w), four(u32(w) >> u32(4))
     return lookup
 
 
@@ -114,20 +118,19 @@ def transpose(words, base, n_pieces, n_words, n_halves, items):
 
 
 @inlined
-def item16(t, p):
+def piece_item(t, p, i):
     items, row = t
-    i = (4 + 4 * p) * ROWS + row
-    return items[i], items[i + ROWS], items[i + 2 * ROWS], items[i + 3 * ROWS]
+    return items[(4 + 4 * p + i) * ROWS + row]
 
 
 @inlined
-def item4(t, k):
+def word_item(t, k):
     items, row = t
     return items[k * ROWS + row]
 
 
 @inlined
-def item2(t, h):
+def half_item(t, h):
     items, row = t
     return items[3 * ROWS + row]
 
@@ -135,7 +138,7 @@ def item2(t, h):
 def quantized_unpacker(fmt, isa):
     """(words, base, weights): the tile at word `base` into weights = (pairs uint32 [128][32], imin uint32 [sub-blocks][32], d, m f32 [groups][32]).
     pairs: isc * level of two columns in the halves of a word; imin: (imin, 128 imin), to be multiplied with the halves that `split_sums` makes."""
-    levels, sub, group = fmt.unpack(cpu_primitives(), item16, item4, item2)
+    levels, sub, group = fmt.unpack(cpu_primitives(), piece_item, word_item, half_item)[:3]
     n_pieces, n_words, n_halves = fmt.n_pieces, fmt.n_words, fmt.n_halves
     n_rows, rows = instructions(isa, 1).n_rows, instructions(isa, 1).rows
     n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min

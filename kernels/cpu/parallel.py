@@ -6,9 +6,11 @@ from ..compile import jit
 PART = 1 << 18  # elements that are worth a thread: about 0.1 ms of work
 
 
-def over_rows(body):
-    """kernel(x, *args): body(first, last, x, *args) over ranges of rows that together are all of x, an array [n_rows, ...]."""
-    @jit(key=(body.__module__, body.__name__), parallel=True)
+def over_rows(body, key=()):
+    """kernel(x, *args): body(first, last, x, *args) over ranges of rows that together are all of x, an array [n_rows, ...].
+
+    key: the arguments of the factory that made the body, if one did."""
+    @jit(key=(body.__module__, body.__name__, *key), parallel=True)
     def kernel(x, *args):
         n_rows = x.shape[0]
         n_parts = min(n_rows, x.size // PART)

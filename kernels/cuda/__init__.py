@@ -4,8 +4,11 @@ ptx          intrinsics: every float operation, every access to global memory; w
 cooperative  device functions with barriers
 launch       a kernel and its launch as values; compiling to PTX, the disk cache, loading
 simulator    the same kernel functions in numba's CUDA simulator, on arrays in host memory
-weights      weight tiles on the device: wide loads for the unpackings of quant/
-quantize, mul_mat, get_rows   quantized and float matrices
-rms_norm_act, swiglu_act   what makes activations, fused with quantize
-rms_norm, elementwise, rope, set_rows, flash_attn_ext   everything else of a layer
+weights      weight tiles on the device: loads for the unpackings of quant/
+quantize     activations
+mul_mat      matrix products: the choice among mmvq (float weights, small matrices), mmq_few and mmq (tile_product: tensor cores)
+mul_mat_glu  gate, up and their activation
+get_rows, dequantize   rows and whole tensors as floats
+rms_norm_act, add_rms_norm, swiglu_act   what makes activations, fused with quantize
+rms_norm, elementwise, glu, rope, set_rows, flash_attn_ext   everything else of a layer
 """

@@ -1,23 +1,30 @@
-"""add, mul, scale and swiglu: one float32 operation an element (numerics, section 5), one thread an element.
+"""add, mul, scale and the gated linear units: one result an element (numerics, section 5), one thread an element.
 
 Blocks of the grid: x = row, y = 256 columns. `out` may be one of the operands.
 """
 from numba import cuda
 
 from . import ptx
+from ..arith import relu as cpu_relu
 from .launch import F32, N, N64, SCALAR_F32, Kernel, check, factory
-from .ptx import device, i64, ld, silu, st
+from .ptx import device, gelu, i64, ld, silu, st
 
 THREADS = 256
 MOST_COLUMNS = 65535 * THREADS  # of a grid's y
 
 
-@device
-def _swiglu(g, u):
-    return ptx.mul(silu(g), u)
+relu = device(cpu_relu.py_func)
 
 
-BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": _swiglu}
+def gated(activation):
+    @device
+    def glu(g, u):
+        return ptx.mul(activation(g), u)
+    return glu
+
+
+BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": gated(silu), "geglu": gated(gelu), "reglu": gated(relu)}
+GLU = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # activation -> its gated linear unit
 
 
 @factory([(op,) for op in BINARY])
@@ -42,32 +49,33 @@ def scale_kernel():
     return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
 
 
-def _grid(op, n_rows, n_cols):
+def grid(op, n_rows, n_cols):
     check(op, n_rows >= 1, "n_rows", n_rows, "at least 1")
     check(op, 1 <= n_cols <= MOST_COLUMNS, "n_cols", n_cols, f"1 to {MOST_COLUMNS}")
     return n_rows, -(-n_cols // THREADS)
 
 
-def _binary(target, op, x, y, out, n_rows, n_cols, y_rows):
+def binary(target, op, x, y, out, n_rows, n_cols, y_rows):
+    """out = op(x, y), op of BINARY, operands as for `add`."""
     check(op, y_rows in (1, n_rows), "y_rows", y_rows, f"1 or {n_rows}")
-    return target.launch(binary_kernel(op), _grid(op, n_rows, n_cols), THREADS, (x, y, out, n_cols, n_cols if y_rows > 1 else 0))
+    return target.launch(binary_kernel(op), grid(op, n_rows, n_cols), THREADS, (x, y, out, n_cols, n_cols if y_rows > 1 else 0))
 
 
 def add(target, x, y, out, n_rows, n_cols, y_rows):
     """out = x + y. x, out: addresses of f32 [n_rows, n_cols]; y: of f32 [y_rows, n_cols], y_rows = n_rows, or 1: one row for all."""
-    return _binary(target, "add", x, y, out, n_rows, n_cols, y_rows)
+    return binary(target, "add", x, y, out, n_rows, n_cols, y_rows)
 
 
 def mul(target, x, y, out, n_rows, n_cols, y_rows):
     """out = x * y, operands as for `add`."""
-    return _binary(target, "mul", x, y, out, n_rows, n_cols, y_rows)
+    return binary(target, "mul", x, y, out, n_rows, n_cols, y_rows)
 
 
 def swiglu(target, g, u, out, n_rows, n_cols):
     """out = silu(g) * u. g, u, out: addresses of f32 [n_rows, n_cols]."""
-    return _binary(target, "swiglu", g, u, out, n_rows, n_cols, n_rows)
+    return binary(target, "swiglu", g, u, out, n_rows, n_cols, n_rows)
 
 
 def scale(target, x, out, n_rows, n_cols, a):
     """out = x * a. x, out: addresses of f32 [n_rows, n_cols]; a: float32."""
-    return target.launch(scale_kernel(), _grid("scale", n_rows, n_cols), THREADS, (x, out, n_cols, a))
+    return target.launch(scale_kernel(), grid("scale", n_rows, n_cols), THREADS, (x, out, n_cols, a))

@@ -25,6 +25,7 @@ import hashlib
 import os
 import re
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from pathlib import Path
@@ -37,7 +38,7 @@ from cuda.core import Device, LaunchConfig, ObjectCode, launch
 from cuda.pathfinder import load_nvidia_dynamic_lib
 from numba import cuda, types
 
-from ..compile import cache_folder
+from ..compile import cache_folder, compiled
 
 F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, types.uint32, types.int64))  # parameters: pointers
 I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
@@ -108,7 +109,9 @@ def _cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
         return path.read_text()
     except OSError:
         pass
+    start = time.perf_counter()
     ptx = compile_ptx(kernel, cc)
+    compiled.add(1, time.perf_counter() - start)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -164,6 +167,7 @@ class Target:
         self.device.set_current()
         self.cc = tuple(self.device.compute_capability)
         self.n_multiprocessors = self.device.properties.multiprocessor_count
+        self.shared_limit = self.device.properties.max_shared_memory_per_block_optin  # bytes of a block
         if self.cc < (8, 0):
             found = "{}.{}".format(*self.cc)
             raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")
@@ -173,6 +177,7 @@ class Target:
         """The kernel's handle on this device, compiled and loaded the first time."""
         if kernel not in self._loaded:
             ptx = _cached_ptx(kernel, self.cc)
+            start = time.perf_counter()
             try:
                 self._loaded[kernel] = ObjectCode.from_ptx(ptx.encode()).get_kernel(entry_name(ptx))
             except Exception as error:
@@ -180,6 +185,7 @@ class Target:
                 raise RuntimeError(
                     f"{kernel.name}: the driver of cuda:{self.device.device_id} refused PTX {version} from {_find_nvvm()[0]} ({error}). "
                     "A driver reads PTX up to its CUDA version (13.0: PTX 9.0): install an older CUDA toolkit or point CUDA_HOME to one") from error
+            compiled.add(0, time.perf_counter() - start)
         return self._loaded[kernel]
 
     def launch(self, kernel: Kernel, grid, block, args: tuple, shared: int = 0) -> Launch:

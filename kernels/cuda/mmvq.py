@@ -1,12 +1,13 @@
-"""Matrix products of few tokens (docs/numerics.md, sections 3 and 4): out[token, row] = sum over columns of weight[row, column] * x[token, column].
+"""Matrix products of small matrices with one token, and of float weights with few (docs/numerics.md, sections 3 and 4):
+out[token, row] = sum over columns of weight[row, column] * x[token, column].
 
-A block takes 32, 16, 8 or 4 rows of a tile and 1, 2 or 4 tokens; a warp takes whole chunks of 256 columns. With 32 rows a lane is a row. With
-fewer, 2, 4 or 8 lanes (`split`) share a row's chunk, each with a run of its columns: they leave their integer sums in shared memory, and one
-lane of the row does the float operations in the order of the groups. So small matrices fill a GPU, and large ones have more loads in flight.
+A block takes 32, 16, 8 or 4 rows of a tile; a warp takes whole chunks of 256 columns. With float weights a lane is a row, of 1, 2 or 4 tokens. With quantized
+ones 2, 4 or 8 lanes (`split`) share a row's chunk, each with a run of its columns: they leave their integer sums (dp4a, limb by limb) in shared memory,
+and one lane of the row does the float operations in the order of the groups. So a small matrix fills a GPU.
 
 Chunks go in rounds, some to each warp: each round the warps leave their chunks' sums in shared memory, and behind a barrier the owner of a
 (row, token) adds them to its total in the order of the chunks. So the order of a sum depends neither on the number of warps nor on that of tokens
-nor on the split. The integer sums inside a group have no order: dp4a, limb by limb.
+nor on the split.
 """
 from typing import NamedTuple
 
@@ -20,14 +21,12 @@ from .ptx import add, as_f32, as_i32, device, dp4a, f32, fma, i2f, i32, i64, l2f
 from .quantize import plane_words
 from .weights import float_values, unpacker_with_tables
 
-SPLITS = (1, 2, 4, 8)  # lanes of a row
-
 
 class Chunks(NamedTuple):
     """How the chunks of a format are multiplied and added, as device functions. `shared`: words of the warp's own shared memory, from `at`."""
     dot: object       # (t, part, x, acc, chunk, first, n, n_cols, shared, at): acc[token] of the chunk for the tokens from `first`;
                       # with a split, what is needed for it goes to shared memory
-    gather: object    # (t, shared, at, row, token) -> a token's sum of a chunk, of what the lanes of its row left in shared memory
+    gather: object    # (t, shared, at, row) -> the sum of a chunk, of what the lanes of its row left in shared memory
     slots: int        # values that a lane leaves there
     add: object       # (total, acc, x, token, chunk, n, n_cols) -> total with the chunk's sum added
     n_entries: int    # of codebooks in shared memory
@@ -40,13 +39,13 @@ def max_warps(fmt: Format, n_tokens: int) -> int:
 
 
 def tokens(fmt: Format) -> tuple[int, ...]:
-    """Tokens of a block: what fits registers, which minima need more of."""
-    return (1, 2) if fmt.has_min else (1, 2, 4)
+    """Tokens of a block."""
+    return (1,) if fmt.is_quantized else (1, 2, 4)
 
 
 def splits(fmt: Format) -> tuple[int, ...]:
-    """The splits of a format: a lane must have whole groups, or all lanes one group together."""
-    return tuple(s for s in SPLITS if fmt.is_quantized and (fmt.group == CHUNK or CHUNK // s % fmt.group == 0) or s == 1)
+    """The splits of a format: a lane must have whole groups, or all lanes one group together. The chain of float weights has one order."""
+    return tuple(s for s in (2, 4, 8) if fmt.group == CHUNK or CHUNK // s % fmt.group == 0) if fmt.is_quantized else (1,)
 
 
 def _integer_sum(fmt):
@@ -87,105 +86,84 @@ def _integer_sum(fmt):
     return accumulate, rounded
 
 
-def _quantized(fmt, n_tokens, split) -> Chunks:
+def _quantized(fmt, split) -> Chunks:
     """x: the activation buffer of `quantize`."""
-    (levels, sub, group), n_entries, entry = unpacker_with_tables(fmt.name)
+    (levels, sub, group, _, _), n_entries, entry = unpacker_with_tables(fmt.name)
     accumulate, rounded = _integer_sum(fmt)
     n_group, has_min = fmt.group // fmt.sub, fmt.has_min                  # sub-blocks of a group
     subs, words, sums = 32 // fmt.sub, fmt.sub // 4, fmt.sub // 16        # of 32 columns: sub-blocks; of a sub-block: words of a limb, sums of q
     assert fmt.group * max(fmt.max_imin, 1) * LIMIT < 2**31, fmt.name
     blocks, rows = 8 // split, ROWS // split                              # of a lane: blocks of 32 columns; of a warp: rows
     whole = fmt.group == CHUNK                                            # one group a chunk: its lanes' integers are added
-    n_sums = 2 + has_min                                                  # S in two words, and M
     own_groups = 1 if whole else CHUNK // split // fmt.group              # of a lane
-    n_factors = 1 + has_min                                               # d, and m
-    slots = 0 if split == 1 else n_tokens * n_sums if whole else own_groups * (n_tokens + 1) * n_factors
+    values = 1 + has_min                                                  # of a group: d and RN(S), m and RN(M)
+    slots = 2 + has_min if whole else 2 * values * own_groups             # whole: S in two words, M; else for each group d, m, RN(S), RN(M)
 
     @device
     def q_sum(x, i):
         return i32(ld(x, i)) if sums == 1 else i32(i32(ld(x, i)) + i32(ld(x, i + 1)))
 
     @device
-    def block(t, j, k, x, base, lo, q_sums, acc, high, low, minima, shared, at):
-        """The 32 columns j, the lane's k-th block of them. base[c]: word of the chunk in the hi plane, of token c."""
+    def block(t, j, k, x, base, lo, q_sums, high, low, minimum, shared, at):
+        """Adds the 32 columns j, the lane's k-th block of them. base: word of the chunk in the hi plane."""
         w = levels(t, j)
         for half in range(subs):
             i = j * subs + half
             isc, imin = sub(t, i)
-            for c in range(n_tokens):
-                high[c], low[c] = accumulate(x, base[c] + i * words, lo, w, half, isc, high[c], low[c])
-                if has_min:
-                    minima[c] = i32(minima[c] + imin * q_sum(x, q_sums + (base[c] >> 2) + i * sums))
+            high, low = accumulate(x, base + i * words, lo, w, half, isc, high, low)
+            if has_min:
+                minimum = i32(minimum + imin * q_sum(x, q_sums + (base >> 2) + i * sums))
             own = k * subs + half + 1  # sub-blocks of this lane so far
-            if own % n_group == 0 and (split == 1 or not whole):
+            if not whole and own % n_group == 0:
                 d, m = group(t, i // n_group)
-                slot = at + (own // n_group - 1) * (n_tokens + 1) * n_factors * 32
-                if split > 1:
-                    sts(shared, slot, as_i32(d))
-                    if has_min:
-                        sts(shared, slot + 32, as_i32(m))
-                for c in range(n_tokens):
-                    if split == 1:
-                        acc[c] = fma(rounded(high[c], low[c]), d, acc[c])
-                        if has_min:
-                            acc[c] = fma(-m, i2f(minima[c]), acc[c])
-                    else:
-                        sts(shared, slot + (1 + c) * n_factors * 32, as_i32(rounded(high[c], low[c])))
-                        if has_min:
-                            sts(shared, slot + (1 + c) * n_factors * 32 + 32, as_i32(i2f(minima[c])))
-                    high[c], low[c], minima[c] = i32(0), i32(0), i32(0)
+                slot = at + (own // n_group - 1) * 2 * values * 32
+                sts(shared, slot, as_i32(d))
+                sts(shared, slot + values * 32, as_i32(rounded(high, low)))
+                if has_min:
+                    sts(shared, slot + 32, as_i32(m))
+                    sts(shared, slot + 96, as_i32(i2f(minimum)))
+                high, low, minimum = i32(0), i32(0), i32(0)
+        return high, low, minimum
 
     @device
     def dot(t, part, x, acc, chunk, first, n, n_cols, shared, at):
         n_chunks = (n_cols + 255) >> 8
         lo, _, q_sums, _ = plane_words(n, n_chunks)
-        high, low, minima = cuda.local.array(n_tokens, i32), cuda.local.array(n_tokens, i32), cuda.local.array(n_tokens, i32)
-        base = cuda.local.array(n_tokens, i64)
-        for c in range(n_tokens):
-            acc[c] = f32(0)
-            high[c], low[c], minima[c] = i32(0), i32(0), i32(0)
-            base[c] = (i64(min(first + c, n - 1)) * n_chunks + chunk) * 64  # tokens beyond the last repeat it, and are not stored
-        j = part * blocks if split > 1 else 0
-        block(t, j, 0, x, base, lo, q_sums, acc, high, low, minima, shared, at)  # eight calls: the loop would stay a loop
+        j, base = part * blocks, (i64(first) * n_chunks + chunk) * 64
+        high, low, minimum = i32(0), i32(0), i32(0)
+        high, low, minimum = block(t, j, 0, x, base, lo, q_sums, high, low, minimum, shared, at)  # four calls: the loop would stay a loop
         if blocks > 1:
-            block(t, j + 1, 1, x, base, lo, q_sums, acc, high, low, minima, shared, at)
+            high, low, minimum = block(t, j + 1, 1, x, base, lo, q_sums, high, low, minimum, shared, at)
         if blocks > 2:
-            block(t, j + 2, 2, x, base, lo, q_sums, acc, high, low, minima, shared, at)
-            block(t, j + 3, 3, x, base, lo, q_sums, acc, high, low, minima, shared, at)
-        if blocks > 4:
-            block(t, j + 4, 4, x, base, lo, q_sums, acc, high, low, minima, shared, at)
-            block(t, j + 5, 5, x, base, lo, q_sums, acc, high, low, minima, shared, at)
-            block(t, j + 6, 6, x, base, lo, q_sums, acc, high, low, minima, shared, at)
-            block(t, j + 7, 7, x, base, lo, q_sums, acc, high, low, minima, shared, at)
-        if split > 1 and whole:
-            for c in range(n_tokens):
-                sts(shared, at + c * n_sums * 32, high[c])
-                sts(shared, at + (c * n_sums + 1) * 32, low[c])
-                if has_min:
-                    sts(shared, at + (c * n_sums + 2) * 32, minima[c])
+            high, low, minimum = block(t, j + 2, 2, x, base, lo, q_sums, high, low, minimum, shared, at)
+            high, low, minimum = block(t, j + 3, 3, x, base, lo, q_sums, high, low, minimum, shared, at)
+        if whole:
+            sts(shared, at, high)
+            sts(shared, at + 32, low)
+            if has_min:
+                sts(shared, at + 64, minimum)
 
     @device
-    def gather(t, shared, at, row, token):
+    def gather(t, shared, at, row):
         acc = f32(0)
         if whole:
-            high, low, minima = i32(0), i32(0), i32(0)
+            high, low, minimum = i32(0), i32(0), i32(0)
             for p in range(split):
-                slot = at + token * n_sums * 32 + p * rows + row
+                slot = at + p * rows + row
                 high, low = i32(high + lds(shared, slot)), i32(low + lds(shared, slot + 32))
                 if has_min:
-                    minima = i32(minima + lds(shared, slot + 64))
+                    minimum = i32(minimum + lds(shared, slot + 64))
             d, m = group(t, 0)
             acc = fma(rounded(high, low), d, acc)
             if has_min:
-                acc = fma(-m, i2f(minima), acc)
+                acc = fma(-m, i2f(minimum), acc)
         else:
             for p in range(split):
                 for g in range(own_groups):
-                    slot = at + g * (n_tokens + 1) * n_factors * 32 + p * rows + row
-                    value = slot + (1 + token) * n_factors * 32
-                    acc = fma(as_f32(lds(shared, value)), as_f32(lds(shared, slot)), acc)
+                    slot = at + g * 2 * values * 32 + p * rows + row
+                    acc = fma(as_f32(lds(shared, slot + values * 32)), as_f32(lds(shared, slot)), acc)
                     if has_min:
-                        acc = fma(-as_f32(lds(shared, slot + 32)), as_f32(lds(shared, value + 32)), acc)
+                        acc = fma(-as_f32(lds(shared, slot + 32)), as_f32(lds(shared, slot + 96)), acc)
         return acc
 
     @device
@@ -196,7 +174,7 @@ def _quantized(fmt, n_tokens, split) -> Chunks:
     return Chunks(dot, gather, slots, add_chunk, n_entries, entry)
 
 
-def _float(fmt, n_tokens, split) -> Chunks:
+def _float(fmt, n_tokens) -> Chunks:
     """x: float32 [n, n_cols]. A chain has one order: no split."""
     values = float_values(fmt.name)
 
@@ -236,15 +214,15 @@ def _float(fmt, n_tokens, split) -> Chunks:
 
 
 def cases() -> list[tuple]:
-    """(format, tokens, split): all tokens without a split, every split with one token."""
+    """(format, tokens, split)"""
     tiled = [fmt for fmt in FORMATS.values() if fmt.planes]
-    return [(fmt.name, n, 1) for fmt in tiled for n in tokens(fmt)] + [(fmt.name, 1, s) for fmt in tiled for s in splits(fmt)[1:]]
+    return [(fmt.name, n, split) for fmt in tiled for n in tokens(fmt) for split in splits(fmt)]
 
 
 @factory(cases())
 def mmvq_kernel(name, n_tokens, split):
     fmt = format_of(name)
-    dot, gather, slots, add_chunk, n_entries, entry = (_quantized if fmt.is_quantized else _float)(fmt, n_tokens, split)
+    dot, gather, slots, add_chunk, n_entries, entry = _quantized(fmt, split) if fmt.is_quantized else _float(fmt, n_tokens)
     tile_words = tile_bytes(fmt) // 4
     rows, most_warps = ROWS // split, max_warps(fmt, n_tokens)
     log_split, log_rows = split.bit_length() - 1, rows.bit_length() - 1
@@ -286,7 +264,7 @@ def mmvq_kernel(name, n_tokens, split):
                 else:
                     syncwarp()  # all sums of the chunk are there
                     if lane < n_owned:
-                        parts[(side + slot) * n_owned + lane] = gather(t, shared, at, lane & (rows - 1), lane >> log_rows)
+                        parts[(side + slot) * n_owned + lane] = gather(t, shared, at, lane)
                     syncwarp()  # and have been read
                 slot += n_warps
             cuda.syncthreads()  # one a round: the next round writes the other side, and the one after it comes behind another barrier

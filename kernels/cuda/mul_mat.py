@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from .launch import check
-from .mmq import mmq
+from .mmq import Block, block_shape, mmq
+from .mmq_few import FewShape, few_shape, mmq_few
 from .mmvq import max_warps, mmvq_kernel, splits, tokens
 
-# Measured on an H200 (docs/performance.md): warps of a multiprocessor that keep its memory busy, and fewest of a block.
+# Warps of a multiprocessor that keep its memory busy, and fewest of a block. Measured on an H200 (docs/kernels-log.md).
 WARPS_WANTED, WARPS_RESIDENT, FEWEST_WARPS = 12, 16, 4
-MMQ_FROM = 11  # blocks of mmvq (row tiles x groups of four tokens) a multiprocessor, beyond which tensor cores take less time
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 
 
@@ -22,23 +22,33 @@ class MMVQShape:
     grid: tuple[int, int]
 
 
-def use_mmq(type_, n_rows: int, n: int, n_multiprocessors: int) -> bool:
-    """Whether a product goes to tensor cores: only of quantized weights, and where mmvq would read the weights many times over a full GPU."""
-    fmt = format_of(type_)
-    return fmt.is_quantized and n > 4 and -(-n_rows // ROWS) * -(-n // 4) > MMQ_FROM * n_multiprocessors
-
-
 def mmvq_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> MMVQShape:
-    """As many tokens as a block can take, so that weights are unpacked for all of them. One token: lanes share rows until there are WARPS_WANTED
-    warps a multiprocessor. Blocks of few warps where there are many blocks; every warp of a block takes as many chunks."""
+    """As many tokens as a block can take. One token: lanes share rows until there are WARPS_WANTED warps a multiprocessor. Blocks of few warps where
+    there are many blocks; every warp of a block takes as many chunks."""
     fmt = format_of(type_)
     n_tokens = next((c for c in tokens(fmt) if c >= n), tokens(fmt)[-1])
     n_tiles, n_chunks, most = -(-n_rows // ROWS), -(-n_cols // CHUNK), max_warps(fmt, n_tokens)
-    allowed = splits(fmt) if n_tokens == 1 else (1,)
-    split = next((s for s in allowed if n_tiles * s * min(n_chunks, most) >= WARPS_WANTED * n_multiprocessors), allowed[-1])
+    split = next((s for s in splits(fmt) if n_tiles * s * min(n_chunks, most) >= WARPS_WANTED * n_multiprocessors), splits(fmt)[-1])
     grid = n_tiles * split, -(-n // n_tokens)
     n_warps = min(n_chunks, most, max(FEWEST_WARPS, WARPS_RESIDENT * n_multiprocessors // (grid[0] * grid[1])))
     return MMVQShape(n_tokens, split, -(-n_chunks // -(-n_chunks // n_warps)), grid)
+
+
+def fills(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> bool:
+    """Whether there is such a block of mmq for nearly every multiprocessor, not empty by half."""
+    return 4 * -(-n_rows // block.rows) * -(-n // block.tokens) >= 3 * n_multiprocessors and 2 * n > block.tokens
+
+
+def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> MMVQShape | FewShape | Block:
+    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq. Quantized ones: mmvq for one token of a matrix that does
+    not fill the device with a warp for each tile's chunk; mmq where there is one of its blocks for nearly every multiprocessor; else mmq_few."""
+    fmt, n_tiles = format_of(type_), -(-n_rows // ROWS)
+    if not fmt.is_quantized or n == 1 and n_tiles * -(-n_cols // CHUNK) < WARPS_WANTED * n_multiprocessors:
+        return mmvq_shape(fmt, n_rows, n_cols, n, n_multiprocessors)
+    block = block_shape((fmt.name,), shared_limit)
+    if fills(block, n_rows, n, n_multiprocessors):
+        return block
+    return few_shape((fmt.name,), n_rows, n_cols, n, n_multiprocessors, shared_limit)
 
 
 def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
@@ -48,7 +58,10 @@ def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
         check("mul_mat", found >= 1, what, found, "at least 1")
     check("mul_mat", 1 <= n <= MOST_TOKENS, "n", n, f"1..{MOST_TOKENS}")
     fmt = format_of(format_name, "mul_mat")
-    if use_mmq(fmt, n_rows, n, target.n_multiprocessors):
-        return mmq(target, fmt.name, words, x, out, n_rows, n_cols, n)
-    shape = mmvq_shape(fmt, n_rows, n_cols, n, target.n_multiprocessors)
-    return target.launch(mmvq_kernel(fmt.name, shape.n_tokens, shape.split), shape.grid, 32 * shape.n_warps, (words, x, out, n_rows, n_cols, n))
+    shape = mul_mat_shape(fmt, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
+    args = words, x, out, n_rows, n_cols, n
+    if isinstance(shape, Block):
+        return mmq(target, fmt.name, *args, shape)
+    if isinstance(shape, FewShape):
+        return mmq_few(target, fmt.name, *args, shape)
+    return target.launch(mmvq_kernel(fmt.name, shape.n_tokens, shape.split), shape.grid, 32 * shape.n_warps, args)

@@ -162,7 +162,7 @@ def _load(name, width, constant):
         assembly = ir.InlineAsm(ir.FunctionType(returned, [ir.IntType(64)]), text, constraints, side_effect=not constant)
 
         def codegen(context, builder, signature, args):
-            value = builder.call(assembly, [_address(builder, *args)])
+            value = builder.call(assembly, [_address(builder, *args)], attrs=("readnone",) if constant else ())  # equal loads are merged
             if width == 1:
                 return value
             return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(width)])
@@ -241,12 +241,12 @@ def _shared(name, width):
 
 
 def _load_shared(name, width):
-    """(array, index) -> element, or (array, index) -> four elements, which must lie on 16 bytes."""
+    """(array, index) -> element, or (array, index) -> two or four elements, which must lie on 8 or 16 bytes."""
     if SIMULATED:
         def get(array, index):
             if not 0 <= index <= len(array) - width or index % width:
                 raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(array)}")
-            return array[index] if width == 1 else tuple(array[index:index + 4])
+            return array[index] if width == 1 else tuple(array[index:index + width])
         return get
     check, pointer = _shared(name, width)
 
@@ -317,7 +317,7 @@ def _store4_shared(name):
     return intrinsic(_named(name, 6)(typed))
 
 
-lds, lds4 = _load_shared("lds", 1), _load_shared("lds4", 4)
+lds, lds2, lds4 = (_load_shared(name, width) for name, width in (("lds", 1), ("lds2", 2), ("lds4", 4)))
 sts, sts4, sts8 = _store_shared("sts", 4), _store4_shared("sts4"), _store_shared("sts8", 1)
 
 
@@ -333,14 +333,15 @@ else:
 
 # Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX ISA, "mma")
 
-def _matrix_product(name, n_a, n_b):
-    """(a.., b.., c0, c1, c2, c3) -> four int32: the fragments of C + A B, A 16 x 16 n_b of int8 by rows, B 16 n_b x 8 by columns, C 16 x 8."""
+def _matrix_product(name, n_a, n_b, a_type="s8"):
+    """(a.., b.., c0, c1, c2, c3) -> four int32: the fragments of C + A B, A 16 x 16 n_b of int8 (or uint8) by rows, B 16 n_b x 8 of int8 by columns,
+    C 16 x 8."""
     if SIMULATED:
-        return simulator.matrix_product(n_a, n_b)
+        return simulator.matrix_product(n_a, n_b, a_type)
     shape = f"m16n8k{16 * n_b}"
     operands = [f"${i}" for i in range(4, 8 + n_a + n_b)]
     a, b, c = (", ".join(operands[i:j]) for i, j in ((0, n_a), (n_a, n_a + n_b), (n_a + n_b, None)))
-    text = f"mma.sync.aligned.{shape}.row.col.s32.s8.s8.s32 {{$0, $1, $2, $3}}, {{{a}}}, {{{b}}}, {{{c}}};"
+    text = f"mma.sync.aligned.{shape}.row.col.s32.{a_type}.s8.s32 {{$0, $1, $2, $3}}, {{{a}}}, {{{b}}}, {{{c}}};"
     word = ir.IntType(32)
     assembly = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType([word] * 4), [word] * len(operands)), text,
                             ",".join(["=r"] * 4 + ["r"] * len(operands)), side_effect=False)
@@ -356,7 +357,7 @@ def _matrix_product(name, n_a, n_b):
     return intrinsic(_named(name, len(operands))(typed))
 
 
-mma16, mma32 = _matrix_product("mma16", 2, 1), _matrix_product("mma32", 4, 2)
+mma16, mma32, mma32u = _matrix_product("mma16", 2, 1), _matrix_product("mma32", 4, 2), _matrix_product("mma32u", 4, 2, "u8")
 
 
 def _shared_address(context, builder, array_type, array, index):
@@ -386,17 +387,18 @@ else:
 
 # Copies from global to shared memory that run on while the thread does
 
-def _copy_async(name, width):
-    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words. Done behind `copies_wait` and a barrier."""
+def _copy_async(name, width, n=1):
+    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words; n times, 128 words on each time: so a warp copies
+    n * 512 bytes. Done behind `copies_wait` and a barrier."""
     if SIMULATED:
-        return simulator.copy(name, width)
+        return simulator.copy(name, width, n)
 
     def typed(typingctx, array, index, pointer, first):
         _shared(name, width)[0](array, index)
         if _pointer(name, pointer, 4)[1].llvm != ir.IntType(32):
             raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
         _check(name, "l", first)
-        text = f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0], [$1], {4 * width};"
+        text = " ".join(f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0 + {512 * i}], [$1 + {512 * i}], {4 * width};" for i in range(n))
         assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)]), text, "r,l,~{memory}", True)
 
         def codegen(context, builder, signature, args):
@@ -434,7 +436,20 @@ else:
 
 
 copy1, copy4 = _copy_async("copy1", 1), _copy_async("copy4", 4)
+
+
+def copies4(n: int):
+    """`copy4` n times, 128 words on each time."""
+    return _copy_async("copies4", 4, n)
+
+
 copies_wait = _effect("copies_wait", "cp.async.wait_all;")  # for this thread's own copies
+copies_commit = _effect("copies_commit", "cp.async.commit_group;")  # those since the last one are a group
+
+
+def copies_wait_but(n: int):
+    """The intrinsic that waits for this thread's groups of copies but for the last n."""
+    return _effect("copies_wait_but", f"cp.async.wait_group {n};")
 
 
 # The functions of arith, for this target

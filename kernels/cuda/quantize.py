@@ -1,11 +1,12 @@
 """Activations as two int8 limbs (docs/numerics.md, section 3), what matrix products with quantized weights take.
 
-The activations of n rows of k columns, nc = ceil(k / 256) chunks, are one allocation of four planes in this order, each on 64 bytes:
+The activations of n rows of k columns, nc = ceil(k / 256) chunks, are one allocation of five planes in this order, each on 64 bytes:
 
     hi    int8    [n][nc * 256]     q = 128 hi + lo, zeros beyond the row's end
     lo    int8    [n][nc * 256]
     d     float32 [n][nc]
     sums  int32   [n][nc * 16]      of q over 16 columns
+    limbs int8    [n][nc][3][16]    of the sums of a chunk, 16384 a + 128 b + c: the minima of a chunk are a product too
 """
 from functools import lru_cache
 from typing import NamedTuple
@@ -27,11 +28,12 @@ class Planes(NamedTuple):
     lo: int
     d: int
     sums: int
+    limbs: int
     n_bytes: int
 
 
 def _plane_words(n, n_chunks):
-    """(lo, d, sums, end) in words of four bytes; hi begins at 0."""
+    """(lo, d, sums, limbs) in words of four bytes; hi begins at 0."""
     lo = i64(n) * n_chunks * 64
     d = 2 * lo
     sums = d + ((i64(n) * n_chunks + 15) & -16)
@@ -42,7 +44,9 @@ plane_words = device(_plane_words)
 
 
 def activation_planes(n: int, k: int) -> Planes:
-    return Planes(0, *(4 * int(words) for words in _plane_words(n, -(-k // CHUNK))))
+    n_chunks = -(-k // CHUNK)
+    planes = [4 * int(words) for words in _plane_words(n, n_chunks)]
+    return Planes(0, *planes, planes[-1] + 48 * n * n_chunks)
 
 
 def activation_bytes(n: int, k: int) -> int:
@@ -53,6 +57,20 @@ def activation_bytes(n: int, k: int) -> int:
 @device
 def four_bytes(a, b, c, d):
     return u32((a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24)
+
+
+@device
+def limbs3(s):
+    """(a, b, c) of an integer below 2^20: 16384 a + 128 b + c, b and c in -64..63."""
+    t = i32((s + 64) >> 7)
+    a = i32((t + 64) >> 7)
+    return a, i32(t - (a << 7)), i32(s - (t << 7))
+
+
+@device
+def limb_of(s, k):
+    a, b, c = limbs3(s)
+    return a if k == 0 else b if k == 1 else c
 
 
 FULL, SMALLEST = f32(LIMIT), f32(2.0**-100)
@@ -74,7 +92,8 @@ def chunk_quantizer(n_groups: int):
     """The function by which each group of 64 threads, of at most n_groups in a block, quantizes a chunk."""
     sixteens = n_groups * N_THREADS  # where they begin in shared memory, behind a maximum of each thread,
     eighths = 2 * sixteens           # and eight maxima a group behind them
-    n_words = eighths + 8 * n_groups
+    chunk_sums = eighths + 8 * n_groups  # and 16 sums a group
+    n_words = chunk_sums + 16 * n_groups
 
     @cooperative
     def quantize_chunk(a, b, c, d, act, n, row, chunk, n_chunks):
@@ -83,6 +102,7 @@ def chunk_quantizer(n_groups: int):
         words = cuda.shared.array(n_words, i32)
         tid = cuda.threadIdx.x
         t, first, eighth = tid % N_THREADS, tid // N_THREADS * N_THREADS, eighths + tid // N_THREADS * 8
+        own_sums = chunk_sums + tid // N_THREADS * 16
 
         # 1. amax, the largest bit pattern: of four columns, of 32, of all
         sts(words, tid, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
@@ -103,7 +123,7 @@ def chunk_quantizer(n_groups: int):
         inverse = div(FULL, amax) if used else f32(0)
         qa, qb, qc, qd = level(a, inverse, used), level(b, inverse, used), level(c, inverse, used), level(d, inverse, used)
         ha, hb, hc, hd = (qa + 64) >> 7, (qb + 64) >> 7, (qc + 64) >> 7, (qd + 64) >> 7
-        lo, scales, sums, _ = plane_words(n, n_chunks)
+        lo, scales, sums, limbs = plane_words(n, n_chunks)
         at = i64(row) * n_chunks + chunk
         if chunk < n_chunks:
             st(act, at * 64 + t, four_bytes(ha, hb, hc, hd))
@@ -111,12 +131,20 @@ def chunk_quantizer(n_groups: int):
             if t == 0:
                 st(act, scales + at, as_i32(div(amax, FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0))
 
-        # 3. sums of 16 columns
+        # 3. sums of 16 columns, and their limbs
         sts(words, sixteens + tid, qa + qb + qc + qd)
         cuda.syncthreads()
-        if t < 16 and chunk < n_chunks:
+        if t < 16:
             i = sixteens + first + 4 * t
-            st(act, sums + at * 16 + t, lds(words, i) + lds(words, i + 1) + lds(words, i + 2) + lds(words, i + 3))
+            s = i32(lds(words, i) + lds(words, i + 1) + lds(words, i + 2) + lds(words, i + 3))
+            sts(words, own_sums + t, s)
+            if chunk < n_chunks:
+                st(act, sums + at * 16 + t, s)
+        cuda.syncthreads()
+        if t < 12 and chunk < n_chunks:
+            i, k = own_sums + (t & 3) * 4, t >> 2
+            st(act, limbs + at * 12 + t, four_bytes(limb_of(lds(words, i), k), limb_of(lds(words, i + 1), k),
+                                                    limb_of(lds(words, i + 2), k), limb_of(lds(words, i + 3), k)))
     return quantize_chunk
 
 

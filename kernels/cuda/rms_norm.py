@@ -1,13 +1,16 @@
 """y = mul(mul(x, r), w) with r = 1 / sqrt(mean(x^2) + eps) over the columns of each row (numerics, section 5).
 
 One block a row, four columns a thread and as many rounds as that takes. The columns of a round go through shared memory to threads 0 to 127, the
-partials of sum128, so that all of a round is loaded at once while each partial takes its columns in order.
+partials of sum128, so that all of a round is loaded at once while each partial takes its columns in order. A row of one round stays there to be normed.
 """
+from functools import lru_cache
+from typing import Callable, NamedTuple
+
 from numba import cuda
 
 from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, Kernel, check, factory
-from .ptx import add, device, div, f32, fma, i2f, i64, ld, ldc, lds, mul, sqrt, st, sts
+from .ptx import add, device, div, f32, fma, i2f, i32, i64, ld, ldc, lds, mul, sqrt, st, sts
 
 PARTIALS = 128
 COLUMNS = 4          # of a thread in a round
@@ -20,60 +23,120 @@ def n_threads(n_cols: int) -> int:
     return min(-(-n_cols // (COLUMNS * PARTIALS)) * PARTIALS, MOST_THREADS)
 
 
+class Source(NamedTuple):
+    """Where rows come from. t: a tuple of pointers, of which t[0] holds the rows once they are loaded."""
+    load: Callable  # (t, i) -> element i
+    keep: Callable  # (t, i, value): writes what `load` gave, where t[0] does not hold it already
+
+
+@device
+def _load(t, i):
+    return ld(t[0], i)
+
+
+@device
+def _keep(t, i, value):
+    pass
+
+
+ROWS = Source(_load, _keep)  # t = (x,)
+
+
 @device
 def within(i, n):
     """i, or the last index: a load past the end is made there, and its value not used."""
     return i if i < n else n - 1
 
 
-@cooperative
-def reciprocal_rms(x, row, n_cols, eps):
-    """r of the n_cols columns from x[row], for every thread of the block."""
-    stage = cuda.shared.array(STAGE, f32)
-    v = cuda.local.array(COLUMNS, f32)
-    j, n_threads = cuda.threadIdx.x, cuda.blockDim.x
-    ss = f32(0)
-    for first in range(0, n_cols, COLUMNS * n_threads):
-        for k in range(COLUMNS):
-            v[k] = ld(x, row + within(first + j + k * n_threads, n_cols))
-        for k in range(COLUMNS):
-            sts(stage, j + k * n_threads, v[k])
-        cuda.syncthreads()  # the round is in `stage`
+@lru_cache(None)
+def reciprocal_rms(source: Source):
+    load, keep = source
+
+    @cooperative
+    def reciprocal(t, stage, row, n_cols, eps):
+        """r of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE]; it is left with the last round."""
+        partials = cuda.shared.array(PARTIALS, f32)
+        v = cuda.local.array(COLUMNS, f32)
+        j, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
+        ss, first = f32(0), i32(0)
+        while first < n_cols:
+            for k in range(COLUMNS):
+                v[k] = load(t, row + within(first + j + k * n_threads, n_cols))
+            for k in range(COLUMNS):
+                sts(stage, j + k * n_threads, v[k])
+                if first + j + k * n_threads < n_cols:
+                    keep(t, row + first + j + k * n_threads, v[k])
+            cuda.syncthreads()  # the round is in `stage`
+            if j < PARTIALS:
+                i, end = j, min(i32(COLUMNS * n_threads), i32(n_cols - first))
+                while i + 3 * PARTIALS < end:  # four loads at a time
+                    a, b, c, d = lds(stage, i), lds(stage, i + PARTIALS), lds(stage, i + 2 * PARTIALS), lds(stage, i + 3 * PARTIALS)
+                    ss = fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
+                    i = i32(i + 4 * PARTIALS)
+                while i < end:
+                    ss = fma(lds(stage, i), lds(stage, i), ss)
+                    i = i32(i + PARTIALS)
+            first = i32(first + COLUMNS * n_threads)
+            if first < n_cols:
+                cuda.syncthreads()  # and may be written over
         if j < PARTIALS:
-            for i in range(j, min(COLUMNS * n_threads, n_cols - first), PARTIALS):
-                ss = fma(lds(stage, i), lds(stage, i), ss)
-        cuda.syncthreads()  # and may be written over
-    if j < PARTIALS:
-        sts(stage, j, ss)
-    half = PARTIALS // 2
-    while half > 0:
-        cuda.syncthreads()  # both halves are written
-        if j < half:
-            sts(stage, j, add(lds(stage, j), lds(stage, j + half)))
-        half >>= 1
-    cuda.syncthreads()
-    return div(f32(1), sqrt(add(div(lds(stage, 0), i2f(n_cols)), eps)))
+            sts(partials, j, ss)
+        half = PARTIALS // 2
+        while half > 0:
+            cuda.syncthreads()  # both halves are written
+            if j < half:
+                sts(partials, j, add(lds(partials, j), lds(partials, j + half)))
+            half >>= 1
+        cuda.syncthreads()
+        return div(f32(1), sqrt(add(div(lds(partials, 0), i2f(n_cols)), eps)))
+    return reciprocal
 
 
 @device
-def normed(x, w, row, column, n_cols, r):
-    """y of a column; of the last one for columns past the end."""
-    column = within(column, n_cols)
-    return mul(mul(ld(x, row + column), r), ldc(w, column))
+def normed(t, stage, w, row, column, step, n_cols, n_threads, r):
+    """y of the columns column, column + step, column + 2 step, column + 3 step; of the last one for those past the end."""
+    i, j = within(column, n_cols), within(column + step, n_cols)
+    k, m = within(column + 2 * step, n_cols), within(column + 3 * step, n_cols)
+    if n_cols <= COLUMNS * n_threads:
+        a, b, c, d = lds(stage, i), lds(stage, j), lds(stage, k), lds(stage, m)
+    else:
+        a, b, c, d = ld(t[0], row + i), ld(t[0], row + j), ld(t[0], row + k), ld(t[0], row + m)
+    return mul(mul(a, r), ldc(w, i)), mul(mul(b, r), ldc(w, j)), mul(mul(c, r), ldc(w, k)), mul(mul(d, r), ldc(w, m))
+
+
+@device
+def put(out, row, column, n_cols, y):
+    if column < n_cols:
+        st(out, row + column, y)
+
+
+@lru_cache(None)
+def row_norm(source: Source):
+    reciprocal = reciprocal_rms(source)
+
+    @cooperative
+    def norm_row(t, w, out, n_cols, eps):
+        """Row blockIdx.x of out."""
+        stage = cuda.shared.array(STAGE, f32)
+        row, n_threads = i64(cuda.blockIdx.x) * n_cols, i32(cuda.blockDim.x)
+        r = reciprocal(t, stage, row, n_cols, eps)
+        column = i32(cuda.threadIdx.x)
+        while column < n_cols:
+            a, b, c, d = normed(t, stage, w, row, column, n_threads, n_cols, n_threads, r)
+            put(out, row, column, n_cols, a)
+            put(out, row, column + n_threads, n_cols, b)
+            put(out, row, column + 2 * n_threads, n_cols, c)
+            put(out, row, column + 3 * n_threads, n_cols, d)
+            column = i32(column + COLUMNS * n_threads)
+    return norm_row
 
 
 @factory([()])
 def rms_norm_kernel():
+    norm_row = row_norm(ROWS)
+
     def kernel(x, w, out, n_cols, eps):
-        v = cuda.local.array(COLUMNS, f32)
-        row, n_threads = i64(cuda.blockIdx.x) * n_cols, cuda.blockDim.x
-        r = reciprocal_rms(x, row, n_cols, eps)
-        for first in range(cuda.threadIdx.x, n_cols, COLUMNS * n_threads):
-            for k in range(COLUMNS):
-                v[k] = normed(x, w, row, first + k * n_threads, n_cols, r)
-            for k in range(COLUMNS):
-                if first + k * n_threads < n_cols:
-                    st(out, row + first + k * n_threads, v[k])
+        norm_row((x,), w, out, n_cols, eps)
     return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32), MOST_THREADS)
 
 

@@ -2,35 +2,51 @@
 
 One block a row, as in rms_norm; then each 64 of its threads take a chunk of 256 columns, as in quantize.
 """
+from functools import lru_cache
+
 from numba import cuda
 
 from ...quant.formats import CHUNK
+from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
-from .ptx import device, f32, i64
+from .ptx import device, f32, i32, i64
 from .quantize import N_THREADS, chunk_quantizer
-from .rms_norm import MOST_THREADS, n_threads, normed, reciprocal_rms
+from .rms_norm import MOST_THREADS, ROWS, STAGE, Source, n_threads, normed, reciprocal_rms
 
 
 @device
-def element(x, w, row, column, n_cols, r):
-    y = normed(x, w, row, column, n_cols, r)
+def padded(y, column, n_cols):
     return y if column < n_cols else f32(0)
+
+
+@lru_cache(None)
+def row_norm_act(source: Source):
+    reciprocal, quantize_chunk = reciprocal_rms(source), chunk_quantizer(MOST_THREADS // N_THREADS)
+
+    @cooperative
+    def norm_row_act(t, w, act, n, n_cols, eps):
+        """Row blockIdx.x of n of act."""
+        stage = cuda.shared.array(STAGE, f32)
+        row, tid, n_threads = i64(cuda.blockIdx.x) * n_cols, cuda.threadIdx.x, cuda.blockDim.x
+        n_chunks = (n_cols + CHUNK - 1) // CHUNK
+        r = reciprocal(t, stage, row, n_cols, eps)
+        first = i32(0)
+        while first < n_chunks:
+            chunk = first + tid // N_THREADS
+            column = chunk * CHUNK + tid % N_THREADS * 4
+            a, b, c, d = normed(t, stage, w, row, column, 1, n_cols, n_threads, r)
+            a, b, c, d = padded(a, column, n_cols), padded(b, column + 1, n_cols), padded(c, column + 2, n_cols), padded(d, column + 3, n_cols)
+            quantize_chunk(a, b, c, d, act, n, cuda.blockIdx.x, chunk, n_chunks)
+            first = i32(first + n_threads // N_THREADS)
+    return norm_row_act
 
 
 @factory([()])
 def rms_norm_act_kernel():
-    quantize_chunk = chunk_quantizer(MOST_THREADS // N_THREADS)
+    norm_row_act = row_norm_act(ROWS)
 
     def kernel(x, w, act, n, n_cols, eps):
-        row, tid = i64(cuda.blockIdx.x) * n_cols, cuda.threadIdx.x
-        n_chunks = (n_cols + CHUNK - 1) // CHUNK
-        r = reciprocal_rms(x, row, n_cols, eps)
-        for first in range(0, n_chunks, cuda.blockDim.x // N_THREADS):
-            chunk = first + tid // N_THREADS
-            column = chunk * CHUNK + tid % N_THREADS * 4
-            a, b = element(x, w, row, column, n_cols, r), element(x, w, row, column + 1, n_cols, r)
-            c, d = element(x, w, row, column + 2, n_cols, r), element(x, w, row, column + 3, n_cols, r)
-            quantize_chunk(a, b, c, d, act, n, cuda.blockIdx.x, chunk, n_chunks)
+        norm_row_act((x,), w, act, n, n_cols, eps)
     return Kernel(kernel, (F32, F32, U32, N, N, SCALAR_F32), MOST_THREADS)
 
 

@@ -204,20 +204,20 @@ def _words(dtype, rows):
     return np.array(rows, dtype=np.int64).astype(dtype)
 
 
-def _multiply(n_a, n_b):
+def _multiply(n_a, n_b, a_type):
     def compute(lanes):
         operands = _words(np.int32, lanes).reshape(8, 4, n_a + n_b + 4)            # [row or column][word in 16 bytes][register]
         a = operands[..., :n_a].reshape(8, 4, n_b, 2).transpose(3, 0, 2, 1).copy()  # [rows 8..15][row][16 columns][word]
         b = operands[..., n_a:n_a + n_b].transpose(0, 2, 1).copy()                  # [column of B][16 rows of B][word]
         c = operands[..., n_a + n_b:].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
-        a, b = a.view(np.int8).reshape(16, -1).astype(np.int32), b.view(np.int8).reshape(8, -1).astype(np.int32)
+        a, b = a.view(a_type).reshape(16, -1).astype(np.int32), b.view(np.int8).reshape(8, -1).astype(np.int32)
         result = (c + a @ b.T).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
         return [tuple(r) for r in result]
     return compute
 
 
-def matrix_product(n_a, n_b):
-    compute, convert = _multiply(n_a, n_b), _as_int(i32)
+def matrix_product(n_a, n_b, a_type):
+    compute, convert = _multiply(n_a, n_b, {"s8": np.int8, "u8": np.uint8}[a_type]), _as_int(i32)
     return lambda *operands: _together(compute, [convert(o) for o in operands])
 
 
@@ -232,11 +232,12 @@ def ldmatrix4(array, index):
     return _together(_four_matrices, (array, index))
 
 
-def copy(name, width):
+def copy(name, width, n):
     def put(array, index, pointer, first):
-        if not 0 <= index <= len(array) - width or index % width:
-            raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(array)}")
-        array[index:index + width] = pointer.elements[pointer.slice(name, first, width)]
+        for i in range(0, 128 * n, 128):
+            if not 0 <= index + i <= len(array) - width or index % width:
+                raise IndexError(f"{name}: elements {index + i}..{index + i + width - 1} of {len(array)}")
+            array[index + i:index + i + width] = pointer.elements[pointer.slice(name, first + i, width)]
     return put
 
 
@@ -266,6 +267,7 @@ class Target:
             raise RuntimeError("the simulator needs NUMBA_ENABLE_CUDASIM=1 in the environment before numba is imported")
         self.cc = (8, 0)
         self.n_multiprocessors = 4
+        self.shared_limit = 99 << 10  # what any GPU of compute capability 8.0 or later has
 
     def address(self, array: np.ndarray) -> Address:
         """The address of a C-contiguous array, which kernels then read and write in place."""

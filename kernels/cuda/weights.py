@@ -1,4 +1,4 @@
-"""Weight tiles on the device: the unpackings of quant/ over 16-byte loads, with PTX where it has an instruction for them."""
+"""Weight tiles on the device: the unpackings of quant/ over global or shared memory, with PTX where it has an instruction for them."""
 from functools import lru_cache
 from typing import Callable, NamedTuple
 
@@ -6,34 +6,81 @@ import numpy as np
 
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
+from ...quant.words import u64
 from .ptx import as_f32, constant, device, f16_to_f32, i32, ldc, ldc4, lds, mul, prmt, shr, u32
 
 
-def loads(fmt: Format):
-    """(ld16, ld4, ld2) of `quant.tile.loads` on a pointer to uint32. t = (words, base, row, ...): pointer, the tile's first word, row in it."""
+@device
+def pick(w4, i):
+    """Word i of four."""
+    low = w4[1] if i & 1 else w4[0]
+    high = w4[3] if i & 1 else w4[2]
+    return u32(high if i & 2 else low)
+
+
+@device
+def global_word(words, piece, i):
+    """Word i of the piece at word `piece`, which is loaded whole: a lane that takes several words of one loads it once."""
+    return pick(ldc4(words, piece), i)
+
+
+@device
+def shared_word(words, piece, i):
+    return lds(words, piece + i)
+
+
+def _loads(fmt: Format, load, load_word):
+    """(ldw, ld4, ld2) of `quant.tile.loads` by load(words, i) and load_word(words, word at which a piece begins, i). t = (words, base, row, ...).
+    Constants are added to what is known at run time only: they become the offset of the load, not an addition of their own."""
     rows = tile.ROWS
     word_plane = rows * 4 * fmt.n_pieces
     half_plane = word_plane + rows * fmt.n_words
 
     @device
-    def ld16(t, p):
+    def ldw(t, p, i):
         words, base, row = t[:3]
-        return ldc4(words, base + (p * rows + row) * 4)
+        return load_word(words, base + row * 4 + p * (rows * 4), i)
 
     @device
     def ld4(t, k):
         words, base, row = t[:3]
-        return ldc(words, base + word_plane + k * rows + row)
+        return load(words, base + row + (word_plane + k * rows))
 
     @device
     def ld2(t, h):
         words, base, row = t[:3]
-        return u32(shr(ldc(words, base + half_plane + ((h * rows + row) >> 1)), (row & 1) << 4) & u32(0xffff))
-    return ld16, ld4, ld2
+        return u32(shr(load(words, base + (row >> 1) + (half_plane + h * (rows >> 1))), (row & 1) << 4) & u32(0xffff))
+    return ldw, ld4, ld2
+
+
+def loads(fmt: Format):
+    """(ldw, ld4, ld2) for a lane that takes a row, by a pointer to uint32. t = (words, base, row, ...): pointer, the tile's first word, row in it."""
+    return _loads(fmt, ldc, global_word)
+
+
+def quarter_loads(fmt: Format):
+    """(ldw, ld4, ld2) for lanes that each take a quarter, a word at a time from a shared array of uint32. t = (shared, base, row, ...)."""
+    return _loads(fmt, lds, shared_word)
+
+
+@device
+def byte(w, i):
+    return prmt(w, u32(0), u32(i) | u32(0x4440))
+
+
+@device
+def half(w, i):
+    return prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))
+
+
+@device
+def odd_bytes(v, w):
+    return prmt(u32(v), u32(w), u32(0x7351))
 
 
 def lookup16(levels):
-    """(w of four nibbles) -> int32 word of their levels: both halves of the table by prmt, then a choice by the nibbles' bit 3."""
+    """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the table by prmt,
+    then a choice by the nibbles' bit 3."""
     table = np.asarray(levels, np.int8).view(np.uint32)
     assert table.shape == (4,), table.shape
     t0, t1, t2, t3 = (u32(w) for w in table)
@@ -41,31 +88,67 @@ def lookup16(levels):
     @device
     def lookup(w):
         w = u32(w)
-        nibbles = prmt(u32(w | w >> u32(4)), u32(0), u32(0x4420))  # the four of them in 16 bits
-        index = u32(nibbles & u32(0x7777))
-        return i32(prmt(prmt(t0, t1, index), prmt(t2, t3, index), u32((nibbles & u32(0x8888)) >> u32(1) | u32(0x3210))))
+        index = u32(w & u32(0x77777777))
+        later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & u32(0x44444444) | u32(0x32103210))
+        a, b = prmt(t0, t1, index), prmt(t2, t3, index)
+        c, d = prmt(t0, t1, later), prmt(t2, t3, later)
+        a, c = prmt(a, b, choice), prmt(c, d, u32(choice >> u32(16)))
+        return i32(prmt(a, c, u32(0x6420))), i32(prmt(a, c, u32(0x7531)))
     return lookup
 
 
-PRIMITIVES = words.primitives(device, f16=f16_to_f32, f32=as_f32, mul=mul, shr=shr, lookup16=lookup16)
+def signed8(table):
+    """`words.Primitives.signed8`: an entry is a word of eight nibbles, which are selectors of prmt from the three levels (bits 0..1) and, where the
+    sign is set in bit 2, from their negatives."""
+    def make(levels, parity):
+        values, entries = np.unique(levels, return_inverse=True)
+        assert values.shape == (3,) and levels.shape[1:] == (8,), (values, levels.shape)
+        a, b = (u32(np.array([*(sign * values), 0], np.int8).view(np.uint32)[0]) for sign in (1, -1))
+        entry = table((entries.reshape(levels.shape) << 4 * np.arange(8)).sum(axis=1).astype(np.uint32))
+        odd = u32(0x2a if parity else 0xaa)
+
+        @device
+        def eight(t, i, s):
+            # Bit k of s to bit 2 of nibble k: in the sums of copies only every fourth bit is wanted, and no carry reaches one.
+            even_bits = u32((u32(s) & u32(0x55)) * u32(0x00104104) & u32(0x04040404))
+            odd_bits = u32((u32(s) & odd) * u32(0x00820820) & u32(0x40404040))
+            if parity:
+                signs = u32(even_bits | odd_bits)  # nibble 7 of the product below is the sum of the nibbles, signs in bit 2
+                w = u32(u32(entry(t, i32(i)) ^ signs) ^ u64(signs) * u64(0x11111111) & u64(0x40000000))
+            else:
+                w = u32(u32(entry(t, i32(i)) ^ even_bits) ^ odd_bits)
+            return i32(prmt(a, b, w)), i32(prmt(a, b, u32(w >> u32(16))))
+        return eight
+    return make
+
+
+def primitives(table=None):
+    """table: `words.Primitives.table`, where codebooks lie; without one they are arrays beside the code."""
+    native = {"table": table} if table else {}
+    portable = words.primitives(device, f16=f16_to_f32, f32=as_f32, mul=mul, shr=shr, byte=byte, half=half, odd_bytes=odd_bytes, lookup16=lookup16,
+                                **native)
+    return portable._replace(signed8=signed8(portable.table))
+
+
+PRIMITIVES = primitives()
 
 
 @lru_cache(None)
 def unpacker(name: str) -> words.Unpacker:
-    """(levels, sub, group) of a quantized format on the device."""
+    """The unpacking of a quantized format on the device."""
     fmt = format_of(name)
     return fmt.unpack(PRIMITIVES, *loads(fmt))
 
 
 class Tables(NamedTuple):
     """An `Unpacker` whose codebooks lie in shared memory, where lanes that look up different entries do not wait for each other."""
-    unpacker: words.Unpacker  # t = (words, base, row, shared): a shared array of int32 that begins with the entries
-    n_entries: int
-    entry: Callable           # (i) -> entry i of all codebooks, uint32; None without any
+    unpacker: words.Unpacker
+    n_entries: int            # words of all codebooks, at the beginning of the shared array
+    entry: Callable           # (i) -> one of them, uint32; None without any
 
 
-@lru_cache(None)
-def unpacker_with_tables(name: str) -> Tables:
+def _with_tables(fmt: Format, loads, load) -> Tables:
+    """load: (t, i) -> word i of the shared array that begins with the codebooks."""
     parts = []
 
     def table(entries):
@@ -74,12 +157,33 @@ def unpacker_with_tables(name: str) -> Tables:
 
         @device
         def entry(t, i):
-            return u32(lds(t[3], first + i))
+            return u32(load(t, first + i))
         return entry
 
-    fmt = format_of(name)
-    unpack = fmt.unpack(PRIMITIVES._replace(table=table), *loads(fmt))
+    unpack = fmt.unpack(primitives(table), *loads)
     return Tables(unpack, sum(map(len, parts)), constant(np.concatenate(parts)) if parts else None)
+
+
+@lru_cache(None)
+def unpacker_with_tables(name: str) -> Tables:
+    """Weights in global memory: t = (words, base, row, shared), a shared array of int32 or uint32."""
+    @device
+    def load(t, i):
+        return lds(t[3], i)
+
+    fmt = format_of(name)
+    return _with_tables(fmt, loads(fmt), load)
+
+
+@lru_cache(None)
+def shared_unpacker(name: str, first: int = 0) -> Tables:
+    """Weights in the same shared array of uint32 as the codebooks, which begin at its word `first`: t = (shared, base, row) of `quarter_loads`."""
+    @device
+    def load(t, i):
+        return lds(t[0], first + i)
+
+    fmt = format_of(name)
+    return _with_tables(fmt, quarter_loads(fmt), load)
 
 
 @lru_cache(None)

@@ -29,7 +29,7 @@ def get_rows(format_name):
 
 
 def _quantized(fmt):
-    levels, sub_block, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))
+    levels, sub_block, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:3]
     n_sub, n_group, has_min = fmt.sub, fmt.group, fmt.has_min
 
     @CPU.jit

@@ -19,7 +19,7 @@ def mul_mat(format_name):
 
 
 def _quantized(fmt):
-    levels, sub, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))
+    levels, sub, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:3]
     n_sub, n_group, has_min, tile_words = fmt.sub, fmt.group, fmt.has_min, tile.tile_bytes(fmt) // 4
 
     @jit(key=fmt.name)

@@ -1,0 +1,18 @@
+"""What a record in bench/results says of its run, and how it is written."""
+import json
+import time
+
+import checkout  # noqa: F401
+
+
+def conditions(backend) -> dict:
+    """Device, driver, versions and date."""
+    from record_golden import driver, numba_cuda, versions
+    on_gpu = {"driver": driver(), "cuda": backend.driver_version(), "numba.cuda": numba_cuda()} if backend.device != "cpu" else {}
+    return {"device": backend.name, **on_gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
+
+
+def dump(record: dict, name: str, rows: list[dict]) -> str:
+    """JSON of a record and, under `name`, its rows, a line for each."""
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return f'{json.dumps(record, indent=1)[:-2]},\n "{name}": [\n  {lines}\n ]\n}}\n'

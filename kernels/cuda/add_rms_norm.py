@@ -1,0 +1,53 @@
+"""total = x + y and its rms_norm, as floats or as activations: the residual added where it is normed. Blocks as in rms_norm and rms_norm_act.
+
+The thread that loads an element of x and y writes that of total; rows longer than a round of rms_norm are read back from there.
+"""
+from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
+from .ptx import add, device, ld, st
+from .rms_norm import MOST_THREADS, Source, n_threads, row_norm
+from .rms_norm_act import row_norm_act
+
+
+@device
+def _add(t, i):
+    return add(ld(t[1], i), ld(t[2], i))
+
+
+@device
+def _keep(t, i, value):
+    st(t[0], i, value)
+
+
+SUMS = Source(_add, _keep)  # t = (total, x, y)
+
+
+@factory([()])
+def add_rms_norm_kernel():
+    norm_row = row_norm(SUMS)
+
+    def kernel(x, y, w, out, total, n_cols, eps):
+        norm_row((total, x, y), w, out, n_cols, eps)
+    return Kernel(kernel, (F32, F32, F32, F32, F32, N, SCALAR_F32), MOST_THREADS)
+
+
+@factory([()])
+def add_rms_norm_act_kernel():
+    norm_row_act = row_norm_act(SUMS)
+
+    def kernel(x, y, w, act, total, n, n_cols, eps):
+        norm_row_act((total, x, y), w, act, n, n_cols, eps)
+    return Kernel(kernel, (F32, F32, F32, U32, F32, N, N, SCALAR_F32), MOST_THREADS)
+
+
+def add_rms_norm(target, x, y, w, out, total, n_rows, n_cols, eps):
+    """total = x + y, out = rms_norm(total) * w. x, y, out, total: addresses of f32 [n_rows, n_cols], out and total apart; w: of f32 [n_cols]."""
+    check("add_rms_norm", n_rows >= 1, "n_rows", n_rows, "at least 1")
+    check("add_rms_norm", n_cols >= 1, "n_cols", n_cols, "at least 1")
+    return target.launch(add_rms_norm_kernel(), n_rows, n_threads(n_cols), (x, y, w, out, total, n_cols, eps))
+
+
+def add_rms_norm_act(target, x, y, w, act, total, n, k, eps):
+    """x, y, total: addresses of f32 [n, k]; w: of f32 [k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
+    check("add_rms_norm_act", n >= 1, "n", n, "at least 1")
+    check("add_rms_norm_act", k >= 1, "k", k, "at least 1")
+    return target.launch(add_rms_norm_act_kernel(), n, n_threads(k), (x, y, w, act, total, n, k, eps))

@@ -1,0 +1,432 @@
+"""A weight tile's chunk (32 rows x 256 columns) times a few tokens on int8 tensor cores, by one warp (docs/numerics.md, section 3).
+
+The tile lies in shared memory as it lies in the file's bits; a lane unpacks what a tensor core's fragment of rows wants of it straight into registers:
+lane l has words l % 4 of rows l / 4, l / 4 + 8, + 16 and + 24. Integer sums have no order, so any assignment of columns to words will do as long as the
+activations follow it (`Unpacker.quarter`).
+
+Tokens go in fours, a *quad*: eight columns of a product, the limbs hi and lo of each token side by side. So lane l gets both sums of token l % 4 of
+the quad for its four rows, S = 128 hi + lo. In shared memory a quad is 8 rows (token, limb) of 16 pieces of 16 bytes; piece p of row r lies at place
+p ^ `swizzle(r)`, so that the accesses of both orders of columns touch every bank once.
+
+A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the sum of q under
+a minimum, and the minima of a chunk are a product with imin. What follows depends on the format alone (`Form`).
+"""
+from typing import NamedTuple
+
+import numpy as np
+from numba import cuda
+
+from ...quant.activation import LIMIT
+from ...quant.formats import CHUNK, Format, format_of
+from ...quant.tile import tile_bytes
+from ...quant.words import EVEN, ONES, TOPS
+from .cooperative import cooperative
+from .elementwise import BINARY, GLU
+from .ptx import (add, afresh, as_f32, as_u32, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
+                  st, sts, sts4, syncwarp, u32)
+from .quantize import four_bytes
+from .weights import shared_unpacker
+
+QUAD = 4                  # tokens
+QUAD_WORDS = 2 * QUAD * CHUNK // 4
+MOST_FEW = 4              # quads for which products are cheaper than work on a tile's words
+
+
+class Form(NamedTuple):
+    """How the sums of a format are formed."""
+    step: int       # columns of a sum that a scale follows: 16 or 32
+    integer: bool   # that scale is an integer: S adds isc * sum
+    wide: bool      # S needs more than 32 bits: the sums over hi and over lo are kept apart
+    carried: bool   # there is no scale before the group's: the tensor core adds on
+
+
+def form(fmt: Format) -> Form:
+    integer = fmt.max_isc > 1
+    step = fmt.sub if integer else min(fmt.group, 32)
+    return Form(step, integer, fmt.group * fmt.max_level * fmt.max_isc * LIMIT >= 2**31, not integer and fmt.group > step)
+
+
+class Slot(NamedTuple):
+    """Words of a chunk in shared memory: row tiles, from 0, then the tokens' quads, their scales d [token], the limbs of their sums [token][3][4]."""
+    act: int
+    d: int
+    limbs: int
+    n_words: int
+
+
+def slot(fmt: Format, row_tiles: int, n_quads: int, limbs_too: bool) -> Slot:
+    act = row_tiles * tile_bytes(fmt) // 4
+    d = act + n_quads * QUAD_WORDS
+    limbs = d + n_quads * QUAD
+    return Slot(act, d, limbs, limbs + (12 * QUAD * n_quads if limbs_too else 0))
+
+
+class Factors(NamedTuple):
+    """What a warp prepares of a tile's scales, planes of 32 words: row r at place 4 (r & 7) + r // 8, so that a lane's four rows are four words.
+    Planes from 0: d of the groups or, integer, isc of the sub-blocks; split: 2 isc and then the addend of each."""
+    d: int         # plane of d
+    m: int         # first plane of the minima, negated
+    imin: int      # planes of imin in all four bytes; late: [row][16 bytes], imin of every 16 columns
+    n_words: int
+
+
+def factors(fmt: Format, n_quads: int) -> Factors:
+    if not form(fmt).integer:
+        n = CHUNK // fmt.group
+        return Factors(0, n, 0, 32 * (n + n * fmt.has_min))
+    n = CHUNK // fmt.sub
+    d = 2 * n if is_split(fmt, n_quads) else n
+    return Factors(d, d + 1, d + 2, 32 * (d + 1 + (1 + (4 if is_late(fmt, n_quads) else n)) * fmt.has_min))
+
+
+def is_split(fmt: Format, n_quads: int) -> bool:
+    """Whether levels are multiplied by their integer scales while unpacking and split in limbs, which for many tokens takes less than to multiply sums
+    of 16."""
+    return n_quads > MOST_FEW and form(fmt).integer and form(fmt).step == 16
+
+
+def is_late(fmt: Format, n_quads: int) -> bool:
+    """Whether the minima of a chunk are multiplied at its end with limbs of the sums of q, which takes less for many tokens."""
+    return n_quads > MOST_FEW and fmt.has_min and fmt.group == CHUNK
+
+
+def takes_limbs(fmt: Format, n_quads: int) -> bool:
+    """Whether the limbs of the sums of q are wanted in shared memory."""
+    return is_split(fmt, n_quads) or is_late(fmt, n_quads)
+
+
+@device
+def swizzle(r):
+    return ((r << 1) & 7) | (r >> 2)
+
+
+class TileProduct(NamedTuple):
+    """The device functions of a format and a number of quads."""
+    multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and token l % 4
+    n_entries: int    # of codebooks
+    entry: object     # (i) -> one of them
+
+
+def table_words(name: str) -> int:
+    """Words of the codebooks, up to the next 16 bytes."""
+    return -(-shared_unpacker(name).n_entries // 4) * 4
+
+
+def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
+    """first_table: word of shared memory at which the codebooks begin."""
+    fmt = format_of(name)
+    unpack, n_entries, entry = shared_unpacker(name, first_table)
+    quarter, sub, group, pairs = unpack.quarter, unpack.sub, unpack.group, unpack.pairs
+    step, integer, wide, carried = form(fmt)
+    many, split, late = n_quads > MOST_FEW, is_split(fmt, n_quads), is_late(fmt, n_quads)
+    planes = factors(fmt, n_quads)
+    m_plane, d_plane, imin_plane = planes.m, planes.d, planes.imin
+    n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
+    has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
+    zero, subtracted, less = 0 if many else fmt.zero, many and not split and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
+    ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
+    sixteenths = 16 // n_scales if late else 1
+    offset = 0 if has_min else fmt.zero or 128  # of split levels, which are then no less than 0
+    assert not (has_min and (pairs or fmt.zero)) and fmt.max_level * fmt.max_isc < 8192, name
+
+    @device
+    def sixteen(imin, i):
+        """imin of the sixteenths i .. i + 3 of the chunk."""
+        return four_bytes(imin[i // sixteenths], imin[(i + 1) // sixteenths], imin[(i + 2) // sixteenths], imin[(i + 3) // sixteenths])
+
+    @cooperative
+    def prepare(lane, shared, tile, scratch):
+        """A lane for each row: its scales and minima as factors."""
+        t = (shared, tile, lane)
+        isc, imin, place = cuda.local.array(16, i32), cuda.local.array(16, i32), i32(scratch + ((lane & 7) << 2) + (lane >> 3))
+        if integer:
+            for i in range(n_scales):
+                isc[i], imin[i] = sub(t, i)
+            d, m = group(t, 0)
+            for i in range(n_scales):
+                if split:
+                    sts(shared, place + 32 * i, 2 * isc[i])
+                    sts(shared, place + 32 * (n_scales + i), (8192 - offset * isc[i]) * 0x00020002)
+                else:
+                    sts(shared, place + 32 * i, isc[i])
+                if has_min and not late:
+                    sts(shared, place + 32 * (imin_plane + i), imin[i] * ones)
+            if late:
+                sts4(shared, scratch + 32 * imin_plane + 4 * lane, sixteen(imin, 0), sixteen(imin, 4), sixteen(imin, 8), sixteen(imin, 12))
+            sts(shared, place + 32 * d_plane, as_u32(d))
+            if has_min:
+                sts(shared, place + 32 * m_plane, as_u32(-m))
+        else:
+            for i in range(n_scales):
+                d, m = group(t, i)
+                isc[i], imin[i] = i32(as_u32(d)), i32(as_u32(-m))
+            for i in range(n_scales):
+                sts(shared, place + 32 * i, isc[i])
+                if has_min:
+                    sts(shared, place + 32 * (m_plane + i), imin[i])
+
+    @device
+    def tokens(lane, shared, act, j, quad):
+        """The fragments of two columns of B: of blocks j and j + 1 for one quad, else of block j for quads `quad` and the next."""
+        if pairs:
+            g, q = lane >> 2, lane & 3
+            r, first = act + g * 64, swizzle(g)
+            piece, word = 2 * j + (q >> 1), (q & 1) << 1
+            if two_quads:
+                a, b = lds2(shared, r + quad * QUAD_WORDS + ((piece ^ first) << 2) + word)
+                c, d = lds2(shared, r + (quad + 1) * QUAD_WORDS + ((piece ^ first) << 2) + word)
+            else:
+                a, b = lds2(shared, r + ((piece ^ first) << 2) + word)
+                c, d = lds2(shared, r + (((piece + 2) ^ first) << 2) + word)
+            return i32(a), i32(b), i32(c), i32(d)
+        r, matrix = lane & 7, lane >> 3
+        if two_quads:
+            return ldmatrix4(shared, act + (quad + (matrix >> 1)) * QUAD_WORDS + r * 64 + (((2 * j + (matrix & 1)) ^ swizzle(r)) << 2))
+        return ldmatrix4(shared, act + r * 64 + (((2 * j + matrix) ^ swizzle(r)) << 2))
+
+    @device
+    def halves(w, b0, b1, s, q, c0, c1, c2, c3):
+        """C + the products of columns 16 s .. 16 s + 15 of a block: w, the fragments of 16 rows."""
+        if pairs:  # they are with two of the four lanes of a row
+            mine = (q >> 1) == s
+            return mma32(w[0], w[1], w[2], w[3], b0 if mine else z, b1 if mine else z, c0, c1, c2, c3)
+        if s == 0:
+            return mma16(w[0], w[1], b0, c0, c1, c2, c3)
+        return mma16(w[2], w[3], b1, c0, c1, c2, c3)
+
+    @device
+    def product(w, b0, b1, s, q, c0, c1, c2, c3):
+        if step == 16:
+            return halves(w, b0, b1, s, q, c0, c1, c2, c3)
+        return mma32(w[0], w[1], w[2], w[3], b0, b1, c0, c1, c2, c3)
+
+    @device
+    def follow(c, f0, f1, o, acc, high, low):
+        """The sums (hi, lo) of two rows and their scales."""
+        if integer:
+            if wide:
+                high[o], low[o] = i32(high[o] + f0 * c[0]), i32(low[o] + f0 * c[1])
+                high[o + 1], low[o + 1] = i32(high[o + 1] + f1 * c[2]), i32(low[o + 1] + f1 * c[3])
+            else:
+                low[o] = i32(low[o] + f0 * i32((c[0] << 7) + c[1]))
+                low[o + 1] = i32(low[o + 1] + f1 * i32((c[2] << 7) + c[3]))
+        else:
+            acc[o] = fma(i2f(i32((c[0] << 7) + c[1])), as_f32(f0), acc[o])
+            acc[o + 1] = fma(i2f(i32((c[2] << 7) + c[3])), as_f32(f1), acc[o + 1])
+
+    @device
+    def carry(w, b0, b1, o, high, low):
+        """Adds the products of a block to the sums of two rows."""
+        h0, l0, h1, l1 = high[o], low[o], high[o + 1], low[o + 1]
+        if zero:
+            h0, l0, h1, l1 = mma32(minus_zero, minus_zero, minus_zero, minus_zero, b0, b1, h0, l0, h1, l1)
+        high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, h0, l0, h1, l1)
+
+    @device
+    def add_minima(i0, i1, i2, i3, b0, b1, o, high, low):
+        """Adds the products of imin with a block to the sums of two rows, i0 and i1 those of columns 0..15."""
+        c = mma16(i0, i1, b0, high[o], low[o], high[o + 1], low[o + 1])
+        high[o], low[o], high[o + 1], low[o + 1] = mma16(i2, i3, b1, c[0], c[1], c[2], c[3])
+
+    @device
+    def limbs_of(w, factor, addend):
+        """(h, l): isc * level + 8192 = 128 h + l / 2 of the four levels of a word; factor = 2 isc. Each of two 16-bit lanes holds twice that."""
+        w = u32(u32(w) ^ TOPS) if offset == 128 else u32(w)
+        even, odd = u32((w & EVEN) * factor + addend), u32(((w >> u32(8)) & EVEN) * factor + addend)
+        return i32(prmt(even, odd, u32(0x7351))), i32(prmt(even, odd, u32(0x6240)))
+
+    @device
+    def four_limbs(w, f0, f1, f2, f3, a0, a1, a2, a3):
+        """The fragments h, then l, of fragments of 16 rows. f, a: factors and addends of its words."""
+        h0, l0 = limbs_of(w[0], f0, a0)
+        h1, l1 = limbs_of(w[1], f1, a1)
+        h2, l2 = limbs_of(w[2], f2, a2)
+        h3, l3 = limbs_of(w[3], f3, a3)
+        return h0, h1, h2, h3, l0, l1, l2, l3
+
+    @device
+    def split_quad(w, b0, b1, o, high, low, l_high, l_low):
+        """Adds the products of split levels of 16 rows with one quad. w: their fragments h, then l."""
+        high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, high[o], low[o], high[o + 1], low[o + 1])
+        l_high[o], l_low[o], l_high[o + 1], l_low[o + 1] = mma32u(w[4], w[5], w[6], w[7], b0, b1, l_high[o], l_low[o], l_high[o + 1], l_low[o + 1])
+
+    @device
+    def with_quad(w, v, i, f, b0, b1, quad, q, acc, high, low, m_high, m_low):
+        """Adds the products of a block with one quad. w, v: fragments of the tile's rows 0..15 and 16..31; i, f: minima and scales of the four rows,
+        for the first and the last 16 columns."""
+        o = 4 * quad
+        if carried:
+            carry(w, b0, b1, o, high, low)
+            carry(v, b0, b1, o + 2, high, low)
+        else:
+            for s in range(steps):
+                c = z, z, z, z
+                if zero:
+                    c = product((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
+                follow(product(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), f[4 * s], f[4 * s + 1], o, acc, high, low)
+                follow(product(v, b0, b1, s, q, c[0], c[1], c[2], c[3]), f[4 * s + 2], f[4 * s + 3], o + 2, acc, high, low)
+        if has_min and not late:
+            if whole:
+                add_minima(i[0], i[1], i[4], i[5], b0, b1, o, m_high, m_low)
+                add_minima(i[2], i[3], i[6], i[7], b0, b1, o + 2, m_high, m_low)
+            else:
+                c = mma32(ones, ones, ones, ones, b0, b1, z, z, z, z)
+                q_sum = i2f(i32((c[0] << 7) + c[1]))
+                for k in range(4):
+                    acc[o + k] = fma(as_f32(i[k]), q_sum, acc[o + k])
+
+    @device
+    def four_rows(shared, scratch, plane, g):
+        a, b, c, d = lds4(shared, scratch + 32 * plane + 4 * g)
+        return i32(a), i32(b), i32(c), i32(d)
+
+    @device
+    def row_words(t, j, q):
+        a, b = quarter(t, j, q)
+        if subtracted:
+            return i32(u32((u32(a) + less) ^ TOPS)), i32(u32((u32(b) + less) ^ TOPS))
+        return a, b
+
+    @device
+    def block(lane, shared, tile, act, scratch, j, b0, b1, acc, high, low, m_high, m_low):
+        """Columns 32 j .. 32 j + 31. b0, b1: their fragments of a single quad."""
+        g, q = lane >> 2, lane & 3
+        w0, w2 = row_words((shared, tile, g), j, q)
+        w1, w3 = row_words((shared, tile, g + 8), j, q)
+        v0, v2 = row_words((shared, tile, g + 16), j, q)
+        v1, v3 = row_words((shared, tile, g + 24), j, q)
+        if split:
+            first = steps * j + ((q >> 1) if pairs and steps == 2 else 0)  # the sub-blocks of a lane's two words
+            last = first if pairs else steps * j + steps - 1
+            f, e = four_rows(shared, scratch, first, g), four_rows(shared, scratch, last, g)
+            a, c = four_rows(shared, scratch, n_scales + first, g), four_rows(shared, scratch, n_scales + last, g)
+            w = four_limbs((w0, w1, w2, w3), f[0], f[1], e[0], e[1], a[0], a[1], c[0], c[1])
+            v = four_limbs((v0, v1, v2, v3), f[2], f[3], e[2], e[3], a[2], a[3], c[2], c[3])
+            for pair in range(n_quads // 2):
+                b = tokens(lane, shared, act, j, 2 * pair)
+                split_quad(w, b[0], b[1], 8 * pair, high, low, m_high, m_low)
+                split_quad(v, b[0], b[1], 8 * pair + 2, high, low, m_high, m_low)
+                split_quad(w, b[2], b[3], 8 * pair + 4, high, low, m_high, m_low)
+                split_quad(v, b[2], b[3], 8 * pair + 6, high, low, m_high, m_low)
+        else:
+            w, v = (w0, w1, w2, w3), (v0, v1, v2, v3)
+            f = i = w + v
+            if not carried:
+                f = four_rows(shared, scratch, steps * j, g) + four_rows(shared, scratch, steps * j + steps - 1, g)
+            if has_min and not late:
+                if whole:
+                    i = four_rows(shared, scratch, imin_plane + steps * j, g) + four_rows(shared, scratch, imin_plane + steps * j + steps - 1, g)
+                else:
+                    i = four_rows(shared, scratch, m_plane + j, g) + w
+            if two_quads:
+                for pair in range(n_quads // 2):
+                    b = tokens(lane, shared, act, j, 2 * pair)
+                    with_quad(w, v, i, f, b[0], b[1], 2 * pair, q, acc, high, low, m_high, m_low)
+                    with_quad(w, v, i, f, b[2], b[3], 2 * pair + 1, q, acc, high, low, m_high, m_low)
+            else:
+                with_quad(w, v, i, f, b0, b1, 0, q, acc, high, low, m_high, m_low)
+
+    @device
+    def two_blocks(lane, shared, tile, act, scratch, j, acc, high, low, m_high, m_low):
+        b = z, z, z, z
+        if not two_quads:
+            b = tokens(lane, shared, act, j, 0)
+        block(lane, shared, tile, act, scratch, j, b[0], b[1], acc, high, low, m_high, m_low)
+        block(lane, shared, tile, act, scratch, j + 1, b[2], b[3], acc, high, low, m_high, m_low)
+
+    @device
+    def limb_product(i0, i1, first, rest):
+        """The sums over the chunk of i * q of two rows. i: bytes for every 16 columns; first, rest: limb a, limbs b and c of the sums of q."""
+        c = mma16(i0, i1, first, z, z, z, z)
+        c = mma16(i0, i1, rest, c[0] << 7, z, c[2] << 7, z)
+        return i32((c[0] << 7) + c[1]), i32((c[2] << 7) + c[3])
+
+    @device
+    def end_group(lane, shared, limbs, scratch, plane, acc, high, low, m_high, m_low):
+        """The integer sums of a group that a scale follows at its end. With split levels high, low are the sums of h, m_high, m_low those of l."""
+        g, odd = lane >> 2, (lane >> 2) & 1
+        d = four_rows(shared, scratch, plane, g)
+        m = i = d
+        if has_min:
+            m = four_rows(shared, scratch, m_plane, g)
+        if late:
+            i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
+        first, rest, q_sum = z, z, z
+        for quad in range(n_quads):
+            if split or late:
+                place = limbs + (4 * quad + (lane >> 3)) * 12 + (lane & 3)
+                first, rest = i32(0 if odd else lds(shared, place)), i32(lds(shared, place + 4 + 4 * odd))
+            if split:
+                q_sum, _ = limb_product(ones, ones, first, rest)
+            for k in range(4):
+                o = 4 * quad + k
+                if split:
+                    h, l = i32((high[o] << 7) + low[o] - (q_sum << 6)), i32((m_high[o] << 7) + m_low[o]) >> 1
+                    s = l2f(i64(h) * 128 + l)
+                else:
+                    s = l2f(i64(high[o]) * 128 + low[o]) if wide else i2f(low[o]) if integer else i2f(i32((high[o] << 7) + low[o]))
+                acc[o] = fma(s, as_f32(d[k]), acc[o])
+                if has_min and not late:
+                    acc[o] = fma(as_f32(m[k]), i2f(i32((m_high[o] << 7) + m_low[o])), acc[o])
+                high[o], low[o] = z, z
+            if late:
+                o = 4 * quad
+                m0, m1 = limb_product(i[0], i[1], first, rest)
+                m2, m3 = limb_product(i[2], i[3], first, rest)
+                acc[o], acc[o + 1] = fma(as_f32(m[0]), i2f(m0), acc[o]), fma(as_f32(m[1]), i2f(m1), acc[o + 1])
+                acc[o + 2], acc[o + 3] = fma(as_f32(m[2]), i2f(m2), acc[o + 2]), fma(as_f32(m[3]), i2f(m3), acc[o + 3])
+
+    @cooperative
+    def multiply(lane, shared, tile, act, limbs, scratch, acc):
+        high, low = cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32)
+        m_high, m_low = cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32)
+        for o in range(n_sums):
+            acc[o], high[o], low[o], m_high[o], m_low[o] = f32(0), z, z, z, z
+        prepare(lane, shared, tile, scratch)
+        syncwarp()  # the factors are there
+        if n_quads > 2:  # a loop, so that the compiler keeps fewer blocks under way, and registers are for sums
+            j, end = i32(0), afresh(8)
+            while j < end:
+                block(lane, shared, tile, act, scratch, j, z, z, acc, high, low, m_high, m_low)
+                if n_quads < 16:
+                    block(lane, shared, tile, act, scratch, j + 1, z, z, acc, high, low, m_high, m_low)
+                if n_group == 128:
+                    if j & 2:
+                        end_group(lane, shared, limbs, scratch, j >> 2, acc, high, low, m_high, m_low)
+                j = i32(j + (1 if n_quads == 16 else 2))
+        else:
+            two_blocks(lane, shared, tile, act, scratch, 0, acc, high, low, m_high, m_low)
+            two_blocks(lane, shared, tile, act, scratch, 2, acc, high, low, m_high, m_low)
+            if n_group == 128:
+                end_group(lane, shared, limbs, scratch, 0, acc, high, low, m_high, m_low)
+            two_blocks(lane, shared, tile, act, scratch, 4, acc, high, low, m_high, m_low)
+            two_blocks(lane, shared, tile, act, scratch, 6, acc, high, low, m_high, m_low)
+            if n_group == 128:
+                end_group(lane, shared, limbs, scratch, 1, acc, high, low, m_high, m_low)
+        if whole:
+            end_group(lane, shared, limbs, scratch, d_plane, acc, high, low, m_high, m_low)
+    return TileProduct(multiply, n_entries, entry)
+
+
+# What becomes of a total
+
+@device
+def store(out, i, row, total, last, bias, other_bias):
+    st(out, i, total)
+
+
+def gate_and_store(activation, biased):
+    """Of two matrices, gate and up, one after the other: out = activation(gate) * up."""
+    glu = BINARY[GLU[activation]]
+
+    @device
+    def finish(out, i, row, total, last, gate_bias, up_bias):
+        """The gate's total waits in `out`, where the thread that put it there finds it."""
+        if last:
+            g, u = ld(out, i), total
+            if biased:
+                g, u = add(g, ldc(gate_bias, row)), add(u, ldc(up_bias, row))
+            st(out, i, glu(g, u))
+        else:
+            st(out, i, total)
+    return finish
