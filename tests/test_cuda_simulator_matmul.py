@@ -7,6 +7,7 @@ import pytest
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq import mmvq_kernel, splits
+from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
 from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, mmvq_shape, mul_mat_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows,
@@ -33,6 +34,14 @@ def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
     ("Q8_0", 49152, 576, 33, FewShape), ("Q8_0", 49152, 576, 65, Block(4, 2, 16)), ("F16", 49152, 576, 512, MMVQShape)])
 def test_mul_mat_shape(type_, n_rows, n_cols, n, expected):
     found = mul_mat_shape(type_, n_rows, n_cols, n, 132, 227 << 10)
+    assert found == expected or type(found) is expected
+
+
+@pytest.mark.parametrize("type_, n_rows, n, expected", [
+    ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 32, FewShape), ("Q4_K", 4096, 64, HOPPER_BLOCKS[1]), ("Q4_K", 4096, 128, HOPPER_BLOCKS[1]),
+    ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]), ("Q6_K", 128256, 33, HOPPER_BLOCKS[0]), ("Q4_K", 576, 512, HOPPER_BLOCKS[1]), ("Q4_K", 32, 16, FewShape)])
+def test_mul_mat_shape_with_warpgroups(type_, n_rows, n, expected):
+    found = mul_mat_shape(type_, n_rows, 4096, n, 132, 227 << 10, True)
     assert found == expected or type(found) is expected
 
 

@@ -31,7 +31,7 @@ def test_blocks_fit(name):
     blocks = [block_shape((name,), limit) for limit in LIMITS]
     assert blocks[0] == next(block for block in BLOCKS if block.quads <= most_quads(fmt))
     for block, limit in zip(blocks, LIMITS):
-        assert shared_bytes((name,), block) <= limit and block.n_threads <= 256
+        assert shared_bytes((name,), block) <= limit and 32 * block.n_warps <= 256
 
 
 @pytest.mark.parametrize("limit", LIMITS)

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
-from ggml_py.kernels.cuda.mmq import BLOCKS, mmq, most_quads, shared_bytes
+from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, block_shape, mmq, most_quads, shared_bytes
 from ggml_py.kernels.cuda.mmq_few import mmq_few
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows,
@@ -59,11 +59,18 @@ def test_mmq(machine, name, n):
     check_mul_mat(machine, name, 289, 768, n, mmq)
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q2_K", "NVFP4"])
+@pytest.mark.parametrize("n", [1, 33, 129])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_without_warpgroups(machine, name, n):
+    block = block_shape((name,), machine.target.shared_limit)
+    check_mul_mat(machine, name, 289, 768, n, lambda *args: mmq(*args, block=block))
+
+
+@pytest.mark.parametrize("block", BLOCKS + HOPPER_BLOCKS, ids=str)
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q2_K", "NVFP4", "IQ2_XXS", "TQ2_0"])
 def test_mmq_any_block(machine, name, block):
     """The bits do not depend on the block; rows and tokens on both sides of its edges."""
-    if block.quads > most_quads(FORMATS[name]) or shared_bytes((name,), block) > machine.target.shared_limit:
+    if block.warpgroups > machine.target.warpgroups or not block.warpgroups and block.quads > most_quads(FORMATS[name]) or shared_bytes((name,), block) > machine.target.shared_limit:
         pytest.skip("no such block")
     for n_rows, n in ((31, 9), (block.rows + 1, block.tokens), (block.rows, block.tokens + 1)):
         check_mul_mat(machine, name, n_rows, 512, n, lambda *args: mmq(*args, block=block))

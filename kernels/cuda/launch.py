@@ -44,6 +44,7 @@ F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, ty
 I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
 N, N64, SCALAR_F32 = types.int32, types.int64, types.float32  # parameters: scalars
 SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
+HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
 
 
@@ -54,6 +55,7 @@ class Kernel:
     parameters: tuple          # numba types, pointers and scalars
     n_threads: int             # in a block at most
     n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more and spills registers for it
+    arch: tuple | None = None  # the only compute capability that it is for
     name: str = ""             # given by `factory`: the factory's name and its arguments
 
 
@@ -94,9 +96,13 @@ def _find_nvvm() -> tuple:
 def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     """PTX of a kernel for a compute capability. Needs libnvvm but no GPU.
 
-    Shared arrays are put on 16 bytes for wide accesses: numba aligns them to their elements, and its simulator knows no other alignment."""
+    Shared arrays are put on 16 bytes for wide accesses, dynamic ones on 1024 for atoms of `wgmma`: numba aligns them to their elements, and its simulator
+    knows no other alignment."""
     _find_nvvm()
-    ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=cc, launch_bounds=(kernel.n_threads, kernel.n_blocks))
+    if kernel.arch and kernel.arch[:2] != cc:
+        raise ValueError(f"{kernel.name}: compute capability is {cc}, allowed: {kernel.arch[:2]}")
+    ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=kernel.arch or cc, launch_bounds=(kernel.n_threads, kernel.n_blocks))
+    ptx = re.sub(r"\.extern \.shared \.align [1248] ", ".extern .shared .align 1024 ", ptx)
     return re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx)
 
 
@@ -168,6 +174,7 @@ class Target:
         self.cc = tuple(self.device.compute_capability)
         self.n_multiprocessors = self.device.properties.multiprocessor_count
         self.shared_limit = self.device.properties.max_shared_memory_per_block_optin  # bytes of a block
+        self.warpgroups = self.cc == HOPPER[:2]
         if self.cc < (8, 0):
             found = "{}.{}".format(*self.cc)
             raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from .launch import check
-from .mmq import Block, block_shape, mmq
-from .mmq_few import FewShape, few_shape, mmq_few
+from .mmq import Block, block_shape, hopper_blocks, mmq
+from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
 from .mmvq import max_warps, mmvq_kernel, splits, tokens
 
 # Warps of a multiprocessor that keep its memory busy, and fewest of a block. Measured on an H200 (docs/kernels-log.md).
 WARPS_WANTED, WARPS_RESIDENT, FEWEST_WARPS = 12, 16, 4
+# us of a chunk of Q4_K: a row tile with 16 tokens in mmq_few; a block of warpgroups by its row tiles
+FEW_US, WARPGROUPS_US = 0.6, {4: 2.6, 2: 1.7}
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 
 
@@ -39,16 +41,31 @@ def fills(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> bool:
     return 4 * -(-n_rows // block.rows) * -(-n // block.tokens) >= 3 * n_multiprocessors and 2 * n > block.tokens
 
 
-def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> MMVQShape | FewShape | Block:
+def block_us(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> float:
+    """What a chunk of all tokens takes in blocks of warpgroups, one on each multiprocessor at a time."""
+    return WARPGROUPS_US[block.row_tiles] * -(-(-(-n_rows // block.rows) * -(-n // block.tokens)) // n_multiprocessors)
+
+
+def many_shape(names: tuple[str, ...], n_rows: int, n: int, n_multiprocessors: int, shared_limit: int, warpgroups: bool) -> Block | None:
+    """The block of mmq where it is faster than mmq_few. names: formats of the matrices; warpgroups: whether the device has them."""
+    if not warpgroups:
+        block = block_shape(names, shared_limit)
+        return block if fills(block, n_rows, n, n_multiprocessors) else None
+    few_us = FEW_US * -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW) / n_multiprocessors
+    block = min(hopper_blocks(names, shared_limit), key=lambda block: block_us(block, n_rows, n, n_multiprocessors))
+    return block if n > MOST_TOKENS_FEW and block_us(block, n_rows, n, n_multiprocessors) < few_us else None
+
+
+def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
+                  warpgroups: bool = False) -> MMVQShape | FewShape | Block:
     """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq. Quantized ones: mmvq for one token of a matrix that does
-    not fill the device with a warp for each tile's chunk; mmq where there is one of its blocks for nearly every multiprocessor; else mmq_few."""
+    not fill the device with a warp for each tile's chunk; mmq for many tokens; else mmq_few."""
     fmt, n_tiles = format_of(type_), -(-n_rows // ROWS)
     if not fmt.is_quantized or n == 1 and n_tiles * -(-n_cols // CHUNK) < WARPS_WANTED * n_multiprocessors:
         return mmvq_shape(fmt, n_rows, n_cols, n, n_multiprocessors)
-    block = block_shape((fmt.name,), shared_limit)
-    if fills(block, n_rows, n, n_multiprocessors):
-        return block
-    return few_shape((fmt.name,), n_rows, n_cols, n, n_multiprocessors, shared_limit)
+    names = (fmt.name,)
+    return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
+            or few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit))
 
 
 def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
@@ -58,7 +75,7 @@ def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
         check("mul_mat", found >= 1, what, found, "at least 1")
     check("mul_mat", 1 <= n <= MOST_TOKENS, "n", n, f"1..{MOST_TOKENS}")
     fmt = format_of(format_name, "mul_mat")
-    shape = mul_mat_shape(fmt, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
+    shape = mul_mat_shape(fmt, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
     args = words, x, out, n_rows, n_cols, n
     if isinstance(shape, Block):
         return mmq(target, fmt.name, *args, shape)

@@ -7,9 +7,9 @@ from numba import cuda
 from ...quant.formats import format_of
 from .elementwise import BINARY, GLU, THREADS, binary, grid
 from .launch import F32, N, Kernel, check, factory
-from .mmq import Block, block_shape, mmq_glu
+from .mmq import Block, mmq_glu
 from .mmq_few import FewShape, few_shape, mmq_few_glu
-from .mul_mat import fills, mul_mat
+from .mul_mat import many_shape, mul_mat
 from .ptx import add, i64, ld, ldc, st
 
 
@@ -34,10 +34,11 @@ class Launches(NamedTuple):
             each(stream)
 
 
-def glu_shape(names: tuple[str, str], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape | Block:
-    """The kernel for quantized gate and up, by the class of its shape: the one that takes many tokens of the wider of both."""
-    block = block_shape(names, shared_limit)
-    return block if fills(block, n_rows, n, n_multiprocessors) else few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit)
+def glu_shape(names: tuple[str, str], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
+              warpgroups: bool = False) -> FewShape | Block:
+    """The kernel for quantized gate and up, by the class of its shape."""
+    return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
+            or few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit))
 
 
 def mul_mat_glu(target, act, gate_type, up_type, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, scratch):
@@ -47,7 +48,7 @@ def mul_mat_glu(target, act, gate_type, up_type, gate_words, up_words, x, gate_b
     check("mul_mat_glu", (gate_bias is None) == (up_bias is None), "bias", "of one product only", "of both or of none")
     names = gate_type, up_type
     if all(format_of(name, "mul_mat_glu").is_quantized for name in names):
-        shape = glu_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
+        shape = glu_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
         fused = mmq_glu if isinstance(shape, Block) else mmq_few_glu
         return fused(target, act, names, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, shape)
     gate = mul_mat(target, gate_type, gate_words, x, out, n_rows, n_cols, n)

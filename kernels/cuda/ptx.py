@@ -331,6 +331,19 @@ else:
         cuda.syncwarp()
 
 
+if SIMULATED:
+    shuffle = simulator.shuffle
+else:
+    @intrinsic
+    def shuffle(typingctx, value, source):
+        """The value, an int32, of lane `source`. All lanes of a warp execute it together."""
+        _check("shuffle", "r", value)
+        _check("shuffle", "r", source)
+        word = ir.IntType(32)
+        assembly = ir.InlineAsm(ir.FunctionType(word, [word] * 2), "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", side_effect=True)
+        return types.int32(types.int32, types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+
+
 # Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX ISA, "mma")
 
 def _matrix_product(name, n_a, n_b, a_type="s8"):

@@ -196,6 +196,14 @@ def syncwarp():
     _together(_nothing, None)
 
 
+def _shuffled(lanes):
+    return [lanes[source & 31][0] for _, source in lanes]
+
+
+def shuffle(value, source):
+    return _together(_shuffled, (_as_int(i32)(value), source))
+
+
 _warps_lock = Lock()
 LIMIT_SECONDS = 60  # for a lane to wait for the others, one of which may have failed
 
@@ -232,6 +240,32 @@ def ldmatrix4(array, index):
     return _together(_four_matrices, (array, index))
 
 
+def _multiply_group(a_type, n):
+    multiply = _multiply(4, 2, a_type)
+
+    def compute(lanes):
+        array, index = lanes[0][4:6]
+        if any(lane[5] != index for lane in lanes) or index % 256 > 31 or index % 8:
+            raise RuntimeError(f"product of a warpgroup: B begins at word {index}")
+        results = []
+        for i in range(n // 8):  # the lanes' fragments of eight columns of B
+            first = index // 256 * 256 + 256 * i
+            pieces = [array[first + r * 32 + ((p ^ r) << 2):][:4].view(np.int32) for r in range(8) for p in ((index & 31) // 4, (index & 31) // 4 + 1)]
+            b = np.array(pieces).reshape(8, 2, 4).transpose(0, 2, 1).reshape(32, 2)
+            results.append(multiply([(*lane[:4], *b[l], *lane[6][4 * i:4 * i + 4]) for l, lane in enumerate(lanes)]))
+        return [[x for four in own for x in four] for own in zip(*results)]
+    return compute
+
+
+def group_product(a_type, n):
+    """A warp's part of `wgmma.start`; the product is done at once."""
+    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8}[a_type], n), _as_int(i32)
+
+    def start(d, array, index, a0, a1, a2, a3, keep):
+        d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, int(index), [int(x) if keep else 0 for x in d]))
+    return start
+
+
 def copy(name, width, n):
     def put(array, index, pointer, first):
         for i in range(0, 128 * n, 128):
@@ -265,7 +299,7 @@ class Target:
     def __init__(self):
         if not config.ENABLE_CUDASIM:
             raise RuntimeError("the simulator needs NUMBA_ENABLE_CUDASIM=1 in the environment before numba is imported")
-        self.cc = (8, 0)
+        self.cc, self.warpgroups = (8, 0), False
         self.n_multiprocessors = 4
         self.shared_limit = 99 << 10  # what any GPU of compute capability 8.0 or later has
 

@@ -47,11 +47,12 @@ def form(fmt: Format) -> Form:
 
 
 class Slot(NamedTuple):
-    """Words of a chunk in shared memory: row tiles, from 0, then the tokens' quads, their scales d [token], the limbs of their sums [token][3][4]."""
+    """Words of a chunk in shared memory: row tiles, then the tokens' quads, their scales d [token], the limbs of their sums [token][3][4]."""
     act: int
     d: int
     limbs: int
     n_words: int
+    tiles: int = 0
 
 
 def slot(fmt: Format, row_tiles: int, n_quads: int, limbs_too: bool) -> Slot:
@@ -63,7 +64,7 @@ def slot(fmt: Format, row_tiles: int, n_quads: int, limbs_too: bool) -> Slot:
 
 class Factors(NamedTuple):
     """What a warp prepares of a tile's scales, planes of 32 words: row r at place 4 (r & 7) + r // 8, so that a lane's four rows are four words.
-    Planes from 0: d of the groups or, integer, isc of the sub-blocks; split: 2 isc and then the addend of each."""
+    Planes from 0: d of the groups or, integer, isc of the sub-blocks."""
     d: int         # plane of d
     m: int         # first plane of the minima, negated
     imin: int      # planes of imin in all four bytes; late: [row][16 bytes], imin of every 16 columns
@@ -75,8 +76,7 @@ def factors(fmt: Format, n_quads: int) -> Factors:
         n = CHUNK // fmt.group
         return Factors(0, n, 0, 32 * (n + n * fmt.has_min))
     n = CHUNK // fmt.sub
-    d = 2 * n if is_split(fmt, n_quads) else n
-    return Factors(d, d + 1, d + 2, 32 * (d + 1 + (1 + (4 if is_late(fmt, n_quads) else n)) * fmt.has_min))
+    return Factors(n, n + 1, n + 2, 32 * (n + 1 + (1 + (4 if is_late(fmt, n_quads) else n)) * fmt.has_min))
 
 
 def is_split(fmt: Format, n_quads: int) -> bool:
@@ -88,11 +88,6 @@ def is_split(fmt: Format, n_quads: int) -> bool:
 def is_late(fmt: Format, n_quads: int) -> bool:
     """Whether the minima of a chunk are multiplied at its end with limbs of the sums of q, which takes less for many tokens."""
     return n_quads > MOST_FEW and fmt.has_min and fmt.group == CHUNK
-
-
-def takes_limbs(fmt: Format, n_quads: int) -> bool:
-    """Whether the limbs of the sums of q are wanted in shared memory."""
-    return is_split(fmt, n_quads) or is_late(fmt, n_quads)
 
 
 @device
@@ -107,27 +102,14 @@ class TileProduct(NamedTuple):
     entry: object     # (i) -> one of them
 
 
-def table_words(name: str) -> int:
-    """Words of the codebooks, up to the next 16 bytes."""
-    return -(-shared_unpacker(name).n_entries // 4) * 4
+# Integer scales and minima
 
-
-def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
-    """first_table: word of shared memory at which the codebooks begin."""
-    fmt = format_of(name)
-    unpack, n_entries, entry = shared_unpacker(name, first_table)
-    quarter, sub, group, pairs = unpack.quarter, unpack.sub, unpack.group, unpack.pairs
-    step, integer, wide, carried = form(fmt)
-    many, split, late = n_quads > MOST_FEW, is_split(fmt, n_quads), is_late(fmt, n_quads)
-    planes = factors(fmt, n_quads)
-    m_plane, d_plane, imin_plane = planes.m, planes.d, planes.imin
-    n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
-    has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
-    zero, subtracted, less = 0 if many else fmt.zero, many and not split and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
-    ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
+def preparer(fmt: Format, unpack, n_quads: int):
+    """(lane, shared, tile, scratch): a lane for each row writes its scales and minima as `factors`."""
+    sub, group, integer, has_min, late = unpack.sub, unpack.group, form(fmt).integer, fmt.has_min, is_late(fmt, n_quads)
+    d_plane, m_plane, imin_plane, _ = factors(fmt, n_quads)
+    n_scales, ones = CHUNK // (fmt.sub if integer else fmt.group), i32(0x01010101)
     sixteenths = 16 // n_scales if late else 1
-    offset = 0 if has_min else fmt.zero or 128  # of split levels, which are then no less than 0
-    assert not (has_min and (pairs or fmt.zero)) and fmt.max_level * fmt.max_isc < 8192, name
 
     @device
     def sixteen(imin, i):
@@ -136,7 +118,6 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
 
     @cooperative
     def prepare(lane, shared, tile, scratch):
-        """A lane for each row: its scales and minima as factors."""
         t = (shared, tile, lane)
         isc, imin, place = cuda.local.array(16, i32), cuda.local.array(16, i32), i32(scratch + ((lane & 7) << 2) + (lane >> 3))
         if integer:
@@ -144,11 +125,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
                 isc[i], imin[i] = sub(t, i)
             d, m = group(t, 0)
             for i in range(n_scales):
-                if split:
-                    sts(shared, place + 32 * i, 2 * isc[i])
-                    sts(shared, place + 32 * (n_scales + i), (8192 - offset * isc[i]) * 0x00020002)
-                else:
-                    sts(shared, place + 32 * i, isc[i])
+                sts(shared, place + 32 * i, isc[i])
                 if has_min and not late:
                     sts(shared, place + 32 * (imin_plane + i), imin[i] * ones)
             if late:
@@ -164,6 +141,76 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
                 sts(shared, place + 32 * i, isc[i])
                 if has_min:
                     sts(shared, place + 32 * (m_plane + i), imin[i])
+    return prepare
+
+
+def splitter(fmt: Format):
+    """(w, f0, f1, f2, f3) -> v = isc * level of the words of a fragment of 16 rows as limbs, fragments h, of int8, then l, of uint8: v = 256 h + l.
+    f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15, whose bytes are h + 128 and l."""
+    offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
+    assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 8192, fmt.name
+    offsets, middle = i64(offset * 0x00010001), i64(0x80008000)
+
+    @device
+    def limbs_of(w, f):
+        w, f = u32(u32(w) ^ TOPS) if offset == 128 else u32(w), i64(f)
+        addend = i64(middle - f * offsets) if offset else middle
+        even, odd = u32(i64(w & EVEN) * f + addend), u32(i64((w >> u32(8)) & EVEN) * f + addend)
+        return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(prmt(even, odd, u32(0x6240)))
+
+    @device
+    def four_limbs(w, f0, f1, f2, f3):
+        h0, l0 = limbs_of(w[0], f0)
+        h1, l1 = limbs_of(w[1], f1)
+        h2, l2 = limbs_of(w[2], f2)
+        h3, l3 = limbs_of(w[3], f3)
+        return h0, h1, h2, h3, l0, l1, l2, l3
+    return four_limbs
+
+
+@device
+def split_sum(h_high, h_low, l_high, l_low):
+    """RN(S) of the sums of h and l times the limbs of q, S = 256 (128 h_high + h_low) + 128 l_high + l_low: both parts of 2^15 a + b are exact in float32,
+    and so is 2^15 a, so that the sum is rounded once."""
+    b = i32(i32((l_high << 7) + l_low) + (h_low << 8))
+    return fma(i2f(i32(h_high + (b >> 15))), f32(32768), i2f(i32(b & 32767)))
+
+
+@device
+def limb_product(i0, i1, first, rest):
+    """The sums over the chunk of i * q of two rows. i: bytes for every 16 columns; first, rest: limb a, limbs b and c of the sums of q."""
+    z = i32(0)
+    c = mma16(i0, i1, first, z, z, z, z)
+    c = mma16(i0, i1, rest, c[0] << 7, z, c[2] << 7, z)
+    return i32((c[0] << 7) + c[1]), i32((c[2] << 7) + c[3])
+
+
+@device
+def token_limbs(lane, shared, limbs, quad):
+    """(first, rest) of a quad."""
+    odd, place = (lane >> 2) & 1, limbs + (4 * quad + (lane >> 3)) * 12 + (lane & 3)
+    return i32(0 if odd else lds(shared, place)), i32(lds(shared, place + 4 + 4 * odd))
+
+
+def table_words(name: str) -> int:
+    """Words of the codebooks, up to the next 16 bytes."""
+    return -(-shared_unpacker(name).n_entries // 4) * 4
+
+
+def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
+    """first_table: word of shared memory at which the codebooks begin."""
+    fmt = format_of(name)
+    unpack, n_entries, entry = shared_unpacker(name, first_table)
+    quarter, sub, group, pairs = unpack.quarter, unpack.sub, unpack.group, unpack.pairs
+    step, integer, wide, carried = form(fmt)
+    many, split, late = n_quads > MOST_FEW, is_split(fmt, n_quads), is_late(fmt, n_quads)
+    planes, prepare, four_limbs = factors(fmt, n_quads), preparer(fmt, unpack, n_quads), splitter(fmt) if split else None
+    m_plane, d_plane, imin_plane = planes.m, planes.d, planes.imin
+    n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
+    has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
+    zero, subtracted, less = 0 if many else fmt.zero, many and not split and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
+    ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
+    assert not (has_min and (pairs or fmt.zero)), name
 
     @device
     def tokens(lane, shared, act, j, quad):
@@ -229,22 +276,6 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
         high[o], low[o], high[o + 1], low[o + 1] = mma16(i2, i3, b1, c[0], c[1], c[2], c[3])
 
     @device
-    def limbs_of(w, factor, addend):
-        """(h, l): isc * level + 8192 = 128 h + l / 2 of the four levels of a word; factor = 2 isc. Each of two 16-bit lanes holds twice that."""
-        w = u32(u32(w) ^ TOPS) if offset == 128 else u32(w)
-        even, odd = u32((w & EVEN) * factor + addend), u32(((w >> u32(8)) & EVEN) * factor + addend)
-        return i32(prmt(even, odd, u32(0x7351))), i32(prmt(even, odd, u32(0x6240)))
-
-    @device
-    def four_limbs(w, f0, f1, f2, f3, a0, a1, a2, a3):
-        """The fragments h, then l, of fragments of 16 rows. f, a: factors and addends of its words."""
-        h0, l0 = limbs_of(w[0], f0, a0)
-        h1, l1 = limbs_of(w[1], f1, a1)
-        h2, l2 = limbs_of(w[2], f2, a2)
-        h3, l3 = limbs_of(w[3], f3, a3)
-        return h0, h1, h2, h3, l0, l1, l2, l3
-
-    @device
     def split_quad(w, b0, b1, o, high, low, l_high, l_low):
         """Adds the products of split levels of 16 rows with one quad. w: their fragments h, then l."""
         high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, high[o], low[o], high[o + 1], low[o + 1])
@@ -299,9 +330,8 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
             first = steps * j + ((q >> 1) if pairs and steps == 2 else 0)  # the sub-blocks of a lane's two words
             last = first if pairs else steps * j + steps - 1
             f, e = four_rows(shared, scratch, first, g), four_rows(shared, scratch, last, g)
-            a, c = four_rows(shared, scratch, n_scales + first, g), four_rows(shared, scratch, n_scales + last, g)
-            w = four_limbs((w0, w1, w2, w3), f[0], f[1], e[0], e[1], a[0], a[1], c[0], c[1])
-            v = four_limbs((v0, v1, v2, v3), f[2], f[3], e[2], e[3], a[2], a[3], c[2], c[3])
+            w = four_limbs((w0, w1, w2, w3), f[0], f[1], e[0], e[1])
+            v = four_limbs((v0, v1, v2, v3), f[2], f[3], e[2], e[3])
             for pair in range(n_quads // 2):
                 b = tokens(lane, shared, act, j, 2 * pair)
                 split_quad(w, b[0], b[1], 8 * pair, high, low, m_high, m_low)
@@ -335,34 +365,20 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
         block(lane, shared, tile, act, scratch, j + 1, b[2], b[3], acc, high, low, m_high, m_low)
 
     @device
-    def limb_product(i0, i1, first, rest):
-        """The sums over the chunk of i * q of two rows. i: bytes for every 16 columns; first, rest: limb a, limbs b and c of the sums of q."""
-        c = mma16(i0, i1, first, z, z, z, z)
-        c = mma16(i0, i1, rest, c[0] << 7, z, c[2] << 7, z)
-        return i32((c[0] << 7) + c[1]), i32((c[2] << 7) + c[3])
-
-    @device
     def end_group(lane, shared, limbs, scratch, plane, acc, high, low, m_high, m_low):
         """The integer sums of a group that a scale follows at its end. With split levels high, low are the sums of h, m_high, m_low those of l."""
-        g, odd = lane >> 2, (lane >> 2) & 1
+        g = lane >> 2
         d = four_rows(shared, scratch, plane, g)
         m = i = d
         if has_min:
             m = four_rows(shared, scratch, m_plane, g)
         if late:
             i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
-        first, rest, q_sum = z, z, z
         for quad in range(n_quads):
-            if split or late:
-                place = limbs + (4 * quad + (lane >> 3)) * 12 + (lane & 3)
-                first, rest = i32(0 if odd else lds(shared, place)), i32(lds(shared, place + 4 + 4 * odd))
-            if split:
-                q_sum, _ = limb_product(ones, ones, first, rest)
             for k in range(4):
                 o = 4 * quad + k
                 if split:
-                    h, l = i32((high[o] << 7) + low[o] - (q_sum << 6)), i32((m_high[o] << 7) + m_low[o]) >> 1
-                    s = l2f(i64(h) * 128 + l)
+                    s = split_sum(high[o], low[o], m_high[o], m_low[o])
                 else:
                     s = l2f(i64(high[o]) * 128 + low[o]) if wide else i2f(low[o]) if integer else i2f(i32((high[o] << 7) + low[o]))
                 acc[o] = fma(s, as_f32(d[k]), acc[o])
@@ -371,6 +387,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
                 high[o], low[o] = z, z
             if late:
                 o = 4 * quad
+                first, rest = token_limbs(lane, shared, limbs, quad)
                 m0, m1 = limb_product(i[0], i[1], first, rest)
                 m2, m3 = limb_product(i[2], i[3], first, rest)
                 acc[o], acc[o + 1] = fma(as_f32(m[0]), i2f(m0), acc[o]), fma(as_f32(m[1]), i2f(m1), acc[o + 1])

@@ -1,0 +1,207 @@
+"""A weight tile's chunk (32 rows x 256 columns) times 64 tokens on Hopper's tensor cores, half of it by each of two warps (docs/numerics.md, section 3).
+
+What `tile_product` does for many tokens, by `wgmma` in the place of `mma.sync`: a warp has 16 rows, lane l rows l / 4 and l / 4 + 8 of them; a quad of
+tokens is an atom of `wgmma` for each 128 columns. While a product runs, the warp unpacks the next block of 32 columns, or multiplies the sums of
+the last one by their scales.
+
+A register of a product that runs must not be written: where one might be, the assembler waits. So what the next product takes is loaded behind the `wait`
+for the one that had its registers, and used later, behind other work.
+
+Integer scales are multiplied to the levels while these are unpacked (`splitter`), so that nothing is left to do before the end of a chunk. Sums that a
+float scale follows are taken by turns: one product runs while the sums of the other are followed up.
+"""
+from ...quant.formats import CHUNK, format_of
+from ...quant.words import ONES, TOPS
+from .cooperative import cooperative
+from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp, u32
+from .tile_product import TileProduct, factors, form, is_late, limb_product, preparer, split_sum, splitter, token_limbs
+from .weights import shared_unpacker
+from .wgmma import ATOM_WORDS, N, N_SUMS, start, start_u, wait, wait_but_one, wait_for_all_but_one, wait_for_all_but_two
+
+QUADS = N // 8                   # eight columns of a product each
+HALF_WORDS = QUADS * ATOM_WORDS  # of 128 columns of the activations
+
+
+@device
+def in_order(lane, a, b):
+    """Words q and q + 4 of eight, q = l % 4, where the four lanes of a row have 2 q and 2 q + 1 (`Unpacker.pairs`)."""
+    q, row = lane & 3, lane & 28
+    first, odd = q < 2, q & 1
+    v = shuffle(a if first else b, row | (q >> 1) | (odd << 1))
+    w = shuffle(b if first else a, row | (q >> 1) | ((1 - odd) << 1))
+    return w if odd else v, v if odd else w
+
+
+def group_product(name: str) -> TileProduct:
+    """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half + l / 4 + 8 k and
+    token l % 4. d, e: local arrays int32 [N_SUMS] for sums, which stay in their registers from chunk to chunk."""
+    fmt = format_of(name)
+    unpack, n_entries, entry = shared_unpacker(name, 0)
+    quarter, pairs = unpack.quarter, unpack.pairs
+    step, integer, wide, carried = form(fmt)
+    d_plane, m_plane, imin_plane, _ = factors(fmt, QUADS)
+    prepare, four_limbs = preparer(fmt, unpack, QUADS), splitter(fmt) if integer else None
+    in_block, n_group, has_min, late = 32 // step, fmt.group, fmt.has_min, is_late(fmt, QUADS)
+    subtracted, less = not integer and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
+    ones, z, last = i32(0x01010101), i32(0), 8 * in_block - 1
+    assert integer or not (pairs or wide or has_min and (step != 32 or carried)), name
+    assert not integer or fmt.group == CHUNK, name
+
+    @device
+    def row_words(t, j, q):
+        a, b = quarter(t, j, q)
+        if subtracted:
+            return i32(u32((u32(a) + less) ^ TOPS)), i32(u32((u32(b) + less) ^ TOPS))
+        return a, b
+
+    @device
+    def fragments(lane, half, shared, tile, j):
+        """Of columns 32 j .. 32 j + 31."""
+        row, q = (half << 4) + (lane >> 2), lane & 3
+        w0, w2 = row_words((shared, tile, row), j, q)
+        w1, w3 = row_words((shared, tile, row + 8), j, q)
+        if pairs:
+            w0, w2 = in_order(lane, w0, w2)
+            w1, w3 = in_order(lane, w1, w3)
+        return w0, w1, w2, w3
+
+    @device
+    def place(act, j):
+        return i32(act + (j >> 2) * HALF_WORDS + ((j & 3) << 3))
+
+    @device
+    def two_rows(lane, half, shared, scratch, plane):
+        a, b = lds2(shared, scratch + 32 * plane + 4 * (lane >> 2) + 2 * half)
+        return i32(a), i32(b)
+
+    # Integer scales
+
+    @device
+    def with_scales(lane, half, shared, tile, scratch, j):
+        """The fragments of a block and the scales of its rows, of their first and last 16 columns."""
+        w = fragments(lane, half, shared, tile, j)
+        f = two_rows(lane, half, shared, scratch, in_block * j)
+        e = two_rows(lane, half, shared, scratch, in_block * j + 1) if in_block == 2 else f
+        return w + f + e
+
+    @device
+    def start_split(shared, act, j, w, high, low):
+        w = four_limbs(w, w[4], w[5], w[6], w[7])
+        b = place(act, j)
+        start(high, shared, b, w[0], w[1], w[2], w[3], j)
+        start_u(low, shared, b, w[4], w[5], w[6], w[7], j)
+        wait_for_all_but_two()  # the registers of the block before are free
+
+    # Float scales
+
+    @device
+    def taken(lane, half, shared, tile, i):
+        """The fragments of the i-th product of a chunk: 32 columns, or half of them."""
+        w = fragments(lane, half, shared, tile, (i & last) // in_block)
+        if in_block == 1:
+            return w
+        return z if i & 1 else w[0], z if i & 1 else w[1], w[2] if i & 1 else z, w[3] if i & 1 else z
+
+    @device
+    def start_block(d, shared, act, i, w, keep):
+        start(d, shared, place(act, i // in_block), w[0], w[1], w[2], w[3], keep)
+
+    @device
+    def follow(d, lane, half, shared, act, scratch, i, acc):
+        """The sums of the i-th scale."""
+        f = two_rows(lane, half, shared, scratch, i)
+        for quad in range(QUADS):
+            for k in range(2):
+                s, o = 4 * quad + 2 * k, 2 * quad + k
+                acc[o] = fma(i2f(i32((d[s] << 7) + d[s + 1])), as_f32(f[k]), acc[o])
+        if has_min:
+            m, r, matrix = two_rows(lane, half, shared, scratch, m_plane + i), lane & 7, lane >> 3
+            first = act + (i >> 2) * HALF_WORDS + (matrix >> 1) * ATOM_WORDS + r * 32 + (((2 * (i & 3) + (matrix & 1)) ^ r) << 2)
+            for pair in range(QUADS // 2):
+                b = ldmatrix4(shared, first + 2 * pair * ATOM_WORDS)
+                for n in range(2):
+                    c = mma32(ones, ones, ones, ones, b[2 * n], b[2 * n + 1], z, z, z, z)
+                    q_sum = i2f(i32((c[0] << 7) + c[1]))
+                    for k in range(2):
+                        o = 4 * pair + 2 * n + k
+                        acc[o] = fma(as_f32(m[k]), q_sum, acc[o])
+
+    @device
+    def end_chunk(lane, half, shared, limbs, scratch, high, low, acc):
+        d = m = two_rows(lane, half, shared, scratch, d_plane)
+        i0 = i1 = z
+        if has_min:
+            m = two_rows(lane, half, shared, scratch, m_plane)
+        if late:
+            i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
+            i0, i1 = i[2] if half else i[0], i[3] if half else i[1]
+        for quad in range(QUADS):
+            s = 4 * quad
+            acc[2 * quad] = fma(split_sum(high[s], high[s + 1], low[s], low[s + 1]), as_f32(d[0]), f32(0))
+            acc[2 * quad + 1] = fma(split_sum(high[s + 2], high[s + 3], low[s + 2], low[s + 3]), as_f32(d[1]), f32(0))
+            if late:
+                first, rest = token_limbs(lane, shared, limbs, quad)
+                m0, m1 = limb_product(i0, i1, first, rest)
+                acc[2 * quad] = fma(as_f32(m[0]), i2f(m0), acc[2 * quad])
+                acc[2 * quad + 1] = fma(as_f32(m[1]), i2f(m1), acc[2 * quad + 1])
+
+    @cooperative
+    def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e):
+        i = i32(0)
+        if integer:
+            prepare(lane, shared, tile, scratch)
+            syncwarp()  # the factors are there
+            w = with_scales(lane, half, shared, tile, scratch, i)
+            while i < 8:  # what is loaded for a block is used in the next
+                v = with_scales(lane, half, shared, tile, scratch, i32(i + 1))
+                start_split(shared, act, i, w, d, e)
+                w = with_scales(lane, half, shared, tile, scratch, i32((i + 2) & 7))
+                start_split(shared, act, i32(i + 1), v, d, e)
+                i = i32(i + 2)
+            wait(d)
+            wait(e)
+            end_chunk(lane, half, shared, limbs, scratch, d, e, acc)
+        else:
+            w = taken(lane, half, shared, tile, i)
+            start_block(d, shared, act, i, w, z)
+            for o in range(2 * QUADS):
+                acc[o] = f32(0)
+            prepare(lane, shared, tile, scratch)
+            syncwarp()  # the factors are there
+            v = taken(lane, half, shared, tile, i32(i + 1))
+            if carried:
+                while i <= last:
+                    start_block(d, shared, act, i32(i + 1), v, i32(1))
+                    wait_for_all_but_one()
+                    w = taken(lane, half, shared, tile, i32(i + 2))
+                    i = i32(i + 2)
+                    if i & (n_group // 32 - 1) == 0:
+                        wait(d)
+                        follow(d, lane, half, shared, act, scratch, (i - 1) // (n_group // 32), acc)
+                    if i <= last:
+                        start_block(d, shared, act, i, w, i & (n_group // 32 - 1))
+                        wait_for_all_but_one()
+                        v = taken(lane, half, shared, tile, i32(i + 1))
+            elif has_min:  # there are no registers for two
+                while i <= last:
+                    wait(d)
+                    w = taken(lane, half, shared, tile, i32(i + 1))
+                    follow(d, lane, half, shared, act, scratch, i, acc)
+                    i = i32(i + 1)
+                    if i <= last:
+                        start_block(d, shared, act, i, w, z)
+            else:
+                while i <= last:
+                    start_block(e, shared, act, i32(i + 1), v, z)
+                    wait_but_one(d)
+                    w = taken(lane, half, shared, tile, i32(i + 2))
+                    follow(d, lane, half, shared, act, scratch, i, acc)
+                    if i + 2 <= last:
+                        start_block(d, shared, act, i32(i + 2), w, z)
+                        wait_but_one(e)
+                        v = taken(lane, half, shared, tile, i32(i + 3))
+                    else:
+                        wait(e)
+                    follow(e, lane, half, shared, act, scratch, i32(i + 1), acc)
+                    i = i32(i + 2)
+    return TileProduct(multiply, n_entries, entry)

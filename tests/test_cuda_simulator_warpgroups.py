@@ -1,0 +1,58 @@
+"""Products of warpgroups (`wgmma`) in numba's simulator, against the reference bit for bit."""
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from cuda_simulator import SimulatedMachine, run_in_simulator  # noqa: E402
+from ggml_py.kernels.cuda.mmq import Block, mmq  # noqa: E402
+from matmul_comparisons import activations, check_extremes, check_mul_mat, seeded  # noqa: E402
+
+HALF = Block(1, 1, 16, True)  # half a warpgroup, of which the simulator asks for warps only
+
+
+@pytest.fixture
+def machine():
+    return SimulatedMachine()
+
+
+@pytest.mark.slow
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+def half(target, name, *args):
+    return mmq(target, name, *args, block=HALF)
+
+
+@pytest.mark.parametrize("name, n_cols", [
+    ("Q8_0", 288),     # groups of 32
+    ("Q4_0", 32),      # with a zero point
+    ("Q4_1", 32),      # with minima
+    ("NVFP4", 64),     # groups of 16
+    ("Q1_0", 256),     # groups of 128
+    ("TQ2_0", 256),    # a group of 256 without integer scales
+    ("Q2_K", 256),     # with them for 16 columns, and minima
+    ("Q4_K", 512),     # for 32 columns
+    ("Q6_K", 256),     # with a zero point
+    ("IQ4_XS", 256),   # without
+    ("IQ2_XS", 256)])  # and lanes of eight columns
+def simulate_mmq(machine, name, n_cols):
+    check_mul_mat(machine, name, 31, n_cols, 9, half)
+
+
+def simulate_mmq_slots(machine):
+    """Warps that copy before and after their products; slots used again; rows and tokens beyond a block."""
+    check_mul_mat(machine, "TQ2_0", 129, 1280, 65, lambda *args: mmq(*args, block=Block(4, 1, 16, True, 3)))
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "IQ3_S"])
+def simulate_extremes(machine, name):
+    check_extremes(machine, name, 0x80, 0x7f, 1, half)
+
+
+def simulate_special(machine):
+    """Chunks of zeros, of too small values, or with d = NaN."""
+    x = activations(5, 512, seeded("special"))
+    x[:, :256] = 0
+    x[:, 3] = [np.inf, np.nan, 0, 1e-35, 1]
+    check_mul_mat(machine, "Q4_K", 2, 512, 5, half, x)
