@@ -15,7 +15,7 @@ from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, lds, sts, syncwarp
+from .ptx import as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, lds, sts, syncwarp, wait_for_previous
 from .quantize import plane_words
 from .tile_product import MOST_FEW, QUAD, QUAD_WORDS, Slot, factors, gate_and_store, slot, store, swizzle, table_words, tile_product
 
@@ -57,17 +57,21 @@ def shared_words(names: tuple[str, ...], n_quads: int, n_warps: int, per_round: 
 
 
 def copier(fmt: Format, n_quads: int):
-    """(lane, shared, to, words, act, row_tile, chunk, first, n_valid, n, n_chunks): a warp starts the copies of a chunk."""
+    """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's,
+    (lane, shared, to, act, chunk, first, n_valid, n, n_chunks) of the activations'."""
     at, n_pieces = chunk_slot(fmt, n_quads), tile_bytes(fmt) // 16
     act_at, d_at, rest, tile_copies = at.act, at.d, n_pieces % 32, copies4(n_pieces // 32)
 
     @device
-    def copy(lane, shared, to, words, act, row_tile, chunk, first, n_valid, n, n_chunks):
+    def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
         tile = (i64(row_tile) * n_chunks + chunk) * (n_pieces * 4) + lane * 4
         tile_copies(shared, to + lane * 4, words, tile)
         if rest:
             if lane < rest:
                 copy4(shared, to + lane * 4 + (n_pieces - rest) * 4, words, tile + (n_pieces - rest) * 4)
+
+    @device
+    def copy_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
         lo, scales, _, _ = plane_words(n, n_chunks)
         limb, piece = lane >> 4, lane & 15
         source = (i64(first) * n_chunks + chunk) * 64 + (lo if limb else i64(0)) + piece * 4
@@ -79,7 +83,7 @@ def copier(fmt: Format, n_quads: int):
             token = i32(token + 1)
         if lane < n_valid:
             copy1(shared, to + d_at + lane, act, scales + i64(first + lane) * n_chunks + chunk)
-    return copy
+    return copy_tile, copy_tokens
 
 
 def products(names: tuple[str, ...], n_quads: int, finish):
@@ -87,20 +91,37 @@ def products(names: tuple[str, ...], n_quads: int, finish):
     becomes of a total, i being its place in `out`; last: of the last matrix."""
     two, alike, at = len(names) == 2, len(set(names)) == 1, layout(names, n_quads)
     first_name, last_name = format_of(names[0]), format_of(names[-1])
-    copy_first, (multiply_first, n_first, entry_first) = copier(first_name, n_quads), tile_product(names[0], n_quads)
+    (first_tile, first_tokens), (multiply_first, n_first, entry_first) = copier(first_name, n_quads), tile_product(names[0], n_quads)
     n_tables = 0 if alike else table_words(names[0])
-    copy_last, (multiply_last, n_last, entry_last) = copier(last_name, n_quads), tile_product(names[-1], n_quads, n_tables)
+    (last_tile, last_tokens), (multiply_last, n_last, entry_last) = copier(last_name, n_quads), tile_product(names[-1], n_quads, n_tables)
     act_first, d_first, act_last, d_last = (at for fmt in (first_name, last_name) for at in chunk_slot(fmt, n_quads)[:2])
     first_warp, own_words, first_slot, slot_words, slots = at
     tokens, n_sums, n_matrices = n_quads * QUAD, 4 * n_quads, len(names)
     wait = copies_wait_but(slots - 2)
 
     @device
-    def copy(matrix, lane, shared, to, words, other_words, act, row_tile, chunk, first, n_valid, n, n_chunks):
+    def copy_tile(matrix, lane, shared, to, words, other_words, row_tile, chunk, n_chunks):
         if two and matrix:
-            copy_last(lane, shared, to, other_words, act, row_tile, chunk, first, n_valid, n, n_chunks)
+            last_tile(lane, shared, to, other_words, row_tile, chunk, n_chunks)
         else:
-            copy_first(lane, shared, to, words, act, row_tile, chunk, first, n_valid, n, n_chunks)
+            first_tile(lane, shared, to, words, row_tile, chunk, n_chunks)
+
+    @device
+    def copy_tokens(matrix, lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
+        if two and matrix:
+            last_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks)
+        else:
+            first_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks)
+
+    @device
+    def following(tile, matrix, chunk, warp, n_warps, n_chunks):
+        """(tile, matrix, chunk) of the warp's next chunk."""
+        chunk = i32(chunk + n_warps)
+        if chunk >= n_chunks:
+            chunk, matrix = warp, i32(matrix + 1)
+            if matrix == n_matrices:
+                matrix, tile = i32(0), i32(tile + cuda.gridDim.x)
+        return tile, matrix, chunk
 
     @cooperative
     def run(words, other_words, bias, other_bias, act, out, n_rows, n_cols, n, per_round):
@@ -126,20 +147,25 @@ def products(names: tuple[str, ...], n_quads: int, finish):
             while p < n_last:
                 sts(shared, n_tables + p, entry_last(p))
                 p = i32(p + n_threads)
-        # the copies run ahead by slots - 1 chunks
-        copy_tile, copy_matrix, copy_chunk, copy_slot = i32(cuda.blockIdx.x), i32(0), warp, ring
+        # The copies run ahead by slots - 1 chunks; those of weights begin before the kernel that makes the activations has ended.
+        block_tile, to = i32(cuda.blockIdx.x), ring
+        ahead_tile, ahead_matrix, ahead_chunk = block_tile, i32(0), warp
         for _ in range(slots - 1):
-            if copy_tile < n_tiles:
-                copy(copy_matrix, lane, shared, copy_slot, words, other_words, act, copy_tile, copy_chunk, first, n_valid, n, n_chunks)
+            if ahead_tile < n_tiles:
+                copy_tile(ahead_matrix, lane, shared, to, words, other_words, ahead_tile, ahead_chunk, n_chunks)
+            ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
+            to = i32(to + slot_words)
+        wait_for_previous()
+        ahead_tile, ahead_matrix, ahead_chunk, to = block_tile, i32(0), warp, ring
+        for _ in range(slots - 1):
+            if ahead_tile < n_tiles:
+                copy_tokens(ahead_matrix, lane, shared, to, act, ahead_chunk, first, n_valid, n, n_chunks)
             copies_commit()
-            copy_slot, copy_chunk = i32(copy_slot + slot_words), i32(copy_chunk + n_warps)
-            if copy_chunk >= n_chunks:
-                copy_chunk, copy_matrix = warp, i32(copy_matrix + 1)
-                if copy_matrix == n_matrices:
-                    copy_matrix, copy_tile = i32(0), i32(copy_tile + cuda.gridDim.x)
+            ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
+            to = i32(to + slot_words)
         if n_first or n_last:
             cuda.syncthreads()  # the codebooks are there
-        now, side, tile, matrix = ring, i32(0), i32(cuda.blockIdx.x), i32(0)
+        now, side, tile, matrix = ring, i32(0), block_tile, i32(0)
         while tile < n_tiles:
             before = i32(0)  # chunks of earlier rounds
             while before < n_chunks:
@@ -148,16 +174,14 @@ def products(names: tuple[str, ...], n_quads: int, finish):
                 while w < in_round:
                     wait()
                     syncwarp()  # the chunk is there, for all lanes; and all are done with the one before, whose slot is filled anew
-                    if copy_tile < n_tiles:
-                        copy(copy_matrix, lane, shared, copy_slot, words, other_words, act, copy_tile, copy_chunk, first, n_valid, n, n_chunks)
+                    if ahead_tile < n_tiles:
+                        copy_tile(ahead_matrix, lane, shared, to, words, other_words, ahead_tile, ahead_chunk, n_chunks)
+                        copy_tokens(ahead_matrix, lane, shared, to, act, ahead_chunk, first, n_valid, n, n_chunks)
                     copies_commit()
-                    copy_slot, copy_chunk = i32(copy_slot + slot_words), i32(copy_chunk + n_warps)
-                    if copy_slot == ring + slots * slot_words:
-                        copy_slot = ring
-                    if copy_chunk >= n_chunks:
-                        copy_chunk, copy_matrix = warp, i32(copy_matrix + 1)
-                        if copy_matrix == n_matrices:
-                            copy_matrix, copy_tile = i32(0), i32(copy_tile + cuda.gridDim.x)
+                    ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
+                    to = i32(to + slot_words)
+                    if to == ring + slots * slot_words:
+                        to = ring
                     d_at = d_first
                     if alike or matrix == 0:
                         multiply_first(lane, shared, now, now + act_first, 0, scratch, acc)
