@@ -218,7 +218,7 @@ def constant(entries):
                 table = ir.GlobalVariable(builder.module, type_, name, addrspace=1)
                 table.initializer, table.global_constant, table.linkage = ir.Constant(type_, [int(w) for w in words]), True, "internal"
             place = builder.gep(table, [ir.IntType(64)(0), args[0]])
-            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))])
+            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))], attrs=("readnone",))  # equal loads are merged
         return types.uint32(types.int64), codegen
     return intrinsic(_named("constant", 1)(typed))
 

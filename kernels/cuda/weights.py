@@ -80,16 +80,17 @@ def odd_bytes(v, w):
 
 def lookup16(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the table by prmt,
-    then a choice by the nibbles' bit 3."""
+    then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: the assembler, if it knows it, moves it to a register anew for
+    every instruction, a fifth of all."""
     table = np.asarray(levels, np.int8).view(np.uint32)
     assert table.shape == (4,), table.shape
-    t0, t1, t2, t3 = (u32(w) for w in table)
+    t1, t3, loaded = u32(table[1]), u32(table[3]), constant(np.array([table[0], table[2], 0x44444444], np.uint32))
 
     @device
     def lookup(w):
-        w = u32(w)
+        w, t0, t2, fours = u32(w), loaded(0), loaded(1), loaded(2)
         index = u32(w & u32(0x77777777))
-        later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & u32(0x44444444) | u32(0x32103210))
+        later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & fours | u32(0x32103210))
         a, b = prmt(t0, t1, index), prmt(t2, t3, index)
         c, d = prmt(t0, t1, later), prmt(t2, t3, later)
         a, c = prmt(a, b, choice), prmt(c, d, u32(choice >> u32(16)))
