@@ -1,7 +1,8 @@
 """Products of quantized weights with 1 to 16 tokens (docs/numerics.md, section 3): the weights are read once for all of them.
 
 A block takes row tiles one after the other; of each, a warp takes every n_warps-th chunk. A warp has a ring of slots in shared memory to itself: while it
-multiplies the chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on their way. So no warp waits for another
+multiplies the chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on their way, and one more as soon as the slot is
+free again. So no warp waits for another
 but at the end of a round of chunks, where each leaves its chunks' sums; behind the barrier the owner of a (row, token) adds them to its total in the
 order of the chunks, and rounds write two places by turns.
 
@@ -50,7 +51,7 @@ class Layout(NamedTuple):
     n_own: int       # of a warp: factors, then slots
     slot: int        # where its slots begin
     slot_words: int
-    n_slots: int     # one that is multiplied, the others on their way
+    n_slots: int     # chunks on their way, or one that is multiplied and the others on their way
 
 
 def layout(names: tuple[str, ...], n_tokens: int) -> Layout:
@@ -127,7 +128,7 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
     act_first, d_first, limbs_first, act_last, d_last, limbs_last = (at for fmt in (first_name, last_name) for at in chunk_slot(fmt, n_tokens)[:3])
     first_warp, own_words, first_slot, slot_words, slots = at
     n_sums, n_matrices = 4 * n_quads, len(names)
-    wait = copies_wait_but(slots - 2)
+    wait = copies_wait_but(slots - 1)
 
     @device
     def copy_tile(matrix, lane, shared, to, words, other_words, row_tile, chunk, n_chunks):
@@ -167,6 +168,14 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
         side_words = i32(per_round * n_valid * 33)
         totals = i32(first_warp + n_warps * own_words)
         sums = i32(totals + n_valid * 32)
+        # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the activations has ended.
+        block_tile, to = i32(cuda.blockIdx.x), ring
+        ahead_tile, ahead_matrix, ahead_chunk = block_tile, i32(0), warp
+        for _ in range(slots):
+            if ahead_tile < n_tiles:
+                copy_tile(ahead_matrix, lane, shared, to, words, other_words, ahead_tile, ahead_chunk, n_chunks)
+            ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
+            to = i32(to + slot_words)
         if n_first:
             p = tid
             while p < n_first:
@@ -177,17 +186,9 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
             while p < n_last:
                 sts(shared, n_tables + p, entry_last(p))
                 p = i32(p + n_threads)
-        # The copies run ahead by slots - 1 chunks; those of weights begin before the kernel that makes the activations has ended.
-        block_tile, to = i32(cuda.blockIdx.x), ring
-        ahead_tile, ahead_matrix, ahead_chunk = block_tile, i32(0), warp
-        for _ in range(slots - 1):
-            if ahead_tile < n_tiles:
-                copy_tile(ahead_matrix, lane, shared, to, words, other_words, ahead_tile, ahead_chunk, n_chunks)
-            ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
-            to = i32(to + slot_words)
         wait_for_previous()
         ahead_tile, ahead_matrix, ahead_chunk, to = block_tile, i32(0), warp, ring
-        for _ in range(slots - 1):
+        for _ in range(slots):
             if ahead_tile < n_tiles:
                 copy_tokens(ahead_matrix, lane, shared, to, act, ahead_chunk, first, n_valid, n, n_chunks)
             copies_commit()
@@ -203,15 +204,7 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
                 w = warp
                 while w < in_round:
                     wait()
-                    syncwarp()  # the chunk is there, for all lanes; and all are done with the one before, whose slot is filled anew
-                    if ahead_tile < n_tiles:
-                        copy_tile(ahead_matrix, lane, shared, to, words, other_words, ahead_tile, ahead_chunk, n_chunks)
-                        copy_tokens(ahead_matrix, lane, shared, to, act, ahead_chunk, first, n_valid, n, n_chunks)
-                    copies_commit()
-                    ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
-                    to = i32(to + slot_words)
-                    if to == ring + slots * slot_words:
-                        to = ring
+                    syncwarp()  # the chunk is there, for all lanes
                     d_at = d_first
                     if alike or matrix == 0:
                         multiply_first(lane, shared, now, now + act_first, now + limbs_first, scratch, acc)
@@ -229,6 +222,12 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
                                     sts(shared, place + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
                     if lane < n_valid:
                         sts(shared, place + n_valid * 32 + lane, lds(shared, now + d_at + lane))
+                    syncwarp()  # all are done with the slot, which is filled anew
+                    if ahead_tile < n_tiles:
+                        copy_tile(ahead_matrix, lane, shared, now, words, other_words, ahead_tile, ahead_chunk, n_chunks)
+                        copy_tokens(ahead_matrix, lane, shared, now, act, ahead_chunk, first, n_valid, n, n_chunks)
+                    copies_commit()
+                    ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
                     now = i32(now + slot_words)
                     if now == ring + slots * slot_words:
                         now = ring

@@ -133,8 +133,8 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
     n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
     has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
     zero, subtracted, less = 0 if many else fmt.zero, many and not split and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
-    last_row, n_sixteenths = 1 if single else 7, fmt.sub // 16
-    assert not single or not (has_min and carried) and (has_min <= (integer or not whole)), name
+    last_row, n_sixteenths, total_type = 1 if single else 7, fmt.sub // 16, i64 if wide else i32
+    assert not single or not (carried and (has_min or wide)) and (has_min <= (integer or not whole)), name
     ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
     sixteenths = 16 // n_scales if late else 1
     offset = 0 if has_min else fmt.zero or 128  # of split levels, which are then no less than 0
@@ -432,24 +432,20 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         return i32(last if lane & 2 else first)
 
     @device
-    def own_factors(t, shared, sums, isc, imin):
-        """The scales of a row: isc of the sub-blocks, or d and -m of the groups as words; returns the sum of imin * q."""
+    def integer_scales(t, shared, sums, isc):
+        """isc of the sub-blocks of a row; returns the sum of imin * q."""
         minimum = z
         for i in range(n_scales):
-            if integer:
-                isc[i], least = sub(t, i)
-                if has_min:
-                    q_sum = i32(lds(shared, sums + i * n_sixteenths))
-                    if n_sixteenths == 2:
-                        q_sum = i32(q_sum + i32(lds(shared, sums + i * n_sixteenths + 1)))
-                    minimum = i32(minimum + least * q_sum)
-            elif not carried:
-                d, m = group(t, i)
-                isc[i], imin[i] = i32(as_u32(d)), i32(as_u32(-m))
+            isc[i], imin = sub(t, i)
+            if has_min:
+                q_sum = i32(lds(shared, sums + i * n_sixteenths))
+                if n_sixteenths == 2:
+                    q_sum = i32(q_sum + i32(lds(shared, sums + i * n_sixteenths + 1)))
+                minimum = i32(minimum + imin * q_sum)
         return minimum
 
     @device
-    def token_block(lane, shared, tile, j, b0, b1, isc, imin, acc, high, low):
+    def token_block(lane, shared, tile, j, b0, b1, t, isc, acc, total, high, low):
         """Adds the products of columns 32 j .. 32 j + 31."""
         w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
         w, v, q = (w0, w1, w2, w3), (v0, v1, v2, v3), lane & 3
@@ -462,58 +458,58 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
                 if zero:
                     c = product((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
                 x, y = product(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), product(v, b0, b1, s, q, c[0], c[1], c[2], c[3])
-                f = isc[steps * j + s]
-                if wide:
-                    high[0] = i32(high[0] + f * own(lane, x[0], x[2], y[0], y[2]))
-                    low[0] = i32(low[0] + f * own(lane, x[1], x[3], y[1], y[3]))
+                both = own(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
+                if integer:
+                    total[0] = total_type(total[0] + total_type(isc[steps * j + s]) * total_type(both))
                 else:
-                    both = own(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
-                    if integer:
-                        low[0] = i32(low[0] + f * both)
-                    else:
-                        acc[0] = fma(i2f(both), as_f32(f), acc[0])
+                    d, m = group(t, (32 * j + 16 * s) // n_group)
+                    acc[0] = fma(i2f(both), d, acc[0])
         if has_min and not whole:
             c = mma32(ones, ones, ones, ones, b0, b1, z, z, z, z)
-            acc[0] = fma(as_f32(imin[j]), i2f(i32((c[0] << 7) + c[1])), acc[0])
+            d, m = group(t, 32 * j // n_group)
+            acc[0] = fma(-m, i2f(i32((c[0] << 7) + c[1])), acc[0])
 
     @device
-    def two_token_blocks(lane, shared, tile, act, j, isc, imin, acc, high, low):
+    def two_token_blocks(lane, shared, tile, act, j, t, isc, acc, total, high, low):
         b = tokens(lane, shared, act, j, 0)
-        token_block(lane, shared, tile, j, b[0], b[1], isc, imin, acc, high, low)
-        token_block(lane, shared, tile, j + 1, b[2], b[3], isc, imin, acc, high, low)
+        token_block(lane, shared, tile, j, b[0], b[1], t, isc, acc, total, high, low)
+        token_block(lane, shared, tile, j + 1, b[2], b[3], t, isc, acc, total, high, low)
 
     @device
-    def end_token(lane, t, i, minimum, acc, high, low):
+    def end_token(lane, t, i, minimum, acc, total, high, low):
         """The integer sums of group i."""
         d, m = group(t, i)
-        h, l = high[0], low[0]
+        s = total[0]
         if carried:
-            h, l = own(lane, high[0], high[1], high[2], high[3]), own(lane, low[0], low[1], low[2], low[3])
+            s = i32((own(lane, high[0], high[1], high[2], high[3]) << 7) + own(lane, low[0], low[1], low[2], low[3]))
             for k in range(4):
                 high[k], low[k] = z, z
-        s = l2f(i64(h) * 128 + l) if wide else i2f(l) if integer else i2f(i32((h << 7) + l))
-        acc[0] = fma(s, d, acc[0])
+        acc[0] = fma(l2f(s) if wide else i2f(s), d, acc[0])
         if has_min:
             acc[0] = fma(-m, i2f(minimum), acc[0])
 
     @cooperative
     def multiply_token(lane, shared, tile, act, sums, scratch, acc):
-        isc, imin = cuda.local.array(16, i32), cuda.local.array(16, i32)
-        high, low = cuda.local.array(4, i32), cuda.local.array(4, i32)
+        isc, total, high, low = cuda.local.array(16, i32), cuda.local.array(1, total_type), cuda.local.array(4, i32), cuda.local.array(4, i32)
         t, acc[0] = (shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), f32(0)
+        total[0] = total_type(0)
         for k in range(4):
             high[k], low[k] = z, z
-        minimum = own_factors(t, shared, sums, isc, imin)
-        two_token_blocks(lane, shared, tile, act, 0, isc, imin, acc, high, low)
-        two_token_blocks(lane, shared, tile, act, 2, isc, imin, acc, high, low)
+        minimum = z
+        if integer:
+            minimum = integer_scales(t, shared, sums, isc)
+        two_token_blocks(lane, shared, tile, act, 0, t, isc, acc, total, high, low)
+        two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
         if n_group == 128:
-            end_token(lane, t, 0, minimum, acc, high, low)
-        two_token_blocks(lane, shared, tile, act, 4, isc, imin, acc, high, low)
-        two_token_blocks(lane, shared, tile, act, 6, isc, imin, acc, high, low)
+            end_token(lane, t, 0, minimum, acc, total, high, low)
+        if has_min and not whole:
+            syncwarp()  # what is loaded for the other half is loaded behind it: registers
+        two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
+        two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)
         if n_group == 128:
-            end_token(lane, t, 1, minimum, acc, high, low)
+            end_token(lane, t, 1, minimum, acc, total, high, low)
         if whole:
-            end_token(lane, t, 0, minimum, acc, high, low)
+            end_token(lane, t, 0, minimum, acc, total, high, low)
     return TileProduct(multiply_token if single else multiply, n_entries, entry)
 
 

@@ -80,8 +80,8 @@ def odd_bytes(v, w):
 
 def lookup16(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the table by prmt,
-    then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: the assembler, if it knows it, moves it to a register anew for
-    every instruction, a fifth of all."""
+    then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: one that the assembler knows it moves to a register anew for
+    every instruction, which made a fifth of them."""
     table = np.asarray(levels, np.int8).view(np.uint32)
     assert table.shape == (4,), table.shape
     t1, t3, loaded = u32(table[1]), u32(table[3]), constant(np.array([table[0], table[2], 0x44444444], np.uint32))
@@ -104,7 +104,8 @@ def signed8(table):
     def make(levels, parity):
         values, entries = np.unique(levels, return_inverse=True)
         assert values.shape == (3,) and levels.shape[1:] == (8,), (values, levels.shape)
-        a, b = (u32(np.array([*(sign * values), 0], np.int8).view(np.uint32)[0]) for sign in (1, -1))
+        positive, b = (np.array([*(sign * values), 0], np.int8).view(np.uint32) for sign in (1, -1))
+        loaded, b = constant(positive), b[0]  # as in lookup16
         entry = table((entries.reshape(levels.shape) << 4 * np.arange(8)).sum(axis=1).astype(np.uint32))
         odd = u32(0x2a if parity else 0xaa)
 
@@ -118,6 +119,7 @@ def signed8(table):
                 w = u32(u32(entry(t, i32(i)) ^ signs) ^ u64(signs) * u64(0x11111111) & u64(0x40000000))
             else:
                 w = u32(u32(entry(t, i32(i)) ^ even_bits) ^ odd_bits)
+            a = loaded(0)
             return i32(prmt(a, b, w)), i32(prmt(a, b, u32(w >> u32(16))))
         return eight
     return make
