@@ -1,10 +1,12 @@
-"""The code of every registered CUDA kernel, compiled without a GPU: our own float operations, nothing approximate or atomic, no spills."""
+"""The code of every registered CUDA kernel, compiled without a GPU: our own float operations, nothing approximate or atomic, no spills, and no memory
+touched before the kernel that may write it has ended."""
 import re
 import shutil
 import subprocess
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from pkgutil import iter_modules
 
@@ -16,7 +18,7 @@ from numba import cuda  # noqa: E402
 from ggml_py.kernels import cuda as kernels_cuda  # noqa: E402
 from ggml_py.kernels.compile import Compiled, compiled as compiled_on_cpu  # noqa: E402
 from ggml_py.kernels.cuda import launch, ptx as intrinsics  # noqa: E402
-from ggml_py.kernels.cuda.launch import F32, FACTORIES, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version  # noqa: E402
+from ggml_py.kernels.cuda.launch import F32, FACTORIES, OVERLAPPING, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version  # noqa: E402
 
 for module in iter_modules(kernels_cuda.__path__):
     if module.name != "simulator":
@@ -40,6 +42,65 @@ def violations(ptx: str) -> list[str]:
     return ([line.strip() for line in ptx.splitlines() if FORBIDDEN.search(line)]
             + [line.strip() for line in compiled if FLOAT_OPERATION.search(line)]
             + [line for line in own for part in line.split(";") if FLOAT_OPERATION.search(part) and not ROUNDED.search(part)])
+
+
+LAUNCH, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
+WEIGHTS = {"words", "gate_words", "up_words", "gate_bias", "up_bias"}  # parameters of kernels that wait where they say: what only copies write
+GLOBAL = re.compile(r"\b(ld|st|prefetch)\.global|\bcp\.async\.(c[ag]\b|bulk)")
+
+
+def statements(ptx: str) -> list[str]:
+    """Instructions and labels of the kernel."""
+    body = re.sub(r"//.*", "", ptx[ptx.index("{", ptx.index(".entry")) + 1:])
+    return [s.strip() for s in re.split(r";|(?<=:)\n", body) if s.strip()]
+
+
+def before_wait(code: list[str]) -> list[str]:
+    """The instructions that a thread can come to without having waited."""
+    labels = {s[:-1]: i for i, s in enumerate(code) if s.endswith(":")}
+    seen, ways = set(), [0]
+    while ways:
+        i = ways.pop()
+        while i not in seen and not code[i].startswith(WAIT):
+            seen.add(i)
+            if target := re.search(r"\bbra(\.uni)?\s+(\S+)", code[i]):
+                ways.append(labels[target[2]])
+            if re.match(r"(bra|ret)\b", code[i]):
+                break
+            i += 1
+    return [code[i] for i in sorted(seen)]
+
+
+def pointers(kernel: Kernel, code: list[str]):
+    """(register) -> names of the pointers among the kernel's parameters that its value may come from."""
+    names = [name if isinstance(t, intrinsics.types.CPointer) else None for name, t in zip(signature(kernel.function).parameters, kernel.parameters)]
+    sources = {}
+    for s in code:
+        operands = re.findall(r"%\w+|(?<=_param_)\d+", re.sub(r"^@!?%p\d+", "", s))
+        n_results = len(re.findall(r"%\w+", m[0])) if (m := re.search(r"\{[^}]*\}", s)) and s.find("{") < s.find("%") else 1
+        for result in operands[:n_results]:
+            sources.setdefault(result, set()).update(operands[n_results:])
+
+    def of(register):
+        found, ways = set(), [register]
+        while ways:
+            if (r := ways.pop()) not in found:
+                found.add(r)
+                ways += sources.get(r, ())
+        return {names[int(r)] for r in found if r.isdigit()} - {None}
+    return of
+
+
+def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
+    """Accesses of global memory that another kernel may write or read, and ends of the kernel, before the wait; loads of constants count wherever they are."""
+    if cc < OVERLAPPING:
+        return re.findall("griddepcontrol.*", ptx)
+    code = statements(ptx)
+    early, of = before_wait(code), pointers(kernel, code)
+    start = next((s for s in code if not s.startswith(".")), "")
+    read = [s for s in early if re.match(r"cp\.async\.c[ag]\b", s)] + [s for s in code if ".global.nc" in s]
+    return ([s for s in early if GLOBAL.search(s) and s not in read or s.startswith("ret")] + [start] * (start != LAUNCH)
+            + [s for s in read if not of(re.findall(r"\[(%\w+)", s)[-1]) <= WEIGHTS])
 
 
 @lru_cache(None)
@@ -72,6 +133,7 @@ def check_kernel(name, cc, tmp_path):
     ptx, cc = compile_ptx(kernel, cc), kernel.arch or cc
     assert f".target {architecture(cc)}\n" in ptx
     assert not violations(ptx)
+    assert not overlap_violations(kernel, ptx, cc[:2])
     assert set(re.findall(r"(?:extern )?\.shared \.align \d+", ptx)) <= {".shared .align 16", "extern .shared .align 1024"}
     assert entry_name(ptx)
     report = assembled(ptx, cc, tmp_path)
@@ -122,6 +184,37 @@ def test_contracted_operations_are_seen():
         assert violations(compiled(function, F32, F32)), function.__name__
     arrays = cuda.compile_ptx(approximate, (intrinsics.types.float32[::1],) * 2, cc=(8, 0))[0]
     assert violations(arrays)
+
+
+def test_what_is_touched_too_early_is_seen():
+    def early(x, words, y, n):
+        for i in range(n):
+            intrinsics.st(y, i, intrinsics.ld(x, i))
+        intrinsics.wait_for_previous()
+
+    def constant(x, words, y, n):
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.ldc(x, 0))
+
+    def some(x, words, y, n):
+        if n > 0:
+            intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.ld(words, 0))
+
+    def weights(x, words, y, n):
+        value = intrinsics.ldc(words, n)
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.add(value, intrinsics.ld(x, n)))
+
+    def activations(x, words, y, n):  # without a wait of its own: it is put first, and ldc is a plain load
+        intrinsics.st(y, 0, intrinsics.ldc(x, 0))
+    found = {}
+    for function in (early, constant, some, weights, activations):
+        kernel = Kernel(function, (F32, F32, F32, launch.N), 32, name=function.__name__)
+        found[function.__name__] = overlap_violations(kernel, compile_ptx(kernel, (9, 0)), (9, 0))
+        assert not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))
+    assert {name for name, lines in found.items() if lines} == {"early", "constant", "some"}, found
+    assert len(found["early"]) >= 2
 
 
 def test_intrinsics_refuse_float64():

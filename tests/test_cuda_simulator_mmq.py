@@ -7,7 +7,7 @@ import pytest
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import mul_mat_glu
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, mmq, most_quads, shared_bytes
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, mmq_few, shared_words
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, mmq_few, shape_of, shared_words, work
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import activations, check_extremes, check_mul_mat, seeded
 from op_comparisons import check_mul_mat_glu
@@ -37,24 +37,31 @@ def test_blocks_fit(name):
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_few_shapes_fit(name, limit):
-    """Warps have equal work, rounds whole turns of the warps, and the blocks of a multiprocessor its registers and shared memory."""
-    fmt = FORMATS[name]
+    """Rounds are whole turns of the warps or whole rows, and the blocks of a multiprocessor have its registers and shared memory; a single block that
+    is half as large leaves room for one more, of the next launch."""
     for n_rows, n_cols, n in ((4096, 14336, 1), (4096, 14336, 8), (128256, 4096, 1), (576, 1536, 16), (32, 256, 3), (33, 70000, 40)):
         shape = few_shape((name,), n_rows, n_cols, n, 132, limit)
-        n_chunks, n_tiles, n_valid = -(-n_cols // 256), -(-n_rows // 32), min(n, 4 * shape.n_quads)
+        n_chunks, n_tiles, n_valid = -(-n_cols // 256), -(-n_rows // 32), min(n, shape.n_tokens)
         resident = 2 if shape.grid[0] * shape.grid[1] > 132 or shape.grid[0] < n_tiles else 1
-        assert shape.n_bytes == 4 * shared_words((name,), shape.n_quads, shape.n_warps, shape.per_round, n_valid)
-        assert resident * shape.n_bytes <= limit and shape.grid[1] * 4 * shape.n_quads >= n
-        assert 1 <= shape.n_warps <= min(MAX_WARPS[shape.n_quads], n_chunks) and shape.per_round % shape.n_warps == 0
-        turns = -(-n_chunks // shape.n_warps)
-        assert (turns - 1) * shape.n_warps < n_chunks and shape.n_warps == -(-n_chunks // turns)
+        n_sides = 1 if shape.grid[0] == n_tiles and shape.per_round >= n_chunks else 2
+        assert shape.n_bytes == 4 * shared_words((name,), shape.n_tokens, shape.n_warps, shape.per_round, n_valid, n_sides)
+        assert resident * (shape.n_bytes + RESERVED) <= limit + RESERVED and shape.grid[1] * shape.n_tokens >= n
+        assert 1 <= shape.n_warps <= min(MAX_WARPS[shape.n_tokens] // resident, n_chunks)
+        assert shape.per_round == n_chunks or shape.per_round % shape.n_warps == 0
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
-    ("Q4_K", 4096, 14336, 1, (1, 8, 56, (128, 1))), ("Q8_0", 4096, 14336, 8, (2, 8, 8, (128, 1))),
-    ("Q4_K", 128256, 4096, 1, (1, 4, 16, (264, 1))), ("Q4_1", 576, 1536, 512, (4, 3, 3, (18, 32)))])
+    ("Q4_K", 4096, 14336, 1, (1, 8, 56, (128, 1))), ("Q8_0", 4096, 14336, 8, (8, 8, 8, (128, 1))),
+    ("Q8_0", 4096, 14336, 1, (1, 5, 56, (128, 1))), ("Q6_K", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("IQ2_XXS", 4096, 14336, 1, (1, 16, 56, (128, 1))),
+    ("Q4_K", 128256, 4096, 1, (1, 8, 16, (264, 1))), ("Q4_1", 576, 1536, 512, (16, 3, 3, (18, 32)))])
 def test_few_shape(type_, n_rows, n_cols, n, expected):
     assert astuple(few_shape((type_,), n_rows, n_cols, n, 132, LIMITS[0]))[:4] == expected
+
+
+def test_work():
+    """56 chunks: eight, twelve and sixteen warps load four schedulers evenly, ten do not, four wait for themselves; so does one of a scheduler."""
+    assert [work(n_warps, 1, 56) for n_warps in (1, 4, 8, 10, 12, 16)] == [112, 28, 14, 17, 14, 14]
+    assert [work(n_warps, 2, 16) for n_warps in (2, 4, 6, 8)] == [16, 8, 8, 8]
 
 
 @pytest.mark.parametrize("names, n_rows, n_cols, n, expected", [
@@ -109,19 +116,27 @@ def simulate_mmq_few(machine, name, n_rows, n_cols):
     check_mul_mat(machine, name, n_rows, n_cols, 3, mmq_few)
 
 
-@pytest.mark.parametrize("name, n_rows, n_cols, n, n_quads, n_warps, per_round, grid", [
-    ("Q8_0", 65, 1312, 5, 2, 2, 2, (2, 1)),      # three row tiles to two blocks, six chunks in rounds of two
-    ("Q4_0", 33, 800, 17, 4, 3, 6, (2, 2)),      # two groups of tokens
-    ("Q5_K", 40, 768, 9, 4, 1, 3, (1, 1)),       # one warp, one round
+@pytest.mark.parametrize("name, n_rows, n_cols", FORMS)
+def simulate_one_token(machine, name, n_rows, n_cols):
+    """Row tiles after another in one block, fewer warps than chunks."""
+    check_mul_mat(machine, name, n_rows, n_cols, 1, lambda *args: mmq_few(*args, shape=shape_of((name,), n_rows, n_cols, 1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("name, n_rows, n_cols, n, n_tokens, n_warps, per_round, grid", [
+    ("Q8_0", 65, 1312, 5, 8, 2, 2, (2, 1)),      # three row tiles to two blocks, six chunks in rounds of two
+    ("Q4_0", 33, 800, 17, 16, 3, 6, (2, 2)),     # two groups of tokens
+    ("Q5_K", 40, 768, 9, 16, 1, 3, (1, 1)),      # one warp, one round
     ("IQ2_XXS", 33, 1280, 1, 1, 2, 4, (1, 1)),   # codebooks
-    ("Q6_K", 3, 768, 8, 2, 2, 4, (1, 1))])
-def simulate_mmq_few_launch_shapes(machine, name, n_rows, n_cols, n, n_quads, n_warps, per_round, grid):
+    ("Q4_K", 65, 1536, 1, 1, 3, 6, (2, 1)),      # one token, a round a row
+    ("Q5_1", 33, 800, 2, 1, 2, 2, (1, 2)),       # one token a block
+    ("Q6_K", 3, 768, 8, 8, 2, 4, (1, 1))])
+def simulate_mmq_few_launch_shapes(machine, name, n_rows, n_cols, n, n_tokens, n_warps, per_round, grid):
     """The bits do not depend on the shape of the launch."""
-    n_bytes = 4 * shared_words((name,), n_quads, n_warps, per_round, min(n, 4 * n_quads))
-    check_mul_mat(machine, name, n_rows, n_cols, n, lambda *args: mmq_few(*args, shape=FewShape(n_quads, n_warps, per_round, grid, n_bytes)))
+    n_bytes = 4 * shared_words((name,), n_tokens, n_warps, per_round, min(n, n_tokens))
+    check_mul_mat(machine, name, n_rows, n_cols, n, lambda *args: mmq_few(*args, shape=FewShape(n_tokens, n_warps, per_round, grid, n_bytes)))
 
 
-@pytest.mark.parametrize("shape", [ONE_WARP, FewShape(2, 1, 1, (1, 1), 64 * KIB)], ids=["mmq", "mmq_few"])
+@pytest.mark.parametrize("shape", [ONE_WARP, FewShape(8, 1, 1, (1, 1), 64 * KIB)], ids=["mmq", "mmq_few"])
 @pytest.mark.parametrize("act, types, n_rows, n_cols, n, biased", [
     ("silu", ("Q8_0", "Q8_0"), 33, 288, 5, False), ("gelu", ("Q4_K", "Q6_K"), 2, 256, 2, True), ("relu", ("IQ2_XXS", "IQ3_S"), 1, 512, 1, True)], ids=str)
 def simulate_glu(machine, monkeypatch, act, types, n_rows, n_cols, n, biased, shape):

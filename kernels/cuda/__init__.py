@@ -2,7 +2,7 @@
 
 ptx          intrinsics: every float operation, every access to global memory; what kernel modules are written in
 cooperative  device functions with barriers
-launch       a kernel and its launch as values; compiling to PTX, the disk cache, loading
+launch       a kernel and its launch as values; compiling to PTX, the disk cache, loading; how kernels of a stream overlap
 simulator    the same kernel functions in numba's CUDA simulator, on arrays in host memory
 weights      weight tiles on the device: loads for the unpackings of quant/
 quantize     activations

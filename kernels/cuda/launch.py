@@ -19,6 +19,12 @@ A kernel module reads top down: formula, device functions, a factory of kernels,
     launch(stream)                                   # many times: 3 us each
 
 Launch functions hand addresses on without using them, so the same functions launch in the simulator, whose addresses are arrays.
+
+Kernels of a stream overlap where the GPU can (compute capability 9.0, programmatic dependent launch): the blocks of a kernel start as soon as all blocks
+of the one before have started and there is room. `ptx.wait_for_previous` returns when that one has ended and its stores are seen. No kernel touches memory
+that another one writes or reads before it has waited, and all threads of every kernel wait, so that the end of one is the end of all before it. What
+no kernel ever writes, only copies do (weights, tables), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so
+places the wait itself; in every other one it is the first instruction.
 """
 import ctypes
 import hashlib
@@ -44,6 +50,7 @@ F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, ty
 I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
 N, N64, SCALAR_F32 = types.int32, types.int64, types.float32  # parameters: scalars
 SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
+OVERLAPPING = (9, 0)      # compute capability from which kernels of a stream overlap
 HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
 
@@ -103,7 +110,21 @@ def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
         raise ValueError(f"{kernel.name}: compute capability is {cc}, allowed: {kernel.arch[:2]}")
     ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=kernel.arch or cc, launch_bounds=(kernel.n_threads, kernel.n_blocks))
     ptx = re.sub(r"\.extern \.shared \.align [1248] ", ".extern .shared .align 1024 ", ptx)
-    return re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx)
+    return _overlapping(re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx), cc)
+
+
+def _overlapping(ptx: str, cc: tuple[int, int]) -> str:
+    """The kernel lets the next one start at once, and waits for the one before: first of all where it does not say where. There, loads of constants become
+    plain ones, which the assembler does not move before the wait: activations may be among them."""
+    wait = "griddepcontrol.wait;"
+    if cc < OVERLAPPING:
+        return ptx.replace(wait, "")
+    first = "griddepcontrol.launch_dependents;"
+    if wait not in ptx:
+        first, ptx = f"{first}\n\t{wait}", ptx.replace("ld.global.nc.", "ld.global.")
+    ptx, n = re.subn(r"(\.entry[^{]*\{\n(?:\s*\.[^\n]*;\n)*)", rf"\1\t{first}\n", ptx)  # behind the declarations
+    assert n == 1, n
+    return ptx
 
 
 def _cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
@@ -201,7 +222,8 @@ class Target:
         handle = self.load(kernel)
         if shared > STATIC_SHARED:
             self._allow_shared(handle, shared)
-        return Launch(handle, LaunchConfig(grid=grid, block=block, shmem_size=shared), arguments(kernel, args), kernel.name)
+        config = LaunchConfig(grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=self.cc >= OVERLAPPING)
+        return Launch(handle, config, arguments(kernel, args), kernel.name)
 
     def _allow_shared(self, handle, n_bytes):
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -17,7 +17,7 @@ from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from .launch import F32, Kernel, N, U32, factory
-from .ptx import add, as_f32, as_i32, device, dp4a, f32, fma, i2f, i32, i64, l2f, ld, ld4, lds, st, sts, syncwarp
+from .ptx import add, as_f32, as_i32, device, dp4a, f32, fma, i2f, i32, i64, l2f, ld, ld4, lds, st, sts, syncwarp, wait_for_previous
 from .quantize import plane_words
 from .weights import float_values, unpacker_with_tables
 
@@ -250,6 +250,7 @@ def mmvq_kernel(name, n_tokens, split):
         while p < n_owned:  # the thread that sets a total is the only one to touch it: no barrier
             totals[p] = f32(0)
             p += n_threads
+        wait_for_previous()  # for the activations
         before, side = 0, 0  # chunks of earlier rounds
         while before < n_chunks:
             slot = warp

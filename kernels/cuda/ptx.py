@@ -6,7 +6,8 @@ Comparing and selecting floats is free of rounding and written plainly. Integers
 of 32-bit values, so a value that must stay a word is wrapped: `i32(a + b)`.
 
 A kernel takes pointers and scalars. p[i] of a pointer is not used: `ld`, `ld4` and `st`, `st4` read and write global memory that kernels
-write (their order is kept), `ldc`, `ldc4` read what no kernel ever writes, weights and tables (they may be moved and merged).
+write (their order is kept), `ldc`, `ldc4` read what no kernel writes while this one runs (they may be moved and merged); in a kernel that places
+`wait_for_previous` itself, where they may be moved before it, only what no kernel ever writes: weights and tables.
 The index counts elements of the pointer's type; the four elements of ld4, ldc4 and st4 are 32 bits wide and must lie on 16 bytes.
 
 Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalars that check the types they are given.
@@ -217,7 +218,7 @@ def constant(entries):
                 table = ir.GlobalVariable(builder.module, type_, name, addrspace=1)
                 table.initializer, table.global_constant, table.linkage = ir.Constant(type_, [int(w) for w in words]), True, "internal"
             place = builder.gep(table, [ir.IntType(64)(0), args[0]])
-            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))])
+            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))], attrs=("readnone",))  # equal loads are merged
         return types.uint32(types.int64), codegen
     return intrinsic(_named("constant", 1)(typed))
 
@@ -457,6 +458,7 @@ def copies4(n: int):
 
 
 copies_wait = _effect("copies_wait", "cp.async.wait_all;")  # for this thread's own copies
+wait_for_previous = _effect("wait_for_previous", "griddepcontrol.wait;")  # until the kernel before in the stream has ended (launch): by all threads
 copies_commit = _effect("copies_commit", "cp.async.commit_group;")  # those since the last one are a group
 
 

@@ -8,6 +8,9 @@ Tokens go in fours, a *quad*: eight columns of a product, the limbs hi and lo of
 the quad for its four rows, S = 128 hi + lo. In shared memory a quad is 8 rows (token, limb) of 16 pieces of 16 bytes; piece p of row r lies at place
 p ^ `swizzle(r)`, so that the accesses of both orders of columns touch every bank once.
 
+A single token stands in all four places of a quad, of which shared memory then holds one: the four lanes of a row have the same sums of its four rows,
+and each goes on with one, l / 4 + 8 (l % 4), whose scales it keeps in registers.
+
 A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the sum of q under
 a minimum, and the minima of a chunk are a product with imin. What follows depends on the format alone (`Form`).
 """
@@ -90,6 +93,11 @@ def is_late(fmt: Format, n_quads: int) -> bool:
     return n_quads > MOST_FEW and fmt.has_min and fmt.group == CHUNK
 
 
+def takes_sums(fmt: Format) -> bool:
+    """Whether a single token's minima are multiplied with the sums of q, wanted in shared memory."""
+    return fmt.has_min and fmt.group == CHUNK
+
+
 @device
 def swizzle(r):
     return ((r << 1) & 7) | (r >> 2)
@@ -97,7 +105,8 @@ def swizzle(r):
 
 class TileProduct(NamedTuple):
     """The device functions of a format and a number of quads."""
-    multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and token l % 4
+    multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and token l % 4;
+                      # of a single token acc[0], of row l / 4 + 8 (l % 4); limbs are then the sums of q, and there is no scratch
     n_entries: int    # of codebooks
     entry: object     # (i) -> one of them
 
@@ -197,8 +206,8 @@ def table_words(name: str) -> int:
     return -(-shared_unpacker(name).n_entries // 4) * 4
 
 
-def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
-    """first_table: word of shared memory at which the codebooks begin."""
+def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = False) -> TileProduct:
+    """first_table: word of shared memory at which the codebooks begin. single: one token, `act` holds its two rows only."""
     fmt = format_of(name)
     unpack, n_entries, entry = shared_unpacker(name, first_table)
     quarter, sub, group, pairs = unpack.quarter, unpack.sub, unpack.group, unpack.pairs
@@ -209,6 +218,8 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
     n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
     has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
     zero, subtracted, less = 0 if many else fmt.zero, many and not split and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
+    last_row, n_sixteenths, total_type = 1 if single else 7, fmt.sub // 16, i64 if wide else i32
+    assert not single or not (carried and (has_min or wide)) and (has_min <= (integer or not whole)), name
     ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
     assert not (has_min and (pairs or fmt.zero)), name
 
@@ -216,7 +227,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
     def tokens(lane, shared, act, j, quad):
         """The fragments of two columns of B: of blocks j and j + 1 for one quad, else of block j for quads `quad` and the next."""
         if pairs:
-            g, q = lane >> 2, lane & 3
+            g, q = (lane >> 2) & last_row, lane & 3
             r, first = act + g * 64, swizzle(g)
             piece, word = 2 * j + (q >> 1), (q & 1) << 1
             if two_quads:
@@ -226,7 +237,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
                 a, b = lds2(shared, r + ((piece ^ first) << 2) + word)
                 c, d = lds2(shared, r + (((piece + 2) ^ first) << 2) + word)
             return i32(a), i32(b), i32(c), i32(d)
-        r, matrix = lane & 7, lane >> 3
+        r, matrix = lane & last_row, lane >> 3
         if two_quads:
             return ldmatrix4(shared, act + (quad + (matrix >> 1)) * QUAD_WORDS + r * 64 + (((2 * j + (matrix & 1)) ^ swizzle(r)) << 2))
         return ldmatrix4(shared, act + r * 64 + (((2 * j + matrix) ^ swizzle(r)) << 2))
@@ -319,13 +330,20 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
         return a, b
 
     @device
-    def block(lane, shared, tile, act, scratch, j, b0, b1, acc, high, low, m_high, m_low):
-        """Columns 32 j .. 32 j + 31. b0, b1: their fragments of a single quad."""
+    def fragments(lane, shared, tile, j):
+        """Of the tile's rows 0..15, then of rows 16..31, columns 32 j .. 32 j + 31."""
         g, q = lane >> 2, lane & 3
         w0, w2 = row_words((shared, tile, g), j, q)
         w1, w3 = row_words((shared, tile, g + 8), j, q)
         v0, v2 = row_words((shared, tile, g + 16), j, q)
         v1, v3 = row_words((shared, tile, g + 24), j, q)
+        return w0, w1, w2, w3, v0, v1, v2, v3
+
+    @device
+    def block(lane, shared, tile, act, scratch, j, b0, b1, acc, high, low, m_high, m_low):
+        """Columns 32 j .. 32 j + 31. b0, b1: their fragments of a single quad."""
+        g, q = lane >> 2, lane & 3
+        w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
         if split:
             first = steps * j + ((q >> 1) if pairs and steps == 2 else 0)  # the sub-blocks of a lane's two words
             last = first if pairs else steps * j + steps - 1
@@ -422,7 +440,94 @@ def tile_product(name: str, n_quads: int, first_table: int = 0) -> TileProduct:
                 end_group(lane, shared, limbs, scratch, 1, acc, high, low, m_high, m_low)
         if whole:
             end_group(lane, shared, limbs, scratch, d_plane, acc, high, low, m_high, m_low)
-    return TileProduct(multiply, n_entries, entry)
+    # A single token
+
+    @device
+    def own(lane, a, b, c, d):
+        """Of the values of rows l / 4, + 8, + 16, + 24 that of the lane's own."""
+        first, last = b if lane & 1 else a, d if lane & 1 else c
+        return i32(last if lane & 2 else first)
+
+    @device
+    def integer_scales(t, shared, sums, isc):
+        """isc of the sub-blocks of a row; returns the sum of imin * q."""
+        minimum = z
+        for i in range(n_scales):
+            isc[i], imin = sub(t, i)
+            if has_min:
+                q_sum = i32(lds(shared, sums + i * n_sixteenths))
+                if n_sixteenths == 2:
+                    q_sum = i32(q_sum + i32(lds(shared, sums + i * n_sixteenths + 1)))
+                minimum = i32(minimum + imin * q_sum)
+        return minimum
+
+    @device
+    def token_block(lane, shared, tile, j, b0, b1, t, isc, acc, total, high, low):
+        """Adds the products of columns 32 j .. 32 j + 31."""
+        w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
+        w, v, q = (w0, w1, w2, w3), (v0, v1, v2, v3), lane & 3
+        if carried:
+            carry(w, b0, b1, 0, high, low)
+            carry(v, b0, b1, 2, high, low)
+        else:
+            for s in range(steps):
+                c = z, z, z, z
+                if zero:
+                    c = product((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
+                x, y = product(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), product(v, b0, b1, s, q, c[0], c[1], c[2], c[3])
+                both = own(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
+                if integer:
+                    total[0] = total_type(total[0] + total_type(isc[steps * j + s]) * total_type(both))
+                else:
+                    d, m = group(t, (32 * j + 16 * s) // n_group)
+                    acc[0] = fma(i2f(both), d, acc[0])
+        if has_min and not whole:
+            c = mma32(ones, ones, ones, ones, b0, b1, z, z, z, z)
+            d, m = group(t, 32 * j // n_group)
+            acc[0] = fma(-m, i2f(i32((c[0] << 7) + c[1])), acc[0])
+
+    @device
+    def two_token_blocks(lane, shared, tile, act, j, t, isc, acc, total, high, low):
+        b = tokens(lane, shared, act, j, 0)
+        token_block(lane, shared, tile, j, b[0], b[1], t, isc, acc, total, high, low)
+        token_block(lane, shared, tile, j + 1, b[2], b[3], t, isc, acc, total, high, low)
+
+    @device
+    def end_token(lane, t, i, minimum, acc, total, high, low):
+        """The integer sums of group i."""
+        d, m = group(t, i)
+        s = total[0]
+        if carried:
+            s = i32((own(lane, high[0], high[1], high[2], high[3]) << 7) + own(lane, low[0], low[1], low[2], low[3]))
+            for k in range(4):
+                high[k], low[k] = z, z
+        acc[0] = fma(l2f(s) if wide else i2f(s), d, acc[0])
+        if has_min:
+            acc[0] = fma(-m, i2f(minimum), acc[0])
+
+    @cooperative
+    def multiply_token(lane, shared, tile, act, sums, scratch, acc):
+        isc, total, high, low = cuda.local.array(16, i32), cuda.local.array(1, total_type), cuda.local.array(4, i32), cuda.local.array(4, i32)
+        t, acc[0] = (shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), f32(0)
+        total[0] = total_type(0)
+        for k in range(4):
+            high[k], low[k] = z, z
+        minimum = z
+        if integer:
+            minimum = integer_scales(t, shared, sums, isc)
+        two_token_blocks(lane, shared, tile, act, 0, t, isc, acc, total, high, low)
+        two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
+        if n_group == 128:
+            end_token(lane, t, 0, minimum, acc, total, high, low)
+        if has_min and not whole:
+            syncwarp()  # what is loaded for the other half is loaded behind it: registers
+        two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
+        two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)
+        if n_group == 128:
+            end_token(lane, t, 1, minimum, acc, total, high, low)
+        if whole:
+            end_token(lane, t, 0, minimum, acc, total, high, low)
+    return TileProduct(multiply_token if single else multiply, n_entries, entry)
 
 
 # What becomes of a total

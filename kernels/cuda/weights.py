@@ -80,16 +80,17 @@ def odd_bytes(v, w):
 
 def lookup16(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the table by prmt,
-    then a choice by the nibbles' bit 3."""
+    then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: one that the assembler knows it moves to a register anew for
+    every instruction, which made a fifth of them."""
     table = np.asarray(levels, np.int8).view(np.uint32)
     assert table.shape == (4,), table.shape
-    t0, t1, t2, t3 = (u32(w) for w in table)
+    t1, t3, loaded = u32(table[1]), u32(table[3]), constant(np.array([table[0], table[2], 0x44444444], np.uint32))
 
     @device
     def lookup(w):
-        w = u32(w)
+        w, t0, t2, fours = u32(w), loaded(0), loaded(1), loaded(2)
         index = u32(w & u32(0x77777777))
-        later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & u32(0x44444444) | u32(0x32103210))
+        later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & fours | u32(0x32103210))
         a, b = prmt(t0, t1, index), prmt(t2, t3, index)
         c, d = prmt(t0, t1, later), prmt(t2, t3, later)
         a, c = prmt(a, b, choice), prmt(c, d, u32(choice >> u32(16)))
@@ -103,7 +104,8 @@ def signed8(table):
     def make(levels, parity):
         values, entries = np.unique(levels, return_inverse=True)
         assert values.shape == (3,) and levels.shape[1:] == (8,), (values, levels.shape)
-        a, b = (u32(np.array([*(sign * values), 0], np.int8).view(np.uint32)[0]) for sign in (1, -1))
+        positive, b = (np.array([*(sign * values), 0], np.int8).view(np.uint32) for sign in (1, -1))
+        loaded, b = constant(positive), b[0]  # as in lookup16
         entry = table((entries.reshape(levels.shape) << 4 * np.arange(8)).sum(axis=1).astype(np.uint32))
         odd = u32(0x2a if parity else 0xaa)
 
@@ -117,6 +119,7 @@ def signed8(table):
                 w = u32(u32(entry(t, i32(i)) ^ signs) ^ u64(signs) * u64(0x11111111) & u64(0x40000000))
             else:
                 w = u32(u32(entry(t, i32(i)) ^ even_bits) ^ odd_bits)
+            a = loaded(0)
             return i32(prmt(a, b, w)), i32(prmt(a, b, u32(w >> u32(16))))
         return eight
     return make
