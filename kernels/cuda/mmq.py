@@ -86,10 +86,16 @@ def block_shape(names: tuple[str, ...], shared_limit: int) -> Block:
     return next(block for block in BLOCKS if block.quads <= quads and shared_bytes(names, block) <= shared_limit)
 
 
+def warpgroups_pay(fmt: Format) -> bool:
+    """Not where a float minimum or a scale for each 16 columns follows the sums: these take as long as the products (docs/kernels-log.md)."""
+    return form(fmt).integer or not fmt.has_min and form(fmt).step == 32
+
+
 @lru_cache(None)
 def hopper_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...]:
-    """The blocks of warpgroups that shared memory holds."""
-    return tuple(block for block in HOPPER_BLOCKS if shared_bytes(names, block) <= shared_limit)
+    """The blocks of warpgroups that shared memory holds, if they pay for all the formats."""
+    fitting = tuple(block for block in HOPPER_BLOCKS if shared_bytes(names, block) <= shared_limit)
+    return fitting if all(warpgroups_pay(format_of(name)) for name in names) else ()
 
 
 class Sources(NamedTuple):
@@ -291,7 +297,8 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 
 
 def largest_block(target, names) -> Block:
-    return hopper_blocks(names, target.shared_limit)[0] if target.warpgroups else block_shape(names, target.shared_limit)
+    blocks = hopper_blocks(names, target.shared_limit) if target.warpgroups else ()
+    return blocks[0] if blocks else block_shape(names, target.shared_limit)
 
 
 def launch_grid(op, names, block, n_rows, n_cols, n):

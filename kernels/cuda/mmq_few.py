@@ -28,6 +28,7 @@ MOST_TOKENS = MOST_FEW * QUAD  # of a block
 MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
 SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 chunks of one token
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
+LATENCY = 3           # chunks that a scheduler can issue while one waits
 IN_FLIGHT = 33 << 10  # bytes on their way that keep the memory of a multiprocessor busy (docs/kernels-log.md)
 SCHEDULERS = 4        # of a multiprocessor: warp w of all belongs to w % 4
 
@@ -293,9 +294,9 @@ class FewShape:
 
 
 def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:
-    """How long a tile of n_chunks takes n_blocks of n_warps on a multiprocessor: as its busiest scheduler has chunks, which two warps keep busy."""
-    chunks = [-(-(n_chunks - i % n_warps) // n_warps) for i in range(n_blocks * n_warps)]
-    return max(2 * chunks[0], *(sum(chunks[scheduler::SCHEDULERS]) for scheduler in range(SCHEDULERS)))
+    """How long n_blocks of n_warps on a multiprocessor take for n_chunks each: turns of the warps, each as long as the busiest scheduler has warps, or as
+    a warp waits for its own loads and sums, which is about as long as LATENCY chunks are issued (docs/kernels-log.md)."""
+    return -(-n_chunks // n_warps) * max(LATENCY, -(-n_blocks * n_warps // SCHEDULERS))
 
 
 def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int) -> FewShape:
@@ -311,23 +312,15 @@ def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens:
 
 @lru_cache(None)
 def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
-    """As many tokens as a block can take. Two blocks a multiprocessor where there are more row tiles than those; else one, that leaves room for a block of
-    the next launch if the warps that then fit multiply as fast as memory gives them tiles. As many warps as registers and shared memory hold; of those
-    numbers that spread the chunks most evenly, unless one warp a scheduler were enough. names: formats of the matrices."""
+    """As many tokens as a block can take, as many warps as registers and shared memory hold, of those numbers the one that `work` finds the fastest.
+    One block a multiprocessor for one token, else two where there are more row tiles than those. names: formats of the matrices."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
     n_tiles, n_chunks, groups = -(-n_rows // ROWS), -(-n_cols // CHUNK), -(-n // n_tokens)
-    resident = 1 if n_tiles * groups <= n_multiprocessors else 2
-    fmts = [format_of(name) for name in names]
-    wanted = -(-IN_FLIGHT * 32 // max(form(fmt).step for fmt in fmts) // min(map(tile_bytes, fmts)))  # sub-blocks of 16 are twice the products
-
-    def best(together):
-        """The shape where `together` blocks fit a multiprocessor."""
-        shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors)
-                  for n_warps in range(1, min(MAX_WARPS[n_tokens] // together, n_chunks) + 1)]
-        fitting = [shape for shape in shapes if together * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
-        return min(fitting, key=lambda shape: (work(shape.n_warps, resident, n_chunks) if wanted > SCHEDULERS else 0, -shape.n_warps))
-    beside = best(2)
-    return beside if resident == 2 or beside.n_warps >= min(wanted, n_chunks) else best(1)
+    resident = 1 if n_tokens == 1 or n_tiles * groups <= n_multiprocessors else 2
+    shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors)
+              for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
+    fitting = [shape for shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
+    return min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))
 
 
 def checked_sizes(op, names, n_rows, n_cols, n):

@@ -48,11 +48,12 @@ def block_us(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> float
 
 def many_shape(names: tuple[str, ...], n_rows: int, n: int, n_multiprocessors: int, shared_limit: int, warpgroups: bool) -> Block | None:
     """The block of mmq where it is faster than mmq_few. names: formats of the matrices; warpgroups: whether the device has them."""
-    if not warpgroups:
+    blocks = hopper_blocks(names, shared_limit) if warpgroups else ()
+    if not blocks:
         block = block_shape(names, shared_limit)
         return block if fills(block, n_rows, n, n_multiprocessors) else None
     few_us = FEW_US * -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW) / n_multiprocessors
-    block = min(hopper_blocks(names, shared_limit), key=lambda block: block_us(block, n_rows, n, n_multiprocessors))
+    block = min(blocks, key=lambda block: block_us(block, n_rows, n, n_multiprocessors))
     return block if n > MOST_TOKENS_FEW and block_us(block, n_rows, n, n_multiprocessors) < few_us else None
 
 
