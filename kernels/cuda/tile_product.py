@@ -519,7 +519,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
         if n_group == 128:
             end_token(lane, t, 0, minimum, acc, total, high, low)
-        if has_min and not whole:
+        if n_entries or not wide and (step == 16 or has_min and not whole):
             syncwarp()  # what is loaded for the other half is loaded behind it: registers
         two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
         two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)
