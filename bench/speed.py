@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import checkout  # noqa: F401
+import numba
 
 import synth
 from ggml_py.backends import open_backend
@@ -84,7 +85,7 @@ def main() -> int:
     rows = []
     for name in chosen:
         path, figures = written(options.models, *keys[name]), TABLE[keys[name]]
-        configs = configs_of([str(path)], [backend.device], [n_threads()], [max(DEFAULTS["n_batch"], options.ub)], [options.ub], ["f16"], ["f16"], "")
+        configs = configs_of([str(path)], [backend.device], [numba.get_num_threads()], [max(DEFAULTS["n_batch"], options.ub)], [options.ub])
         writer = Record(sys.stdout, unusual(configs))
         bench(configs, [figure.test for figure in figures], Model.load, writer, sys.stderr, options.r, 0, True, False)
         for result, figure in zip(writer.results, figures):
@@ -93,11 +94,6 @@ def main() -> int:
             print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, llama.cpp {figure.llama_cpp}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
         options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
     return 0
-
-
-def n_threads() -> int:
-    import numba
-    return numba.get_num_threads()
 
 
 if __name__ == "__main__":

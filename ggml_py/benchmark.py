@@ -23,6 +23,7 @@ from .progress import Progress
 
 DEFAULTS = dict(n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", no_fuse="")
 
+
 @dataclass(frozen=True)
 class Test:
     n_prompt: int
@@ -92,7 +93,7 @@ class Result:
 
 
 def tests_of(n_prompt: list[int], n_gen: list[int], n_pg: list[tuple[int, int]], n_depth: list[int]) -> list[Test]:
-    """For each depth: the prompts, the generations, the pairs. Those without a token are left out; UserError if none is left."""
+    """For each depth: the prompts, the generations, the pairs (prompt, generation). Those without a token are left out; UserError if none is left."""
     parts = [*((n, 0) for n in n_prompt), *((0, n) for n in n_gen), *n_pg]
     tests = [Test(*part, depth) for depth in n_depth for part in parts if any(part)]
     if not tests:
@@ -100,9 +101,10 @@ def tests_of(n_prompt: list[int], n_gen: list[int], n_pg: list[tuple[int, int]],
     return list(dict.fromkeys(tests))
 
 
-def configs_of(models, devices, n_threads, n_batch, n_ubatch, type_k, type_v, no_fuse: str) -> list[Config]:
-    """All combinations, those of one model on one device side by side. A micro-batch is at most a batch."""
-    combinations = itertools.product(models, devices, n_threads, n_batch, n_ubatch, type_k, type_v)
+def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(), no_fuse: str = "") -> list[Config]:
+    """All combinations of these lists, those of one model on one device side by side; the default for an empty one. A micro-batch is at most a batch."""
+    others = (values or [DEFAULTS[name]] for name, values in dict(n_batch=n_batch, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v).items())
+    combinations = itertools.product(models, devices, n_threads, *others)
     return list(dict.fromkeys(Config(m, d, t, b, min(ub, b), k, v, no_fuse) for m, d, t, b, ub, k, v in combinations))
 
 

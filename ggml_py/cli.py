@@ -131,7 +131,8 @@ def build_parser() -> Parser:
         sub.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V in the KV cache")
 
     def add_no_fuse(sub):
-        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out, none by default; changes the speed, never a bit")
+        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
+                         help="graph passes left out, none by default; changes the speed, never a bit")
 
     def add_flash_attention(sub):
         sub.add_argument("-fa", "--flash-attn", type=flash_attention, default=1, help="1 or auto: attention is always the fused op")
@@ -187,7 +188,8 @@ def build_parser() -> Parser:
     sub = command("bench", bench_command, "speed of prompts and of generation, in the manner of llama-bench")
     several = dict(action="extend", default=None)
     sub.add_argument("-m", "--model", type=listed(str), required=True, metavar="MODEL[,MODEL]", help="GGUF files, or smollm2", **several)
-    sub.add_argument("-p", "--n-prompt", type=numbers(0), metavar="LIST", help="tokens of a prompt, such as 512,4096 or 128-1024*2 or 0-100+50; 512 by default", **several)
+    sub.add_argument("-p", "--n-prompt", type=numbers(0), metavar="LIST", help="tokens of a prompt: 7,512 or 1-4 or 0-100+50 or 128-1024*2; 512 by default",
+                     **several)
     sub.add_argument("-n", "--n-gen", type=numbers(0), metavar="LIST", help="tokens generated one by one; 128 by default", **several)
     sub.add_argument("-pg", type=prompt_and_generation, action="append", metavar="P,N", help="a prompt and generation behind it, timed together")
     sub.add_argument("-d", "--n-depth", type=numbers(0), metavar="LIST", help="tokens in the cache before, not timed; 0 by default", **several)
@@ -206,7 +208,7 @@ def build_parser() -> Parser:
 
     sub = command("sweep-bench", sweep_command, "speed behind a growing context, in the manner of ik_llama.cpp's sweep-bench")
     add_model(sub, None, "the sweep ends here; 8192 by default, or what the model was trained for if that is less")
-    sub.add_argument("-n", "--n-gen", type=at_least(1), default=None, help="tokens of a generation part; a quarter of -ub by default. A prompt part is -ub tokens")
+    sub.add_argument("-n", "--n-gen", type=at_least(1), default=None, help="tokens generated in a row; a quarter of -ub by default, the tokens of a prompt")
     add_flash_attention(sub)
     add_tokens_and_warm_up(sub)
     sub.add_argument("-o", "--output-format", choices=["md", "jsonl"], default="md", help="a table, or a line of JSON for each row of it")
@@ -355,15 +357,15 @@ def run_command(options, load_model):
 def bench_command(options, load_model):
     import numba
     from .backends import device_of
-    from .benchmark import DEFAULTS, bench, configs_of, tests_of, unusual
+    from .benchmark import bench, configs_of, tests_of, unusual
     from .pull import resolve
     from .result_formats import WRITERS
     tests = tests_of(options.n_prompt or [512], options.n_gen or [128], options.pg or [], options.n_depth or [0])
     models = [str(existing(resolve(name, sys.stderr))) for name in options.model]
-    default = lambda name: [DEFAULTS[name]]
-    configs = configs_of(models, [device_of(name) for name in options.device or ["auto"]], [checked_threads(n) for n in options.threads or [numba.get_num_threads()]],
-                         options.batch_size or default("n_batch"), options.ubatch_size or default("n_ubatch"),
-                         options.cache_type_k or default("type_k"), options.cache_type_v or default("type_v"), ",".join(options.no_fuse))
+    devices = [device_of(name) for name in options.device or ["auto"]]
+    n_threads = [checked_threads(n) for n in options.threads or [numba.get_num_threads()]]
+    configs = configs_of(models, devices, n_threads, options.batch_size, options.ubatch_size, options.cache_type_k, options.cache_type_v,
+                         ",".join(options.no_fuse))
     writer = WRITERS[options.output](sys.stdout, unusual(configs))
     bench(configs, tests, lambda path, device: load_on(path, device, load_model), writer, sys.stderr, options.repetitions, options.seed, not options.no_warmup,
           options.verbose)

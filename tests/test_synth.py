@@ -68,8 +68,9 @@ def test_deepseek2(tmp_path):
                      "attn_output": ((4 * 32, 256), "Q5_0")}
         assert layer(file, 0) == attention | {"ffn_gate": ((256, 512), "Q4_K"), "ffn_up": ((256, 512), "Q4_K"), "ffn_down": ((512, 256), "Q4_K")}
         assert layer(file, 1) == attention | {
-            "ffn_gate_inp": ((256, 8), "F32"), "ffn_gate_exps": ((256, 96, 8), "Q4_K"), "ffn_up_exps": ((256, 96, 8), "Q4_K"), "ffn_down_exps": ((96, 256, 8), "Q5_0"),
-            "ffn_gate_shexp": ((256, 192), "Q4_K"), "ffn_up_shexp": ((256, 192), "Q4_K"), "ffn_down_shexp": ((192, 256), "Q5_0")}
+            "ffn_gate_inp": ((256, 8), "F32"), "ffn_gate_exps": ((256, 96, 8), "Q4_K"), "ffn_up_exps": ((256, 96, 8), "Q4_K"),
+            "ffn_down_exps": ((96, 256, 8), "Q5_0"), "ffn_gate_shexp": ((256, 192), "Q4_K"), "ffn_up_shexp": ((256, 192), "Q4_K"),
+            "ffn_down_shexp": ((192, 256), "Q5_0")}
         assert file.tensors["blk.0.attn_kv_a_norm.weight"].shape == (64,)
         u32 = {key: file.get(f"deepseek2.{key}", "u32") for key in (
             "block_count", "leading_dense_block_count", "attention.kv_lora_rank", "attention.key_length", "attention.value_length", "attention.head_count_kv",
@@ -95,7 +96,8 @@ def test_smollm2_has_the_tensors_of_the_real_file(tmp_path):
     with GGUFFile.open(smollm2.require()) as file:
         real = {(t.name, tuple(reversed(t.shape)), t.type.name) for t in file.tensors.values()}
         assert {(t.name, t.shape, synth.tensor_type(t, "Q4_1")) for t in synth.tensors(synth.SHAPES["smollm2-135m"])} == real
-        u32 = "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "rope.dimension_count"
+        u32 = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+               "rope.dimension_count")
         with GGUFFile.open(synth.write(tmp_path / "m.gguf", synth.SHAPES["smollm2-135m"], "Q4_1")) as ours:
             assert all(file.get(f"llama.{key}", "u32") == ours.get(f"llama.{key}", "u32") for key in u32)
             assert all(file.get(f"llama.{key}", "f32") == ours.get(f"llama.{key}", "f32") for key in ("rope.freq_base", "attention.layer_norm_rms_epsilon"))
