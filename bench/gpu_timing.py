@@ -8,10 +8,8 @@ from typing import Callable, NamedTuple
 
 import checkout  # noqa: F401
 import numpy as np
-from numba import cuda
 
-from ggml_py.kernels.cuda.launch import Kernel, U32, factory
-from ggml_py.kernels.cuda.ptx import i64, ldc4, st4
+from ggml_py.kernels.cuda.copy import copy
 from ggml_py.quant.formats import format_of
 from ggml_py.quant.tile import ROWS, Tiling
 from weights import random_tiles
@@ -19,16 +17,6 @@ from weights import random_tiles
 REPETITIONS = 11
 LEAST_US = 2000        # of a replay: a round is captured as often as it takes, so that the replay's own start does not count
 COPY_BYTES = 1 << 30
-
-
-@factory([()])
-def copy_kernel():
-    """16 bytes a thread: the driver's own copy of a captured graph reaches two thirds of this (measured on an H200)."""
-    def kernel(source, target):
-        i = (i64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x) * 4
-        a, b, c, d = ldc4(source, i)
-        st4(target, i, a, b, c, d)
-    return Kernel(kernel, (U32, U32), 256)
 
 
 class Timing(NamedTuple):
@@ -163,7 +151,7 @@ class GPU:
         """Of a device-to-device copy, read plus write: the roof of everything that waits for memory."""
         data = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
         source, target = self.filled(data, COPY_BYTES, 2).addresses
-        us = self.time([self.target.launch(copy_kernel(), COPY_BYTES // 16 // 256, 256, (source, target))]).median
+        us = self.time([copy(self.target, source, target, COPY_BYTES)]).median
         self.free()
         return 2 * COPY_BYTES / us / 1e3
 

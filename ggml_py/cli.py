@@ -17,6 +17,7 @@ from .errors import UserError
 CACHE_TYPES = ["f32", "f16", "q8_0"]
 DEMO_TEXT = Path(__file__).parent / "demo" / "prose.txt"
 DEMO_MODEL = "smollm2"
+VERBOSE = "describe model, memory plan and compiled kernels on stderr"
 
 
 # Parsing
@@ -77,6 +78,43 @@ def pass_names(text: str) -> tuple[str, ...]:
     return names
 
 
+def numbers(least: int):
+    def parse(text: str) -> list[int]:
+        from .ranges import parse_numbers
+        try:
+            return parse_numbers(text, least)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return parse
+
+
+def listed(parse_one):
+    def parse(text: str) -> list:
+        return [parse_one(part) for part in text.split(",")]
+    return parse
+
+
+def cache_type(text: str) -> str:
+    if text not in CACHE_TYPES:
+        raise argparse.ArgumentTypeError(f"must be {', '.join(CACHE_TYPES)}, got {text!r}")
+    return text
+
+
+def prompt_and_generation(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"must be PROMPT,GENERATED, got {text!r}")
+    return at_least(1)(parts[0]), at_least(1)(parts[1])
+
+
+def flash_attention(text: str) -> int:
+    if text in ("0", "off"):
+        raise argparse.ArgumentTypeError("0 is not possible: attention is one fused op on every device, whose arithmetic is part of the promise of equal bits")
+    if text not in ("1", "on", "auto"):
+        raise argparse.ArgumentTypeError(f"must be 1 or auto, got {text!r}")
+    return 1
+
+
 def build_parser() -> Parser:
     options = dict(allow_abbrev=False, formatter_class=HelpFormatter)
     parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.", allow_abbrev=False)
@@ -92,6 +130,17 @@ def build_parser() -> Parser:
         sub.add_argument("-ctk", "--cache-type-k", choices=CACHE_TYPES, default="f16", help="type of K in the KV cache")
         sub.add_argument("-ctv", "--cache-type-v", choices=CACHE_TYPES, default="f16", help="type of V in the KV cache")
 
+    def add_no_fuse(sub):
+        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
+                         help="graph passes left out, none by default; changes the speed, never a bit")
+
+    def add_flash_attention(sub):
+        sub.add_argument("-fa", "--flash-attn", type=flash_attention, default=1, help="1 or auto: attention is always the fused op")
+
+    def add_tokens_and_warm_up(sub):
+        sub.add_argument("--seed", type=at_least(0), default=0, help="of the random tokens")
+        sub.add_argument("--no-warmup", action="store_true", help="count the first run as well, which compiles and loads kernels")
+
     def add_model(sub, n_ctx: int | None, n_ctx_help: str, model: str | None = None):
         sub.add_argument("-m", "--model", default=model, required=model is None, help="a GGUF file, or smollm2")
         sub.add_argument("-c", "--ctx-size", type=at_least(1), default=n_ctx, help=n_ctx_help)
@@ -100,8 +149,8 @@ def build_parser() -> Parser:
         add_cache_types(sub)
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
-        sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out, none by default; changes the speed, never a bit")
-        sub.add_argument("--verbose", action="store_true", help="describe model, memory plan and compiled kernels on stderr")
+        add_no_fuse(sub)
+        sub.add_argument("--verbose", action="store_true", help=VERBOSE)
 
     sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
     add_model(sub, None, "tokens of a window; 512, or as in the base file that is compared with", DEMO_MODEL)
@@ -135,6 +184,34 @@ def build_parser() -> Parser:
     sub.add_argument("--top-k", type=at_least(0), default=40, help="0: off")
     sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
     sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
+
+    sub = command("bench", bench_command, "speed of prompts and of generation, in the manner of llama-bench")
+    several = dict(action="extend", default=None)
+    sub.add_argument("-m", "--model", type=listed(str), required=True, metavar="MODEL[,MODEL]", help="GGUF files, or smollm2", **several)
+    sub.add_argument("-p", "--n-prompt", type=numbers(0), metavar="LIST", help="tokens of a prompt: 7,512 or 1-4 or 0-100+50 or 128-1024*2; 512 by default",
+                     **several)
+    sub.add_argument("-n", "--n-gen", type=numbers(0), metavar="LIST", help="tokens generated one by one; 128 by default", **several)
+    sub.add_argument("-pg", type=prompt_and_generation, action="append", metavar="P,N", help="a prompt and generation behind it, timed together")
+    sub.add_argument("-d", "--n-depth", type=numbers(0), metavar="LIST", help="tokens in the cache before, not timed; 0 by default", **several)
+    sub.add_argument("-r", "--repetitions", type=at_least(1), default=5, help="of each test")
+    sub.add_argument("-b", "--batch-size", type=numbers(1), metavar="LIST", help="tokens of a logical batch; 2048 by default", **several)
+    sub.add_argument("-ub", "--ubatch-size", type=numbers(1), metavar="LIST", help="tokens computed at once, at most -b; 512 by default", **several)
+    sub.add_argument("-ctk", "--cache-type-k", type=listed(cache_type), metavar="LIST", help="types of K in the KV cache; f16 by default", **several)
+    sub.add_argument("-ctv", "--cache-type-v", type=listed(cache_type), metavar="LIST", help="types of V in the KV cache; f16 by default", **several)
+    add_flash_attention(sub)
+    sub.add_argument("--device", type=listed(device), metavar="LIST", help="of auto, cpu, cuda and cuda:N; auto by default", **several)
+    sub.add_argument("-t", "--threads", type=numbers(1), metavar="LIST", help="CPU threads; all by default", **several)
+    add_no_fuse(sub)
+    add_tokens_and_warm_up(sub)
+    sub.add_argument("-o", "--output", choices=["md", "csv", "json", "jsonl", "sql"], default="md", help="format of the results")
+    sub.add_argument("--verbose", action="store_true", help=VERBOSE)
+
+    sub = command("sweep-bench", sweep_command, "speed behind a growing context, in the manner of ik_llama.cpp's sweep-bench")
+    add_model(sub, None, "the sweep ends here; 8192 by default, or what the model was trained for if that is less")
+    sub.add_argument("-n", "--n-gen", type=at_least(1), default=None, help="tokens generated in a row; a quarter of -ub by default, the tokens of a prompt")
+    add_flash_attention(sub)
+    add_tokens_and_warm_up(sub)
+    sub.add_argument("-o", "--output-format", choices=["md", "jsonl"], default="md", help="a table, or a line of JSON for each row of it")
     return parser
 
 
@@ -154,13 +231,22 @@ def load(options, load_model):
     path = existing(resolve(options.model, sys.stderr))
     if options.threads is not None:
         import numba
-        if options.threads > numba.config.NUMBA_NUM_THREADS:
-            raise UserError(f"-t: this machine has {numba.config.NUMBA_NUM_THREADS} CPU threads, got {options.threads}")
-        numba.set_num_threads(options.threads)
+        numba.set_num_threads(checked_threads(options.threads))
+    return load_on(path, options.device, load_model)
+
+
+def load_on(path: Path, device: str, load_model):
     if load_model is None:
         from .model import Model
         load_model = Model.load
-    return load_model(path, device=options.device)
+    return load_model(path, device=device)
+
+
+def checked_threads(n: int) -> int:
+    import numba
+    if n > numba.config.NUMBA_NUM_THREADS:
+        raise UserError(f"-t: this machine has {numba.config.NUMBA_NUM_THREADS} CPU threads, got {n}")
+    return n
 
 
 def settings_of(options, **more):
@@ -266,6 +352,35 @@ def run_command(options, load_model):
             for token in generate(context, prompt, n_new, sampling, tokenizer.is_end_of_generation):
                 print(text.feed(token), end="", flush=True)
         print(text.finish())
+
+
+def bench_command(options, load_model):
+    import numba
+    from .backends import device_of
+    from .benchmark import bench, configs_of, tests_of, unusual
+    from .pull import resolve
+    from .result_formats import WRITERS
+    tests = tests_of(options.n_prompt or [512], options.n_gen or [128], options.pg or [], options.n_depth or [0])
+    models = [str(existing(resolve(name, sys.stderr))) for name in options.model]
+    devices = [device_of(name) for name in options.device or ["auto"]]
+    n_threads = [checked_threads(n) for n in options.threads or [numba.get_num_threads()]]
+    configs = configs_of(models, devices, n_threads, options.batch_size, options.ubatch_size, options.cache_type_k, options.cache_type_v,
+                         ",".join(options.no_fuse))
+    writer = WRITERS[options.output](sys.stdout, unusual(configs))
+    bench(configs, tests, lambda path, device: load_on(path, device, load_model), writer, sys.stderr, options.repetitions, options.seed, not options.no_warmup,
+          options.verbose)
+
+
+def sweep_command(options, load_model):
+    import numba
+    from .sweep import print_sweep, sweep
+    with load(options, load_model) as model:
+        settings = settings_of(options, n_ctx=options.ctx_size or min(8192, model.n_ctx_train))
+        about = dict(model=options.model, device=model.device, n_kv_max=settings.n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch,
+                     type_k=settings.type_k, type_v=settings.type_v, flash_attn=options.flash_attn, n_threads=numba.get_num_threads(), seed=options.seed)
+        print("sweep-bench:", ", ".join(f"{name} = {value}" for name, value in about.items()), file=sys.stderr)
+        rows = sweep(model, settings, options.n_gen or max(1, settings.n_ubatch // 4), options.seed, not options.no_warmup, sys.stderr)
+        print_sweep(rows, about, sys.stdout, options.output_format)
 
 
 # Errors

@@ -21,3 +21,10 @@ def open_backend(device: str = "auto"):
             raise UserError(f"--device: {device}: {missing}")
     from .cpu import CPUBackend
     return CPUBackend()
+
+
+def device_of(device: str) -> str:
+    """The name of the device that `open_backend` finds: "auto" is "cuda:0" or "cpu"."""
+    backend = open_backend(device)
+    backend.close()
+    return backend.device

@@ -11,4 +11,5 @@ mul_mat_glu  gate, up and their activation
 get_rows, dequantize   rows and whole tensors as floats
 rms_norm_act, add_rms_norm, swiglu_act   what makes activations, fused with quantize
 rms_norm, elementwise, glu, rope, set_rows, flash_attn_ext   everything else of a layer
+copy         to measure the bandwidth of memory
 """

@@ -1,0 +1,100 @@
+"""Prompts and generation of whole models against the figures to reach: python bench/speed.py --models /tmp --out bench/results/NAME.json
+
+Writes the synthetic models (`synth.py`) that are missing in the folder of --models, runs the tests of the table as `ggml-py bench` does, each model loaded
+once, and writes a record: what `ggml-py bench -o json` prints of each test, with llama.cpp's t/s on an H200, and the t/s that must and should be reached.
+"""
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import checkout  # noqa: F401
+import numba
+
+import synth
+from ggml_py.backends import open_backend
+from ggml_py.benchmark import DEFAULTS, Test, bench, configs_of, unusual
+from ggml_py.errors import UserError
+from ggml_py.model import Model
+from ggml_py.result_formats import Markdown
+from records import conditions, dump
+
+
+class Figure(NamedTuple):
+    """t/s of a test on one H200: what llama.cpp reaches, what must be and what should be."""
+    test: Test
+    llama_cpp: float
+    must: float
+    goal: float
+
+
+TABLE = {
+    ("llama-3-8b", "Q4_K"): [Figure(Test(0, 128), 294, 480, 700), Figure(Test(512, 0), 9873, 12000, 20000), Figure(Test(4096, 0), 10099, 11500, 20000),
+                             Figure(Test(0, 128, 4096), 270, 440, 620), Figure(Test(0, 128, 16384), 231, 380, 540), Figure(Test(0, 128, 32768), 192, 310, 450)],
+    ("llama-3-8b", "Q8_0"): [Figure(Test(0, 128), 254, 370, 440), Figure(Test(4096, 0), 11323, 13000, 22000)],
+    ("smollm2-135m", "Q4_1"): [Figure(Test(0, 128), 959, 2000, 4000), Figure(Test(512, 0), 54800, 60000, 120000),
+                               Figure(Test(4096, 0), 58600, 70000, 120000)],
+}
+
+
+class Record(Markdown):
+    """Prints the table and keeps the results."""
+
+    def __init__(self, out, columns):
+        super().__init__(out, columns)
+        self.results = []
+
+    def row(self, result):
+        super().row(result)
+        self.results.append(result)
+
+
+def verdict(ts: float, figure: Figure) -> str:
+    return "goal" if ts >= figure.goal else "met" if ts >= figure.must else "missed"
+
+
+def written(folder: Path, shape: str, type_: str) -> Path:
+    path = folder / f"{shape}-{type_.lower()}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        synth.write(partial, synth.SHAPES[shape], type_).rename(path)
+    return path
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--models", type=Path, required=True, help="a folder with room for 13 GB; /dev/shm keeps them in memory")
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--only", help="models, such as llama-3-8b:Q4_K,smollm2-135m:Q4_1")
+    p.add_argument("--device", default="cuda:0")
+    p.add_argument("-ub", type=int, default=DEFAULTS["n_ubatch"])
+    p.add_argument("-r", type=int, default=5, help="repetitions")
+    options = p.parse_args()
+    keys = {f"{shape}:{type_}": (shape, type_) for shape, type_ in TABLE}
+    chosen = options.only.split(",") if options.only else list(keys)
+    if unknown := [name for name in chosen if name not in keys]:
+        p.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(keys)}")
+    try:
+        backend = open_backend(options.device)
+    except UserError as error:
+        p.error(str(error))
+    record = {"command": " ".join(["bench/speed.py", *sys.argv[1:]]), **conditions(backend)}
+    backend.close()
+
+    rows = []
+    for name in chosen:
+        path, figures = written(options.models, *keys[name]), TABLE[keys[name]]
+        configs = configs_of([str(path)], [backend.device], [numba.get_num_threads()], [max(DEFAULTS["n_batch"], options.ub)], [options.ub])
+        writer = Record(sys.stdout, unusual(configs))
+        bench(configs, [figure.test for figure in figures], Model.load, writer, sys.stderr, options.r, 0, True, False)
+        for result, figure in zip(writer.results, figures):
+            known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure)}
+            rows.append({"model": name, **known, **asdict(result), "model_filename": path.name})
+            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, llama.cpp {figure.llama_cpp}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
+        options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

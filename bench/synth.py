@@ -1,0 +1,228 @@
+"""Writes a model of a known shape whose weights are random blocks: python bench/synth.py llama-3-8b Q4_K -o model.gguf
+
+Speed depends on shapes and types alone, and these files are written as fast as a disk takes them: the rows of a type and length come from one pool of
+random blocks, written again and again, each tensor from a row of its own. A path in /dev/shm keeps the file in memory. Scales are such that a matrix
+keeps the size of what it multiplies (weights of mean 0 and variance 1 / columns), so that activations, scores and logits are those of a real model in
+size. There is no vocabulary: such a model takes token ids.
+"""
+import argparse
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import checkout  # noqa: F401
+import gguf
+import numpy as np
+from gguf import GGUFWriter
+from gguf.quants import dequantize
+
+from ggml_py.quant.formats import FORMATS, Format
+from random_weights import random_weight
+
+POOL_BYTES = 16 << 20  # of one type and row length
+SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
+SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
+TYPES = [fmt.name for fmt in FORMATS.values() if ("d", 2) in fmt.fields and fmt.name != "Q1_0"]  # with a float16 scale a block; gguf cannot read Q1_0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's tensors and metadata follow from. keys: further metadata, key without architecture -> (value, its method of GGUFWriter)."""
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    head: int                        # channels of a head of Q and K; of V as well, but in deepseek2
+    n_ff: int
+    n_vocab: int
+    n_ctx: int
+    freq_base: float
+    output: str | None = "Q6_K"      # type of the output head; None: tied to the embedding
+    embedding: str | None = None     # type of the embedding; None: that of the other matrices
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_exp: int = 0
+    n_expert_shared: int = 0         # deepseek2, from here on
+    n_layer_dense: int = 0
+    kv_lora: int = 0
+    n_rot: int = 0
+    head_v: int = 0
+    keys: dict = field(default_factory=dict)
+
+
+SHAPES = {
+    "llama-3-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 500000.0),
+    "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0, output=None, embedding="Q8_0"),
+    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, 40960, 1000000.0, n_expert=128, n_expert_used=8, n_ff_exp=768),
+    "deepseek-v2-lite": Shape("deepseek2", 27, 2048, 16, 16, 192, 10944, 102400, 163840, 10000.0, n_expert=64, n_expert_used=6, n_ff_exp=1408,
+                              n_expert_shared=2, n_layer_dense=1, kv_lora=512, n_rot=64, head_v=128, keys={
+                                  "rope.scaling.type": ("yarn", "string"), "rope.scaling.factor": (40.0, "float32"),
+                                  "rope.scaling.original_context_length": (4096, "uint32"), "rope.scaling.yarn_log_multiplier": (0.0707, "float32")}),
+}
+# Small ones, to try things: a layer or two of the same kinds (deepseek2 tells its forms apart by the number of layers).
+_TINY = dict(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, head=64, n_ff=512, n_vocab=320, n_ctx=1024)
+SHAPES |= {
+    "tiny-llama": replace(SHAPES["llama-3-8b"], **_TINY),
+    "tiny-smollm2": replace(SHAPES["smollm2-135m"], **_TINY | dict(n_embd=192, n_head=3, n_head_kv=1)),
+    "tiny-qwen3moe": replace(SHAPES["qwen3-30b-a3b"], **_TINY, n_expert=8, n_expert_used=2, n_ff_exp=256),
+    "tiny-deepseek2": replace(SHAPES["deepseek-v2-lite"], **_TINY | dict(n_layer=27, n_head_kv=4), n_expert=8, n_expert_used=2, n_ff_exp=96, kv_lora=64,
+                              n_rot=32, head_v=32),
+}
+
+
+class TensorShape(NamedTuple):
+    """type: None for that of the model."""
+    name: str
+    shape: tuple[int, ...]  # numpy order
+    type: str | None = None
+
+
+def tensors(s: Shape) -> Iterator[TensorShape]:
+    """In the order of the file."""
+    yield TensorShape("token_embd.weight", (s.n_vocab, s.n_embd), s.embedding)
+    for i in range(s.n_layer):
+        p = f"blk.{i}."
+        yield TensorShape(f"{p}attn_norm.weight", (s.n_embd,))
+        yield from (t._replace(name=p + t.name) for t in (mla if s.kv_lora else attention)(s))
+        yield TensorShape(f"{p}ffn_norm.weight", (s.n_embd,))
+        yield from (t._replace(name=p + t.name) for t in (experts(s) if s.n_expert and i >= s.n_layer_dense else ffn(s, "", s.n_ff)))
+    yield TensorShape("output_norm.weight", (s.n_embd,))
+    if s.output:
+        yield TensorShape("output.weight", (s.n_vocab, s.n_embd), s.output)
+
+
+def attention(s: Shape) -> Iterator[TensorShape]:
+    q, kv = s.n_head * s.head, s.n_head_kv * s.head
+    yield from (TensorShape(f"attn_{part}.weight", (n, s.n_embd)) for part, n in (("q", q), ("k", kv), ("v", kv)))
+    if s.arch.startswith("qwen3"):
+        yield from (TensorShape(f"attn_{part}_norm.weight", (s.head,)) for part in "qk")
+    yield TensorShape("attn_output.weight", (s.n_embd, q))
+
+
+def mla(s: Shape) -> Iterator[TensorShape]:
+    """deepseek2 without q_lora, K and V from one matrix."""
+    yield TensorShape("attn_q.weight", (s.n_head * s.head, s.n_embd))
+    yield TensorShape("attn_kv_a_mqa.weight", (s.kv_lora + s.n_rot, s.n_embd))
+    yield TensorShape("attn_kv_a_norm.weight", (s.kv_lora,))
+    yield TensorShape("attn_kv_b.weight", (s.n_head * (s.head - s.n_rot + s.head_v), s.kv_lora))
+    yield TensorShape("attn_output.weight", (s.n_embd, s.n_head * s.head_v))
+
+
+def ffn(s: Shape, kind: str, n_ff: int, *n_expert: int) -> Iterator[TensorShape]:
+    yield from (TensorShape(f"ffn_{part}{kind}.weight", (*n_expert, n_ff, s.n_embd)) for part in ("gate", "up"))
+    yield TensorShape(f"ffn_down{kind}.weight", (*n_expert, s.n_embd, n_ff))
+
+
+def experts(s: Shape) -> Iterator[TensorShape]:
+    yield TensorShape("ffn_gate_inp.weight", (s.n_expert, s.n_embd), "F32")
+    yield from ffn(s, "_exps", s.n_ff_exp, s.n_expert)
+    if s.n_expert_shared:
+        yield from ffn(s, "_shexp", s.n_ff_exp * s.n_expert_shared)
+
+
+def add_metadata(w: GGUFWriter, s: Shape) -> None:
+    w.add_block_count(s.n_layer); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd); w.add_feed_forward_length(s.n_ff)
+    w.add_head_count(s.n_head); w.add_head_count_kv(s.n_head_kv); w.add_key_length(s.head); w.add_value_length(s.head_v or s.head)
+    w.add_layer_norm_rms_eps(1e-6 if s.n_expert else 1e-5); w.add_rope_dimension_count(s.n_rot or s.head); w.add_rope_freq_base(s.freq_base)
+    w.add_vocab_size(s.n_vocab); w.add_tokenizer_model("no_vocab")
+    if s.n_expert:
+        w.add_expert_count(s.n_expert); w.add_expert_used_count(s.n_expert_used); w.add_expert_feed_forward_length(s.n_ff_exp)
+    if s.kv_lora:
+        w.add_kv_lora_rank(s.kv_lora); w.add_leading_dense_block_count(s.n_layer_dense); w.add_expert_shared_count(s.n_expert_shared)
+        w.add_expert_weights_scale(1.0); w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    for key, (value, method) in s.keys.items():
+        getattr(w, f"add_{method}")(f"{s.arch}.{key}", value)
+
+
+def pool(fmt: Format, n_cols: int, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [n_rows, bytes of a row]: random blocks of mean 0 and variance 1 / n_cols. n_rows is odd, so that experts, of even size, are not equal."""
+    n_rows = POOL_BYTES // fmt.row_bytes(n_cols) | 1
+    rows = random_weight(fmt, n_rows, n_cols, rng)
+    sample = dequantize(rows[:SAMPLE_ROWS], fmt.type_id)
+    factor = np.float32(1 / np.sqrt(np.square(sample).mean() * n_cols))
+    if not fmt.is_quantized:
+        values = rows.view(np.float32)  # F32, the router's: TYPES has no other
+        values *= factor
+        return rows
+    blocks, first = rows.reshape(n_rows, -1, fmt.type_size), 0
+    for name, size in fmt.fields:
+        if name in ("d", "dmin", "m"):
+            scales = blocks[..., first:first + size].view(np.float16)
+            scales[:] = scales * factor
+        first += size
+    return rows
+
+
+class Repeated:
+    """A tensor's rows as GGUFWriter takes them: those of a pool from `start` on, again and again; no copy of them is made."""
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, pool: np.ndarray, start: int, n_rows: int):
+        self.pool, self.start = pool, start
+        self.shape, self.nbytes = (n_rows, pool.shape[1]), n_rows * pool.shape[1]
+
+    def tofile(self, file) -> None:
+        start, left = self.start, self.shape[0]
+        while left:
+            part = self.pool[start:start + left]
+            file.write(part.reshape(-1))
+            start, left = 0, left - len(part)
+
+
+def tensor_type(t: TensorShape, type_: str) -> str:
+    """The type of a tensor in a model of this type: vectors are F32, rows that are no whole blocks take smaller blocks."""
+    if len(t.shape) == 1:
+        return "F32"
+    name = t.type or type_
+    return name if t.shape[-1] % FORMATS[name].block_size == 0 else SMALLER_BLOCKS.get(name, "IQ4_NL")
+
+
+def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
+    """Writes the model. type_: of the matrices, where the shape does not name another. ValueError for a type without float16 scales."""
+    if type_ not in TYPES:
+        raise ValueError(f"type: {type_!r} is not one of {', '.join(TYPES)}")
+    rng, pools = np.random.default_rng(seed), {}
+    w = GGUFWriter(path, shape.arch)
+    add_metadata(w, shape)
+    for t in tensors(shape):
+        fmt, n_cols = FORMATS[tensor_type(t, type_)], t.shape[-1]
+        if len(t.shape) == 1:
+            w.add_tensor(t.name, (1 + 0.1 * rng.standard_normal(n_cols)).astype(np.float32))
+            continue
+        if (fmt.name, n_cols) not in pools:
+            pools[fmt.name, n_cols] = pool(fmt, n_cols, rng)
+        rows = pools[fmt.name, n_cols]
+        data = Repeated(rows, int(rng.integers(len(rows))), int(np.prod(t.shape[:-1])))
+        w.add_tensor(t.name, data, raw_shape=(*t.shape[:-1], data.shape[1]), raw_dtype=fmt.type_id)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("shape", choices=SHAPES)
+    p.add_argument("type", choices=TYPES)
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.gguf")
+    p.add_argument("--layers", type=int, help="another number of layers")
+    p.add_argument("--seed", type=int, default=0)
+    options = p.parse_args()
+    shape = SHAPES[options.shape]
+    if options.layers is not None:
+        if options.layers < 1:
+            p.error(f"--layers: must be at least 1, got {options.layers}")
+        shape = replace(shape, n_layer=options.layers)
+    start = time.perf_counter()
+    write(options.output, shape, options.type, options.seed)
+    seconds, n_bytes = time.perf_counter() - start, options.output.stat().st_size
+    print(f"{options.output}: {n_bytes / 1e9:.2f} GB in {seconds:.1f} s, {n_bytes / seconds / 1e9:.2f} GB/s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

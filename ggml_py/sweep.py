@@ -1,0 +1,64 @@
+"""`ggml-py sweep-bench`: how speed falls as the context grows, in the manner of ik_llama.cpp's sweep-bench.
+
+For N_KV = 0, PP, 2 PP, ... tokens in the cache of one sequence: first TG tokens are generated one by one, then the cache is cut back to N_KV and PP tokens
+are decoded as one prompt with logits of the last alone, which stay. Each decode is awaited; cutting back counts.
+"""
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import Iterator
+
+from .benchmark import decode_one_by_one, decode_prompt, random_tokens
+from .errors import UserError
+from .perplexity import Settings, new_context
+
+COLUMNS = {"PP": 6, "TG": 6, "N_KV": 6, "T_PP s": 8, "S_PP t/s": 8, "T_TG s": 8, "S_TG t/s": 8}  # and their widths
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens, seconds and tokens/s of a prompt part and a generation part, both behind n_kv tokens."""
+    pp: int
+    tg: int
+    n_kv: int
+    t_pp: float
+    speed_pp: float
+    t_tg: float
+    speed_tg: float
+
+
+def sweep(model, settings: Settings, n_gen: int, seed: int, warm_up: bool, log) -> Iterator[Row]:
+    """A row for each N_KV behind which both parts fit into n_ctx positions. PP is n_ubatch; n_gen: TG."""
+    n_prompt, n_ctx = settings.n_ubatch, settings.n_ctx
+    if n_prompt > settings.n_batch:
+        raise UserError(f"-ub: prompts of {n_prompt} tokens are decoded as one batch, must be at most -b {settings.n_batch}")
+    if max(n_prompt, n_gen) > n_ctx:
+        raise UserError(f"-c: a context of {n_ctx} tokens does not hold a prompt part (-ub) of {n_prompt} or a generation part (-n) of {n_gen}")
+    tokens = random_tokens(model, n_ctx, seed)
+    with new_context(model, settings, n_ctx, 1, log) as context:
+
+        def part(decode, first: int, n: int, *args) -> float:
+            start = time.perf_counter()
+            context.seq_rm(0, first)
+            decode(context, tokens[first:first + n], *args)
+            return time.perf_counter() - start
+        if warm_up:
+            part(decode_prompt, 0, n_prompt, n_prompt)
+            part(decode_one_by_one, 0, 1)
+        for n_kv in range(0, n_ctx - max(n_prompt, n_gen) + 1, n_prompt):
+            t_tg = part(decode_one_by_one, n_kv, n_gen)
+            t_pp = part(decode_prompt, n_kv, n_prompt, n_prompt)
+            yield Row(n_prompt, n_gen, n_kv, t_pp, n_prompt / t_pp, t_tg, n_gen / t_tg)
+
+
+def print_sweep(rows: Iterator[Row], about: dict, out, format: str) -> None:
+    """format: "md", a table, or "jsonl", a line a row that also holds what `about` says."""
+    if format == "md":
+        print("|" + " | ".join(f"{name:>{width}}" for name, width in COLUMNS.items()) + " |", file=out)
+        print("|" + "-|-".join("-" * width for width in COLUMNS.values()) + "-|", file=out, flush=True)
+    for row in rows:
+        if format == "md":
+            line = f"|{row.pp:6} | {row.tg:6} | {row.n_kv:6} | {row.t_pp:8.3f} | {row.speed_pp:8.2f} | {row.t_tg:8.3f} | {row.speed_tg:8.2f} |"
+        else:
+            line = json.dumps({**about, **asdict(row)})
+        print(line, file=out, flush=True)
