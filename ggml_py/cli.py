@@ -101,7 +101,10 @@ def build_parser() -> Parser:
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
         sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out, none by default; changes the speed, never a bit")
-        sub.add_argument("--verbose", action="store_true", help="describe model, memory plan and compiled kernels on stderr")
+        sub.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself, never from a CUDA graph; changes the speed, never a bit")
+        sub.add_argument("--kv-write", choices=["set_rows", "cpy"], default="set_rows",
+                         help="cells of the KV cache by number or by address; changes the speed, never a bit")
+        sub.add_argument("--verbose", action="store_true", help="describe model, memory plan, CUDA graphs and compiled kernels on stderr")
 
     sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
     add_model(sub, None, "tokens of a window; 512, or as in the base file that is compared with", DEMO_MODEL)
@@ -167,7 +170,7 @@ def settings_of(options, **more):
     """What the options of add_model say about contexts."""
     from .perplexity import Settings
     return Settings(n_batch=options.batch_size, n_ubatch=options.ubatch_size, type_k=options.cache_type_k, type_v=options.cache_type_v,
-                    no_fuse=options.no_fuse, verbose=options.verbose, **more)
+                    no_fuse=options.no_fuse, graphs=not options.no_graphs, kv_write=options.kv_write, verbose=options.verbose, **more)
 
 
 # The commands

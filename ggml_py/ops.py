@@ -178,21 +178,42 @@ def rope(params, x, pos, table):
     return "f32", x.shape
 
 
-@op("cache x rows", in_place=True)
-def set_rows(_, cache, x, rows):
-    need(x.dtype == "f32" and rows.dtype == "i64" and rows.shape == x.shape[:1], "x must be f32 [n, k], rows i64 [n]")
+def _rows_of_cache(cache, x):
+    need(x.dtype == "f32" and len(x.shape) == 2, "x must be f32 [n, k]")
     need(cache.shape[1] == x.shape[1], f"cache has {cache.shape[1]} columns, x {x.shape[1]}")
     return cache.dtype, cache.shape
 
 
-@op("q k v seq pos present", "n_head n_head_kv scale")
+@op("cache x rows", in_place=True)
+def set_rows(_, cache, x, rows):
+    need(rows.dtype == "i64" and rows.shape == x.shape[:1], "rows must be i64 [n]")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache x", "cell", room="set_rows", in_place=True)
+def cpy_rows(params, cache, x):
+    """Cache rows cell .. cell + n - 1 = x. The destination is part of the node."""
+    need(0 <= params["cell"] <= cache.shape[0] - x.shape[0], f"cells {params['cell']} to {params['cell'] + x.shape[0] - 1} of {cache.shape[0]}")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache x dst", "slot", room="set_rows", in_place=True)
+def cpy_rows_indirect(params, cache, x, dst):
+    """The cache row at address dst[slot, i] = x[i]."""
+    need(dst.dtype == "i64" and dst.shape[1:] == x.shape[:1] and 0 <= params["slot"] < dst.shape[0], f"dst must be i64 [more than slot = {params['slot']}, n]")
+    return _rows_of_cache(cache, x)
+
+
+@op("q k v seq pos present", "n_head n_head_kv scale n_kv")
 def flash_attn_ext(params, q, k, v, seq, pos, present):
+    """n_kv: every pos is below it, so that no key at n_kv or later is visible; launches are shaped by it, bits are not."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv, f"q {q.shape} and k {k.shape} do not have heads of one size")
     need(v.shape[1] % n_head_kv == 0, f"v's {v.shape[1]} columns are not {n_head_kv} heads")
     need(k.shape[0] == v.shape[0] == prod(present.shape), f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
     need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
+    need(0 < params["n_kv"] <= present.shape[1], f"n_kv is {params['n_kv']}, of {present.shape[1]} positions")
     return "f32", (n, v.shape[1] // n_head_kv * n_head)
 
 

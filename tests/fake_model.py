@@ -50,6 +50,9 @@ class FakeContext:
     def describe(self):
         return f"an arena for {self.n_ubatch} tokens"
 
+    def launches(self):
+        return "CUDA graphs: none"
+
     def decode(self, tokens, seq_id=0, logits="last"):
         return self.decode_batch([(seq_id, tokens)], logits)[0]
 
@@ -83,6 +86,6 @@ class FakeModel:
     def describe(self):
         return "a fake model"
 
-    def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=()):
+    def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True, kv_write="set_rows"):
         self.open_contexts += 1
         return FakeContext(self, n_ctx, n_batch, n_ubatch, type_k, type_v, n_seq_max)

@@ -206,6 +206,26 @@ def check_set_rows(machine, type_, rows, k, n_cells, special=False) -> None:
     machine.free()
 
 
+def check_cpy_rows(machine, type_, rows, k, n_cells) -> None:
+    """cpy_rows_indirect to the addresses of `rows`, and cpy_rows side by side from the first of them on, write what set_rows does."""
+    name = f"cpy_rows[{type_}, rows={rows[:8]}, k={k}, n_cells={n_cells}]"
+    rng, rows = seeded(name), np.array(rows, np.int64)
+    x, expected = activations(len(rows), k, rng), empty_cache(type_, n_cells, k)
+    for op, to in ("cpy_rows_indirect", rows), ("cpy_rows", rows[0] + np.arange(len(rows))):
+        written = expected.copy()
+        cache, at = machine.upload(written), machine.upload(x)
+        set_rows.set_rows(type_)(x, to, written)
+        if op == "cpy_rows":
+            launch = cuda_set_rows.cpy_rows(machine.target, type_, at, cache + int(to[0]) * written.strides[0], len(rows), k)
+        else:
+            dst = machine.upload(machine.number(cache) + to * written.strides[0])
+            launch = cuda_set_rows.cpy_rows_indirect(machine.target, type_, at, dst, cache, len(rows), k)
+        machine.run(launch)
+        found = machine.download(cache, expected.dtype, expected.shape)
+        assert_bitwise_equal(comparable(type_, found), comparable(type_, written), f"{op} {name}")
+        machine.free()
+
+
 def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=()) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes: (sequence, position) of keys
     that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel 1 of all heads of that row.

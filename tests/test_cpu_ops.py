@@ -193,6 +193,22 @@ def test_set_rows(type_, n_threads):
         assert_bitwise_equal(b, a, f"set_rows[{type_}, n={n}, k={k}]")
 
 
+@pytest.mark.parametrize("room", [reference_set_rows, set_rows], ids=["reference", "cpu"])
+@pytest.mark.parametrize("type_", CACHES)
+def test_cpy_rows(type_, room):
+    """Cells by their addresses, and side by side; addresses elsewhere are refused."""
+    x, cells = numbers((3, 96), seeded(f"cpy_rows {type_}")), np.array([4, 0, 5])
+    shape, dtype = cache_layout(type_, 6, 96)
+    for write, where, rows in ((room.cpy_rows, 2, np.arange(2, 5)), (room.cpy_rows_indirect, cells, cells)):
+        a, b = np.full(shape, 1, dtype), np.full(shape, 1, dtype)
+        reference_set_rows.set_rows(type_)(x, rows, a)
+        write(type_)(x, b.ctypes.data + cells * b.strides[0] if where is cells else where, b)
+        assert b.tobytes() == a.tobytes()
+    for offset in -b.strides[0], 1, 6 * b.strides[0]:
+        with pytest.raises(ValueError, match=rf"cpy_rows_indirect: row 1 goes to byte {offset} of the cache, allowed: the first byte of one of its 6 rows"):
+            room.cpy_rows_indirect(type_)(x[:2], b.ctypes.data + np.array([0, offset]), b)
+
+
 # Attention
 
 def attention_case(type_k, type_v, n_head, n_head_kv, dim, dv, n_ctx, tokens, rng, present=None, special=False):

@@ -7,7 +7,7 @@ import pytest
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.set_rows import TYPES
 from matmul_comparisons import SPECIAL
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
                             check_rms_norm_act, check_rope, check_scale, check_set_rows, check_swiglu_act)
 
 pytestmark = pytest.mark.gpu
@@ -89,6 +89,13 @@ def test_rope(machine, n, n_head, dim, n_rot, neox):
 def test_set_rows(machine, type_, n, k, special):
     rows = np.random.default_rng(n).permutation(n + 9)[:n].tolist()
     check_set_rows(machine, type_, rows, k, n + 9, special)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("n, k", [(1, 192), (300, 192), (5, 4128)])
+def test_cpy_rows(machine, type_, n, k):
+    rows = [3, *(3 + np.random.default_rng(n).permutation(n - 1) + 1).tolist()]
+    check_cpy_rows(machine, type_, rows, k, n + 9)
 
 
 def one_sequence(n, first=0):

@@ -78,6 +78,16 @@ class CPUBackend:
             return buffer[offset:offset + n_bytes(tensor)].view(CACHE_TYPES[tensor.dtype][2]).reshape(tensor.shape[0], -1)
         return part(0, n_bytes(tensor) // 4, np.uint32, -1)
 
+    def address(self, tensor: Tensor) -> int:
+        buffer, offset = tensor.base.storage
+        return buffer.ctypes.data + offset
+
+    def key_bound(self, n_keys: int, n_ctx: int) -> int:
+        return n_ctx
+
+    def new_graphs(self) -> None:
+        return None
+
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
@@ -168,6 +178,16 @@ def bind_rope(kernel, node, x, pos, table, out):
 @binds("set_rows")
 def bind_set_rows(kernel, node, cache, x, rows, out):
     return partial(kernel(node.dtype), x, rows, cache)
+
+
+@binds("cpy_rows")
+def bind_cpy_rows(kernel, node, cache, x, out):
+    return partial(kernel(node.dtype), x, node.params["cell"], cache)
+
+
+@binds("cpy_rows_indirect")
+def bind_cpy_rows_indirect(kernel, node, cache, x, dst, out):
+    return partial(kernel(node.dtype), x, dst[node.params["slot"]], cache)
 
 
 @binds("flash_attn_ext")

@@ -9,6 +9,8 @@ import numpy as np
 
 from ..graph import Tensor
 from ..ops import OPS
+from ..storage import n_bytes
+from .cuda_graphs import GraphCache, bucket
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
 
@@ -96,6 +98,15 @@ class CUDABackend:
     def bind(self, node: Tensor):
         launch = getattr(import_module(f"..kernels.cuda.{OPS[node.op].module}", __package__), node.op)
         return BINDERS[node.op](launch, self.target, node, *map(address, node.src), *map(address, node.written))
+
+    def address(self, tensor: Tensor) -> int:
+        return address(tensor)
+
+    def key_bound(self, n_keys: int, n_ctx: int) -> int:
+        return bucket(n_keys, n_ctx)
+
+    def new_graphs(self) -> GraphCache:
+        return GraphCache(self)
 
     def run(self, steps) -> None:
         stream = self.stream
@@ -203,6 +214,17 @@ def bind_rope(launch, target, node, x, pos, table, out):
 @binds("set_rows")
 def bind_set_rows(launch, target, node, cache, x, rows, out):
     return launch(target, node.dtype, x, rows, cache, *node.src[1].shape)
+
+
+@binds("cpy_rows")
+def bind_cpy_rows(launch, target, node, cache, x, out):
+    return launch(target, node.dtype, x, cache + n_bytes(node) // node.shape[0] * node.params["cell"], *node.src[1].shape)
+
+
+@binds("cpy_rows_indirect")
+def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
+    n, k = node.src[1].shape
+    return launch(target, node.dtype, x, dst + 8 * n * node.params["slot"], cache, n, k)
 
 
 @binds("flash_attn_ext")
