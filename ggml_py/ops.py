@@ -3,7 +3,7 @@
 Shapes are numpy's (rows outside): n = tokens, k and m = columns. dtypes: f32, i32, i64, u8; "act" = activations quantized in chunks of 256 columns
 (docs/numerics.md section 3); the name of a GGUF type for weights and caches. The reference of an op is the function of its name in `module`.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Callable
 
@@ -22,12 +22,16 @@ class Op:
     params: tuple[str, ...] = ()
     room: str = ""  # module in kernels/reference, kernels/cpu and kernels/cuda; the op's name unless given
     n_optional: int = 0  # the last operands of which there are all or none
-    in_place: bool = False  # writes into its first operand (a cache) and returns it
-    also: tuple[str, ...] = ()  # names of further results, each of the first operand's dtype and shape
+    into: tuple[str, ...] = ()  # operands, caches, that it writes into; the first of all operands is one and is returned
+    also: dict[str, str] = field(default_factory=dict)  # further results by name, each of the dtype and shape of an operand, or that operand, if it is written into
 
     @property
     def module(self) -> str:
         return self.room or self.name
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self.into)
 
 
 OPS: dict[str, Op] = {}
@@ -116,14 +120,14 @@ def scale(_, x):
     return "f32", x.shape
 
 
-@op("x y w", "eps", also=("sum",))
+@op("x y w", "eps", also={"sum": "x"})
 def add_rms_norm(params, x, y, w):
     """rms_norm(add(x, y), w), and the sum."""
     need(y.dtype == "f32" and y.shape == x.shape, "y must be f32 of x's shape")
     return rms_norm(params, x, w)
 
 
-@op("x y w", "eps", room="add_rms_norm", also=("sum",))
+@op("x y w", "eps", room="add_rms_norm", also={"sum": "x"})
 def add_rms_norm_act(params, x, y, w):
     """quantize(rms_norm(add(x, y), w)), over whole rows, and the sum."""
     need(y.dtype == "f32" and y.shape == x.shape, "y must be f32 of x's shape")
@@ -184,24 +188,35 @@ def _rows_of_cache(cache, x):
     return cache.dtype, cache.shape
 
 
-@op("cache x rows", in_place=True)
+@op("cache x rows", into=("cache",))
 def set_rows(_, cache, x, rows):
     need(rows.dtype == "i64" and rows.shape == x.shape[:1], "rows must be i64 [n]")
     return _rows_of_cache(cache, x)
 
 
-@op("cache x", "cell", room="set_rows", in_place=True)
+@op("cache x", "cell", room="set_rows", into=("cache",))
 def cpy_rows(params, cache, x):
     """Cache rows cell .. cell + n - 1 = x. The destination is part of the node."""
     need(0 <= params["cell"] <= cache.shape[0] - x.shape[0], f"cells {params['cell']} to {params['cell'] + x.shape[0] - 1} of {cache.shape[0]}")
     return _rows_of_cache(cache, x)
 
 
-@op("cache x dst", "slot", room="set_rows", in_place=True)
+@op("cache x dst", "slot", room="set_rows", into=("cache",))
 def cpy_rows_indirect(params, cache, x, dst):
     """The cache row at address dst[slot, i] = x[i]."""
     need(dst.dtype == "i64" and dst.shape[1:] == x.shape[:1] and 0 <= params["slot"] < dst.shape[0], f"dst must be i64 [more than slot = {params['slot']}, n]")
     return _rows_of_cache(cache, x)
+
+
+@op("cache_v cache_k v k q pos table rows", "n_head n_head_kv neox", into=("cache_v", "cache_k"), also={"q": "q", "k": "cache_k"})
+def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, rows):
+    """set_rows(cache_v, v, rows), and rope(q) and set_rows(cache_k, rope(k), rows)."""
+    need(cache_v.dtype in ("f32", "f16") and cache_k.dtype in ("f32", "f16"), "caches must be f32 or f16")
+    rope({"n_head": params["n_head"]}, q, pos, table)
+    rope({"n_head": params["n_head_kv"]}, k, pos, table)
+    need(q.shape[1] // params["n_head"] == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
+    set_rows(params, cache_k, k, rows)
+    return set_rows(params, cache_v, v, rows)
 
 
 @op("q k v seq pos present", "n_head n_head_kv scale n_kv")

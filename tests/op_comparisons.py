@@ -10,9 +10,10 @@ from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
 from ggml_py.kernels.cuda import rope as cuda_rope
+from ggml_py.kernels.cuda import rope_set_rows as cuda_rope_set_rows
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
-from ggml_py.kernels.reference import add_rms_norm, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
+from ggml_py.kernels.reference import add_rms_norm, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -224,6 +225,27 @@ def check_cpy_rows(machine, type_, rows, k, n_cells) -> None:
         found = machine.download(cache, expected.dtype, expected.shape)
         assert_bitwise_equal(comparable(type_, found), comparable(type_, written), f"{op} {name}")
         machine.free()
+
+
+def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells) -> None:
+    """types: of the caches of K and V; rows: cells written; heads: (n_head, n_head_kv); dims: of K and V."""
+    (type_k, type_v), (n_head, n_head_kv), (dim, dim_v), n = types, heads, dims, len(rows)
+    name = f"rope_set_rows[{types}, rows={rows[:8]}, heads={heads}, dims={dims}, n_rot={n_rot}, neox={neox}]"
+    rng = seeded(name)
+    q, k = (activations(n * count, dim, rng).reshape(n, count, dim) for count in heads)
+    v, angles = activations(n, n_head_kv * dim_v, rng), rng.uniform(0, 6, (9, n_rot // 2))
+    pos, rows = rng.integers(0, 9, n).astype(np.int32), np.array(rows, np.int64)
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=2).astype(np.float32)
+    caches, q_out = [empty_cache(type_k, n_cells, n_head_kv * dim), empty_cache(type_v, n_cells, n_head_kv * dim_v)], np.empty_like(q)
+    at_caches, at_q = [machine.upload(cache) for cache in caches], machine.upload(np.full(q.size + GUARD, np.nan, np.float32))
+    rope_set_rows.rope_set_rows(type_k, type_v)(q, k, v, pos, table, neox, rows, q_out, *caches)
+    machine.run(cuda_rope_set_rows.rope_set_rows(machine.target, type_k, type_v, *map(machine.upload, (q, k, v, pos, table, rows)), at_q, *at_caches,
+                                                 n, n_head, n_head_kv, dim, n_rot, neox, n_head_kv * dim_v))
+    check_floats(machine, at_q, q_out, f"{name} q")
+    for what, type_, at, expected in zip("kv", types, at_caches, caches):
+        found = machine.download(at, expected.dtype, expected.shape)
+        assert_bitwise_equal(comparable(type_, found), comparable(type_, expected), f"{name} {what}")
+    machine.free()
 
 
 def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=()) -> None:

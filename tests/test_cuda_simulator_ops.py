@@ -11,10 +11,11 @@ from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
+from ggml_py.kernels.cuda.rope_set_rows import rope_set_rows
 from ggml_py.kernels.cuda.set_rows import TYPES, cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
-                            check_rms_norm_act, check_rope, check_scale, check_set_rows, check_swiglu_act)
+                            check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 
 def test_in_the_simulator():
@@ -95,6 +96,12 @@ def simulate_cpy_rows(machine, type_, k):
     check_cpy_rows(machine, type_, [2, 0], k, 4)
 
 
+@pytest.mark.parametrize("types, heads, dims, n_rot, neox", [
+    (("f16", "f16"), (5, 1), (6, 6), 6, True), (("f32", "f16"), (2, 2), (71, 70), 68, False), (("f16", "f32"), (1, 1), (2, 1), 2, False)], ids=str)
+def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox):
+    check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4)
+
+
 @pytest.mark.parametrize("types, heads, dims", [
     (("f16", "f16"), (2, 2), (64, 64)), (("f16", "f16"), (3, 1), (80, 8)), (("q8_0", "q8_0"), (2, 1), (32, 96)), (("f32", "f32"), (2, 1), (16, 16)),
     (("f16", "q8_0"), (4, 4), (5, 8)), (("q8_0", "f16"), (1, 1), (32, 3)), (("f32", "f16"), (1, 1), (9, 9)), (("f16", "f32"), (9, 1), (72, 10))], ids=str)
@@ -151,6 +158,7 @@ def test_refusals():
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),
         (lambda: set_rows(None, "q4_0", 0, 0, 0, 1, 32), "set_rows: type is q4_0, allowed: f32, f16, q8_0"),
         (lambda: set_rows(None, "q8_0", 0, 0, 0, 1, 40), "set_rows: k is 40, allowed: a multiple of 32 for q8_0"),
+        (lambda: rope_set_rows(None, "q8_0", *[0] * 10, 1, 1, 1, 32, 32, True, 32), "rope_set_rows: type of K is q8_0, allowed: f32, f16"),
         (lambda: cpy_rows_indirect(None, "q8_0", 0, 0, 0, 0, 32), "cpy_rows_indirect: n is 0, allowed: at least 1"),
         (lambda: attention(type_v="bf16"), "flash_attn_ext: type of V is bf16, allowed: f32, f16, q8_0"),
         (lambda: attention(dim_k=577), "flash_attn_ext: head size of K is 577, allowed: 1 to 576"),

@@ -216,6 +216,13 @@ def bind_set_rows(launch, target, node, cache, x, rows, out):
     return launch(target, node.dtype, x, rows, cache, *node.src[1].shape)
 
 
+@binds("rope_set_rows")
+def bind_rope_set_rows(launch, target, node, cache_v, cache_k, v, k, q, pos, table, rows, out, q_out, also_cache_k):
+    (n, v_cols), (_, k_cols), n_head_kv = node.src[2].shape, node.src[3].shape, node.params["n_head_kv"]
+    return launch(target, node.src[1].dtype, node.dtype, q, k, v, pos, table, rows, q_out, cache_k, cache_v, n, node.params["n_head"], n_head_kv,
+                  k_cols // n_head_kv, 2 * node.src[6].shape[1], node.params["neox"], v_cols)
+
+
 @binds("cpy_rows")
 def bind_cpy_rows(launch, target, node, cache, x, out):
     return launch(target, node.dtype, x, cache + n_bytes(node) // node.shape[0] * node.params["cell"], *node.src[1].shape)
