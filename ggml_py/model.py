@@ -105,21 +105,24 @@ class Context:
         self.memory = model.graph.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write)
         self.rope_table = model.graph.new_rope_table(self.n_ctx)
         self.arenas = Arenas({model.device: model.backend})
-        self.programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
+        self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
         self.graphs = model.backend.new_graphs() if graphs else None
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
 
     def decode(self, tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
-        """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n, n_vocab]."""
+        """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n, n_vocab].
+
+        "argmax" stands for the last token's logits, of which only the id of the largest is brought to the host, int32 [1]: of equal ones the first, -1 where
+        there is a NaN."""
         return self.decode_batch([(seq_id, tokens)], logits)[0]
 
     def decode_batch(self, batch, logits: str = "last") -> list[np.ndarray]:
-        """Continue several sequences together: [(seq_id, tokens), ...]. Returns float32 [n, n_vocab] for each.
+        """Continue several sequences together: [(seq_id, tokens), ...]. Returns for each what `decode` does.
 
         If it fails or is interrupted, the sequences are as they were.
         """
-        if logits not in ("all", "last", "none"):
-            raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, none")
+        if logits not in ("all", "last", "argmax", "none"):
+            raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, argmax, none")
         batch = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
         if len({seq_id for seq_id, _ in batch}) != len(batch):
             raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in batch]}")
@@ -131,13 +134,13 @@ class Context:
         pos = np.concatenate([np.arange(start, start + len(ids), dtype=np.int32) for start, (_, ids) in zip(before, batch)])
         ends = list(accumulate(len(ids) for _, ids in batch))
         wanted = np.full(len(tokens), logits == "all")
-        if logits == "last":
+        if logits in ("last", "argmax"):
             wanted[[end - 1 for end in ends]] = True
         parts = []
         try:
             for first in range(0, len(tokens), self.n_ubatch):
                 part = slice(first, first + self.n_ubatch)
-                parts += self._run(tokens[part], seq[part], pos[part], np.flatnonzero(wanted[part]))
+                parts += self._run(tokens[part], seq[part], pos[part], np.flatnonzero(wanted[part]), logits == "argmax")
         except BaseException:
             for start, (seq_id, _) in zip(before, batch):
                 self.memory.seq_rm(seq_id, start, self.n_ctx)
@@ -145,7 +148,7 @@ class Context:
         out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
         if len(batch) == 1:
             return [out]
-        n_rows = {"all": lambda ids: len(ids), "last": lambda ids: 1, "none": lambda ids: 0}[logits]
+        n_rows = {"all": len, "none": lambda ids: 0}.get(logits, lambda ids: 1)
         bounds = list(accumulate((n_rows(ids) for _, ids in batch), initial=0))
         return [out[first:last] for first, last in zip(bounds, bounds[1:])]
 
@@ -162,17 +165,18 @@ class Context:
             raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
         return ids.astype(np.int32)
 
-    def _run(self, tokens, seq, pos, rows) -> list[np.ndarray]:
+    def _run(self, tokens, seq, pos, rows, greedy) -> list[np.ndarray]:
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
-        n_tokens, n_outputs, n_kv = len(tokens), len(rows), self.model.backend.key_bound(int(pos.max()) + 1, self.n_ctx)
-        return self.program(n_tokens, n_outputs).run(values, n_kv, self.graphs, Key(n_tokens, n_outputs, n_kv, *self.settings))
+        n_kv = self.model.backend.key_bound(int(pos.max()) + 1, self.n_ctx)
+        shape = len(tokens), len(rows), greedy and len(rows) > 0
+        return self.program(*shape).run(values, n_kv, self.graphs, Key(*shape, n_kv, *self.settings))
 
-    def program(self, n_tokens: int, n_outputs: int) -> Program:
+    def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound."""
-        key = n_tokens, n_outputs
+        key = n_tokens, n_outputs, greedy
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
-            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, n_tokens, n_outputs), self.arenas, self.no_fuse)
+            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, *key), self.arenas, self.no_fuse)
         self.programs.move_to_end(key)
         while len(self.programs) > PROGRAMS:
             self.programs.popitem(last=False)

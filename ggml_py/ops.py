@@ -233,5 +233,12 @@ def flash_attn_ext(params, q, k, v, seq, pos, present):
 
 
 @op("x")
+def argmax(_, x):
+    """The first column of the largest value of each row, -1 where one is NaN."""
+    need(x.dtype == "f32" and len(x.shape) == 2 and x.shape[1] > 0, "x must be f32 [n, k]")
+    return "i32", x.shape[:1]
+
+
+@op("x")
 def cpy(_, x):
     return x.dtype, x.shape

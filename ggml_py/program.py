@@ -110,7 +110,7 @@ class Program:
 
     def run(self, values: dict[str, np.ndarray], n_kv: int | None = None, graphs=None, key=None) -> list[np.ndarray]:
         """values: one array for each input, of its dtype and shape. n_kv: as of `steps`. graphs: what replays the steps, under the key, or None.
-        Returns the outputs as float32 arrays of their own."""
+        Returns the outputs as arrays of their own."""
         for tensor, staged in self.staged:
             value = values[tensor.name]
             if value.shape != tensor.shape:

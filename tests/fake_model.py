@@ -64,8 +64,9 @@ class FakeContext:
             past = self.sequences.setdefault(seq_id, [])
             past.extend(int(t) for t in tokens)
             assert len(past) <= self.room
-            keep = {"all": len(tokens), "last": 1, "none": 0}[logits]
-            results.append(self.model.logits(past)[len(past) - keep:])
+            keep = {"all": len(tokens), "last": 1, "argmax": 1, "none": 0}[logits]
+            rows = self.model.logits(past)[len(past) - keep:]
+            results.append(np.where(np.isnan(rows).any(1), -1, rows.argmax(1)) if logits == "argmax" else rows)
         return results
 
 

@@ -2,6 +2,7 @@
 import numpy as np
 
 from ggml_py.kernels.cuda import add_rms_norm as cuda_add_rms_norm
+from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
 from ggml_py.kernels.cuda import glu as cuda_glu
@@ -13,7 +14,7 @@ from ggml_py.kernels.cuda import rope as cuda_rope
 from ggml_py.kernels.cuda import rope_set_rows as cuda_rope_set_rows
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
-from ggml_py.kernels.reference import add_rms_norm, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
+from ggml_py.kernels.reference import add_rms_norm, argmax, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -109,6 +110,30 @@ def check_scale(machine, n_rows, n_cols, a) -> None:
     x, expected = activations(n_rows, n_cols, seeded(name)), np.empty((n_rows, n_cols), np.float32)
     elementwise.scale(x, np.float32(a), expected)
     compare(machine, cuda_elementwise.scale, (x,), expected, name, n_rows, n_cols, a, in_place=True)
+
+
+def argmax_cases(k: int) -> np.ndarray:
+    """float32 [n, k]: random rows, one with its largest value twice, of zeros of both signs, of equal, infinite and small values, and with a NaN."""
+    rng = seeded(f"argmax {k}")
+    x = activations(8, k, rng)
+    x[0, k // 2] = x[0, -1] = 1e30
+    x[1] = rng.choice([-0.0, 0.0], k)
+    x[2] = -np.inf
+    x[3] = -x[3]**2 - 1
+    x[4] = rng.choice(SPECIAL[np.isfinite(SPECIAL)], k)
+    x[5, rng.integers(k)] = np.inf
+    x[6, rng.integers(k)] = np.nan
+    return x
+
+
+def check_argmax(machine, k) -> None:
+    x = argmax_cases(k)
+    expected = np.empty(len(x), np.int32)
+    argmax.argmax(x, expected)
+    scratch, out = machine.upload(np.zeros((len(x), 2 * cuda_argmax.PARTS), np.int32)), machine.upload(np.full(len(x), -7, np.int32))
+    machine.run(cuda_argmax.argmax(machine.target, machine.upload(x), out, *x.shape, scratch))
+    assert machine.download(out, np.int32, len(x)).tolist() == expected.tolist(), f"argmax[k={k}]"
+    machine.free()
 
 
 def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:

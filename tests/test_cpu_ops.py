@@ -8,9 +8,10 @@ import pytest
 from random_weights import random_weight
 
 from ggml_py.kernels import arith
-from ggml_py.kernels.cpu import (add_rms_norm, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, quantize, rms_norm, rms_norm_act, rope, set_rows,
+from ggml_py.kernels.cpu import (add_rms_norm, argmax, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, quantize, rms_norm, rms_norm_act, rope, set_rows,
                                  swiglu_act)
 from ggml_py.kernels.reference import add_rms_norm as reference_add_rms_norm
+from ggml_py.kernels.reference import argmax as reference_argmax
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import get_rows as reference_get_rows
@@ -168,6 +169,19 @@ def test_take_rows():
     for k, n in product((1, 257), (0, 1, 9)):
         compare(f"take_rows[n={n}, k={k}]", reference_get_rows.take_rows, get_rows.take_rows,
                 (numbers((5, k), rng), rng.integers(0, 5, n).astype(np.int32)), ((n, k), f32))
+
+
+@pytest.mark.parametrize("k", [1, 2, 257, 128256])
+def test_argmax(k):
+    rng = seeded(f"argmax {k}")
+    x = numbers((6, k), rng)
+    x[1], x[2], x[3] = rng.choice(f32([-0.0, 0]), k), -np.inf, rng.choice(SPECIAL, k)
+    x[4, k // 2] = x[4, -1] = 1e30
+    x[5, rng.integers(k)] = np.nan
+    found, expected = np.empty(len(x), np.int32), [-1 if np.isnan(row).any() else int(row.argmax()) for row in x]
+    for kernel in reference_argmax.argmax, argmax.argmax:
+        kernel(x, found)
+        assert found.tolist() == expected, kernel
 
 
 def cache_layout(type_, n_cells, k):

@@ -86,15 +86,15 @@ STEPS = {  # name -> batches of a context of four sequences, all of one key
 ], ids=str)
 def test_steps_of_one_key_launch_the_same(open_model, arch, settings, steps):
     """Kernels, grids, sizes and addresses, even when each step is built and bound anew."""
-    model = open_model(arch)
+    model, logits = open_model(arch), {"drafts to verify": "all", "another sequence": "argmax"}.get(steps, "last")
     with model.new_context(n_ctx=1024, n_seq_max=4, graphs=False, **settings) as context:
         found = []
         for batch in STEPS[steps]:
             context.programs.clear()
-            found.append(launched(context, batch, "all" if steps == "drafts to verify" else "last"))
+            found.append(launched(context, batch, logits))
         context.programs.clear()
         context.clear()
-        found.append(launched(context, STEPS[steps][0], "all" if steps == "drafts to verify" else "last"))
+        found.append(launched(context, STEPS[steps][0], logits))
     assert len(found[0]) > 20
     for i, other in enumerate(found):
         assert other == found[0], f"step {i}"
@@ -229,8 +229,9 @@ def test_a_key_for_everything_that_shapes_launches(open_model):
     with model.new_context(n_ctx=700, type_v="q8_0", no_fuse="swiglu_act", kv_write="cpy") as context:
         context.decode(TOKENS[:300])
         context.decode(TOKENS[:3], logits="all")
-        assert list(context.graphs.entries) == [Key(300, 1, 512, frozenset({"swiglu_act"}), "f16", "q8_0", "cpy"),
-                                                Key(3, 3, 512, frozenset({"swiglu_act"}), "f16", "q8_0", "cpy")]
+        context.decode(TOKENS[:1], logits="argmax")
+        fixed = frozenset({"swiglu_act"}), "f16", "q8_0", "cpy"
+        assert list(context.graphs.entries) == [Key(300, 1, False, 512, *fixed), Key(3, 3, False, 512, *fixed), Key(1, 1, True, 512, *fixed)]
 
 
 def test_an_arena_that_grew_is_captured_again(open_model):

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
 from ggml_py.kernels.cuda.elementwise import add
@@ -14,7 +15,7 @@ from ggml_py.kernels.cuda.rope import rope
 from ggml_py.kernels.cuda.rope_set_rows import rope_set_rows
 from ggml_py.kernels.cuda.set_rows import TYPES, cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
                             check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 
@@ -77,6 +78,14 @@ def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
 
 def simulate_scale(machine):
     check_scale(machine, 2, 257, 0.1)
+
+
+@pytest.mark.parametrize("k", [3, 37])
+def simulate_argmax(machine, k, monkeypatch):
+    """Small blocks: more parts than columns, and rounds of columns in a part."""
+    monkeypatch.setattr(cuda_argmax, "THREADS", 4)
+    monkeypatch.setattr(cuda_argmax, "PARTS", 4)
+    check_argmax(machine, k)
 
 
 @pytest.mark.parametrize("neox", [False, True])

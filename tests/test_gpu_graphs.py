@@ -80,6 +80,15 @@ def test_verification_and_several_sequences(tiny, kv_write):
     assert counters.replays > 30 and not counters.refusals
 
 
+def test_argmax(smol):
+    def play(context, logits):
+        context.clear()
+        return [context.decode(tokens, logits=logits)[0] for tokens in (TOKENS[:30], *TOKENS[30:40, None])]
+    with smol.new_context(n_ctx=256) as context:
+        assert [int(token) for token in play(context, "argmax")] == [int(row.argmax()) for row in play(context, "last")]
+        assert context.graphs.counters.captures == 2
+
+
 def test_an_arena_that_grew(tiny):
     def play(context):
         found = [context.decode([i]) for i in range(4)]

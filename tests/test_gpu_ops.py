@@ -7,7 +7,7 @@ import pytest
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.set_rows import TYPES
 from matmul_comparisons import SPECIAL
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
                             check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +75,11 @@ def test_binary(machine, op, n_rows, n_cols, y_rows):
 @pytest.mark.parametrize("a", [0.1, np.inf, 1e-40])
 def test_scale(machine, a):
     check_scale(machine, 33, 1537, a)
+
+
+@pytest.mark.parametrize("k", [1, 63, 64, 65, 16384, 16385, 49152, 128256])
+def test_argmax(machine, k):
+    check_argmax(machine, k)
 
 
 @pytest.mark.parametrize("neox", [False, True])

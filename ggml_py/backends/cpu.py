@@ -133,7 +133,7 @@ def bind_mul_mat_glu(kernel, node, gate, up, x, *others):
     return partial(kernel(node.params["act"], *types), gate, up, x if isinstance(x, tuple) else (x,), biases, out, scratch)
 
 
-@binds("take_rows", "swiglu", "geglu", "reglu")
+@binds("take_rows", "swiglu", "geglu", "reglu", "argmax")
 def bind_plain(kernel, node, *operands):
     return partial(kernel, *operands)
 

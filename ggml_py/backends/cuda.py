@@ -93,6 +93,9 @@ class CUDABackend:
         return self.stream.handle
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        if node.op == "argmax":
+            from ..kernels.cuda.argmax import PARTS
+            return "i32", (*node.shape, 2 * PARTS)
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
     def bind(self, node: Tensor):
@@ -214,6 +217,11 @@ def bind_rope(launch, target, node, x, pos, table, out):
 @binds("set_rows")
 def bind_set_rows(launch, target, node, cache, x, rows, out):
     return launch(target, node.dtype, x, rows, cache, *node.src[1].shape)
+
+
+@binds("argmax")
+def bind_argmax(launch, target, node, x, out, scratch):
+    return launch(target, x, out, *node.src[0].shape, scratch)
 
 
 @binds("rope_set_rows")

@@ -28,6 +28,7 @@ class Key(NamedTuple):
     """Everything that shapes the launches of a context's steps."""
     n_tokens: int
     n_outputs: int
+    greedy: bool
     n_kv: int
     no_fuse: frozenset[str]
     type_k: str

@@ -174,8 +174,9 @@ class Transformer:
         self.w.backend.free(table.storage[0])
         memory.close()
 
-    def build(self, memory: KVCache, table: Tensor, n_tokens: int, n_outputs: int) -> Graph:
-        """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if any."""
+    def build(self, memory: KVCache, table: Tensor, n_tokens: int, n_outputs: int, greedy: bool = False) -> Graph:
+        """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if any; greedy: only the ids of
+        the largest, i32 [n_outputs]."""
         hp, g = self.hp, Graph(self.w.backend.device)
         x = g.get_rows(self.w("token_embd.weight", self.n_vocab, hp.n_embd), g.input("tokens", "i32", (n_tokens,)), name="inp_embd")
         b = Batch(g, memory, table, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)), g.input("out_ids", "i32", (n_outputs,)))
@@ -185,7 +186,7 @@ class Transformer:
         x = g.rms_norm(x, self.w("output_norm.weight", hp.n_embd), eps=hp.eps, name="result_norm")
         head = "output" if "output.weight" in self.w else "token_embd"
         logits = self.linear(b, x, head, self.n_vocab, name="result_output")
-        g.outputs = [logits] if n_outputs else []
+        g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
         return g
 
     def layer(self, b: Batch, il: int, x: Tensor) -> Tensor:
