@@ -21,7 +21,7 @@ from .errors import UserError
 from .perplexity import Settings, new_context
 from .progress import Progress
 
-DEFAULTS = dict(n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", no_fuse="")
+DEFAULTS = dict(n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", no_fuse="", graphs=True, kv_write="set_rows")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ class Config:
     type_k: str
     type_v: str
     no_fuse: str
+    graphs: bool
+    kv_write: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Result:
     type_v: str
     flash_attn: int           # 1: attention is one fused op here
     no_fuse: str
+    graphs: bool
+    kv_write: str
     seed: int
     n_prompt: int
     n_gen: int
@@ -101,11 +105,12 @@ def tests_of(n_prompt: list[int], n_gen: list[int], n_pg: list[tuple[int, int]],
     return list(dict.fromkeys(tests))
 
 
-def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(), no_fuse: str = "") -> list[Config]:
+def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(), no_fuse: str = "", graphs: bool = True,
+               kv_write: str = "set_rows") -> list[Config]:
     """All combinations of these lists, those of one model on one device side by side; the default for an empty one. A micro-batch is at most a batch."""
     others = (values or [DEFAULTS[name]] for name, values in dict(n_batch=n_batch, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v).items())
     combinations = itertools.product(models, devices, n_threads, *others)
-    return list(dict.fromkeys(Config(m, d, t, b, min(ub, b), k, v, no_fuse) for m, d, t, b, ub, k, v in combinations))
+    return list(dict.fromkeys(Config(m, d, t, b, min(ub, b), k, v, no_fuse, graphs, kv_write) for m, d, t, b, ub, k, v in combinations))
 
 
 def unusual(configs: list[Config]) -> list[str]:
@@ -186,7 +191,8 @@ def copy_GB_s_of(device: str) -> float:
 def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, warm_up: bool, verbose: bool, log) -> Result:
     began, tokens = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), random_tokens(model, test.n_ctx, seed)
     settings = Settings(n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v,
-                        no_fuse=tuple(filter(None, config.no_fuse.split(","))), verbose=verbose)
+                        no_fuse=tuple(filter(None, config.no_fuse.split(","))), graphs=config.graphs, kv_write=config.kv_write,
+                        verbose=verbose)
     numba.set_num_threads(config.n_threads)
     with new_context(model, settings, test.n_ctx, 1, log) as context:
         samples_ns = run_test(context, test, tokens, config.n_batch, n_repetitions, warm_up)
@@ -200,7 +206,8 @@ def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, wa
     return Result(
         version=__version__, device=config.device, device_name=model.backend.name, n_threads=config.n_threads,
         model_filename=config.model, model_type=model_type(model.file), model_size=sum(t.n_bytes for t in tensors), model_n_params=sum(map(n_values, tensors)),
-        n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v, flash_attn=1, no_fuse=config.no_fuse, seed=seed,
+        n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v, flash_attn=1, no_fuse=config.no_fuse,
+        graphs=config.graphs, kv_write=config.kv_write, seed=seed,
         n_prompt=test.n_prompt, n_gen=test.n_gen, n_depth=test.n_depth, test_time=began,
         avg_ns=avg_ns, stddev_ns=stddev_ns, avg_ts=avg_ts, stddev_ts=stddev_ts,
         copy_GB_s=copy, bytes_per_token=n_bytes, memory_share=n_bytes and n_bytes * avg_ts / (1e9 * copy), samples_ns=samples_ns, samples_ts=samples_ts)

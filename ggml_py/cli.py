@@ -17,7 +17,7 @@ from .errors import UserError
 CACHE_TYPES = ["f32", "f16", "q8_0"]
 DEMO_TEXT = Path(__file__).parent / "demo" / "prose.txt"
 DEMO_MODEL = "smollm2"
-VERBOSE = "describe model, memory plan and compiled kernels on stderr"
+VERBOSE = "describe model, memory plan, CUDA graphs and compiled kernels on stderr"
 
 
 # Parsing
@@ -134,6 +134,11 @@ def build_parser() -> Parser:
         sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
                          help="graph passes left out, none by default; changes the speed, never a bit")
 
+    def add_graphs(sub):
+        sub.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself, never from a CUDA graph; changes the speed, never a bit")
+        sub.add_argument("--kv-write", choices=["set_rows", "cpy"], default="set_rows",
+                         help="cells of the KV cache by number or by address; changes the speed, never a bit")
+
     def add_flash_attention(sub):
         sub.add_argument("-fa", "--flash-attn", type=flash_attention, default=1, help="1 or auto: attention is always the fused op")
 
@@ -150,6 +155,7 @@ def build_parser() -> Parser:
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
         add_no_fuse(sub)
+        add_graphs(sub)
         sub.add_argument("--verbose", action="store_true", help=VERBOSE)
 
     sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
@@ -202,6 +208,7 @@ def build_parser() -> Parser:
     sub.add_argument("--device", type=listed(device), metavar="LIST", help="of auto, cpu, cuda and cuda:N; auto by default", **several)
     sub.add_argument("-t", "--threads", type=numbers(1), metavar="LIST", help="CPU threads; all by default", **several)
     add_no_fuse(sub)
+    add_graphs(sub)
     add_tokens_and_warm_up(sub)
     sub.add_argument("-o", "--output", choices=["md", "csv", "json", "jsonl", "sql"], default="md", help="format of the results")
     sub.add_argument("--verbose", action="store_true", help=VERBOSE)
@@ -253,7 +260,7 @@ def settings_of(options, **more):
     """What the options of add_model say about contexts."""
     from .perplexity import Settings
     return Settings(n_batch=options.batch_size, n_ubatch=options.ubatch_size, type_k=options.cache_type_k, type_v=options.cache_type_v,
-                    no_fuse=options.no_fuse, verbose=options.verbose, **more)
+                    no_fuse=options.no_fuse, graphs=not options.no_graphs, kv_write=options.kv_write, verbose=options.verbose, **more)
 
 
 # The commands
@@ -365,7 +372,7 @@ def bench_command(options, load_model):
     devices = [device_of(name) for name in options.device or ["auto"]]
     n_threads = [checked_threads(n) for n in options.threads or [numba.get_num_threads()]]
     configs = configs_of(models, devices, n_threads, options.batch_size, options.ubatch_size, options.cache_type_k, options.cache_type_v,
-                         ",".join(options.no_fuse))
+                         ",".join(options.no_fuse), not options.no_graphs, options.kv_write)
     writer = WRITERS[options.output](sys.stdout, unusual(configs))
     bench(configs, tests, lambda path, device: load_on(path, device, load_model), writer, sys.stderr, options.repetitions, options.seed, not options.no_warmup,
           options.verbose)

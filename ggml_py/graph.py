@@ -23,6 +23,7 @@ class Tensor:
     device: str | None = None
     storage: Any = None
     also: tuple["Tensor", ...] = ()  # further tensors that the node writes: results, which have no op of their own, or scratch memory, which nobody reads
+    alias: "Tensor | None" = None  # of a further result: the cache that it is, where it has no memory of its own
     replaces: tuple[str, ...] = ()  # of a fused node: the names of the nodes it was made of, in their order
 
     def __repr__(self):
@@ -35,7 +36,7 @@ class Tensor:
     @property
     def base(self) -> "Tensor":
         """The tensor whose memory this one's is: itself, or the cache that an in-place op wrote."""
-        return self.src[0].base if self.in_place else self
+        return self.alias or (self.src[0].base if self.in_place else self)
 
     @property
     def written(self) -> tuple["Tensor", ...]:
@@ -71,7 +72,9 @@ class Graph:
             dtype, shape = declared.result(params, *src)
         except ShapeError as error:
             raise GraphError(f"{node}: {op}: {error}; operands: {'; '.join(map(repr, src))}") from None
-        also = tuple(Tensor(f"{node}-{what}", src[0].dtype, src[0].shape, device=self.device) for what in declared.also)
+        operands = dict(zip(declared.operands, src))
+        also = tuple(Tensor(f"{node}-{what}", operands[of].dtype, operands[of].shape, device=self.device, alias=operands[of].base if of in declared.into else None)
+                     for what, of in declared.also.items())
         tensor = Tensor(node, dtype, tuple(shape), op, src, params, self.device, also=also)
         self.nodes.append(tensor)
         return tensor

@@ -16,6 +16,7 @@ class Memory(Protocol):
     n_seq_max: int
 
     def inputs(self, graph: Graph, n_tokens: int) -> None: ...  # declares the inputs its ops need
+    def write(self, graph: Graph, cache: Tensor, x: Tensor, name: str) -> Tensor: ...  # the node that puts a micro-batch's rows into its cells
     def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]: ...  # and gives them for a micro-batch, whose cells it marks
     def length(self, seq_id: int) -> int: ...  # the next position
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None: ...
@@ -23,18 +24,32 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
-class KVCache:
-    """K and V of every layer: [n_seq_max * n_ctx, n_head_kv * head size] in their cache types, written by set_rows."""
+KV_WRITES = "set_rows", "cpy"
 
-    def __init__(self, backend, layers: list[tuple[int, int]], n_ctx: int, n_seq_max: int, type_k: str, type_v: str):
+
+class KVCache:
+    """K and V of every layer: [n_seq_max * n_ctx, n_head_kv * head size] in their cache types.
+
+    kv_write: "set_rows" takes the numbers of the cells as data, "cpy" their addresses (copy indirection): `cpy_rows_indirect` copies to where a table says,
+    a row of it for each cache. Same bits."""
+
+    def __init__(self, backend, layers: list[tuple[int, int]], n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows"):
         """layers: (columns of K, columns of V) each."""
+        if kv_write not in KV_WRITES:
+            raise UserError(f"kv_write: {kv_write!r} is not allowed; allowed: {', '.join(KV_WRITES)}")
         for option, type_ in ("-ctk", type_k), ("-ctv", type_v):
             if type_ not in CACHE_TYPES:
                 raise UserError(f"{option}: {type_!r} is not a cache type; allowed: {', '.join(CACHE_TYPES)}")
-        self.n_ctx, self.n_seq_max, self.backend = n_ctx, n_seq_max, backend
+        self.n_ctx, self.n_seq_max, self.backend, self.kv_write = n_ctx, n_seq_max, backend, kv_write
+        self.lengths = np.zeros(n_seq_max, np.int32)  # the next positions
         self.present = np.zeros((n_seq_max, n_ctx), np.uint8)
         self.k = [self._tensor(f"cache_k-{i}", type_k, k) for i, (k, _) in enumerate(layers)]
         self.v = [self._tensor(f"cache_v-{i}", type_v, v) for i, (_, v) in enumerate(layers)]
+        if kv_write == "cpy":
+            caches = [*self.k, *self.v]
+            self.slots = {cache: slot for slot, cache in enumerate(caches)}
+            self.addresses = np.array([[backend.address(cache)] for cache in caches], np.int64)
+            self.row_bytes = np.array([[n_bytes(cache) // cache.shape[0]] for cache in caches], np.int64)
 
     def _tensor(self, name: str, dtype: str, n_cols: int) -> Tensor:
         if n_cols % CACHE_TYPES[dtype][0]:
@@ -49,22 +64,35 @@ class KVCache:
 
     def inputs(self, graph: Graph, n_tokens: int) -> None:
         graph.input("seq", "i32", (n_tokens,))
-        graph.input("rows", "i64", (n_tokens,))
+        if self.kv_write == "cpy":
+            graph.input("dst", "i64", (len(self.slots), n_tokens))
+        else:
+            graph.input("rows", "i64", (n_tokens,))
         graph.input("present", "u8", self.present.shape)
+
+    def write(self, graph: Graph, cache: Tensor, x: Tensor, name: str) -> Tensor:
+        if self.kv_write == "cpy":
+            return graph.cpy_rows_indirect(cache, x, graph.inputs["dst"], slot=self.slots[cache], name=name)
+        return graph.set_rows(cache, x, graph.inputs["rows"], name=name)
 
     def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         self.present[seq, pos] = 1
-        return {"seq": seq, "rows": seq.astype(np.int64) * self.n_ctx + pos, "present": self.present}
+        np.maximum.at(self.lengths, seq, pos + 1)
+        rows = seq.astype(np.int64) * self.n_ctx + pos
+        where = {"dst": self.addresses + self.row_bytes * rows} if self.kv_write == "cpy" else {"rows": rows}
+        return {"seq": seq, "present": self.present, **where}
 
     def length(self, seq_id: int) -> int:
-        cells = np.flatnonzero(self.present[seq_id])
-        return int(cells[-1]) + 1 if cells.size else 0
+        return int(self.lengths[seq_id])
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         self.present[seq_id, p0:p1] = 0
+        cells = np.flatnonzero(self.present[seq_id])
+        self.lengths[seq_id] = cells[-1] + 1 if cells.size else 0
 
     def clear(self) -> None:
         self.present[:] = 0
+        self.lengths[:] = 0
 
     def close(self) -> None:
         for tensor in self.k + self.v:

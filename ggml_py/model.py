@@ -1,10 +1,12 @@
 """Models and contexts: the Python interface. A model is a file's weights on a device; a context is the memory of its sequences and the runs over it."""
 from collections import OrderedDict
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from .backends import open_backend
+from .backends.cuda_graphs import Key
 from .errors import UserError
 from .gguf_file import GGUFFile
 from .models import ARCHITECTURES
@@ -69,11 +71,12 @@ class Model:
                 f"vocabulary {self.n_vocab}, trained for {self.n_ctx_train} positions; {self.graph.w.n_bytes:,} bytes of weights on {self.device}")
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = 2048, n_ubatch: int = 512, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
-                    no_fuse=()) -> "Context":
+                    no_fuse=(), graphs: bool = True, kv_write: str = "set_rows") -> "Context":
         """n_ctx: positions of all sequences together, n_ctx // n_seq_max each (default: what the model was trained for, for each sequence).
         n_batch is accepted as other engines have it; it bounds n_ubatch, the tokens computed at a time. no_fuse: names of graph passes to leave out
-        (`passes.PASSES`), or "all". No bits depend on any of these."""
-        return Context(self, n_ctx or self.n_ctx_train * n_seq_max, n_batch, n_ubatch, type_k, type_v, n_seq_max, no_fuse)
+        (`passes.PASSES`), or "all". graphs: replay steps from CUDA graphs on a GPU. kv_write: how cells of the KV cache are named, "set_rows" or "cpy"
+        (`memory.KVCache`). No bits depend on any of these."""
+        return Context(self, n_ctx or self.n_ctx_train * n_seq_max, n_batch, n_ubatch, type_k, type_v, n_seq_max, no_fuse, graphs, kv_write)
 
     def close(self) -> None:
         self.graph.w.close()
@@ -90,7 +93,8 @@ class Model:
 class Context:
     """The sequences 0 .. n_seq_max - 1 of a model. `decode` continues a sequence."""
 
-    def __init__(self, model: Model, n_ctx: int, n_batch: int, n_ubatch: int, type_k: str, type_v: str, n_seq_max: int, no_fuse=()):
+    def __init__(self, model: Model, n_ctx: int, n_batch: int, n_ubatch: int, type_k: str, type_v: str, n_seq_max: int, no_fuse=(),
+                 graphs: bool = True, kv_write: str = "set_rows"):
         for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
             if value < 1:
                 raise UserError(f"{name}: must be at least 1, got {value}")
@@ -98,22 +102,27 @@ class Context:
             raise UserError(f"n_ctx: {n_ctx} positions do not give each of {n_seq_max} sequences one")
         self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, min(n_ubatch, n_batch), n_ctx // n_seq_max
-        self.memory = model.graph.new_memory(self.n_ctx, n_seq_max, type_k, type_v)
+        self.memory = model.graph.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write)
         self.rope_table = model.graph.new_rope_table(self.n_ctx)
         self.arenas = Arenas({model.device: model.backend})
-        self.programs: OrderedDict[tuple[int, int], Program] = OrderedDict()
+        self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
+        self.graphs = model.backend.new_graphs() if graphs else None
+        self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
 
     def decode(self, tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
-        """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n, n_vocab]."""
+        """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n, n_vocab].
+
+        "argmax" stands for the last token's logits, of which only the id of the largest is brought to the host, int32 [1]: of equal ones the first, -1 where
+        there is a NaN."""
         return self.decode_batch([(seq_id, tokens)], logits)[0]
 
     def decode_batch(self, batch, logits: str = "last") -> list[np.ndarray]:
-        """Continue several sequences together: [(seq_id, tokens), ...]. Returns float32 [n, n_vocab] for each.
+        """Continue several sequences together: [(seq_id, tokens), ...]. Returns for each what `decode` does.
 
         If it fails or is interrupted, the sequences are as they were.
         """
-        if logits not in ("all", "last", "none"):
-            raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, none")
+        if logits not in ("all", "last", "argmax", "none"):
+            raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, argmax, none")
         batch = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
         if len({seq_id for seq_id, _ in batch}) != len(batch):
             raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in batch]}")
@@ -123,25 +132,25 @@ class Context:
         tokens = np.concatenate([ids for _, ids in batch])
         seq = np.concatenate([np.full(len(ids), seq_id, np.int32) for seq_id, ids in batch])
         pos = np.concatenate([np.arange(start, start + len(ids), dtype=np.int32) for start, (_, ids) in zip(before, batch)])
-        ends = np.cumsum([len(ids) for _, ids in batch])
-        wanted = np.zeros(len(tokens), bool)
-        if logits != "none":
-            wanted[slice(None) if logits == "all" else ends - 1] = True
-        out = np.empty((int(wanted.sum()), self.model.n_vocab), np.float32)
-        done = 0
+        ends = list(accumulate(len(ids) for _, ids in batch))
+        wanted = np.full(len(tokens), logits == "all")
+        if logits in ("last", "argmax"):
+            wanted[[end - 1 for end in ends]] = True
+        parts = []
         try:
             for first in range(0, len(tokens), self.n_ubatch):
                 part = slice(first, first + self.n_ubatch)
-                rows = np.flatnonzero(wanted[part])
-                results = self._run(tokens[part], seq[part], pos[part], rows)
-                if len(rows):
-                    out[done:done + len(rows)] = results[0]
-                    done += len(rows)
+                parts += self._run(tokens[part], seq[part], pos[part], np.flatnonzero(wanted[part]), logits == "argmax")
         except BaseException:
             for start, (seq_id, _) in zip(before, batch):
                 self.memory.seq_rm(seq_id, start, self.n_ctx)
             raise
-        return np.split(out, np.cumsum([wanted[end - len(ids):end].sum() for end, (_, ids) in zip(ends, batch)])[:-1])
+        out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
+        if len(batch) == 1:
+            return [out]
+        n_rows = {"all": len, "none": lambda ids: 0}.get(logits, lambda ids: 1)
+        bounds = list(accumulate((n_rows(ids) for _, ids in batch), initial=0))
+        return [out[first:last] for first, last in zip(bounds, bounds[1:])]
 
     def _checked(self, seq_id: int, tokens) -> np.ndarray:
         if not 0 <= seq_id < self.memory.n_seq_max:
@@ -149,24 +158,25 @@ class Context:
         ids = np.asarray(tokens)
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
             raise UserError(f"tokens: must be a one-dimensional list of ids, at least one, got {ids.dtype} {list(ids.shape)}")
-        bad = ids[(ids < 0) | (ids >= self.model.n_vocab)]
-        if bad.size:
-            raise UserError(f"tokens: must be 0 to {self.model.n_vocab - 1}, got {bad[0]}")
+        if ids.min() < 0 or ids.max() >= self.model.n_vocab:
+            raise UserError(f"tokens: must be 0 to {self.model.n_vocab - 1}, got {ids[(ids < 0) | (ids >= self.model.n_vocab)][0]}")
         used = self.memory.length(seq_id)
         if used + ids.size > self.n_ctx:
             raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
         return ids.astype(np.int32)
 
-    def _run(self, tokens, seq, pos, rows) -> list[np.ndarray]:
+    def _run(self, tokens, seq, pos, rows, greedy) -> list[np.ndarray]:
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
-        return self.program(len(tokens), len(rows)).run(values)
+        n_kv = self.model.backend.key_bound(int(pos.max()) + 1, self.n_ctx)
+        shape = len(tokens), len(rows), greedy and len(rows) > 0
+        return self.program(*shape).run(values, n_kv, self.graphs, Key(*shape, n_kv, *self.settings))
 
-    def program(self, n_tokens: int, n_outputs: int) -> Program:
+    def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound."""
-        key = n_tokens, n_outputs
+        key = n_tokens, n_outputs, greedy
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
-            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, n_tokens, n_outputs), self.arenas, self.no_fuse)
+            program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, *key), self.arenas, self.no_fuse)
         self.programs.move_to_end(key)
         while len(self.programs) > PROGRAMS:
             self.programs.popitem(last=False)
@@ -177,6 +187,10 @@ class Context:
         n_tokens = min(self.n_ubatch, self.n_ctx * self.memory.n_seq_max)
         return (f"{self.memory.n_seq_max} sequences of {self.n_ctx} positions, {self.memory.n_bytes:,} bytes of KV cache; micro-batches of {n_tokens} tokens\n"
                 f"{self.program(n_tokens, 1).report()}")
+
+    def launches(self) -> str:
+        """What was replayed from graphs so far, and what was not, why."""
+        return str(self.graphs.counters) if self.graphs else "CUDA graphs: none"
 
     def clear(self) -> None:
         """Forget every sequence."""
@@ -189,6 +203,8 @@ class Context:
         self.memory.seq_rm(seq_id, max(p0, 0), self.n_ctx if p1 < 0 else p1)
 
     def close(self) -> None:
+        if self.graphs:
+            self.graphs.close()
         self.programs.clear()
         self.arenas.close()
         self.memory.close()

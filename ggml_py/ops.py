@@ -3,7 +3,7 @@
 Shapes are numpy's (rows outside): n = tokens, k and m = columns. dtypes: f32, i32, i64, u8; "act" = activations quantized in chunks of 256 columns
 (docs/numerics.md section 3); the name of a GGUF type for weights and caches. The reference of an op is the function of its name in `module`.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Callable
 
@@ -22,12 +22,16 @@ class Op:
     params: tuple[str, ...] = ()
     room: str = ""  # module in kernels/reference, kernels/cpu and kernels/cuda; the op's name unless given
     n_optional: int = 0  # the last operands of which there are all or none
-    in_place: bool = False  # writes into its first operand (a cache) and returns it
-    also: tuple[str, ...] = ()  # names of further results, each of the first operand's dtype and shape
+    into: tuple[str, ...] = ()  # operands, caches, that it writes into; the first of all operands is one and is returned
+    also: dict[str, str] = field(default_factory=dict)  # further results by name, each of the dtype and shape of an operand, or that operand, if it is written into
 
     @property
     def module(self) -> str:
         return self.room or self.name
+
+    @property
+    def in_place(self) -> bool:
+        return bool(self.into)
 
 
 OPS: dict[str, Op] = {}
@@ -116,14 +120,14 @@ def scale(_, x):
     return "f32", x.shape
 
 
-@op("x y w", "eps", also=("sum",))
+@op("x y w", "eps", also={"sum": "x"})
 def add_rms_norm(params, x, y, w):
     """rms_norm(add(x, y), w), and the sum."""
     need(y.dtype == "f32" and y.shape == x.shape, "y must be f32 of x's shape")
     return rms_norm(params, x, w)
 
 
-@op("x y w", "eps", room="add_rms_norm", also=("sum",))
+@op("x y w", "eps", room="add_rms_norm", also={"sum": "x"})
 def add_rms_norm_act(params, x, y, w):
     """quantize(rms_norm(add(x, y), w)), over whole rows, and the sum."""
     need(y.dtype == "f32" and y.shape == x.shape, "y must be f32 of x's shape")
@@ -178,22 +182,61 @@ def rope(params, x, pos, table):
     return "f32", x.shape
 
 
-@op("cache x rows", in_place=True)
-def set_rows(_, cache, x, rows):
-    need(x.dtype == "f32" and rows.dtype == "i64" and rows.shape == x.shape[:1], "x must be f32 [n, k], rows i64 [n]")
+def _rows_of_cache(cache, x):
+    need(x.dtype == "f32" and len(x.shape) == 2, "x must be f32 [n, k]")
     need(cache.shape[1] == x.shape[1], f"cache has {cache.shape[1]} columns, x {x.shape[1]}")
     return cache.dtype, cache.shape
 
 
-@op("q k v seq pos present", "n_head n_head_kv scale")
+@op("cache x rows", into=("cache",))
+def set_rows(_, cache, x, rows):
+    need(rows.dtype == "i64" and rows.shape == x.shape[:1], "rows must be i64 [n]")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache x", "cell", room="set_rows", into=("cache",))
+def cpy_rows(params, cache, x):
+    """Cache rows cell .. cell + n - 1 = x. The destination is part of the node."""
+    need(0 <= params["cell"] <= cache.shape[0] - x.shape[0], f"cells {params['cell']} to {params['cell'] + x.shape[0] - 1} of {cache.shape[0]}")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache x dst", "slot", room="set_rows", into=("cache",))
+def cpy_rows_indirect(params, cache, x, dst):
+    """The cache row at address dst[slot, i] = x[i]."""
+    need(dst.dtype == "i64" and dst.shape[1:] == x.shape[:1] and 0 <= params["slot"] < dst.shape[0], f"dst must be i64 [more than slot = {params['slot']}, n]")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache_v cache_k v k q pos table rows", "n_head n_head_kv neox", into=("cache_v", "cache_k"), also={"q": "q", "k": "cache_k"})
+def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, rows):
+    """set_rows(cache_v, v, rows), and rope(q) and set_rows(cache_k, rope(k), rows)."""
+    need(cache_v.dtype in ("f32", "f16") and cache_k.dtype in ("f32", "f16"), "caches must be f32 or f16")
+    rope({"n_head": params["n_head"]}, q, pos, table)
+    rope({"n_head": params["n_head_kv"]}, k, pos, table)
+    need(q.shape[1] // params["n_head"] == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
+    set_rows(params, cache_k, k, rows)
+    return set_rows(params, cache_v, v, rows)
+
+
+@op("q k v seq pos present", "n_head n_head_kv scale n_kv")
 def flash_attn_ext(params, q, k, v, seq, pos, present):
+    """n_kv: every pos is below it, so that no key at n_kv or later is visible; launches are shaped by it, bits are not."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv, f"q {q.shape} and k {k.shape} do not have heads of one size")
     need(v.shape[1] % n_head_kv == 0, f"v's {v.shape[1]} columns are not {n_head_kv} heads")
     need(k.shape[0] == v.shape[0] == prod(present.shape), f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
     need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
+    need(0 < params["n_kv"] <= present.shape[1], f"n_kv is {params['n_kv']}, of {present.shape[1]} positions")
     return "f32", (n, v.shape[1] // n_head_kv * n_head)
+
+
+@op("x")
+def argmax(_, x):
+    """The first column of the largest value of each row, -1 where one is NaN."""
+    need(x.dtype == "f32" and len(x.shape) == 2 and x.shape[1] > 0, "x must be f32 [n, k]")
+    return "i32", x.shape[:1]
 
 
 @op("x")

@@ -8,10 +8,11 @@ from .ops import GLU, OPS, ShapeError
 
 
 class Match(NamedTuple):
-    """What a pass found before a node: operands and parameters of the fused op, and the nodes whose work it takes over."""
+    """What a pass found before a node: operands and parameters of the fused op, and the nodes whose work it takes over, those first that stay results."""
     src: tuple[Tensor, ...]
     params: dict
     taken: list[Tensor]
+    into: Tensor | None = None  # the node that becomes the fused one, if it is not the one that was looked at
 
 
 def chain(producer: str, consumer: str) -> Callable[[Tensor], Match | None]:
@@ -39,13 +40,26 @@ def gated_products(node: Tensor) -> Match | None:
     return Match((gate, up, x, *gate_bias, *up_bias), {"act": GLU[node.op]}, [*found[0].taken, *found[1].taken])
 
 
+def rotated_and_cached(node: Tensor) -> Match | None:
+    """Q of an attention rotated, and K, rotated the same way, and V put into the same cells of their caches; V last."""
+    if node.op != "flash_attn_ext" or [x.op for x in node.src[:3]] != ["rope", "set_rows", "set_rows"] or node.src[1].src[1].op != "rope":
+        return None
+    q, k, v = node.src[:3]
+    (cache_k, rotated, rows), (cache_v, values, also_rows) = k.src, v.src
+    (x, *angles), (y, *also_angles) = q.src, rotated.src
+    if rows is not also_rows or q.params["neox"] != rotated.params["neox"] or any(a is not b for a, b in zip(angles, also_angles)):
+        return None
+    params = {"n_head": q.params["n_head"], "n_head_kv": rotated.params["n_head"], "neox": q.params["neox"]}
+    return Match((cache_v, cache_k, values, y, x, *angles, rows), params, [q, k, rotated], into=v)
+
+
 # Name of the pass and of the op it makes -> what it looks for. A node becomes the fused node, in its place, where
 #
 # - the op, defined as the composition of what is taken, takes the operands and parameters by its shape rule,
 # - all that is taken is on the node's device,
-# - nobody else reads a result that is taken, and it is no output; but for the sum that add_rms_norm and add_rms_norm_act give as well:
-#   its other readers only have to stand behind the node,
-# - no in-place op between what is taken and the node writes an operand.
+# - nobody else reads a result that is taken, and it is no output; but for those that the fused op gives as well, as add_rms_norm gives the sum:
+#   their other readers only have to stand behind the node,
+# - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
 # They run in this order: swiglu_act looks at what mul_mat_glu leaves.
 PASSES = {
@@ -54,6 +68,7 @@ PASSES = {
     "add_rms_norm": chain("add", "rms_norm"),
     "mul_mat_glu": gated_products,
     "swiglu_act": chain("swiglu", "quantize"),
+    "rope_set_rows": rotated_and_cached,
 }
 
 
@@ -84,23 +99,31 @@ def _run(op: str, find: Callable, graph: Graph) -> None:
         """given: what is taken and stays a result."""
         first = min(index[each] for each in match.taken)
         others = {each: readers[each] - {node, *match.taken} for each in match.taken}
-        return (_takes(op, match) and all(each.device == node.device for each in match.taken)
+        between = [each for each in nodes[first:index[node]] if each not in match.taken]
+        return (_takes(op, match) and all(each.device == node.device and index[each] <= index[node] for each in match.taken)
                 and all(index[reader] > index[node] for each in given for reader in others[each])
                 and not any(others[each] or each in graph.outputs for each in match.taken if each not in given)
-                and not {each.base for each in nodes[first:index[node]] if each.in_place} & {source.base for source in match.src})
+                and not _caches(between) & {source.base for source in match.src}
+                and not _caches(match.taken) & {source.base for each in between for source in each.src})
 
-    for node in nodes:
-        match = find(node)
+    for found in nodes:
+        match = find(found)
         if match is None:
             continue
-        given = match.taken[:len(OPS[op].also)]
+        node, given = match.into or found, match.taken[:len(OPS[op].also)]
         if may_fuse(node, match, given):
             taken = sorted(set(match.taken), key=index.get)
             node.op, node.src, node.params, node.also = op, match.src, match.params, tuple(given)
             node.replaces = tuple(name for each in (*taken, node) for name in each.replaces or (each.name,))
             for each in given:
+                each.alias = each.base if each.in_place else None
                 each.op, each.src, each.params, each.replaces = None, (), {}, ()
                 graph.nodes.remove(each)
+
+
+def _caches(nodes: list[Tensor]) -> set[Tensor]:
+    """What in-place nodes write into."""
+    return {tensor.base for node in nodes if node.in_place for tensor in node.written if tensor.base is not tensor}
 
 
 def _takes(op: str, match: Match) -> bool:

@@ -11,7 +11,7 @@ V = n_vocab.
 """
 import math
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -33,7 +33,9 @@ class Settings:
     type_k: str = "f16"
     type_v: str = "f16"
     no_fuse: tuple[str, ...] = ()  # graph passes left out
-    verbose: bool = False  # describe model and memory plan on the log
+    graphs: bool = True  # replay steps from CUDA graphs
+    kv_write: str = "set_rows"
+    verbose: bool = False  # describe model, memory plan and CUDA graphs on the log
 
 
 class LogitsDigest:
@@ -103,17 +105,20 @@ def check_context(model, n_ctx: int):
         raise UserError(f"-c: a context of {n_ctx} tokens is too long, this model was trained on at most {model.n_ctx_train}")
 
 
+@contextmanager
 def new_context(model, settings: Settings, window: int, n_seq: int, log):
-    """A context for n_seq sequences of `window` tokens each."""
+    """A context for n_seq sequences of `window` tokens each, closed at the end."""
     check_context(model, window)
     n_ctx = n_seq * window
     n_batch = min(settings.n_batch, n_ctx)
     n_ubatch = min(settings.n_ubatch, n_batch)
-    context = model.new_context(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, type_k=settings.type_k, type_v=settings.type_v, n_seq_max=n_seq,
-                                no_fuse=settings.no_fuse)
-    if settings.verbose:
-        print(f"{model.describe()}\n{context.describe()}", file=log)
-    return context
+    with model.new_context(n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, type_k=settings.type_k, type_v=settings.type_v, n_seq_max=n_seq,
+                           no_fuse=settings.no_fuse, graphs=settings.graphs, kv_write=settings.kv_write) as context:
+        if settings.verbose:
+            print(f"{model.describe()}\n{context.describe()}", file=log)
+        yield context
+        if settings.verbose:
+            print(context.launches(), file=log)
 
 
 def with_bos(model, windows: np.ndarray) -> np.ndarray:

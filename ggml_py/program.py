@@ -3,6 +3,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from .backends.cuda_graphs import refusal
 from .graph import Graph, Tensor
 from .passes import fuse
 from .plan import ALIGNMENT, plan_memory, split
@@ -58,13 +59,17 @@ class Program:
         self.input_offsets, self.input_bytes = dict(zip(self.inputs, ends)), ends[-1]
         for device, size in {self.input_device: 0, **self.plan.arena_bytes}.items():
             arenas.ensure(device, size + (self.input_bytes if device == self.input_device else 0))
+        self.staging = np.zeros(self.input_bytes, np.uint8)
+        self.staged: list[tuple[Tensor, np.ndarray]] = []  # the inputs and where their values go
         for tensor, offset in self.input_offsets.items():
             tensor.storage = arenas.buffers[self.input_device], offset
+            self.staged.append((tensor, self.staging[offset:offset + n_bytes(tensor)].view(DTYPES[tensor.dtype]).reshape(tensor.shape)))
         for tensor, place in self.plan.placements.items():
             tensor.storage = arenas.buffers[tensor.device], place.offset + (self.input_bytes if tensor.device == self.input_device else 0)
         self.generation = arenas.generation
         self.nodes = nodes
-        self.steps = [(backends[part.device], [self._bind(node) for node in part.nodes]) for part in self.splits]
+        self.refused = refusal(nodes)
+        self._steps: dict[int | None, list] = {}
 
     def off_device(self) -> tuple[int, int]:
         """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
@@ -77,7 +82,19 @@ class Program:
         parts = ", ".join(f"{len(part.nodes)} on {part.device}" for part in self.splits)
         return f"nodes: {parts}; off {self.input_device}: {computed} nodes, {copied} copies\n{self.plan.report()}"
 
-    def _bind(self, node: Tensor):
+    def steps(self, n_kv: int | None = None) -> list[tuple]:
+        """(backend, steps of its nodes) for each run of nodes on one device. n_kv: of nodes that have it, instead of the one they were made with;
+        only these are bound for each, all others once. A value's steps are always the same list."""
+        if n_kv not in self._steps:
+            others = next(iter(self._steps.values()), None)
+            self._steps[n_kv] = [(self.backends[part.device], [
+                self._bind(node, n_kv) if others is None or "n_kv" in node.params else others[i][1][j] for j, node in enumerate(part.nodes)])
+                for i, part in enumerate(self.splits)]
+        return self._steps[n_kv]
+
+    def _bind(self, node: Tensor, n_kv: int | None):
+        if n_kv and "n_kv" in node.params:
+            node.params = {**node.params, "n_kv": n_kv}
         backend = self.backends[node.device]
         if _crosses(node):
             return self._transfer(node, self.backends[node.src[0].base.device], backend)
@@ -91,18 +108,23 @@ class Program:
             backend.write(*node.storage, source_backend.read(*source.storage, n_bytes(source)))
         return transfer
 
-    def run(self, values: dict[str, np.ndarray]) -> list[np.ndarray]:
-        """values: one array for each input, of its dtype and shape. Returns the outputs as float32 arrays of their own."""
-        staging = np.zeros(self.input_bytes, np.uint8)
-        for tensor, offset in self.input_offsets.items():
-            value = np.ascontiguousarray(values[tensor.name], DTYPES[tensor.dtype])
+    def run(self, values: dict[str, np.ndarray], n_kv: int | None = None, graphs=None, key=None) -> list[np.ndarray]:
+        """values: one array for each input, of its dtype and shape. n_kv: as of `steps`. graphs: what replays the steps, under the key, or None.
+        Returns the outputs as arrays of their own."""
+        for tensor, staged in self.staged:
+            value = values[tensor.name]
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
-            staging[offset:offset + value.nbytes] = value.reshape(-1).view(np.uint8)
-        device = self.backends[self.input_device]
-        device.write(*self.inputs[0].storage, staging)
-        for backend, steps in self.steps:
-            backend.run(steps)
+            staged[...] = value
+        self.backends[self.input_device].write(*self.inputs[0].storage, self.staging)
+        parts = self.steps(n_kv)
+        if graphs is None or self.refused:
+            for backend, steps in parts:
+                backend.run(steps)
+            if graphs is not None:
+                graphs.refuse(self.refused)
+        else:
+            graphs.run(key, parts[0][1])
         return [self._read(tensor) for tensor in self.outputs]
 
     def _read(self, tensor: Tensor) -> np.ndarray:

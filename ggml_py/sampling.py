@@ -27,6 +27,10 @@ def uniform(seed: int, position: int) -> float:
     return (int(word) >> 11) * 2.0 ** -53
 
 
+def not_a_number(position: int) -> UserError:
+    return UserError(f"run: the logits of token {position} hold NaN")
+
+
 def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
     """The token at `position`.   logits: float32 [V]. Equal logits rank by the lower index.
 
@@ -34,7 +38,7 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
     3. min-p: those with p >= min_p * p[0].   4. w = exp((l - l[0]) / temperature), cumulative in order; the first whose sum exceeds u * sum.
     """
     if np.isnan(logits).any():
-        raise UserError(f"run: the logits of token {position} hold NaN")
+        raise not_a_number(position)
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
@@ -58,13 +62,22 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
 
 def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end):
     """Yield up to n_tokens tokens that continue `prompt`; one for which is_end(token) ends it and is not yielded.   prompt: int [n], n >= 1."""
-    logits, position = context.decode(prompt, logits="last")[-1], len(prompt)
+    position, decoded = len(prompt), prompt
     while n_tokens:
-        token = choose(logits, position, sampling)
+        token = _next(context, decoded, position, sampling)
         if is_end(token):
             return
         yield token
         n_tokens -= 1
         position += 1
-        if n_tokens:
-            logits = context.decode([token], logits="last")[-1]
+        decoded = [token]
+
+
+def _next(context, tokens, position: int, sampling: Sampling) -> int:
+    """The token at `position`, after `tokens` are decoded. Without a draw, logits stay where they are."""
+    if sampling.temperature != 0:
+        return choose(context.decode(tokens, logits="last")[-1], position, sampling)
+    token = int(context.decode(tokens, logits="argmax")[-1])
+    if token < 0:
+        raise not_a_number(position)
+    return token

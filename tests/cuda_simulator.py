@@ -1,6 +1,7 @@
 """Running CUDA kernels in tests: in numba's simulator, which needs a process of its own, and on a GPU.
 
-A machine has `target`, for launch functions, and `upload(array) -> address`, `run(launch)`, `download(address, dtype, shape)`, `free()`.
+A machine has `target`, for launch functions, and `upload(array) -> address`, `number(address)`, what kernels see of it, `run(launch)`,
+`download(address, dtype, shape)`, `free()`.
 Tests of the simulator are functions named simulate_*, run by a pytest of their own, which one ordinary test of the file starts with
 `run_in_simulator(__file__)`.
 """
@@ -38,6 +39,9 @@ class SimulatedMachine:
         memory[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return self.target.address(memory)
 
+    def number(self, address) -> int:
+        return address.memory.ctypes.data + address.offset
+
     def run(self, launch) -> None:
         launch(None)
 
@@ -61,6 +65,9 @@ class GPUMachine:
         buffer = self.backend.upload(array)
         self.buffers[int(buffer.handle)] = buffer
         return int(buffer.handle)
+
+    def number(self, address: int) -> int:
+        return address
 
     def run(self, launch) -> None:
         self.backend.run([launch])

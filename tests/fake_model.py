@@ -50,6 +50,9 @@ class FakeContext:
     def describe(self):
         return f"an arena for {self.n_ubatch} tokens"
 
+    def launches(self):
+        return "CUDA graphs: none"
+
     def decode(self, tokens, seq_id=0, logits="last"):
         return self.decode_batch([(seq_id, tokens)], logits)[0]
 
@@ -61,8 +64,9 @@ class FakeContext:
             past = self.sequences.setdefault(seq_id, [])
             past.extend(int(t) for t in tokens)
             assert len(past) <= self.room
-            keep = {"all": len(tokens), "last": 1, "none": 0}[logits]
-            results.append(self.model.logits(past)[len(past) - keep:])
+            keep = {"all": len(tokens), "last": 1, "argmax": 1, "none": 0}[logits]
+            rows = self.model.logits(past)[len(past) - keep:]
+            results.append(np.where(np.isnan(rows).any(1), -1, rows.argmax(1)) if logits == "argmax" else rows)
         return results
 
 
@@ -83,6 +87,6 @@ class FakeModel:
     def describe(self):
         return "a fake model"
 
-    def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=()):
+    def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True, kv_write="set_rows"):
         self.open_contexts += 1
         return FakeContext(self, n_ctx, n_batch, n_ubatch, type_k, type_v, n_seq_max)

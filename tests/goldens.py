@@ -56,8 +56,8 @@ def demo_tokens(model, n: int) -> np.ndarray:
     return np.array(model.tokenizer.encode(DEMO_TEXT.read_text())[:n], np.int32)
 
 
-def logits_digest(model, tokens, type_k="f16", type_v="f16", n_ubatch=512) -> str:
-    with model.new_context(n_ctx=len(tokens), type_k=type_k, type_v=type_v, n_ubatch=n_ubatch) as context:
+def logits_digest(model, tokens, type_k="f16", type_v="f16", n_ubatch=512, **settings) -> str:
+    with model.new_context(n_ctx=len(tokens), type_k=type_k, type_v=type_v, n_ubatch=n_ubatch, **settings) as context:
         return digest(context.decode(tokens, logits="all"))
 
 

@@ -2,6 +2,7 @@
 import numpy as np
 
 from ggml_py.kernels.cuda import add_rms_norm as cuda_add_rms_norm
+from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
 from ggml_py.kernels.cuda import glu as cuda_glu
@@ -10,9 +11,10 @@ from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
 from ggml_py.kernels.cuda import rope as cuda_rope
+from ggml_py.kernels.cuda import rope_set_rows as cuda_rope_set_rows
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
-from ggml_py.kernels.reference import add_rms_norm, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, set_rows, swiglu_act
+from ggml_py.kernels.reference import add_rms_norm, argmax, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -110,6 +112,30 @@ def check_scale(machine, n_rows, n_cols, a) -> None:
     compare(machine, cuda_elementwise.scale, (x,), expected, name, n_rows, n_cols, a, in_place=True)
 
 
+def argmax_cases(k: int) -> np.ndarray:
+    """float32 [n, k]: random rows, one with its largest value twice, of zeros of both signs, of equal, infinite and small values, and with a NaN."""
+    rng = seeded(f"argmax {k}")
+    x = activations(8, k, rng)
+    x[0, k // 2] = x[0, -1] = 1e30
+    x[1] = rng.choice([-0.0, 0.0], k)
+    x[2] = -np.inf
+    x[3] = -x[3]**2 - 1
+    x[4] = rng.choice(SPECIAL[np.isfinite(SPECIAL)], k)
+    x[5, rng.integers(k)] = np.inf
+    x[6, rng.integers(k)] = np.nan
+    return x
+
+
+def check_argmax(machine, k) -> None:
+    x = argmax_cases(k)
+    expected = np.empty(len(x), np.int32)
+    argmax.argmax(x, expected)
+    scratch, out = machine.upload(np.zeros((len(x), 2 * cuda_argmax.PARTS), np.int32)), machine.upload(np.full(len(x), -7, np.int32))
+    machine.run(cuda_argmax.argmax(machine.target, machine.upload(x), out, *x.shape, scratch))
+    assert machine.download(out, np.int32, len(x)).tolist() == expected.tolist(), f"argmax[k={k}]"
+    machine.free()
+
+
 def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:
     name = f"rope[n={n}, n_head={n_head}, dim={dim}, n_rot={n_rot}, neox={neox}]"
     rng = seeded(name)
@@ -203,6 +229,47 @@ def check_set_rows(machine, type_, rows, k, n_cells, special=False) -> None:
     machine.run(cuda_set_rows.set_rows(machine.target, type_, machine.upload(x), machine.upload(rows), cache, len(rows), k))
     found = machine.download(cache, expected.dtype, expected.shape)
     assert_bitwise_equal(comparable(type_, found), comparable(type_, expected), name)
+    machine.free()
+
+
+def check_cpy_rows(machine, type_, rows, k, n_cells) -> None:
+    """cpy_rows_indirect to the addresses of `rows`, and cpy_rows side by side from the first of them on, write what set_rows does."""
+    name = f"cpy_rows[{type_}, rows={rows[:8]}, k={k}, n_cells={n_cells}]"
+    rng, rows = seeded(name), np.array(rows, np.int64)
+    x, expected = activations(len(rows), k, rng), empty_cache(type_, n_cells, k)
+    for op, to in ("cpy_rows_indirect", rows), ("cpy_rows", rows[0] + np.arange(len(rows))):
+        written = expected.copy()
+        cache, at = machine.upload(written), machine.upload(x)
+        set_rows.set_rows(type_)(x, to, written)
+        if op == "cpy_rows":
+            launch = cuda_set_rows.cpy_rows(machine.target, type_, at, cache + int(to[0]) * written.strides[0], len(rows), k)
+        else:
+            dst = machine.upload(machine.number(cache) + to * written.strides[0])
+            launch = cuda_set_rows.cpy_rows_indirect(machine.target, type_, at, dst, cache, len(rows), k)
+        machine.run(launch)
+        found = machine.download(cache, expected.dtype, expected.shape)
+        assert_bitwise_equal(comparable(type_, found), comparable(type_, written), f"{op} {name}")
+        machine.free()
+
+
+def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells) -> None:
+    """types: of the caches of K and V; rows: cells written; heads: (n_head, n_head_kv); dims: of K and V."""
+    (type_k, type_v), (n_head, n_head_kv), (dim, dim_v), n = types, heads, dims, len(rows)
+    name = f"rope_set_rows[{types}, rows={rows[:8]}, heads={heads}, dims={dims}, n_rot={n_rot}, neox={neox}]"
+    rng = seeded(name)
+    q, k = (activations(n * count, dim, rng).reshape(n, count, dim) for count in heads)
+    v, angles = activations(n, n_head_kv * dim_v, rng), rng.uniform(0, 6, (9, n_rot // 2))
+    pos, rows = rng.integers(0, 9, n).astype(np.int32), np.array(rows, np.int64)
+    table = np.stack([np.cos(angles), np.sin(angles)], axis=2).astype(np.float32)
+    caches, q_out = [empty_cache(type_k, n_cells, n_head_kv * dim), empty_cache(type_v, n_cells, n_head_kv * dim_v)], np.empty_like(q)
+    at_caches, at_q = [machine.upload(cache) for cache in caches], machine.upload(np.full(q.size + GUARD, np.nan, np.float32))
+    rope_set_rows.rope_set_rows(type_k, type_v)(q, k, v, pos, table, neox, rows, q_out, *caches)
+    machine.run(cuda_rope_set_rows.rope_set_rows(machine.target, type_k, type_v, *map(machine.upload, (q, k, v, pos, table, rows)), at_q, *at_caches,
+                                                 n, n_head, n_head_kv, dim, n_rot, neox, n_head_kv * dim_v))
+    check_floats(machine, at_q, q_out, f"{name} q")
+    for what, type_, at, expected in zip("kv", types, at_caches, caches):
+        found = machine.download(at, expected.dtype, expected.shape)
+        assert_bitwise_equal(comparable(type_, found), comparable(type_, expected), f"{name} {what}")
     machine.free()
 
 

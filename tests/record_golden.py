@@ -20,6 +20,8 @@ def axes(model, tokens) -> dict[str, str]:
     """One digest a setting; they must all be equal."""
     found = {f"n_ubatch {n}": goldens.logits_digest(model, tokens, n_ubatch=n) for n in (512, 1, 7, 32)}
     found["again"] = goldens.logits_digest(model, tokens)
+    found["eager"] = goldens.logits_digest(model, tokens, n_ubatch=7, graphs=False)
+    found["cells by address"] = goldens.logits_digest(model, tokens, n_ubatch=7, kv_write="cpy")
     with model.new_context(n_ctx=len(tokens)) as context:
         pieces = [context.decode(tokens[i:i + 100], logits="all") for i in range(0, len(tokens), 100)]
     found["pieces of 100"] = goldens.digest(np.concatenate(pieces))

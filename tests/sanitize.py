@@ -1,7 +1,7 @@
 """compute-sanitizer over the kernel tests on a GPU: python tests/sanitize.py [memcheck racecheck initcheck synccheck]
 
 Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run. The tests are those of every kernel and of one format of each
-form, at sizes that keep all four tools within minutes.
+form, and decode steps, eager and replayed, at sizes that keep all four tools within minutes.
 """
 import argparse
 import os
@@ -14,8 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "initcheck": [], "synccheck": []}
 FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
-FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py"
+FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py", "tests/test_gpu_graphs.py"
 SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"
+             " or gpu_graphs and (verification or arena)"
              f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or test_dequantize or {' or '.join(FORMS)})")
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")
 CLEAN = re.compile(r"0 errors\b|0 hazards displayed \(0 errors, 0 warnings\)")

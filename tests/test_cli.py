@@ -151,13 +151,13 @@ def test_run_with_the_chat_template(capsys, files):
     model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     model.tokenizer.token_text = lambda id: f"<{id}>"
     code, _, _ = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "hi", "-n", 1, "--chat", model=model)
-    assert code == 0 and model.calls[0] == ("last", {0: 1 + len("<user>hi<assistant>")})
+    assert code == 0 and model.calls[0] == ("argmax", {0: 1 + len("<user>hi<assistant>")})
 
 
 def test_verbose_describes_the_model(capsys, files):
     _, _, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "x", "-n", 1, "--verbose", model=FakeModel())
     *described, compiled = err.splitlines()
-    assert described == ["a fake model", "an arena for 2 tokens"]
+    assert described == ["a fake model", "an arena for 2 tokens", "CUDA graphs: none"]
     assert re.fullmatch(r"\d+ kernels compiled in \d+\.\d s", compiled)
 
 

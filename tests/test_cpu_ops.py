@@ -8,9 +8,10 @@ import pytest
 from random_weights import random_weight
 
 from ggml_py.kernels import arith
-from ggml_py.kernels.cpu import (add_rms_norm, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, quantize, rms_norm, rms_norm_act, rope, set_rows,
+from ggml_py.kernels.cpu import (add_rms_norm, argmax, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, quantize, rms_norm, rms_norm_act, rope, set_rows,
                                  swiglu_act)
 from ggml_py.kernels.reference import add_rms_norm as reference_add_rms_norm
+from ggml_py.kernels.reference import argmax as reference_argmax
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import get_rows as reference_get_rows
@@ -170,6 +171,19 @@ def test_take_rows():
                 (numbers((5, k), rng), rng.integers(0, 5, n).astype(np.int32)), ((n, k), f32))
 
 
+@pytest.mark.parametrize("k", [1, 2, 257, 128256])
+def test_argmax(k):
+    rng = seeded(f"argmax {k}")
+    x = numbers((6, k), rng)
+    x[1], x[2], x[3] = rng.choice(f32([-0.0, 0]), k), -np.inf, rng.choice(SPECIAL, k)
+    x[4, k // 2] = x[4, -1] = 1e30
+    x[5, rng.integers(k)] = np.nan
+    found, expected = np.empty(len(x), np.int32), [-1 if np.isnan(row).any() else int(row.argmax()) for row in x]
+    for kernel in reference_argmax.argmax, argmax.argmax:
+        kernel(x, found)
+        assert found.tolist() == expected, kernel
+
+
 def cache_layout(type_, n_cells, k):
     """(shape, dtype) of a cache of n_cells rows of k values."""
     return {"f32": ((n_cells, k), np.float32), "f16": ((n_cells, k), np.uint16), "q8_0": ((n_cells, k // 32 * 34), np.uint8)}[type_]
@@ -191,6 +205,22 @@ def test_set_rows(type_, n_threads):
         if type_ == "f16":
             a, b = a.view(np.float16), b.view(np.float16)
         assert_bitwise_equal(b, a, f"set_rows[{type_}, n={n}, k={k}]")
+
+
+@pytest.mark.parametrize("room", [reference_set_rows, set_rows], ids=["reference", "cpu"])
+@pytest.mark.parametrize("type_", CACHES)
+def test_cpy_rows(type_, room):
+    """Cells by their addresses, and side by side; addresses elsewhere are refused."""
+    x, cells = numbers((3, 96), seeded(f"cpy_rows {type_}")), np.array([4, 0, 5])
+    shape, dtype = cache_layout(type_, 6, 96)
+    for write, where, rows in ((room.cpy_rows, 2, np.arange(2, 5)), (room.cpy_rows_indirect, cells, cells)):
+        a, b = np.full(shape, 1, dtype), np.full(shape, 1, dtype)
+        reference_set_rows.set_rows(type_)(x, rows, a)
+        write(type_)(x, b.ctypes.data + cells * b.strides[0] if where is cells else where, b)
+        assert b.tobytes() == a.tobytes()
+    for offset in -b.strides[0], 1, 6 * b.strides[0]:
+        with pytest.raises(ValueError, match=rf"cpy_rows_indirect: row 1 goes to byte {offset} of the cache, allowed: the first byte of one of its 6 rows"):
+            room.cpy_rows_indirect(type_)(x[:2], b.ctypes.data + np.array([0, offset]), b)
 
 
 # Attention

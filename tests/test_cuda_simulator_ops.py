@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
 from ggml_py.kernels.cuda.elementwise import add
@@ -11,10 +12,11 @@ from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
-from ggml_py.kernels.cuda.set_rows import TYPES, set_rows
+from ggml_py.kernels.cuda.rope_set_rows import rope_set_rows
+from ggml_py.kernels.cuda.set_rows import TYPES, cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
-                            check_rms_norm_act, check_rope, check_scale, check_set_rows, check_swiglu_act)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+                            check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 
 def test_in_the_simulator():
@@ -78,6 +80,14 @@ def simulate_scale(machine):
     check_scale(machine, 2, 257, 0.1)
 
 
+@pytest.mark.parametrize("k", [3, 37])
+def simulate_argmax(machine, k, monkeypatch):
+    """Small blocks: more parts than columns, and rounds of columns in a part."""
+    monkeypatch.setattr(cuda_argmax, "THREADS", 4)
+    monkeypatch.setattr(cuda_argmax, "PARTS", 4)
+    check_argmax(machine, k)
+
+
 @pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("n, n_head, dim, n_rot", [(1, 1, 2, 2), (2, 5, 6, 6), (2, 3, 71, 68)])
 def simulate_rope(machine, n, n_head, dim, n_rot, neox):
@@ -88,6 +98,17 @@ def simulate_rope(machine, n, n_head, dim, n_rot, neox):
 @pytest.mark.parametrize("type_, k", [("f32", 129), ("f16", 129), ("q8_0", 32 * 13)])
 def simulate_set_rows(machine, type_, k, special):
     check_set_rows(machine, type_, [3, 0], k, 4, special)
+
+
+@pytest.mark.parametrize("type_, k", [("f32", 129), ("f16", 129), ("q8_0", 32 * 13)])
+def simulate_cpy_rows(machine, type_, k):
+    check_cpy_rows(machine, type_, [2, 0], k, 4)
+
+
+@pytest.mark.parametrize("types, heads, dims, n_rot, neox", [
+    (("f16", "f16"), (5, 1), (6, 6), 6, True), (("f32", "f16"), (2, 2), (71, 70), 68, False), (("f16", "f32"), (1, 1), (2, 1), 2, False)], ids=str)
+def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox):
+    check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4)
 
 
 @pytest.mark.parametrize("types, heads, dims", [
@@ -146,6 +167,8 @@ def test_refusals():
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),
         (lambda: set_rows(None, "q4_0", 0, 0, 0, 1, 32), "set_rows: type is q4_0, allowed: f32, f16, q8_0"),
         (lambda: set_rows(None, "q8_0", 0, 0, 0, 1, 40), "set_rows: k is 40, allowed: a multiple of 32 for q8_0"),
+        (lambda: rope_set_rows(None, "q8_0", *[0] * 10, 1, 1, 1, 32, 32, True, 32), "rope_set_rows: type of K is q8_0, allowed: f32, f16"),
+        (lambda: cpy_rows_indirect(None, "q8_0", 0, 0, 0, 0, 32), "cpy_rows_indirect: n is 0, allowed: at least 1"),
         (lambda: attention(type_v="bf16"), "flash_attn_ext: type of V is bf16, allowed: f32, f16, q8_0"),
         (lambda: attention(dim_k=577), "flash_attn_ext: head size of K is 577, allowed: 1 to 576"),
         (lambda: attention(type_k="q8_0", dim_k=24), "flash_attn_ext: row of K is 48, allowed: a multiple of 32 for q8_0"),

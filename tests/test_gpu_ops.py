@@ -7,8 +7,8 @@ import pytest
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.set_rows import TYPES
 from matmul_comparisons import SPECIAL
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_binary, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
-                            check_rms_norm_act, check_rope, check_scale, check_set_rows, check_swiglu_act)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+                            check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +77,11 @@ def test_scale(machine, a):
     check_scale(machine, 33, 1537, a)
 
 
+@pytest.mark.parametrize("k", [1, 63, 64, 65, 16384, 16385, 49152, 128256])
+def test_argmax(machine, k):
+    check_argmax(machine, k)
+
+
 @pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("n, n_head, dim, n_rot", [(1, 9, 64, 64), (300, 3, 64, 64), (7, 5, 80, 32), (3, 32, 128, 128), (2, 1, 576, 64), (2, 2, 7, 2)])
 def test_rope(machine, n, n_head, dim, n_rot, neox):
@@ -89,6 +94,21 @@ def test_rope(machine, n, n_head, dim, n_rot, neox):
 def test_set_rows(machine, type_, n, k, special):
     rows = np.random.default_rng(n).permutation(n + 9)[:n].tolist()
     check_set_rows(machine, type_, rows, k, n + 9, special)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("n, k", [(1, 192), (300, 192), (5, 4128)])
+def test_cpy_rows(machine, type_, n, k):
+    rows = [3, *(3 + np.random.default_rng(n).permutation(n - 1) + 1).tolist()]
+    check_cpy_rows(machine, type_, rows, k, n + 9)
+
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f16"), ("f16", "f32"), ("f32", "f32")], ids=str)
+@pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("n, heads, dims, n_rot", [(1, (9, 3), (64, 64), 64), (300, (32, 8), (128, 128), 128), (7, (5, 5), (80, 66), 32), (2, (1, 1), (7, 1), 2)])
+def test_rope_set_rows(machine, types, neox, n, heads, dims, n_rot):
+    rows = np.random.default_rng(n).permutation(n + 9)[:n].tolist()
+    check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n + 9)
 
 
 def one_sequence(n, first=0):

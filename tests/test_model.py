@@ -113,6 +113,15 @@ def test_logits_last_and_none(mixed, tokens):
         assert_bitwise_equal(context.decode(tokens[100:], logits="all"), everything[100:], "after none")
 
 
+def test_argmax_is_that_of_the_logits(mixed, tokens):
+    expected = run(mixed, tokens).argmax(1)
+    with mixed.new_context(n_ctx=2 * 256, n_seq_max=2, n_ubatch=64) as context:
+        found = [context.decode(tokens[:100], logits="argmax"), *(context.decode(tokens[i:i + 1], logits="argmax") for i in range(100, 110))]
+        assert all(ids.dtype == np.int32 for ids in found) and np.concatenate(found).tolist() == expected[99:110].tolist()
+        both = context.decode_batch([(1, tokens[:7]), (0, tokens[110:150])], logits="argmax")
+        assert [ids.tolist() for ids in both] == [[expected[6]], [expected[149]]]
+
+
 def test_seq_rm_and_clear(mixed, tokens):
     expected = run(mixed, tokens)
     with mixed.new_context(n_ctx=256) as context:
@@ -160,7 +169,7 @@ def test_closing_twice_is_closing_once(tmp_path):
     (lambda c: c.decode([1.5]), "tokens: must be a one-dimensional list of ids"),
     (lambda c: c.decode([1], seq_id=1), "seq_id: must be 0 to 0, got 1"),
     (lambda c: c.decode([1] * 257), "context: sequence 0 has 0 of 256 positions in use, 257 more do not fit"),
-    (lambda c: c.decode([1], logits="some"), "logits: 'some' is not allowed; allowed: all, last, none"),
+    (lambda c: c.decode([1], logits="some"), "logits: 'some' is not allowed; allowed: all, last, argmax, none"),
     (lambda c: c.decode_batch([(0, [1]), (0, [2])]), "decode_batch: a sequence may occur once"),
 ])
 def test_bad_calls(mixed, call, message):

@@ -131,6 +131,51 @@ def product_with_itself():
     return g
 
 
+CELLS = np.array([0, 3, 5])
+
+
+def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, between=lambda g, q, k, cache: []):
+    """Nine heads of Q and three of K and V, put into three of eight cells. between: (graph, rotated Q and K, cache of K) -> outputs, made after K is written
+    and before V is."""
+    g, x, y = start()
+    k, v = (g.mul_mat(matrix(name, "F32", n_rows=96), y, name=name) for name in "kv")
+    pos, seq = leaf("pos", "i32", CELLS.astype(np.int32)), leaf("seq", "i32", np.zeros(N, np.int32))
+    rows = {name: leaf(name, "i64", CELLS) for name in ("rows", "other rows")}
+    present = np.isin(np.arange(8), CELLS).astype(np.uint8)[None]
+    table = leaf("table", "f32", np.random.default_rng(2).uniform(-1, 1, (8, 12, 2)).astype(np.float32))
+    cache_k, cache_v = (leaf(f"cache {type_}", type_, np.zeros((8, {"f32": 384, "f16": 192, "q8_0": 102}[type_]), np.uint8), (8, 96)) for type_ in types)
+    q = g.rope(x, pos, table, n_head=9, neox=neox[0], name="q")
+    rotated = g.rope(k, pos, table, n_head=3, neox=neox[1], name="rotated k")
+    write_v = lambda: g.set_rows(cache_v, v, rows[rows_of_v], name="cached v")
+    if v_first:
+        cached_v = write_v()
+    cached_k = g.set_rows(cache_k, rotated, rows["rows"], name="cached k")
+    others = between(g, q, rotated, cache_k)
+    if not v_first:
+        cached_v = write_v()
+    a = g.flash_attn_ext(q, cached_k, cached_v, seq, pos, leaf("present", "u8", present), n_head=9, n_head_kv=3, scale=0.2, n_kv=8, name="attention")
+    g.outputs = [a, *others]
+    return g
+
+
+def q_is_read_after():
+    g = attention()
+    g.outputs.append(g.scale(g.nodes[2], factor=2.0))
+    return g
+
+
+def q_is_read_before_v_is_written():
+    return attention(between=lambda g, q, k, cache: [g.scale(q, factor=2.0)])
+
+
+def rotated_k_is_read():
+    return attention(between=lambda g, q, k, cache: [g.scale(k, factor=2.0)])
+
+
+def the_cache_is_read_between():
+    return attention(("f32", "f16"), between=lambda g, q, k, cache: [g.scale(cache, factor=2.0)])
+
+
 def ops(g):
     return [node.op for node in g.live()]
 
@@ -162,6 +207,9 @@ def run(g, no_fuse=()):
     (product_with_itself, ["mul_mat_glu"]),
     (lambda: glu(biased=(True, True)), ["quantize", "mul_mat_glu"]),
     (lambda: glu("geglu", ("BF16", "BF16"), (True, True)), ["mul_mat_glu"]),
+    *((lambda types=types: attention(types, (types[0] == "f16",) * 2), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"])
+      for types in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))),
+    (q_is_read_after, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext", "scale"]),
 ])
 def test_fused_and_unfused_give_the_same_bits(build, fused):
     g, plain = build(), build()
@@ -183,6 +231,22 @@ def test_a_fused_node_remembers_what_it_replaces():
     fuse(square)
     assert square.live()[0].replaces == ("g", "square")
     assert [[tensor.name for tensor in node.also] for node in g.live()] == [["inp"], [], [], [], ["out"], []]
+
+
+def test_what_a_fused_node_writes_into_caches_is_theirs():
+    """It lives for its writes alone, gives rotated Q memory of its own, and the caches as they are."""
+    g = attention()
+    fuse(g)
+    node, = (each for each in g.live() if each.op == "rope_set_rows")
+    q, k = node.also
+    assert (node.name, q.name, k.name) == ("cached v", "q", "cached k") and node.replaces == ("q", "rotated k", "cached k", "cached v")
+    assert node.base is node.src[0] and k.base is node.src[1] and q.base is q
+    g.outputs = []
+    assert [each.op for each in g.live()] == ["mul_mat", "mul_mat", "rope_set_rows"]
+    built = Graph()
+    x, y, _ = (built.input(name, "f32", (N, n)) for name, n in (("x", K), ("y", 96), ("z", 96)))
+    made = built.rope_set_rows(*node.src[:2], y, y, x, *node.src[5:], n_head=9, n_head_kv=3, neox=True, name="made")
+    assert made.base is node.src[0] and [(t.name, t.shape, t.base) for t in made.also] == [("made-q", (N, K), made.also[0]), ("made-k", (8, 96), node.src[1])]
 
 
 def also_a_float_product():
@@ -350,7 +414,9 @@ def product_operand_written_between():
     also_a_float_product, also_an_output, norm_is_an_output, float_weights, norm_of_heads, two_devices, operand_written_between,
     sum_read_before_its_norm, sum_with_one_row, sum_on_another_device, term_written_between,
     a_bias_in_one_product, a_bias_of_rows, float_and_quantized_products, products_of_two_inputs, a_product_is_read_elsewhere, a_product_is_an_output,
-    a_product_is_read_without_its_bias, a_product_is_scaled, one_side_is_no_product, products_on_two_devices, product_operand_written_between])
+    a_product_is_read_without_its_bias, a_product_is_scaled, one_side_is_no_product, products_on_two_devices, product_operand_written_between,
+    lambda: attention(("q8_0", "f16")), lambda: attention(("f16", "q8_0")), lambda: attention(neox=(True, False)), lambda: attention(rows_of_v="other rows"),
+    lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between])
 def test_left_alone(build):
     g, plain = build(), build()
     before = ops(g)
@@ -479,7 +545,7 @@ def test_unknown_passes_are_named(tmp_path, capsys):
     with Model.load(write_model(tmp_path / "m.gguf"), device="cpu") as model:
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
-    allowed = "'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, swiglu_act, all"
+    allowed = "'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, swiglu_act, rope_set_rows, all"
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err
@@ -489,7 +555,7 @@ def test_help_says_that_nothing_is_left_out_by_default(capsys):
     with pytest.raises(SystemExit):
         cli.execute(["run", "--help"])
     help = " ".join(capsys.readouterr().out.split())
-    assert "graph passes left out, none by default; changes the speed, never a bit --verbose" in help and "(default: 0.0)" in help
+    assert "graph passes left out, none by default; changes the speed, never a bit --no-graphs" in help and "(default: 0.0)" in help
 
 
 @pytest.mark.parametrize("option, no_fuse", [([], ()), (["--no-fuse", "all"], ("all",)), (["--no-fuse", "swiglu_act,rms_norm_act"], ("swiglu_act", "rms_norm_act"))])

@@ -23,7 +23,7 @@ def test_selection():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", "-k", sanitize.SELECTION, *sanitize.FILES]
     found = subprocess.run(command, cwd=sanitize.ROOT, capture_output=True, text=True).stdout
     for name in ("test_rms_norm[", "test_rope[", "test_set_rows[", "test_flash_attn_ext_types[", "test_quantize[", "test_take_rows[", "test_get_rows[Q6_K]",
-                 "test_mul_mat[Q4_K-8]", "test_mul_mat[NVFP4-65]"):
+                 "test_mul_mat[Q4_K-8]", "test_mul_mat[NVFP4-65]", "test_verification_and_several_sequences[cpy]"):
         assert name in found, name
     assert "extremes" not in found and "test_mul_mat[Q5_1" not in found and "test_rms_norm[False-7-14336]" not in found
 

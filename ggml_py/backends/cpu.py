@@ -78,6 +78,16 @@ class CPUBackend:
             return buffer[offset:offset + n_bytes(tensor)].view(CACHE_TYPES[tensor.dtype][2]).reshape(tensor.shape[0], -1)
         return part(0, n_bytes(tensor) // 4, np.uint32, -1)
 
+    def address(self, tensor: Tensor) -> int:
+        buffer, offset = tensor.base.storage
+        return buffer.ctypes.data + offset
+
+    def key_bound(self, n_keys: int, n_ctx: int) -> int:
+        return n_ctx
+
+    def new_graphs(self) -> None:
+        return None
+
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
@@ -123,7 +133,7 @@ def bind_mul_mat_glu(kernel, node, gate, up, x, *others):
     return partial(kernel(node.params["act"], *types), gate, up, x if isinstance(x, tuple) else (x,), biases, out, scratch)
 
 
-@binds("take_rows", "swiglu", "geglu", "reglu")
+@binds("take_rows", "swiglu", "geglu", "reglu", "argmax")
 def bind_plain(kernel, node, *operands):
     return partial(kernel, *operands)
 
@@ -168,6 +178,24 @@ def bind_rope(kernel, node, x, pos, table, out):
 @binds("set_rows")
 def bind_set_rows(kernel, node, cache, x, rows, out):
     return partial(kernel(node.dtype), x, rows, cache)
+
+
+@binds("rope_set_rows")
+def bind_rope_set_rows(kernel, node, cache_v, cache_k, v, k, q, pos, table, rows, out, q_out, also_cache_k):
+    heads = lambda x, n_head: x.reshape(len(x), n_head, x.shape[1] // n_head)
+    n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
+    return partial(kernel(node.src[1].dtype, node.dtype), heads(q, n_head), heads(k, n_head_kv), v, pos, table, node.params["neox"], rows,
+                   heads(q_out, n_head), cache_k, cache_v)
+
+
+@binds("cpy_rows")
+def bind_cpy_rows(kernel, node, cache, x, out):
+    return partial(kernel(node.dtype), x, node.params["cell"], cache)
+
+
+@binds("cpy_rows_indirect")
+def bind_cpy_rows_indirect(kernel, node, cache, x, dst, out):
+    return partial(kernel(node.dtype), x, dst[node.params["slot"]], cache)
 
 
 @binds("flash_attn_ext")

@@ -9,6 +9,8 @@ import numpy as np
 
 from ..graph import Tensor
 from ..ops import OPS
+from ..storage import n_bytes
+from .cuda_graphs import GraphCache, bucket
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
 
@@ -91,11 +93,23 @@ class CUDABackend:
         return self.stream.handle
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        if node.op == "argmax":
+            from ..kernels.cuda.argmax import PARTS
+            return "i32", (*node.shape, 2 * PARTS)
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
     def bind(self, node: Tensor):
         launch = getattr(import_module(f"..kernels.cuda.{OPS[node.op].module}", __package__), node.op)
         return BINDERS[node.op](launch, self.target, node, *map(address, node.src), *map(address, node.written))
+
+    def address(self, tensor: Tensor) -> int:
+        return address(tensor)
+
+    def key_bound(self, n_keys: int, n_ctx: int) -> int:
+        return bucket(n_keys, n_ctx)
+
+    def new_graphs(self) -> GraphCache:
+        return GraphCache(self)
 
     def run(self, steps) -> None:
         stream = self.stream
@@ -203,6 +217,29 @@ def bind_rope(launch, target, node, x, pos, table, out):
 @binds("set_rows")
 def bind_set_rows(launch, target, node, cache, x, rows, out):
     return launch(target, node.dtype, x, rows, cache, *node.src[1].shape)
+
+
+@binds("argmax")
+def bind_argmax(launch, target, node, x, out, scratch):
+    return launch(target, x, out, *node.src[0].shape, scratch)
+
+
+@binds("rope_set_rows")
+def bind_rope_set_rows(launch, target, node, cache_v, cache_k, v, k, q, pos, table, rows, out, q_out, also_cache_k):
+    (n, v_cols), (_, k_cols), n_head_kv = node.src[2].shape, node.src[3].shape, node.params["n_head_kv"]
+    return launch(target, node.src[1].dtype, node.dtype, q, k, v, pos, table, rows, q_out, cache_k, cache_v, n, node.params["n_head"], n_head_kv,
+                  k_cols // n_head_kv, 2 * node.src[6].shape[1], node.params["neox"], v_cols)
+
+
+@binds("cpy_rows")
+def bind_cpy_rows(launch, target, node, cache, x, out):
+    return launch(target, node.dtype, x, cache + n_bytes(node) // node.shape[0] * node.params["cell"], *node.src[1].shape)
+
+
+@binds("cpy_rows_indirect")
+def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
+    n, k = node.src[1].shape
+    return launch(target, node.dtype, x, dst + 8 * n * node.params["slot"], cache, n, k)
 
 
 @binds("flash_attn_ext")

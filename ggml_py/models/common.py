@@ -154,9 +154,9 @@ class Transformer:
         if n_expert:
             raise UserError(f"{self.file.path}: {self.name} with {n_expert} experts is not supported, only dense layers are")
 
-    def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str) -> KVCache:
+    def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows") -> KVCache:
         hp = self.hp
-        return KVCache(self.w.backend, [(n * hp.n_embd_head_k, n * hp.n_embd_head_v) for n in hp.n_head_kv], n_ctx, n_seq_max, type_k, type_v)
+        return KVCache(self.w.backend, [(n * hp.n_embd_head_k, n * hp.n_embd_head_v) for n in hp.n_head_kv], n_ctx, n_seq_max, type_k, type_v, kv_write)
 
     def new_rope_table(self, n_ctx: int) -> Tensor:
         table = rope_table(self.hp.rope, n_ctx, self.rope_factors(n_ctx))
@@ -174,8 +174,9 @@ class Transformer:
         self.w.backend.free(table.storage[0])
         memory.close()
 
-    def build(self, memory: KVCache, table: Tensor, n_tokens: int, n_outputs: int) -> Graph:
-        """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if any."""
+    def build(self, memory: KVCache, table: Tensor, n_tokens: int, n_outputs: int, greedy: bool = False) -> Graph:
+        """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if any; greedy: only the ids of
+        the largest, i32 [n_outputs]."""
         hp, g = self.hp, Graph(self.w.backend.device)
         x = g.get_rows(self.w("token_embd.weight", self.n_vocab, hp.n_embd), g.input("tokens", "i32", (n_tokens,)), name="inp_embd")
         b = Batch(g, memory, table, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)), g.input("out_ids", "i32", (n_outputs,)))
@@ -185,7 +186,7 @@ class Transformer:
         x = g.rms_norm(x, self.w("output_norm.weight", hp.n_embd), eps=hp.eps, name="result_norm")
         head = "output" if "output.weight" in self.w else "token_embd"
         logits = self.linear(b, x, head, self.n_vocab, name="result_output")
-        g.outputs = [logits] if n_outputs else []
+        g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
         return g
 
     def layer(self, b: Batch, il: int, x: Tensor) -> Tensor:
@@ -210,11 +211,10 @@ class Transformer:
         k = self.norm_head(b, k, f"blk.{il}.attn_k_norm.weight", f"Kcur_normed-{il}")
         q = g.rope(q, b.pos, b.rope_table, n_head=n_head, neox=self.neox, name=f"Qcur-{il}")
         k = g.rope(k, b.pos, b.rope_table, n_head=n_head_kv, neox=self.neox, name=f"Kcur-{il}")
-        rows = g.inputs["rows"]
-        k = g.set_rows(b.memory.k[il], k, rows, name=f"k_cache-{il}")
-        v = g.set_rows(b.memory.v[il], v, rows, name=f"v_cache-{il}")
+        k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
+        v = b.memory.write(g, b.memory.v[il], v, name=f"v_cache-{il}")
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head_kv,
-                                scale=hp.n_embd_head_k**-0.5, name=f"kqv_out-{il}")
+                                scale=hp.n_embd_head_k**-0.5, n_kv=b.memory.n_ctx, name=f"kqv_out-{il}")
 
     def norm_head(self, b: Batch, x: Tensor, weight: str, name: str) -> Tensor:
         """The norm of each head before its rotation; architectures without one return x."""

@@ -200,6 +200,21 @@ ldc, ldc4 = _load("ldc", 1, True), _load("ldc4", 4, True)
 st, st4 = _store("st", 1), _store("st4", 4)
 
 
+def _pointer_at():
+    """(pointer, address) -> what lies at an address that a kernel has read, int64, as elements of the pointer's type."""
+    if SIMULATED:
+        return simulator.pointer_at
+
+    def typed(typingctx, pointer, address):
+        _pointer("pointer_at", pointer, 1)
+        _check("pointer_at", "l", address)
+        return pointer(pointer, types.int64), lambda context, builder, signature, args: builder.inttoptr(args[1], args[0].type)
+    return intrinsic(_named("pointer_at", 2)(typed))
+
+
+pointer_at = _pointer_at()
+
+
 def constant(entries):
     """(i) -> entries[i], uint32, of a table that lies in global memory beside the code. entries: numpy array [n] of unsigned integers."""
     words = np.ascontiguousarray(entries, u32)

@@ -2,6 +2,9 @@
 
 A cache holds n_cells rows of k values, one after the other; q8_0 in blocks of 32 values (k is a multiple of 32): a half d and 32 int8 levels.
 Blocks of the grid: x = row, y = 128 threads; a thread writes one value, or one block of q8_0.
+
+Where row i goes is data or part of the launch: set_rows reads the number of its cell, cpy_rows_indirect its address; cpy_rows puts the rows side by side
+from one address on, an argument of the launch. All write the same bytes.
 """
 from typing import Callable, NamedTuple
 
@@ -9,7 +12,7 @@ import numpy as np
 from numba import cuda
 
 from .launch import F32, I64, N, U16, U32, Kernel, check, factory
-from .ptx import as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ld4, ldc, ldc4, mul, st, sub, u32
+from .ptx import as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ld4, ldc, ldc4, mul, pointer_at, st, sub, u32
 
 THREADS = 128
 BLOCK = 32                 # values of q8_0 with one scale
@@ -36,23 +39,49 @@ def larger(amax, x):
     return bits if bits > amax else amax
 
 
-@factory([("f32",), ("f16",)])
-def set_values_kernel(type_):
-    def kernel_f32(x, rows, cache, k):
-        row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if column < k:
-            st(cache, ld(rows, row) * k + column, ld(x, i64(row) * k + column))
+# Where a row goes: (cache, dst, row, n) -> a pointer of the cache's type, and the place of the row's first of n elements behind it.
 
-    def kernel_f16(x, rows, cache, k):
+@device
+def in_cell(cache, rows, row, n):
+    return cache, ld(rows, row) * n
+
+
+@device
+def at_address(cache, dst, row, n):
+    return pointer_at(cache, ld(dst, row)), i64(0)
+
+
+@device
+def side_by_side(cache, _, row, n):
+    return cache, i64(row) * n
+
+
+PLACES = {"set_rows": in_cell, "cpy_rows_indirect": at_address, "cpy_rows": side_by_side}  # by op
+
+
+@factory([("f32", "set_rows"), ("f16", "set_rows"), ("f32", "cpy_rows_indirect"), ("f16", "cpy_rows_indirect"), ("f16", "cpy_rows")])
+def set_values_kernel(type_, op):
+    place = PLACES[op]
+
+    def kernel_f32(x, dst, cache, k):
         row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < k:
-            st(cache, ld(rows, row) * k + column, f32_to_f16(ld(x, i64(row) * k + column)))
+            to, first = place(cache, dst, row, k)
+            st(to, first + column, ld(x, i64(row) * k + column))
+
+    def kernel_f16(x, dst, cache, k):
+        row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < k:
+            to, first = place(cache, dst, row, k)
+            st(to, first + column, f32_to_f16(ld(x, i64(row) * k + column)))
     return Kernel(*{"f32": (kernel_f32, (F32, I64, F32, N)), "f16": (kernel_f16, (F32, I64, U16, N))}[type_], n_threads=THREADS)
 
 
-@factory([()])
-def set_q8_0_kernel():
-    def kernel(x, rows, cache, n_blocks):
+@factory([("set_rows",), ("cpy_rows_indirect",), ("cpy_rows",)])
+def set_q8_0_kernel(op):
+    place = PLACES[op]
+
+    def kernel(x, dst, cache, n_blocks):
         v = cuda.local.array(BLOCK, f32)
         row, block = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if block < n_blocks:
@@ -64,25 +93,40 @@ def set_q8_0_kernel():
                 amax = larger(amax, v[i])
             d = div(as_f32(amax), Q8_LIMIT) if amax < INFINITY_BITS else NAN
             id_ = div(ONE, d) if d >= SMALLEST else ZERO  # also for NaN: then mul gives 0 or NaN, and f2i 0
-            to = (ld(rows, row) * n_blocks + block) * BLOCK_HALVES
-            st(cache, to, f32_to_f16(d))
+            to, first_block = place(cache, dst, row, n_blocks)
+            at = (first_block + block) * BLOCK_HALVES
+            st(to, at, f32_to_f16(d))
             for i in range(0, BLOCK, 2):
                 low, high = round_half_away(mul(v[i], id_)), round_half_away(mul(v[i + 1], id_))
-                st(cache, to + 1 + i // 2, (low & 0xff) | (high & 0xff) << 8)
+                st(to, at + 1 + i // 2, (low & 0xff) | (high & 0xff) << 8)
     return Kernel(kernel, (F32, I64, U16, N), n_threads=THREADS)
+
+
+def _launch(target, op, type_, x, dst, cache, n, k):
+    check(op, type_ in TYPES, "type", type_, ", ".join(TYPES))
+    check(op, n >= 1, "n", n, "at least 1")
+    if type_ == "q8_0":
+        check(op, k >= 1 and k % BLOCK == 0, "k", k, f"a multiple of {BLOCK} for q8_0")
+        kernel, items = set_q8_0_kernel(op), k // BLOCK
+    else:
+        check(op, k >= 1, "k", k, "at least 1")
+        kernel, items = set_values_kernel(type_, op), k
+    return target.launch(kernel, (n, -(-items // THREADS)), THREADS, (x, dst, cache, items))
 
 
 def set_rows(target, type_, x, rows, cache, n, k):
     """Cache row rows[i] = x[i], stored as `type_`. x: address of f32 [n, k], on 16 bytes; rows: of i64 [n], no two equal; cache: of [n_cells, k]."""
-    check("set_rows", type_ in TYPES, "type", type_, ", ".join(TYPES))
-    check("set_rows", n >= 1, "n", n, "at least 1")
-    if type_ == "q8_0":
-        check("set_rows", k >= 1 and k % BLOCK == 0, "k", k, f"a multiple of {BLOCK} for q8_0")
-        kernel, items = set_q8_0_kernel(), k // BLOCK
-    else:
-        check("set_rows", k >= 1, "k", k, "at least 1")
-        kernel, items = set_values_kernel(type_), k
-    return target.launch(kernel, (n, -(-items // THREADS)), THREADS, (x, rows, cache, items))
+    return _launch(target, "set_rows", type_, x, rows, cache, n, k)
+
+
+def cpy_rows_indirect(target, type_, x, dst, cache, n, k):
+    """The cache row at address dst[i] = x[i], stored as `type_`. dst: address of i64 [n], addresses of rows of the cache, no two equal; the rest as of set_rows."""
+    return _launch(target, "cpy_rows_indirect", type_, x, dst, cache, n, k)
+
+
+def cpy_rows(target, type_, x, to, n, k):
+    """n rows side by side = x, stored as `type_`. x: address of f32 [n, k], on 16 bytes; to: of the first row written."""
+    return _launch(target, "cpy_rows", type_, x, x, to, n, k)  # no destinations are read
 
 
 class Cached(NamedTuple):

@@ -145,6 +145,14 @@ class Pointer:
         return slice(index, index + width)
 
 
+def pointer_at(pointer, address):
+    """Simulated addresses are those of the host's memory: one that a kernel reads must lie in the array that `pointer` points into."""
+    first = address - pointer.address
+    if not 0 <= first < pointer.elements.nbytes:
+        raise IndexError(f"pointer_at: byte {first} of {pointer.elements.nbytes}")
+    return Pointer(Address(pointer.elements.view(np.uint8), int(first)), pointer.elements.dtype)
+
+
 def _widened(value):
     return value if value.itemsize >= 4 else i32(value)
 

@@ -1,4 +1,4 @@
-"""The KV cache (numerics, section 7): set_rows writes rows, cached_value reads one value back.
+"""The KV cache (numerics, section 7): set_rows, cpy_rows and cpy_rows_indirect write rows, cached_value reads one value back.
 
 A cache of n_cells rows of k values is float32 [n_cells, k] ("f32"), the bits of halves uint16 [n_cells, k] ("f16"), or
 uint8 [n_cells, k / 32 * 34] ("q8_0": blocks of a half d, low byte first, and 32 int8 levels).
@@ -20,6 +20,29 @@ Q8_LIMIT = f32(127)
 def set_rows(type_):
     """kernel(x f32 [n, k], rows i64 [n], cache): cache row rows[i] = x[i]."""
     return {"f32": _set_f32, "f16": _set_f16, "q8_0": _set_q8_0}[type_]
+
+
+def cpy_rows(type_, set_rows=set_rows):
+    """function(x f32 [n, k], cell, cache): cache rows cell .. cell + n - 1 = x."""
+    kernel = set_rows(type_)
+
+    def write(x, cell, cache):
+        kernel(x, np.arange(cell, cell + len(x)), cache)
+    return write
+
+
+def cpy_rows_indirect(type_, set_rows=set_rows):
+    """function(x f32 [n, k], dst i64 [n], cache): the cache row at address dst[i] = x[i]. ValueError for an address that is no row's."""
+    kernel = set_rows(type_)
+
+    def write(x, dst, cache):
+        rows, rest = np.divmod(dst - cache.ctypes.data, cache.strides[0])
+        bad = np.flatnonzero((rest != 0) | (rows < 0) | (rows >= len(cache)))
+        if bad.size:
+            raise ValueError(f"cpy_rows_indirect: row {bad[0]} goes to byte {dst[bad[0]] - cache.ctypes.data} of the cache, allowed: "
+                             f"the first byte of one of its {len(cache)} rows of {cache.strides[0]}")
+        kernel(x, rows, cache)
+    return write
 
 
 @lru_cache(None)

@@ -1,0 +1,130 @@
+"""CUDA graphs: the launches of a step as one, captured once and replayed (docs/graphs.md).
+
+A graph holds the kernels, grids, sizes and addresses of the step that it was captured from. So a step may be replayed only where nothing of these changes:
+what differs from token to token is data in device memory (ids, positions, cells, presence of keys), and the number of keys, which shapes the launches of
+attention, counts by `bucket`. A cache finds graphs by a `Key` of everything that shapes launches, and replays one for the very steps that it was captured
+from; if they were bound anew since, as after the arena grew, it captures them again.
+"""
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Callable, NamedTuple
+
+from ..graph import Tensor
+
+GRAPHS = 32       # that a cache keeps
+KEYS = 256        # in a piece of n_kv
+LEADING_BITS = 3  # of the number of pieces; the others are zero, so that n_kv is at most a quarter larger than it need be
+
+
+def bucket(n_keys: int, n_ctx: int) -> int:
+    """The n_kv that launches are shaped for where keys at positions below n_keys may be visible: 256, 512, ... 2048, 2560, 3072, 3584, 4096, 5120, ...
+    or n_ctx; there are 24 of them up to 32768."""
+    pieces = -(-n_keys // KEYS)
+    step = 1 << max(0, (pieces - 1).bit_length() - LEADING_BITS)
+    return min(-(-pieces // step) * step * KEYS, n_ctx)
+
+
+class Key(NamedTuple):
+    """Everything that shapes the launches of a context's steps."""
+    n_tokens: int
+    n_outputs: int
+    greedy: bool
+    n_kv: int
+    no_fuse: frozenset[str]
+    type_k: str
+    type_v: str
+    kv_write: str
+
+
+def refusal(nodes: list[Tensor]) -> str | None:
+    """Why a graph of these nodes would be stale or cannot be, naming the first node that is to blame; None if they can be captured."""
+    for node in nodes:
+        if node.op == "cpy":
+            return f"{node.name}: copied from {node.src[0].base.device} to {node.device} through the host"
+        if node.op == "cpy_rows":
+            return f"{node.name}: cpy_rows to cell {node.params['cell']} of {node.base.name}, which moves from step to step; cpy_rows_indirect reads it as data"
+    return None
+
+
+@dataclass
+class Counters:
+    """Of runs: eager and replayed ones; of graphs: captured, captured again for other steps, dropped. refusals: runs by their reason, also counted as eager."""
+    eager: int = 0
+    replays: int = 0
+    captures: int = 0
+    updates: int = 0
+    evictions: int = 0
+    refusals: Counter = field(default_factory=Counter)
+
+    def __str__(self):
+        lines = [f"CUDA graphs: {self.captures} captures, {self.replays} replays, {self.updates} updates, {self.evictions} evictions; "
+                 f"{self.eager} eager runs, {self.refusals.total()} of them refused"]
+        return "\n".join([*lines, *(f"refused {n} times: {reason}" for reason, n in self.refusals.items())])
+
+
+@dataclass
+class _Entry:
+    steps: list[Callable]
+    graph: object = None  # cuda.core.graph.Graph, from the second run on
+
+
+class GraphCache:
+    """The graphs of a context. The first run of a key is eager, which also loads the code of its kernels; the second is captured: what comes once,
+    like most parts of a prompt, costs nothing, and any shape that comes again is replayed, be it a token, drafts to verify or windows of a text."""
+
+    def __init__(self, backend, most: int = GRAPHS):
+        """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: keys that are remembered, and so
+        graphs; the least recently used goes."""
+        self.backend, self.most = backend, most
+        self.entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self.counters = Counters()
+
+    def run(self, key: Key, steps: list[Callable]) -> None:
+        """Runs the steps of a key, callables of a stream or a graph builder."""
+        entry = self.entries.get(key)
+        if entry is None:
+            self._add(key, _Entry(steps))
+            self.counters.eager += 1
+            self.backend.run(steps)
+            return
+        self.entries.move_to_end(key)
+        if entry.graph is None or entry.steps is not steps:
+            self._capture(entry, steps)
+        entry.graph.launch(self.backend.stream)
+        self.counters.replays += 1
+
+    def refuse(self, reason: str) -> None:
+        """Counts a run that was eager because its steps must not be captured."""
+        self.counters.eager += 1
+        self.counters.refusals[reason] += 1
+
+    def _add(self, key: Key, entry: _Entry) -> None:
+        self.entries[key] = entry
+        while len(self.entries) > self.most:
+            _, dropped = self.entries.popitem(last=False)
+            if dropped.graph is not None:
+                dropped.graph.close()  # one that still runs is freed when it ends
+                self.counters.evictions += 1
+
+    def _capture(self, entry: _Entry, steps: list[Callable]) -> None:
+        """On a stream of the builder's own: whatever else is put into the backend's stream meanwhile is no part of the graph."""
+        builder = self.backend.target.device.create_graph_builder()
+        try:
+            builder.begin_building()
+            for step in steps:
+                step(builder)
+            graph = builder.end_building().complete()
+        finally:
+            builder.close()
+        if entry.graph is None:
+            self.counters.captures += 1
+        else:
+            entry.graph.close()
+            self.counters.updates += 1
+        entry.steps, entry.graph = steps, graph
+
+    def close(self) -> None:
+        for entry in self.entries.values():
+            if entry.graph is not None:
+                entry.graph.close()
+        self.entries.clear()

@@ -1,0 +1,361 @@
+"""CUDA graphs without a GPU: what decode launches, on a target that remembers it; keys, captures, replays, evictions and refusals."""
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from ggml_py.backends.cuda_graphs import GraphCache, Key, bucket, refusal
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.cli import execute
+from ggml_py.errors import UserError
+from ggml_py.gguf_file import GGUFFile
+from ggml_py.graph import Graph, Tensor
+from ggml_py.memory import KVCache
+from ggml_py.model import Model
+from ggml_py.program import Arenas, Program
+from ggml_py.testing import assert_bitwise_equal
+from fake_model import FakeModel
+from tiny_models import write_model
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from recording_target import RecordingBackend  # noqa: E402
+
+TOKENS = np.random.default_rng(3).integers(0, 70, 1200).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder, types = tmp_path_factory.mktemp("models"), ("Q8_0", "F16", "Q4_0", "BF16", "Q5_1", "F32")
+    return {"llama": write_model(folder / "llama.gguf", "llama", types), "qwen2": write_model(folder / "qwen2.gguf", "qwen2", types, qkv_bias=True),
+            "qwen3": write_model(folder / "qwen3.gguf", "qwen3", types)}
+
+
+@pytest.fixture
+def open_model(files):
+    """Opens a model on a backend that remembers launches; addresses are the same every time."""
+    models = []
+
+    def open_model(arch="llama"):
+        models.append(Model(GGUFFile.open(files[arch]), RecordingBackend()))
+        return models[-1]
+    yield open_model
+    for model in models:
+        model.close()
+
+
+def launched(context, *args, **kwargs):
+    """What decode launches."""
+    stream = context.model.backend.stream
+    stream.take()
+    context.decode_batch(*args, **kwargs)
+    return stream.take()
+
+
+# Buckets
+
+@given(st.integers(1, 1 << 20), st.integers(1, 1 << 20))
+def test_buckets(n_keys, n_ctx):
+    n_keys = min(n_keys, n_ctx)
+    n_kv = bucket(n_keys, n_ctx)
+    assert n_keys <= n_kv <= n_ctx
+    assert n_kv == n_ctx or n_kv % 256 == 0 and n_kv <= max(256 * -(-n_keys // 256), 1.25 * n_keys + 256)
+    assert bucket(n_kv, n_ctx) == n_kv <= bucket(min(n_kv + 1, n_ctx), n_ctx)
+
+
+def test_there_are_few_buckets():
+    found = sorted({bucket(n, 32768) for n in range(1, 32769)})
+    assert [n // 256 for n in found] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128]
+    assert bucket(1, 100) == bucket(100, 100) == 100
+
+
+# The audit: nothing that a graph would hold changes between steps of one key
+
+STEPS = {  # name -> batches of a context of four sequences, all of one key
+    "tokens one after the other": [[(0, TOKENS[i:i + 1])] for i in range(4)],
+    "another sequence": [[(s, TOKENS[:1])] for s in (0, 3, 1, 0)],
+    "drafts to verify": [[(1, TOKENS[i:i + 5])] for i in (0, 5, 40, 7)],
+    "several sequences": [[(0, [1]), (2, [2])], [(3, [5]), (0, [7])], [(1, [1]), (0, [1])]],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("arch, settings", [
+    ("llama", {}), ("llama", dict(no_fuse="all")), ("llama", dict(type_k="q8_0", type_v="f32")), ("llama", dict(kv_write="cpy")),
+    ("qwen2", dict(kv_write="cpy", type_k="q8_0", type_v="q8_0")), ("qwen3", dict(type_k="f32")),
+], ids=str)
+def test_steps_of_one_key_launch_the_same(open_model, arch, settings, steps):
+    """Kernels, grids, sizes and addresses, even when each step is built and bound anew."""
+    model, logits = open_model(arch), {"drafts to verify": "all", "another sequence": "argmax"}.get(steps, "last")
+    with model.new_context(n_ctx=1024, n_seq_max=4, graphs=False, **settings) as context:
+        found = []
+        for batch in STEPS[steps]:
+            context.programs.clear()
+            found.append(launched(context, batch, logits))
+        context.programs.clear()
+        context.clear()
+        found.append(launched(context, STEPS[steps][0], logits))
+    assert len(found[0]) > 20
+    for i, other in enumerate(found):
+        assert other == found[0], f"step {i}"
+
+
+def test_what_changes_is_uploaded(open_model):
+    """Else the test above would compare steps that are equal: the inputs of two steps differ in token, position, cell and presence of keys."""
+    model = open_model()
+    with model.new_context(n_ctx=256) as context:
+        context.decode([5])
+        model.backend.written.clear()
+        context.decode([6])
+        context.decode([9])
+    (at, first), (also_at, second) = model.backend.written
+    program = context_inputs(open_model())
+    assert at == also_at and len(first) == len(second)
+    changed = {name for name, (start, end) in program.items() if first[start:end] != second[start:end]}
+    assert changed == {"tokens", "pos", "rows", "present"}
+
+
+def context_inputs(model):
+    with model.new_context(n_ctx=256) as context:
+        program = context.program(1, 1)
+        offsets = sorted((offset, tensor.name) for tensor, offset in program.input_offsets.items())
+        ends = [offset for offset, _ in offsets[1:]] + [program.input_bytes]
+        return {name: (start, end) for (start, name), end in zip(offsets, ends)}
+
+
+class MovingCache(KVCache):
+    """The cache of an engine that copies K and V to where the next cell is when the graph is built."""
+
+    def write(self, graph, cache, x, name):
+        return graph.cpy_rows(cache, x, cell=max(0, self.length(0) - x.shape[0]), name=name)
+
+
+def moving(model, **settings):
+    context = model.new_context(n_ctx=256, **settings)
+    context.memory.__class__ = MovingCache
+    return context
+
+
+def test_a_moving_destination_without_indirection_fails_the_audit(open_model):
+    with moving(open_model(), graphs=False) as context:
+        steps = []
+        for i in range(3):
+            context.programs.clear()
+            steps.append(launched(context, [(0, TOKENS[i:i + 1])]))
+    changed = Counter(a.name for a, b in zip(steps[0], steps[1]) if a != b)
+    assert changed == {"set_values[f16, cpy_rows]": 4}
+    assert [a.name for a in steps[0]] == [b.name for b in steps[1]] and steps[1] != steps[2]
+
+
+def test_a_moving_destination_is_refused_by_name(open_model):
+    model = open_model()
+    with moving(model) as context:
+        found = []
+        for i in range(3):
+            context.programs.clear()
+            found.append(launched(context, [(0, TOKENS[i:i + 1])]))
+        reasons = dict(context.graphs.counters.refusals)
+        assert reasons == {f"k_cache-0: cpy_rows to cell {i} of cache_k-0, which moves from step to step; cpy_rows_indirect reads it as data": 1 for i in range(3)}
+        assert context.graphs.counters.eager == 3 and not model.backend.target.device.graphs
+        assert f"3 eager runs, 3 of them refused\nrefused 1 times: k_cache-0: cpy_rows to cell 0" in context.launches()
+        assert found[0] != found[1] != found[2]
+
+
+def test_a_graph_of_a_moving_destination_would_be_stale(open_model):
+    """Why it is refused: replaying writes the same cell again."""
+    with moving(open_model()) as context:
+        found = []
+        for i in range(3):
+            context.program(1, 1).refused = None
+            found.append(launched(context, [(0, TOKENS[i:i + 1])]))
+        assert context.graphs.counters.replays == 2 and found[0] == found[1] == found[2]
+
+
+def test_work_of_another_device_is_refused_by_name():
+    g = Graph()
+    x = g.scale(g.input("x", "f32", (2, 3)), factor=2.0, name="here")
+    g.device = "other"
+    g.outputs = [g.scale(x, factor=2.0, name="there")]
+    arenas = Arenas({"cpu": CPUBackend(), "other": CPUBackend(device="other")})
+    program, graphs = Program(g, arenas), GraphCache(None)
+    result, = program.run({"x": np.ones((2, 3), np.float32)}, graphs=graphs)
+    assert (result == 4).all() and program.refused == "here@other: copied from cpu to other through the host"
+    assert graphs.counters.refusals == {program.refused: 1}
+
+
+def test_destinations_in_device_memory_are_no_reason():
+    g = Graph()
+    cache, x = Tensor("cache", "f16", (8, 32), device="cpu"), g.input("x", "f32", (2, 32))
+    g.cpy_rows_indirect(cache, x, g.input("dst", "i64", (3, 2)), slot=1)
+    g.set_rows(cache, x, g.input("rows", "i64", (2,)))
+    assert refusal(g.live()) is None
+    g.cpy_rows(cache, x, cell=3, name="moving")
+    assert refusal(g.live()) == "moving: cpy_rows to cell 3 of cache, which moves from step to step; cpy_rows_indirect reads it as data"
+
+
+# Captures and replays
+
+def test_replays_launch_what_eager_steps_do(open_model):
+    """Over many steps, a bucket's edge, a cleared context, removed positions and other sequences; addresses of both models are the same."""
+    def run(graphs):
+        model, found = open_model(), []
+        with model.new_context(n_ctx=2 * 700, n_seq_max=2, graphs=graphs) as context:
+            decode = lambda *batch: found.append(launched(context, batch))
+            decode((0, TOKENS[:250]))
+            for i in range(250, 260):
+                decode((0, TOKENS[i:i + 1]))
+            decode((1, TOKENS[:7]))
+            decode((1, TOKENS[7:8]))
+            decode((0, [1]), (1, [2]))
+            decode((0, [1]), (1, [2]))
+            context.seq_rm(0, 100, 200)
+            decode((0, [3]))
+            context.seq_rm(0, 50)
+            decode((0, [4]))
+            context.clear()
+            decode((1, [4]))
+            counters = context.graphs.counters if graphs else context.launches()
+        assert model.backend.target.device.open_graphs == 0
+        return found, counters
+    (eager, none), (replayed, counters) = run(False), run(True)
+    assert none == "CUDA graphs: none" and replayed == eager
+    # (250, 1), (1, 1) below 256 and at 256 and later, (7, 1), (2, 2): the first of each is eager; all but 250 and 7 come again
+    assert (counters.eager, counters.captures, counters.replays, counters.updates, counters.evictions) == (5, 3, 13, 0, 0)
+    assert str(counters) == "CUDA graphs: 3 captures, 13 replays, 0 updates, 0 evictions; 5 eager runs, 0 of them refused"
+
+
+def test_a_key_for_everything_that_shapes_launches(open_model):
+    model = open_model()
+    with model.new_context(n_ctx=700, type_v="q8_0", no_fuse="swiglu_act", kv_write="cpy") as context:
+        context.decode(TOKENS[:300])
+        context.decode(TOKENS[:3], logits="all")
+        context.decode(TOKENS[:1], logits="argmax")
+        fixed = frozenset({"swiglu_act"}), "f16", "q8_0", "cpy"
+        assert list(context.graphs.entries) == [Key(300, 1, False, 512, *fixed), Key(3, 3, False, 512, *fixed), Key(1, 1, True, 512, *fixed)]
+
+
+def test_an_arena_that_grew_is_captured_again(open_model):
+    """The old addresses are gone: the recording stream would not take them."""
+    model = open_model()
+    with model.new_context(n_ctx=256) as context:
+        for _ in range(3):
+            before = launched(context, [(0, [1])])
+        generation = context.arenas.generation
+        context.decode(TOKENS[:64])
+        assert context.arenas.generation > generation
+        after = launched(context, [(0, [1])])
+        again = launched(context, [(0, [1])])
+        assert before != after == again
+        counters = context.graphs.counters
+        assert (counters.captures, counters.updates, counters.replays, counters.eager) == (1, 1, 4, 2)
+        assert model.backend.target.device.open_graphs == 1
+    assert model.backend.target.device.open_graphs == 0
+
+
+def test_programs_that_were_dropped_are_captured_again(open_model):
+    """A program made anew has the same launches, but a graph is replayed only for the steps that it was captured from."""
+    with open_model().new_context(n_ctx=256) as context:
+        found = [launched(context, [(0, [1])]) for _ in range(3)]
+        context.programs.clear()
+        found += [launched(context, [(0, [1])]) for _ in range(2)]
+        assert all(each == found[0] for each in found) and context.graphs.counters.updates == 1
+
+
+def test_steps_of_a_bucket_are_bound_once(open_model):
+    """Only launches that depend on the number of keys are bound for each bucket; each bucket's are the same list every time."""
+    with open_model().new_context(n_ctx=1024) as context:
+        program = context.program(1, 1)
+        (_, a), (_, b) = program.steps(256)[0], program.steps(512)[0]
+        assert program.steps(256)[0][1] is a and len(a) == len(b) == len(program.nodes)
+        for node, x, y in zip(program.nodes, a, b):
+            assert (x is not y) == (node.op == "flash_attn_ext"), node
+
+
+class Backend:
+    """What a GraphCache needs of one."""
+    def __init__(self):
+        self.recording = RecordingBackend()
+        self.target, self.stream, self.eager = self.recording.target, self.recording.stream, 0
+
+    def run(self, steps):
+        self.eager += 1
+        for step in steps:
+            step(self.stream)
+
+    def steps(self, n):
+        from ggml_py.kernels.cuda.elementwise import scale
+        x = self.recording.empty(4096).handle
+        return [scale(self.target, x, x, 1, 1024, float(i)) for i in range(n)]
+
+
+def test_the_least_recently_used_graph_goes():
+    backend = Backend()
+    cache, steps = GraphCache(backend, most=2), {key: backend.steps(2) for key in "abc"}
+    for key in "aabbaacc":
+        cache.run(key, steps[key])
+    counters = cache.counters
+    assert list(cache.entries) == ["a", "c"] and counters.evictions == 1 and backend.target.device.open_graphs == 2
+    cache.run("b", steps["b"])
+    assert list(cache.entries) == ["c", "b"] and counters.evictions == 2
+    assert (counters.eager, counters.captures, counters.replays) == (4, 3, 5) and backend.eager == 4
+    assert backend.stream.take() == [step for key in "aabbaaccb" for step in steps[key]]
+    cache.close()
+    assert backend.target.device.open_graphs == 0
+
+
+def test_a_capture_that_fails_leaves_no_graph():
+    backend = Backend()
+    cache, steps = GraphCache(backend), backend.steps(3)
+
+    def fails(stream):
+        if stream is not backend.stream:
+            raise KeyboardInterrupt
+    cache.run("a", [*steps, fails])
+    with pytest.raises(KeyboardInterrupt):
+        cache.run("a", [*steps, fails])
+    builder, = backend.target.device.builders
+    assert builder.state == "closed" and cache.counters.captures == 0 and not backend.target.device.graphs
+    backend.stream.take()
+    cache.run("a", steps)
+    assert backend.stream.take() == steps and cache.counters.captures == 1
+
+
+def test_no_graphs_on_the_cpu(files):
+    with Model.load(files["llama"], device="cpu") as model, model.new_context(n_ctx=64) as context:
+        context.decode(TOKENS[:3])
+        assert context.graphs is None and context.launches() == "CUDA graphs: none"
+        assert list(context.program(3, 1)._steps) == [64]  # one bucket
+
+
+# Cells by address
+
+@pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "q8_0"), ("q8_0", "f32")], ids=str)
+def test_both_ways_to_write_the_cache_give_the_same_bits(files, types):
+    def run(kv_write):
+        with Model.load(files["llama"], device="cpu") as model, \
+                model.new_context(n_ctx=3 * 60, n_seq_max=3, type_k=types[0], type_v=types[1], kv_write=kv_write) as context:
+            found = [*context.decode_batch([(2, TOKENS[:9]), (0, TOKENS[:20])], "all")]
+            context.seq_rm(0, 12)
+            found += [context.decode(TOKENS[i:i + 1]) for i in range(20, 24)]
+            return found + context.decode_batch([(1, TOKENS[:3]), (2, TOKENS[9:40])], "all")
+    for i, (found, expected) in enumerate(zip(run("cpy"), run("set_rows"), strict=True)):
+        assert_bitwise_equal(found, expected, f"kv_write=cpy, {i}")
+
+
+def test_unknown_ways_are_refused(open_model):
+    with pytest.raises(UserError, match="kv_write: 'copy' is not allowed; allowed: set_rows, cpy"):
+        open_model().new_context(kv_write="copy")
+
+
+@pytest.mark.parametrize("options, graphs, kv_write", [([], True, "set_rows"), (["--no-graphs"], False, "set_rows"), (["--kv-write", "cpy"], True, "cpy")])
+def test_commands_hand_the_options_on(options, graphs, kv_write, tmp_path):
+    model, asked = FakeModel(), []
+    new_context = model.new_context
+    model.new_context = lambda **settings: asked.append((settings["graphs"], settings["kv_write"])) or new_context(**settings)
+    (tmp_path / "m.gguf").touch()
+    np.save(tmp_path / "ids.npy", np.arange(4))
+    (tmp_path / "text").write_text("x" * 40)
+    for command in (["run", "-p", "x", "-n", "1"], ["logits", "--tokens", tmp_path / "ids.npy", "-o", tmp_path / "out.npy"],
+                    ["perplexity", "-f", tmp_path / "text", "-c", "16"]):
+        assert execute([*map(str, command), "-m", str(tmp_path / "m.gguf"), *options], load_model=lambda path, device: model) == 0
+    assert asked == [(graphs, kv_write)] * 3
