@@ -21,7 +21,7 @@ from .errors import UserError
 from .perplexity import Settings, new_context
 from .progress import Progress
 
-DEFAULTS = dict(n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", no_fuse="", graphs=True, kv_write="set_rows")
+DEFAULTS = dict(n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", no_fuse="", graphs=1, kv_write="set_rows")
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Config:
     type_k: str
     type_v: str
     no_fuse: str
-    graphs: bool
+    graphs: int               # 1: steps are replayed from CUDA graphs
     kv_write: str
 
 
@@ -74,7 +74,7 @@ class Result:
     type_v: str
     flash_attn: int           # 1: attention is one fused op here
     no_fuse: str
-    graphs: bool
+    graphs: int
     kv_write: str
     seed: int
     n_prompt: int
@@ -105,7 +105,7 @@ def tests_of(n_prompt: list[int], n_gen: list[int], n_pg: list[tuple[int, int]],
     return list(dict.fromkeys(tests))
 
 
-def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(), no_fuse: str = "", graphs: bool = True,
+def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(), no_fuse: str = "", graphs: int = 1,
                kv_write: str = "set_rows") -> list[Config]:
     """All combinations of these lists, those of one model on one device side by side; the default for an empty one. A micro-batch is at most a batch."""
     others = (values or [DEFAULTS[name]] for name, values in dict(n_batch=n_batch, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v).items())
@@ -191,7 +191,7 @@ def copy_GB_s_of(device: str) -> float:
 def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, warm_up: bool, verbose: bool, log) -> Result:
     began, tokens = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), random_tokens(model, test.n_ctx, seed)
     settings = Settings(n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v,
-                        no_fuse=tuple(filter(None, config.no_fuse.split(","))), graphs=config.graphs, kv_write=config.kv_write,
+                        no_fuse=tuple(filter(None, config.no_fuse.split(","))), graphs=bool(config.graphs), kv_write=config.kv_write,
                         verbose=verbose)
     numba.set_num_threads(config.n_threads)
     with new_context(model, settings, test.n_ctx, 1, log) as context:

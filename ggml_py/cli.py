@@ -372,7 +372,7 @@ def bench_command(options, load_model):
     devices = [device_of(name) for name in options.device or ["auto"]]
     n_threads = [checked_threads(n) for n in options.threads or [numba.get_num_threads()]]
     configs = configs_of(models, devices, n_threads, options.batch_size, options.ubatch_size, options.cache_type_k, options.cache_type_v,
-                         ",".join(options.no_fuse), not options.no_graphs, options.kv_write)
+                         ",".join(options.no_fuse), int(not options.no_graphs), options.kv_write)
     writer = WRITERS[options.output](sys.stdout, unusual(configs))
     bench(configs, tests, lambda path, device: load_on(path, device, load_model), writer, sys.stderr, options.repetitions, options.seed, not options.no_warmup,
           options.verbose)

@@ -98,7 +98,7 @@ def test_tests_in_order():
 
 
 def test_configs_by_default():
-    assert benchmark.configs_of(["a"], ["cpu"], [2]) == [benchmark.Config("a", "cpu", 2, 2048, 512, "f16", "f16", "")]
+    assert benchmark.configs_of(["a"], ["cpu"], [2]) == [benchmark.Config("a", "cpu", 2, 2048, 512, "f16", "f16", "", 1, "set_rows")]
 
 
 def test_configs_are_all_combinations_model_by_model():
@@ -335,7 +335,7 @@ def test_defaults(capsys, path, monkeypatch):
     assert call(capsys, "bench", "-m", path, "--device", "cpu") == (0, "", "")
     configs, tests, _, writer, _, n_repetitions, seed, warm_up, verbose = seen[0]
     assert [test.name for test in tests] == ["pp512", "tg128"] and (n_repetitions, seed, warm_up, verbose) == (5, 0, True, False)
-    assert configs == [benchmark.Config(str(path), "cpu", numba.get_num_threads(), 2048, 512, "f16", "f16", "")] and isinstance(writer, result_formats.Markdown)
+    assert configs == [benchmark.Config(str(path), "cpu", numba.get_num_threads(), 2048, 512, "f16", "f16", "", 1, "set_rows")] and isinstance(writer, result_formats.Markdown)
 
 
 def test_models_are_loaded_once_each(capsys, path, tmp_path, monkeypatch):
