@@ -29,7 +29,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from pathlib import Path
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import numba_cuda
 import numpy as np
@@ -144,6 +144,15 @@ class Launch:
 
     def __call__(self, stream) -> None:
         launch(stream, self.config, self.kernel, *self.args)
+
+
+class Launches(NamedTuple):
+    """Launches one after the other, called as one is."""
+    launches: tuple
+
+    def __call__(self, stream) -> None:
+        for each in self.launches:
+            each(stream)
 
 
 def arguments(kernel: Kernel, args: tuple) -> tuple:

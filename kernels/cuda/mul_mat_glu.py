@@ -1,12 +1,10 @@
 """out = act(gate x + its bias) * (up x + its bias). Of quantized matrices in one kernel (mmq_few, mmq); of float ones as two products, then one
 thread an element, in the place of gate's product."""
-from typing import NamedTuple
-
 from numba import cuda
 
 from ...quant.formats import format_of
 from .elementwise import BINARY, GLU, THREADS, binary, grid
-from .launch import F32, N, Kernel, check, factory
+from .launch import F32, Kernel, Launches, N, check, factory
 from .mmq import Block, block_shape, mmq_glu
 from .mmq_few import FewShape, few_shape, mmq_few_glu
 from .mul_mat import fills, mul_mat
@@ -23,15 +21,6 @@ def biased_glu_kernel(act):
             i = i64(cuda.blockIdx.x) * n_cols + column
             st(out, i, glu(add(ld(out, i), ldc(gate_bias, column)), add(ld(up, i), ldc(up_bias, column))))
     return Kernel(kernel, (F32, F32, F32, F32, N), THREADS)
-
-
-class Launches(NamedTuple):
-    """Launches one after the other, called as one is."""
-    launches: tuple
-
-    def __call__(self, stream) -> None:
-        for each in self.launches:
-            each(stream)
 
 
 def glu_shape(names: tuple[str, str], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape | Block:
