@@ -98,6 +98,7 @@ def swiglu_act():
 def flash_attn_ext():
     for type_ in CACHES:
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=n)) for keys in (512, 4096) for n in (1, 512))
+        yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
 
 
 SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, get_rows, dequantize, quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
@@ -191,14 +192,14 @@ def swiglu_act_work(gpu, kernel, type_, n, k, cache) -> Work:
 
 def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
     """The last n of `keys` positions of one sequence look back."""
-    from ggml_py.kernels.cuda.flash_attn_ext import flash_attn_ext
+    from ggml_py.kernels.cuda.flash_attn_ext import flash_attn_ext, scratch_floats
     cell = N_HEAD_KV * HEAD
     fmt, n_heads = format_of(type_.upper()), (N_HEAD, N_HEAD_KV, HEAD, HEAD)
     cell_bytes = fmt.row_bytes(cell)
     caches = gpu.filled(random_weight(fmt, 128, cell, np.random.default_rng(0)), keys * cell_bytes, 2 * copies_of(gpu, 2 * keys * cell_bytes, cache)).addresses
     pos, seq, present = np.arange(keys - n, keys, dtype=np.int32), np.zeros(n, np.int32), np.ones(keys, np.uint8)
     q, out = random_floats(gpu, n, N_HEAD * HEAD), gpu.output(n * N_HEAD * HEAD)
-    rest = gpu.upload(seq), gpu.upload(pos), gpu.upload(present), out, n, *n_heads, keys, HEAD**-0.5
+    rest = gpu.upload(seq), gpu.upload(pos), gpu.upload(present), out, n, *n_heads, keys, HEAD**-0.5, gpu.empty(4 * scratch_floats(n, N_HEAD, HEAD, keys))
     launches = [flash_attn_ext(gpu.target, type_, type_, q, k, v, *rest) for k, v in zip(caches[::2], caches[1::2])]
     return Work(launches, 2 * keys * cell_bytes + 2 * 4 * n * N_HEAD * HEAD, 4 * N_HEAD * HEAD * int((pos + 1).sum()))
 

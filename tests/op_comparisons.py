@@ -14,6 +14,7 @@ from ggml_py.kernels.cuda import rope as cuda_rope
 from ggml_py.kernels.cuda import rope_set_rows as cuda_rope_set_rows
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
+from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
 from ggml_py.kernels.reference import add_rms_norm, argmax, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
@@ -273,12 +274,12 @@ def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells)
     machine.free()
 
 
-def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=()) -> None:
+def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes: (sequence, position) of keys
     that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel 1 of all heads of that row.
-    Missing and later keys are NaN in the cache."""
+    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen."""
     (type_k, type_v), (n_head, n_head_kv), (dim_k, dim_v), n = types, heads, dims, len(tokens)
-    name = f"flash_attn_ext[{types}, tokens={tokens[:4]}.., n={n}, heads={heads}, dims={dims}, n_ctx={n_ctx}, holes={list(holes)[:4]}, special={special}]"
+    name = f"flash_attn_ext[{types}, tokens={tokens[:4]}.., n={n}, heads={heads}, dims={dims}, n_ctx={n_ctx}, holes={list(holes)[:4]}, special={special}{f', {shape}' if shape else ''}]"
     rng = seeded(name)
     seq, pos = np.array(tokens, np.int32).T.copy()
     n_seq = int(seq.max()) + 1
@@ -304,5 +305,10 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
     flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected)
     if not special:
         assert np.isfinite(expected).all(), name
-    compare(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args), (q, *caches, seq, pos, present), expected,
-            name, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)
+    scratch = np.full(piece_floats(n, n_head, n_ctx, dim_v) + GUARD, np.nan, np.float32)
+    at, addresses = machine.upload(scratch), [machine.upload(a) for a in (q, *caches, seq, pos, present)]
+    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape), addresses, expected.size,
+                n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)
+    assert_bitwise_equal(found.reshape(expected.shape), expected, name)
+    assert np.isnan(machine.download(at, np.float32, scratch.shape)[-GUARD:]).all(), f"{name}: written behind the end of scratch"
+    machine.free()

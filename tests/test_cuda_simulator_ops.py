@@ -1,5 +1,4 @@
-"""rms_norm, elementwise operations, what is fused, rope, set_rows and flash_attn_ext in numba's CUDA simulator; and what their launch functions refuse."""
-import numpy as np
+"""rms_norm, elementwise operations, what is fused, rope and set_rows in numba's CUDA simulator; and what their launch functions refuse."""
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
@@ -7,15 +6,14 @@ from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
 from ggml_py.kernels.cuda.elementwise import add
-from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, flash_attn_ext, heads_together, shared_layout
 from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
 from ggml_py.kernels.cuda.rope_set_rows import rope_set_rows
-from ggml_py.kernels.cuda.set_rows import TYPES, cpy_rows_indirect, set_rows
+from ggml_py.kernels.cuda.set_rows import cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_glu, check_mul_mat_glu, check_rms_norm,
                             check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 
@@ -111,26 +109,6 @@ def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox):
     check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4)
 
 
-@pytest.mark.parametrize("types, heads, dims", [
-    (("f16", "f16"), (2, 2), (64, 64)), (("f16", "f16"), (3, 1), (80, 8)), (("q8_0", "q8_0"), (2, 1), (32, 96)), (("f32", "f32"), (2, 1), (16, 16)),
-    (("f16", "q8_0"), (4, 4), (5, 8)), (("q8_0", "f16"), (1, 1), (32, 3)), (("f32", "f16"), (1, 1), (9, 9)), (("f16", "f32"), (9, 1), (72, 10))], ids=str)
-def simulate_flash_attn_ext(machine, types, heads, dims):
-    """Two pieces, the second of two keys; every form of K and V with wide loads, without, and with a last block shorter than 64 channels."""
-    check_flash_attn_ext(machine, types, [(0, 129)], heads, dims, n_ctx=131, holes=[(0, 17)])
-
-
-@pytest.mark.parametrize("type_", TYPES)
-def simulate_flash_attn_ext_of_sequences(machine, type_):
-    """Two sequences in any order; a piece without a visible key; a query at position 0."""
-    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (32, 32), n_ctx=259, holes=[(0, p) for p in range(128, 256)])
-
-
-@pytest.mark.parametrize("type_", TYPES)
-@pytest.mark.parametrize("special", [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)], ids=str)
-def simulate_flash_attn_ext_special(machine, type_, special):
-    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,))
-
-
 # Launch values, without the simulator
 
 @pytest.mark.parametrize("n_cols, threads", [(1, 128), (512, 128), (513, 256), (576, 256), (1024, 256), (4096, 1024), (4097, 1024), (1 << 20, 1024)])
@@ -138,22 +116,7 @@ def test_threads_of_a_normed_row(n_cols, threads):
     assert n_threads(n_cols) == threads
 
 
-@pytest.mark.parametrize("group, heads", [(1, 1), (3, 3), (7, 7), (8, 8), (9, 3), (11, 1), (12, 6), (128, 8)])
-def test_heads_together(group, heads):
-    assert heads_together(group) == heads
-
-
-@pytest.mark.parametrize("type_k", TYPES)
-@pytest.mark.parametrize("type_v", TYPES)
-def test_shared_memory_of_the_largest_head_fits_every_device(type_k, type_v):
-    """99 KiB a block are the least that devices of compute capability 8.0 or later give. Parts begin on 16 bytes, in order, apart."""
-    *starts, end = shared_layout(type_k, type_v, MOST_CHANNELS, MOST_CHANNELS, 8)
-    assert all(start % 4 == 0 for start in starts) and starts == sorted(starts) and 4 * end <= 99 << 10
-
-
 def test_refusals():
-    def attention(type_k="f16", type_v="f16", n=1, n_head=4, n_head_kv=2, dim_k=64, dim_v=64):
-        flash_attn_ext(None, type_k, type_v, *[0] * 7, n, n_head, n_head_kv, dim_k, dim_v, 256, 0.125)
     for refused, message in [
         (lambda: rms_norm(None, 0, 0, 0, 0, 5, 1e-5), "rms_norm: n_rows is 0, allowed: at least 1"),
         (lambda: rms_norm_act(None, 0, 0, 0, 3, 0, 1e-5), "rms_norm_act: k is 0, allowed: at least 1"),
@@ -169,10 +132,6 @@ def test_refusals():
         (lambda: set_rows(None, "q8_0", 0, 0, 0, 1, 40), "set_rows: k is 40, allowed: a multiple of 32 for q8_0"),
         (lambda: rope_set_rows(None, "q8_0", *[0] * 10, 1, 1, 1, 32, 32, True, 32), "rope_set_rows: type of K is q8_0, allowed: f32, f16"),
         (lambda: cpy_rows_indirect(None, "q8_0", 0, 0, 0, 0, 32), "cpy_rows_indirect: n is 0, allowed: at least 1"),
-        (lambda: attention(type_v="bf16"), "flash_attn_ext: type of V is bf16, allowed: f32, f16, q8_0"),
-        (lambda: attention(dim_k=577), "flash_attn_ext: head size of K is 577, allowed: 1 to 576"),
-        (lambda: attention(type_k="q8_0", dim_k=24), "flash_attn_ext: row of K is 48, allowed: a multiple of 32 for q8_0"),
-        (lambda: attention(n_head=5), "flash_attn_ext: n_head is 5, allowed: a multiple of n_head_kv = 2"),
     ]:
         with pytest.raises(ValueError) as error:
             refused()

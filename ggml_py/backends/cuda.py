@@ -96,6 +96,11 @@ class CUDABackend:
         if node.op == "argmax":
             from ..kernels.cuda.argmax import PARTS
             return "i32", (*node.shape, 2 * PARTS)
+        if node.op == "flash_attn_ext":
+            from ..kernels.cuda.flash_attn_ext import scratch_floats
+            n_head, present = node.params["n_head"], node.src[5]
+            n_floats = scratch_floats(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
+            return ("f32", (n_floats,)) if n_floats else None
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
     def bind(self, node: Tensor):
@@ -243,8 +248,8 @@ def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
 
 
 @binds("flash_attn_ext")
-def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, out):
+def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, out, scratch=None):
     n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
     n, q_cols = node.src[0].shape
     return launch(target, node.src[1].dtype, node.src[2].dtype, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, q_cols // n_head,
-                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"])
+                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], scratch)

@@ -1,72 +1,32 @@
-"""Attention over the KV cache in pieces of 128 positions (numerics, section 8).
+"""Attention over the KV cache: which kernel, in which shape (numerics, section 8). The choice moves work and changes no bit.
 
-A block of 128 threads is one query token and `heads` query heads of one KV head: keys and values are read and quantized once for all of them.
-It takes the pieces in position order. In a piece
-
-    1. thread = key       scores of every head; the value's scale
-    2. trees of 128       m, then l and the amax of p' = p * d_v
-    3. thread = key       limbs of p', and of the value, 64 channels at a time, transposed into shared memory
-    4. thread = (head, channel), again and again      o, combined with what came before
-
-float32 caches take float32 chains in steps 1 and 4, f16 and q8_0 caches exact integer sums of limbs (dp4a).
+A captured launch stays right while the cache fills: what depends on how many keys there are (blocks that have a piece, pieces that are combined) kernels
+read from `pos`, and grids are bounded by the device, scratch by the context.
 """
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import numpy as np
-from numba import cuda, types
+from . import flash_attn_ext_few as few
+from .fixed_point import OCTETS
+from .flash_attn_ext_any import flash_attn_ext_any
+from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, piece_floats
+from .flash_attn_ext_few import flash_attn_ext_few
+from .launch import Launches, check
+from .set_rows import TYPES
 
-from ...quant.activation import LIMIT
-from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, check, factory
-from .ptx import add, as_f32, as_i32, device, div, dp4a, exp, f2i, f32, fma, i2f, i32, i64, ldc, lds, lds4, mul, prmt, st, sts, sts8, sub, u32
-from .set_rows import INFINITY_BITS, NAN, SMALLEST, TYPES, cached, larger
-
-PIECE = 128        # keys, and threads of a block
-CHANNELS = 64      # of Q and K with one scale; of V in shared memory at a time
-MOST_HEADS = 8     # of a block; the tree of 16 partials a head has a thread for each
 MOST_CHANNELS = 576
-V_STRIDE = PIECE + 16  # bytes of a channel's limbs: 16 keys of eight threads then lie in all 32 banks once
-V_WORDS = V_STRIDE // 4
-FULL, HIGH, ZERO, ONE = f32(LIMIT), f32(16384), f32(0), f32(1)
-MINUS_INFINITY = f32(-np.inf)
+MOST_HEADS = 8         # of a block
+# Tokens whose pieces are computed side by side: those of a full context are so many floats. FEW_TOKENS always, up to MANY_TOKENS while there are no
+# more than MOST_PIECES (a head's, of all tokens).
+FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
+ANY_RESIDENT = 4       # blocks of flash_attn_ext_any on a multiprocessor
 
 
-class Shared(NamedTuple):
-    """Where everything lies in shared memory, in words of four bytes; multiples of four."""
-    visible: int       # bytes [128]
-    scores: int        # f32 [heads][128]: s, then p
-    weights: int       # f32 [heads][128]: p' (p where V is float32)
-    maxima: int        # f32 [heads][16]: partials of m,
-    sums: int          # of l,
-    amaxes: int        # and of the amax of p' (bit patterns)
-    rescale_old: int   # f32 [heads]: a,
-    rescale_new: int   # b,
-    d_p: int           # scale of the limbs of p',
-    inv_p: int         # and 16256 / amax
-    outputs: int       # f32 [heads][Dv]: O
-    q: int             # f32 [heads][q_row], or limbs int8 [heads][q_row] of both kinds
-    q_lo: int
-    q_d: int           # f32 [heads][blocks of 64]: d_q * scale
-    p_hi: int          # limbs of p', int8 [heads][128]
-    p_lo: int
-    v_hi: int          # limbs of V, int8 [64 channels][V_STRIDE]
-    v_lo: int
-    n_words: int
-
-
-def shared_layout(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) -> Shared:
-    fixed_k, fixed_v = type_k != "f32", type_v != "f32"
-    blocks = -(-dim_k // CHANNELS)
-    q_words = heads * blocks * CHANNELS // (4 if fixed_k else 1)
-    sizes = dict(
-        visible=PIECE // 4, scores=heads * PIECE, weights=heads * PIECE, maxima=heads * 16, sums=heads * 16, amaxes=heads * 16,
-        rescale_old=heads, rescale_new=heads, d_p=heads, inv_p=heads, outputs=heads * dim_v,
-        q=q_words, q_lo=q_words * fixed_k, q_d=heads * blocks * fixed_k,
-        p_hi=heads * PIECE // 4 * fixed_v, p_lo=heads * PIECE // 4 * fixed_v, v_hi=CHANNELS * V_WORDS * fixed_v, v_lo=CHANNELS * V_WORDS * fixed_v)
-    offsets, end = {}, 0
-    for name, n in sizes.items():
-        offsets[name] = end
-        end += (n + 3) & -4
-    return Shared(**offsets, n_words=end)
+@dataclass(frozen=True)
+class AttentionShape:
+    """kernel: few or any; heads of a block; n_splits: blocks that share the pieces of a token's heads, None where one takes all and combines them."""
+    kernel: str
+    heads: int
+    n_splits: int | None
 
 
 def heads_together(group: int) -> int:
@@ -74,418 +34,31 @@ def heads_together(group: int) -> int:
     return max(h for h in range(1, MOST_HEADS + 1) if group % h == 0)
 
 
-# Device functions. s: shared memory as words
+def side_by_side(n: int, n_ctx: int) -> bool:
+    return n <= FEW_TOKENS or n <= MANY_TOKENS and n * -(-n_ctx // PIECE) <= MOST_PIECES
 
-@device
-def get(s, i):
-    return as_f32(lds(s, i))
 
+def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: int, dim_k: int, dim_v: int, n_ctx: int, n_multiprocessors: int) -> AttentionShape:
+    """Few tokens: as many blocks as are resident at once, at most one for each piece of a full context. The tensor cores' kernel takes heads of whole
+    octets of channels in a f16 or q8_0 cache."""
+    heads = heads_together(n_head // n_head_kv)
+    fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == 0 and max(dim_k, dim_v) <= few.MOST_CHANNELS
+    resident = (few.resident(dim_k, dim_v) if fast else ANY_RESIDENT) * n_multiprocessors
+    n_splits = min(-(-n_ctx // PIECE), max(1, resident // (n * (n_head // heads)))) if side_by_side(n, n_ctx) else None
+    return AttentionShape("few" if fast and n_splits else "any", heads, n_splits)
 
-@device
-def put(s, i, x):
-    sts(s, i, as_i32(x))
 
+def scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
+    """float32 of scratch for n tokens; 0 where none is used."""
+    return piece_floats(n, n_head, n_ctx, dim_v) if side_by_side(n, n_ctx) else 0
 
-@device
-def larger_float(m, x):
-    """The larger one; m where x is NaN."""
-    return x if x > m else m
 
-
-@device
-def amax_of(amax, x):
-    """x: eight values."""
-    amax = larger(larger(larger(larger(amax, x[0]), x[1]), x[2]), x[3])
-    return larger(larger(larger(larger(amax, x[4]), x[5]), x[6]), x[7])
-
-
-def amax_over(octet, width):
-    """Device function (p, at) -> amax of `width` values from index `at` on, 32 at a time so that several loads are under way."""
-    whole = width // 32 * 32
-
-    @device
-    def amax_of_row(p, at):
-        amax = i32(0)
-        for c in range(0, whole, 32):
-            x, y, z, w = octet(p, at + c, 8), octet(p, at + c + 8, 8), octet(p, at + c + 16, 8), octet(p, at + c + 24, 8)
-            amax = amax_of(amax_of(amax_of(amax_of(amax, x), y), z), w)
-        for c in range(whole, width, 8):
-            amax = amax_of(amax, octet(p, at + c, width - c))
-        return amax
-    return amax_of_row
-
-
-@device
-def scales(amax):
-    """Bit pattern of an amax -> (d, 16256 / amax), the latter 0 where all levels are 0."""
-    x = as_f32(amax)
-    finite = amax < INFINITY_BITS
-    used = finite and x >= SMALLEST
-    return div(x, FULL) if used else ZERO if finite else NAN, div(FULL, x) if used else ZERO
-
-
-@device
-def level(x, inv):
-    """0 for inv = 0, whatever x: 0 and NaN both become 0."""
-    return f2i(mul(x, inv))
-
-
-@device
-def high_limb(q):
-    return i32(i32(q + 64) >> 7)
-
-
-@device
-def low_limb(q, hi):
-    return i32(q - (hi << 7))
-
-
-@device
-def bytes4(a, b, c, d):
-    return prmt(prmt(a, b, 0x0040), prmt(c, d, 0x0040), 0x5410)
-
-
-@device
-def limbs4(a, b, c, d, inv):
-    """Four values -> words of their four high and of their four low limbs."""
-    a, b, c, d = level(a, inv), level(b, inv), level(c, inv), level(d, inv)
-    ha, hb, hc, hd = high_limb(a), high_limb(b), high_limb(c), high_limb(d)
-    return bytes4(ha, hb, hc, hd), bytes4(low_limb(a, ha), low_limb(b, hb), low_limb(c, hc), low_limb(d, hd))
-
-
-@device
-def dot4(a, b, total):
-    """a, b: four words."""
-    return dp4a(a[3], b[3], dp4a(a[2], b[2], dp4a(a[1], b[1], dp4a(a[0], b[0], total))))
-
-
-@device
-def fixed_point(hh, mid, ll):
-    return fma(i2f(hh), HIGH, i2f(i32((mid << 7) + ll)))
-
-
-# The tree of 128 in two steps: partials i, i + 16, ... of every head, then those 16; the same additions as by seven halvings.
-
-@device
-def max8(s, i):
-    m = get(s, i)
-    m = m if m == m else MINUS_INFINITY
-    for k in range(16, PIECE, 16):
-        m = larger_float(m, get(s, i + k))
-    return m
-
-
-@device
-def max16(s, i):
-    """Of partials, which are not NaN."""
-    m = get(s, i)
-    for k in range(0, 16, 4):
-        a, b, c, d = lds4(s, i + k)
-        m = larger_float(larger_float(larger_float(larger_float(m, as_f32(a)), as_f32(b)), as_f32(c)), as_f32(d))
-    return m
-
-
-@device
-def amax8(s, i):
-    amax = i32(0)
-    for k in range(0, PIECE, 16):
-        amax = larger(amax, get(s, i + k))
-    return amax
-
-
-@device
-def amax16(s, i):
-    amax = i32(0)
-    for k in range(16):
-        amax = larger(amax, get(s, i + k))
-    return amax
-
-
-@device
-def sum8(s, i):
-    even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
-    return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
-
-
-@device
-def sum4_of_16(s, i):
-    """The partial i that is left of 16 when halves of 8 and of 4 have been added."""
-    return add(add(get(s, i), get(s, i + 8)), add(get(s, i + 4), get(s, i + 12)))
-
-
-@device
-def sum16(s, i):
-    return add(add(sum4_of_16(s, i), sum4_of_16(s, i + 2)), add(sum4_of_16(s, i + 1), sum4_of_16(s, i + 3)))
-
-
-# Scores. prepare(q, at, scale, s, t) puts the block's queries into shared memory, score(k, at, scale, s, t) the scores of thread t's key.
-
-def chain_scores(octet, where: Shared, dim, heads):
-    row = -(-dim // CHANNELS) * CHANNELS
-
-    @device
-    def prepare(q, at, scale, s, t):
-        for h in range(heads):
-            for c in range(t, row, PIECE):
-                put(s, where.q + h * row + c, ldc(q, at + h * dim + c) if c < dim else ZERO)
-
-    @device
-    def score(k, at, scale, s, t):
-        for h in range(heads):
-            put(s, where.scores + h * PIECE + t, ZERO)
-        for c in range(0, dim, 8):
-            x = octet(k, at + c, dim - c)  # zeros beyond the head's end add +0: they change the sign of a zero score at most
-            for h in range(heads):
-                a, b = lds4(s, where.q + h * row + c), lds4(s, where.q + h * row + c + 4)
-                chain = get(s, where.scores + h * PIECE + t)
-                chain = fma(as_f32(a[3]), x[3], fma(as_f32(a[2]), x[2], fma(as_f32(a[1]), x[1], fma(as_f32(a[0]), x[0], chain))))
-                chain = fma(as_f32(b[3]), x[7], fma(as_f32(b[2]), x[6], fma(as_f32(b[1]), x[5], fma(as_f32(b[0]), x[4], chain))))
-                put(s, where.scores + h * PIECE + t, chain)
-        for h in range(heads):
-            put(s, where.scores + h * PIECE + t, mul(get(s, where.scores + h * PIECE + t), scale))
-    return prepare, score
-
-
-def fixed_scores(octet, q_octet, where: Shared, dim, heads):
-    blocks = -(-dim // CHANNELS)
-    row = blocks * CHANNELS // 4  # words
-    n_full, last = dim // CHANNELS, dim % CHANNELS
-
-    @device
-    def element(q, at, c):
-        return ldc(q, at + c) if c < dim else ZERO
-
-    @device
-    def prepare(q, at, scale, s, t):
-        for i in range(t, heads * row, PIECE):  # four channels a thread, each thread finding the amax of their block
-            h = i // row
-            w = i - h * row
-            b = w >> 4
-            head = at + h * dim
-            amax = i32(0)
-            for c in range(b * CHANNELS, min((b + 1) * CHANNELS, dim), 8):
-                amax = amax_of(amax, q_octet(q, head + c, dim - c))
-            d, inv = scales(amax)
-            hi, lo = limbs4(element(q, head, 4 * w), element(q, head, 4 * w + 1), element(q, head, 4 * w + 2), element(q, head, 4 * w + 3), inv)
-            sts(s, where.q + i, hi)
-            sts(s, where.q_lo + i, lo)
-            if w & 15 == 0:
-                put(s, where.q_d + h * blocks + b, mul(d, scale))
-
-    def block_of(width):
-        """Adds one block of `width` channels to the scores."""
-        n_words = -(-width // 16) * 4
-        block_amax = amax_over(octet, width)
-
-        @device
-        def block(k, at, b, s, t):
-            hi = cuda.local.array(n_words, u32)
-            lo = cuda.local.array(n_words, u32)
-            for i in range(n_words):
-                hi[i] = u32(0)
-                lo[i] = u32(0)
-            d, inv = scales(block_amax(k, at))
-            for c in range(0, width, 8):
-                x = octet(k, at + c, width - c)
-                hi[c // 4], lo[c // 4] = limbs4(x[0], x[1], x[2], x[3], inv)
-                hi[c // 4 + 1], lo[c // 4 + 1] = limbs4(x[4], x[5], x[6], x[7], inv)
-            for h in range(heads):
-                at_q = h * row + b * (CHANNELS // 4)
-                hh, mid, ll = i32(0), i32(0), i32(0)
-                for i in range(0, n_words, 4):
-                    k_hi, k_lo = (hi[i], hi[i + 1], hi[i + 2], hi[i + 3]), (lo[i], lo[i + 1], lo[i + 2], lo[i + 3])
-                    q_hi, q_lo = lds4(s, where.q + at_q + i), lds4(s, where.q_lo + at_q + i)
-                    hh = dot4(q_hi, k_hi, hh)
-                    mid = dot4(q_lo, k_hi, dot4(q_hi, k_lo, mid))
-                    ll = dot4(q_lo, k_lo, ll)
-                x = mul(fixed_point(hh, mid, ll), get(s, where.q_d + h * blocks + b))
-                put(s, where.scores + h * PIECE + t, fma(x, d, get(s, where.scores + h * PIECE + t)))
-        return block
-
-    full_block, last_block = block_of(CHANNELS), block_of(last or CHANNELS)
-
-    @device
-    def score(k, at, scale, s, t):
-        for h in range(heads):
-            put(s, where.scores + h * PIECE + t, ZERO)
-        for b in range(n_full):
-            full_block(k, at + b * CHANNELS, b, s, t)
-        if last:
-            last_block(k, at + n_full * CHANNELS, n_full, s, t)
-    return prepare, score
-
-
-# Values. key_scale(v, at) -> (d_v, 16256 / amax) of thread t's key; weigh(v, at, step, visible, inv_v, s, t) adds the piece to the outputs.
-# at: index of the key's first channel, for weigh of the piece's first key; step: from key to key.
-
-@device
-def combine(s, output, h, where_a, where_b, o):
-    put(s, output, fma(get(s, output), get(s, where_a + h), mul(o, get(s, where_b + h))))
-
-
-def chain_values(where: Shared, dim, heads):
-    @device
-    def key_scale(v, at):
-        return ONE, ZERO
-
-    @device
-    def weigh(v, at, step, visible, inv_v, s, t):
-        for first in range(0, dim, CHANNELS):
-            for i in range(t, heads * CHANNELS, PIECE):
-                h, c = i // CHANNELS, first + i % CHANNELS
-                if c < dim:
-                    o = ZERO
-                    for j in range(0, PIECE, 4):
-                        mask, p, key = lds(s, where.visible + j // 4), lds4(s, where.weights + h * PIECE + j), at + j * step + c
-                        if mask & 0x1:
-                            o = fma(as_f32(p[0]), ldc(v, key), o)
-                        if mask & 0x100:
-                            o = fma(as_f32(p[1]), ldc(v, key + step), o)
-                        if mask & 0x10000:
-                            o = fma(as_f32(p[2]), ldc(v, key + 2 * step), o)
-                        if mask & 0x1000000:
-                            o = fma(as_f32(p[3]), ldc(v, key + 3 * step), o)
-                    combine(s, where.outputs + h * dim + c, h, where.rescale_old, where.rescale_new, o)
-    return key_scale, weigh
-
-
-def fixed_values(octet, where: Shared, dim, heads):
-    row_amax = amax_over(octet, dim)
-
-    @device
-    def key_scale(v, at):
-        return scales(row_amax(v, at))
-
-    @device
-    def put_limbs(s, c, t, x, inv):
-        q = level(x, inv)
-        hi = high_limb(q)
-        sts8(s, 4 * where.v_hi + c * V_STRIDE + t, hi)
-        sts8(s, 4 * where.v_lo + c * V_STRIDE + t, low_limb(q, hi))
-
-    @device
-    def weigh(v, at, step, visible, inv_v, s, t):
-        for h in range(heads):
-            q = level(get(s, where.weights + h * PIECE + t), get(s, where.inv_p + h))
-            hi = high_limb(q)
-            sts8(s, 4 * where.p_hi + h * PIECE + t, hi)
-            sts8(s, 4 * where.p_lo + h * PIECE + t, low_limb(q, hi))
-        for first in range(0, dim, CHANNELS):
-            if visible:  # whatever lies in the places of other keys is multiplied by 0
-                for c in range(0, min(CHANNELS, dim - first), 8):
-                    x = octet(v, at + t * step + first + c, dim - first - c)
-                    put_limbs(s, c, t, x[0], inv_v)
-                    put_limbs(s, c + 1, t, x[1], inv_v)
-                    put_limbs(s, c + 2, t, x[2], inv_v)
-                    put_limbs(s, c + 3, t, x[3], inv_v)
-                    put_limbs(s, c + 4, t, x[4], inv_v)
-                    put_limbs(s, c + 5, t, x[5], inv_v)
-                    put_limbs(s, c + 6, t, x[6], inv_v)
-                    put_limbs(s, c + 7, t, x[7], inv_v)
-            cuda.syncthreads()  # limbs are written
-            for i in range(t, heads * CHANNELS, PIECE):
-                h, c = i // CHANNELS, i % CHANNELS
-                if first + c < dim:
-                    hh, mid, ll = i32(0), i32(0), i32(0)
-                    for w in range(0, PIECE // 4, 4):
-                        p_hi, p_lo = lds4(s, where.p_hi + h * (PIECE // 4) + w), lds4(s, where.p_lo + h * (PIECE // 4) + w)
-                        v_hi, v_lo = lds4(s, where.v_hi + c * V_WORDS + w), lds4(s, where.v_lo + c * V_WORDS + w)
-                        hh = dot4(p_hi, v_hi, hh)
-                        mid = dot4(p_lo, v_hi, dot4(p_hi, v_lo, mid))
-                        ll = dot4(p_lo, v_lo, ll)
-                    o = mul(fixed_point(hh, mid, ll), get(s, where.d_p + h))
-                    combine(s, where.outputs + h * dim + first + c, h, where.rescale_old, where.rescale_new, o)
-            cuda.syncthreads()  # limbs are read
-    return key_scale, weigh
-
-
-@factory([("f16", "f16", 64, 64, 3), ("q8_0", "q8_0", 80, 80, 1), ("f32", "f32", 64, 64, 3), ("f16", "q8_0", 10, 8, 4), ("q8_0", "f32", 128, 128, 8),
-          ("f32", "f16", 65, 63, 2), ("f16", "f16", 576, 512, 8)])
-def flash_attn_ext_kernel(type_k, type_v, dim_k, dim_v, heads):
-    where = shared_layout(type_k, type_v, dim_k, dim_v, heads)
-    q_row, k_row, v_row = cached("f32", dim_k), cached(type_k, dim_k), cached(type_v, dim_v)
-    prepare, score = chain_scores(k_row.octet, where, dim_k, heads) if type_k == "f32" else fixed_scores(k_row.octet, q_row.octet, where, dim_k, heads)
-    key_scale, weigh = chain_values(where, dim_v, heads) if type_v == "f32" else fixed_values(v_row.octet, where, dim_v, heads)
-
-    def kernel(q, k, v, seq, pos, present, out, n_ctx, scale):
-        s = cuda.shared.array(0, types.int32)
-        t = cuda.threadIdx.x
-        token = cuda.gridDim.x - 1 - cuda.blockIdx.x  # the last positions have most pieces: they go first
-        head_kv, n_head_kv = cuda.blockIdx.y, cuda.gridDim.y
-        heads_before = (i64(token) * n_head_kv + head_kv) * cuda.gridDim.z * heads + cuda.blockIdx.z * heads
-        prepare(q, heads_before * dim_k, scale, s, t)
-        for i in range(t, heads * dim_v, PIECE):
-            put(s, where.outputs + i, ZERO)
-        M, L = MINUS_INFINITY, ZERO  # of head t, where t < heads
-        position, cell = ldc(pos, token), i64(ldc(seq, token)) * n_ctx
-        step_k, step_v = n_head_kv * dim_k, n_head_kv * dim_v
-
-        for first in range(0, position + 1, PIECE):
-            visible = first + t <= position and ldc(present, cell + min(first + t, position)) != 0
-            sts8(s, 4 * where.visible + t, 1 if visible else 0)
-            cuda.syncthreads()  # visible keys are known; the queries are prepared
-            any_visible = i32(0)
-            for i in range(0, PIECE // 4, 4):
-                a, b, c, d = lds4(s, where.visible + i)
-                any_visible = i32(any_visible | a | b | c | d)
-
-            if any_visible != 0:
-                # 1. s and d_v
-                d_v, inv_v = ZERO, ZERO
-                if visible:
-                    score(k, (cell + first + t) * step_k + head_kv * dim_k, scale, s, t)
-                    d_v, inv_v = key_scale(v, (cell + first + t) * step_v + head_kv * dim_v)
-                else:
-                    for h in range(heads):
-                        put(s, where.scores + h * PIECE + t, MINUS_INFINITY)
-                cuda.syncthreads()  # scores are written
-
-                # 2. m, p and p', l and amax
-                for i in range(t, heads * 16, PIECE):
-                    put(s, where.maxima + i, max8(s, where.scores + (i >> 4) * PIECE + (i & 15)))
-                cuda.syncthreads()  # partial maxima are written, scores of other threads read
-                for h in range(heads):
-                    p, weight = ZERO, ZERO
-                    if visible:
-                        p = exp(sub(get(s, where.scores + h * PIECE + t), max16(s, where.maxima + h * 16)))
-                        weight = mul(p, d_v)
-                    put(s, where.scores + h * PIECE + t, p)
-                    put(s, where.weights + h * PIECE + t, weight)
-                cuda.syncthreads()  # p and p' are written
-                for i in range(t, heads * 16, PIECE):
-                    put(s, where.sums + i, sum8(s, where.scores + (i >> 4) * PIECE + (i & 15)))
-                    sts(s, where.amaxes + i, amax8(s, where.weights + (i >> 4) * PIECE + (i & 15)))
-                cuda.syncthreads()  # partial sums and amaxes are written
-                if t < heads:
-                    m, l = max16(s, where.maxima + t * 16), sum16(s, where.sums + t * 16)
-                    new_M = larger_float(M, m)
-                    a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
-                    M, L = new_M, fma(L, a, mul(l, b))
-                    d_p, inv_p = scales(amax16(s, where.amaxes + t * 16))
-                    put(s, where.rescale_old + t, a)
-                    put(s, where.rescale_new + t, b)
-                    put(s, where.d_p + t, d_p)
-                    put(s, where.inv_p + t, inv_p)
-                cuda.syncthreads()  # what a head's threads share is written
-
-                # 3. and 4.
-                weigh(v, (cell + first) * step_v + head_kv * dim_v, step_v, visible, inv_v, s, t)
-            cuda.syncthreads()  # everything of this piece is read
-
-        if t < heads:
-            put(s, where.rescale_old + t, L)
-        cuda.syncthreads()
-        for i in range(t, heads * dim_v, PIECE):
-            st(out, heads_before * dim_v + i, div(get(s, where.outputs + i), get(s, where.rescale_old + i // dim_v)))
-    return Kernel(kernel, (F32, k_row.pointer, v_row.pointer, I32, I32, U8, F32, N, SCALAR_F32), n_threads=PIECE)
-
-
-def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale):
+def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch=None, shape=None):
     """Attention of n query tokens over their sequences' keys up to their own positions.
 
     q: address of f32 [n, n_head, dim_k]; k, v: of caches (`set_rows`) of n_head_kv * dim_k and n_head_kv * dim_v values a cell, the cell of
-    (sequence, position) being sequence * n_ctx + position; seq, pos: of i32 [n]; present: of u8 [n_seq, n_ctx]; out: of f32 [n, n_head, dim_v].
-    q, k, v lie on 16 bytes. Query head h reads KV head h // (n_head // n_head_kv).
+    (sequence, position) being sequence * n_ctx + position; seq, pos: of i32 [n]; present: of u8 [n_seq, n_ctx]; out: of f32 [n, n_head, dim_v];
+    scratch: of f32 [scratch_floats], left with anything in it; shape: `attention_shape` chooses where it is not given. q, k, v, scratch lie on 16 bytes. Query head h reads KV head h // (n_head // n_head_kv).
     """
     op = "flash_attn_ext"
     for what, type_, dim in (("K", type_k, dim_k), ("V", type_v, dim_v)):
@@ -494,8 +67,9 @@ def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n
         check(op, type_ != "q8_0" or n_head_kv * dim % 32 == 0, f"row of {what}", n_head_kv * dim, "a multiple of 32 for q8_0")
     check(op, n >= 1, "n", n, "at least 1")
     check(op, n_head_kv >= 1 and n_head % n_head_kv == 0, "n_head", n_head, f"a multiple of n_head_kv = {n_head_kv}")
-    heads = heads_together(n_head // n_head_kv)
-    kernel = flash_attn_ext_kernel(type_k, type_v, dim_k, dim_v, heads)
-    grid = n, n_head_kv, n_head // n_head_kv // heads
-    shared = 4 * shared_layout(type_k, type_v, dim_k, dim_v, heads).n_words
-    return target.launch(kernel, grid, PIECE, (q, k, v, seq, pos, present, out, n_ctx, scale), shared)
+    shape = shape or attention_shape(type_k, type_v, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, target.n_multiprocessors)
+    operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, shape.heads, shape.n_splits)
+    if shape.n_splits is None:
+        return flash_attn_ext_any(target, *operands, out, *sizes)
+    pieces = (flash_attn_ext_few if shape.kernel == "few" else flash_attn_ext_any)(target, *operands, scratch, *sizes)
+    return Launches((pieces, flash_attn_ext_combine(target, pos, scratch, out, n, n_head, dim_v, n_ctx)))

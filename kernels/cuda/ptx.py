@@ -121,6 +121,8 @@ f32_to_f16 = _instruction("f32_to_f16", "{.reg .b16 h, z; cvt.rn.f16.f32 h, $1; 
 dp4a = _instruction("dp4a", "dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")  # c + the products of the four signed bytes of a and b
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte i is byte s & 7 of the eight bytes a, b, or
                                                                          # its sign eight times where s & 8; s = c >> 4i
+amax2 = _instruction("amax2", "{.reg .b32 m; and.b32 m, $2, 0x7fff7fff; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the
+                                                                         # larger of a, not negative, and |b|; NaN is above all
 shr = _instruction("shr", "shr.u32 $0, $1, $2;", "u", "uu")              # 0 for shifts of 32 and more
 
 
@@ -337,26 +339,22 @@ lds, lds2, lds4 = (_load_shared(name, width) for name, width in (("lds", 1), ("l
 sts, sts4, sts8 = _store_shared("sts", 4), _store4_shared("sts4"), _store_shared("sts8", 1)
 
 
-# Barriers
+# What the lanes of a warp do together
 
 if SIMULATED:
-    syncwarp = simulator.syncwarp
+    syncwarp, shuffle = simulator.syncwarp, simulator.shuffle
 else:
     @device
     def syncwarp():
         cuda.syncwarp()
 
-
-if SIMULATED:
-    shuffle = simulator.shuffle
-else:
     @intrinsic
-    def shuffle(typingctx, value, source):
-        """The value, an int32, of lane `source`. All lanes of a warp execute it together."""
-        _check("shuffle", "r", value)
-        _check("shuffle", "r", source)
+    def shuffle(typingctx, x, lane):
+        """The int32 x of the lane `lane`, for every lane."""
+        _check("shuffle", "r", x)
+        _check("shuffle", "r", lane)
         word = ir.IntType(32)
-        assembly = ir.InlineAsm(ir.FunctionType(word, [word] * 2), "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", side_effect=True)
+        assembly = ir.InlineAsm(ir.FunctionType(word, [word] * 2), "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", side_effect=True)
         return types.int32(types.int32, types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
 
 

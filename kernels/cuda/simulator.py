@@ -58,6 +58,12 @@ def shr(w, s):
     return u32(w >> s) if s < u32(32) else u32(0)
 
 
+@jit
+def amax2(a, b):
+    b = u32(b & u32(0x7fff7fff))
+    return u32(max(a & u32(0xffff), b & u32(0xffff)) | max(a & u32(0xffff0000), b & u32(0xffff0000)))
+
+
 def _unary(function, name):
     return jit(lambda a: function(a), key=name)
 
@@ -76,7 +82,7 @@ _MEANING = {
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     "fma": _ternary(arith.fma, "fma"), "as_u32": _unary(arith.as_i32, "as_i32"),
     "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "shr": shr,
+    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "shr": shr,
 }
 
 

@@ -1,0 +1,152 @@
+"""Block-scaled fixed point of attention (numerics, sections 3 and 8): levels of 15 bits in two int8 limbs, made in registers, and sums of their products.
+
+A level is made by adding a large float, whose last bit is worth 1, to mul(x, 16256 / amax): that rounds as `rint` does, and the bits of the sum hold
+the limbs. The low limbs are kept doubled (2 lo is a signed byte whose bit 0 is 0), so that both limbs begin on a bit of a byte; `rest` halves their sums.
+"""
+from typing import Callable, NamedTuple
+
+import numpy as np
+
+from ...quant.activation import LIMIT
+from .launch import U16, U32
+from .ptx import add, amax2, as_f32, as_i32, device, div, f16_to_f32, f32, fma, i2f, i32, ld, ld4, mul, prmt, sub, u32
+from .set_rows import BLOCK_HALVES, INFINITY_BITS, NAN, SMALLEST, larger
+
+FULL, HIGH, ZERO = f32(LIMIT), f32(16384), f32(0)
+MINUS_INFINITY = f32(-np.inf)
+LIFT = f32(1.5 * 2**23 + 64)                   # bits of x + LIFT: 128 hi + lo + 64 in the low 16
+EVEN_BITS, TOP_BITS = u32(0xfefefefe), u32(0x80808080)
+BYTE_FLOAT, BYTE_ZERO = u32(0x4b000000), f32(2**23 + 128)  # a byte b below BYTE_FLOAT is 2^23 + b
+
+
+@device
+def larger_float(m, x):
+    """The larger one; m where x is NaN."""
+    return x if x > m else m
+
+
+@device
+def scales(amax):
+    """Bit pattern of an amax -> (d, 16256 / amax), the latter 0 where all levels are 0."""
+    x = as_f32(amax)
+    finite = amax < INFINITY_BITS
+    used = finite and x >= SMALLEST
+    return div(x, FULL) if used else ZERO if finite else NAN, div(FULL, x) if used else ZERO
+
+
+@device
+def lifted(x, inv):
+    """A level, to be split by `limbs`. Where d is NaN it may be anything: so is all that becomes of it."""
+    return as_i32(add(mul(x, inv), LIFT))
+
+
+@device
+def limbs(a, b, c, d):
+    """Four lifted levels -> words of their high limbs and of their low limbs, these doubled."""
+    x, y = prmt(a, b, 0x5410), prmt(c, d, 0x5410)
+    x, y = u32(x << u32(1)), u32(y << u32(1))
+    return prmt(x, y, 0x7531), u32((prmt(x, y, 0x6420) & EVEN_BITS) ^ TOP_BITS)
+
+
+@device
+def rest(mid, ll):
+    """128 MID + LL of sums with doubled low limbs, 2 MID and 4 LL."""
+    return i32((mid << 6) + (ll >> 2))
+
+
+@device
+def fixed_point(hh, rest):
+    return fma(i2f(hh), HIGH, i2f(rest))
+
+
+# Eight values of a cache in registers: what is read, `amax` of it, and the values
+
+class Octets(NamedTuple):
+    """raw: array of words in registers, an octet from `at` on. i: index of a value, counted through all rows, a multiple of 8."""
+    pointer: object    # type of the kernel's parameter
+    n_words: int
+    load: Callable     # (pointer, i, raw, at)
+    amax: Callable     # (state, raw, at) -> state, an int32 that is 0 at first
+    merge: Callable    # (state, state) -> state
+    pattern: Callable  # (state) -> bit pattern of an amax
+    values: Callable   # (raw, at) -> eight float32
+
+
+@device
+def _f16_load(p, i, raw, at):
+    raw[at], raw[at + 1], raw[at + 2], raw[at + 3] = ld4(p, i >> 1)
+
+
+@device
+def _f16_amax(state, raw, at):
+    return i32(amax2(amax2(amax2(amax2(state, raw[at]), raw[at + 1]), raw[at + 2]), raw[at + 3]))
+
+
+@device
+def _f16_merge(a, b):
+    return i32(amax2(a, b))
+
+
+@device
+def _f16_pattern(state):
+    low, high = u32(state & u32(0xffff)), u32(u32(state) >> u32(16))
+    return as_i32(f16_to_f32(high if high > low else low))
+
+
+@device
+def _f16_pair(w):
+    return f16_to_f32(w), f16_to_f32(u32(w) >> u32(16))
+
+
+@device
+def _f16_values(raw, at):
+    a, b, c, d = _f16_pair(raw[at]), _f16_pair(raw[at + 1]), _f16_pair(raw[at + 2]), _f16_pair(raw[at + 3])
+    return a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]
+
+
+@device
+def _q8_0_load(p, i, raw, at):
+    """Words: four levels, four levels, d."""
+    block = (i >> 5) * BLOCK_HALVES
+    first = block + 1 + ((i & 31) >> 1)
+    raw[at] = prmt(ld(p, first), ld(p, first + 1), 0x5410)
+    raw[at + 1] = prmt(ld(p, first + 2), ld(p, first + 3), 0x5410)
+    raw[at + 2] = u32(ld(p, block))
+
+
+@device
+def _q8_0_value(word, selector, scale):
+    return mul(scale, sub(as_f32(prmt(word, BYTE_FLOAT, selector)), BYTE_ZERO))
+
+
+@device
+def _q8_0_values(raw, at):
+    a, b, d = u32(raw[at] ^ TOP_BITS), u32(raw[at + 1] ^ TOP_BITS), f16_to_f32(raw[at + 2])
+    return (_q8_0_value(a, 0x7540, d), _q8_0_value(a, 0x7541, d), _q8_0_value(a, 0x7542, d), _q8_0_value(a, 0x7543, d),
+            _q8_0_value(b, 0x7540, d), _q8_0_value(b, 0x7541, d), _q8_0_value(b, 0x7542, d), _q8_0_value(b, 0x7543, d))
+
+
+@device
+def amax_of(amax, x):
+    """x: eight values."""
+    amax = larger(larger(larger(larger(amax, x[0]), x[1]), x[2]), x[3])
+    return larger(larger(larger(larger(amax, x[4]), x[5]), x[6]), x[7])
+
+
+@device
+def _q8_0_amax(state, raw, at):
+    return amax_of(state, _q8_0_values(raw, at))
+
+
+@device
+def _larger_pattern(a, b):
+    return a if a > b else b
+
+
+@device
+def _same(state):
+    return state
+
+
+OCTETS = {"f16": Octets(U32, 4, _f16_load, _f16_amax, _f16_merge, _f16_pattern, _f16_values),
+          "q8_0": Octets(U16, 3, _q8_0_load, _q8_0_amax, _larger_pattern, _same, _q8_0_values)}

@@ -1,0 +1,367 @@
+"""Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8).
+
+A block of 8 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every `gridDim.x`-th piece of 128 keys. What each
+piece gives, (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has so many pieces as its position says, which the kernel reads; blocks
+without one exit at once, so a launch holds no number that grows.
+
+A warp has 16 keys, and no key or value passes through shared memory. Lane l = 4 g + t
+
+    1. has of keys g and g + 8 the channels 8 t .. and 32 + 8 t .. of each 64: a column of B; A has the queries, head g in row g (hi) and g + 8 (lo)
+    2. gets the scores of head g with keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t: four levels of p', a word of A
+    3. has of those four keys the channels 8 g .. of each 64: a word of B for each
+
+In 2. the warps exchange maxima, p for the tree of sums, and amaxes; in 3. they leave integer sums, which threads add up, one for each output.
+"""
+from itertools import accumulate
+from typing import NamedTuple
+
+from numba import cuda, types
+
+from .cooperative import cooperative
+from .fixed_point import MINUS_INFINITY, OCTETS, ZERO, fixed_point, larger_float, lifted, limbs, rest, scales
+from .flash_attn_ext_combine import PIECE, statistics_at, stride
+from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
+from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, u32
+from .set_rows import larger
+
+THREADS, WARPS = 256, 8
+CHANNELS = 64        # of Q and K with one scale; of a slab of V
+MOST_HEADS = 8       # of a block: the rows of half a fragment
+MOST_CHANNELS = 256
+CHUNK_STRIDE = 20    # words from one lane's 16 sums to the next one's: 16 bytes of eight lanes then lie in all 32 banks
+
+
+class Shared(NamedTuple):
+    """Words of shared memory; multiples of four."""
+    maxima: int   # f32 [warp][8 heads]
+    amaxes: int   # of p', the same
+    d_p: int      # f32 [8 heads]
+    p: int        # f32 [heads][128]
+    q: int        # words of A [block][hi, lo][lane][4]
+    q_d: int      # f32 [block][8 heads]: d_q * scale
+    sums: int     # i32 [2 slabs][warp][HH, rest][head][4 lanes][CHUNK_STRIDE]
+    n_words: int
+
+
+def shared_layout(dim_k: int, dim_v: int, heads: int) -> Shared:
+    n_blocks, slabs = -(-dim_k // CHANNELS), min(2, -(-dim_v // CHANNELS))
+    sizes = (WARPS * MOST_HEADS, WARPS * MOST_HEADS, MOST_HEADS, heads * PIECE, n_blocks * 256, n_blocks * MOST_HEADS,
+             slabs * WARPS * 2 * heads * 4 * CHUNK_STRIDE)
+    return Shared(*accumulate(sizes, initial=0))
+
+
+def resident(dim_k: int, dim_v: int) -> int:
+    """Blocks of a multiprocessor: what registers allow."""
+    return 2 if max(dim_k, dim_v) <= 128 else 1
+
+
+@device
+def put(s, i, x):
+    sts(s, i, as_i32(x))
+
+
+@device
+def get(s, i):
+    return as_f32(lds(s, i))
+
+
+@device
+def add_lane(x, lane):
+    return add(x, as_f32(shuffle(as_i32(x), lane)))
+
+
+@device
+def max_lane(x, lane):
+    return larger_float(x, as_f32(shuffle(as_i32(x), lane)))
+
+
+@device
+def max_pattern(x, lane):
+    y = shuffle(x, lane)
+    return y if y > x else x
+
+
+@device
+def four(p, i, valid):
+    """Four float32 from i on, zeros where they are not valid."""
+    x = ZERO, ZERO, ZERO, ZERO
+    if valid:
+        x = ld4(p, i)
+    return x
+
+
+@device
+def amax4(amax, x):
+    return larger(larger(larger(larger(amax, x[0]), x[1]), x[2]), x[3])
+
+
+@device
+def limbs4(x, inv):
+    return limbs(lifted(x[0], inv), lifted(x[1], inv), lifted(x[2], inv), lifted(x[3], inv))
+
+
+@factory([("f16", "f16", 64, 64, 3), ("f16", "f16", 128, 128, 4), ("q8_0", "q8_0", 128, 128, 8), ("f16", "q8_0", 80, 72, 1), ("q8_0", "f16", 256, 256, 8),
+          ("f16", "f16", 256, 256, 6)])
+def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
+    K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads)
+    n_blocks, n_slabs, z = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), i32(0)
+    k_words, v_words, v_row, side_words, kind_words = K.n_words, V.n_words, stride(dim_v), WARPS * 2 * heads * 4 * CHUNK_STRIDE, heads * 4 * CHUNK_STRIDE
+    n_k_raw, n_v_raw = 4 * n_blocks * K.n_words, 4 * n_slabs * V.n_words
+    ahead = type_k == type_v == "f16" and heads < MOST_HEADS  # keys are loaded a piece ahead; else there are no registers for them
+    load_octet_k, amax_k, merge_k, pattern_k, values_k = K[2:]
+    load_octet_v, amax_v, merge_v, pattern_v, values_v = V[2:]
+
+    @device
+    def load_keys(k, at, t, raw, first):
+        """The octets of one key. at: index of the first channel."""
+        for b in range(n_blocks):
+            for half in range(2):
+                octet = first + (2 * b + half) * k_words
+                channel = b * CHANNELS + half * 32 + 8 * t
+                if dim_k % CHANNELS == 0 or channel < dim_k:
+                    load_octet_k(k, at + channel, raw, octet)
+                else:
+                    for w in range(k_words):
+                        raw[octet + w] = u32(0)
+
+    @device
+    def load_both(k, cell, key, position, n_head_kv, head_kv, lane, raw):
+        """Keys key + g and key + g + 8, or what is at the query's position where they are beyond it."""
+        g, t = lane >> 2, lane & 3
+        load_keys(k, ((cell + min(key + g, position)) * n_head_kv + head_kv) * dim_k, t, raw, 0)
+        load_keys(k, ((cell + min(key + g + 8, position)) * n_head_kv + head_kv) * dim_k, t, raw, 2 * n_blocks * k_words)
+
+    @device
+    def load_values(v, at, g, raw, first):
+        for b in range(n_slabs):
+            octet = first + b * v_words
+            if dim_v % CHANNELS == 0 or b * CHANNELS + 8 * g < dim_v:
+                load_octet_v(v, at + b * CHANNELS + 8 * g, raw, octet)
+            else:
+                for w in range(v_words):
+                    raw[octet + w] = u32(0)
+
+    @device
+    def prepare_block(q, at, b, valid, lane, scale, s):
+        """Block b of the queries, by a warp: words of A and d_q * scale. at: where head g's query begins."""
+        g, t = lane >> 2, lane & 3
+        channel = b * CHANNELS + 8 * t
+        first, second = valid and channel < dim_k, valid and channel + 32 < dim_k
+        x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
+        u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
+        amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(z, x), y), u), w), lane ^ 1), lane ^ 2)
+        d, inv = scales(amax)
+        x, y, u, w = limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv)
+        sts4(s, where.q + b * 256 + 4 * lane, x[0], y[0], u[0], w[0])
+        sts4(s, where.q + b * 256 + 128 + 4 * lane, x[1], y[1], u[1], w[1])
+        if t == 0:
+            put(s, where.q_d + b * MOST_HEADS + g, mul(d, scale))
+
+    @device
+    def octet_limbs(raw, at, inv):
+        x = values_k(raw, at)
+        a, b = limbs4((x[0], x[1], x[2], x[3]), inv), limbs4((x[4], x[5], x[6], x[7]), inv)
+        return a[0], b[0], a[1], b[1]
+
+    @device
+    def score_block(raw, first, b, lane, s, s0, s1):
+        """Adds block b of eight keys to the scores of keys 2 t and 2 t + 1."""
+        state = amax_k(amax_k(z, raw, first), raw, first + k_words)
+        state = merge_k(state, shuffle(state, lane ^ 1))
+        state = merge_k(state, shuffle(state, lane ^ 2))
+        d, inv = scales(pattern_k(state))
+        k, r = octet_limbs(raw, first, inv), octet_limbs(raw, first + k_words, inv)
+        hi, lo = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
+        c = mma32(hi[0], lo[0], hi[1], lo[1], k[0], k[1], z, z, z, z)
+        e = mma32(hi[0], lo[0], hi[1], lo[1], k[2], k[3], z, z, z, z)
+        c = mma32(hi[2], lo[2], hi[3], lo[3], r[0], r[1], c[0], c[1], c[2], c[3])
+        e = mma32(hi[2], lo[2], hi[3], lo[3], r[2], r[3], e[0], e[1], e[2], e[3])
+        even = 8 * (lane & 3)  # a lane of key 2 t
+        d0, d1, q_d = as_f32(shuffle(as_i32(d), even)), as_f32(shuffle(as_i32(d), even + 4)), get(s, where.q_d + b * MOST_HEADS + (lane >> 2))
+        s0 = fma(mul(fixed_point(c[0], rest(c[2] + e[0], e[2])), q_d), d0, s0)
+        s1 = fma(mul(fixed_point(c[1], rest(c[3] + e[1], e[3])), q_d), d1, s1)
+        return s0, s1
+
+    @device
+    def scores(raw, first, lane, s):
+        """Of eight keys: of 2 t and 2 t + 1."""
+        s0, s1 = score_block(raw, first, 0, lane, s, ZERO, ZERO)
+        if n_blocks > 1:
+            s0, s1 = score_block(raw, first + 2 * k_words, 1, lane, s, s0, s1)
+        if n_blocks > 2:
+            s0, s1 = score_block(raw, first + 4 * k_words, 2, lane, s, s0, s1)
+        if n_blocks > 3:
+            s0, s1 = score_block(raw, first + 6 * k_words, 3, lane, s, s0, s1)
+        return s0, s1
+
+    @device
+    def key_scale(raw, first, lane):
+        """(d_v, 16256 / amax) of a key, all of whose channels lie with the lanes of one t."""
+        state = amax_v(z, raw, first)
+        if n_slabs > 1:
+            state = amax_v(state, raw, first + v_words)
+        if n_slabs > 2:
+            state = amax_v(state, raw, first + 2 * v_words)
+        if n_slabs > 3:
+            state = amax_v(state, raw, first + 3 * v_words)
+        state = merge_v(state, shuffle(state, lane ^ 4))
+        state = merge_v(state, shuffle(state, lane ^ 8))
+        return scales(pattern_v(merge_v(state, shuffle(state, lane ^ 16))))
+
+    @device
+    def weigh(p_hi, p_lo, a, b, c, d, inv):
+        """Sums of a lane's two outputs, of one channel's four values."""
+        v_hi, v_lo = limbs(lifted(a, inv[0]), lifted(b, inv[1]), lifted(c, inv[2]), lifted(d, inv[3]))
+        h = mma16(p_hi, p_lo, v_hi, z, z, z, z)
+        l = mma16(p_hi, p_lo, v_lo, z, z, z, z)
+        return h[0], rest(h[2] + l[0], l[2]), h[1], rest(h[3] + l[1], l[3])
+
+    @device
+    def weigh4(p_hi, p_lo, a, b, c, d, inv, s, at, valid):
+        """Leaves the sums of channels at.. and at + 8.. of a slab. a to d: of four channels the values of a key."""
+        x, y = weigh(p_hi, p_lo, a[0], b[0], c[0], d[0], inv), weigh(p_hi, p_lo, a[1], b[1], c[1], d[1], inv)
+        u, w = weigh(p_hi, p_lo, a[2], b[2], c[2], d[2], inv), weigh(p_hi, p_lo, a[3], b[3], c[3], d[3], inv)
+        if valid:
+            sts4(s, at, x[0], y[0], u[0], w[0])
+            sts4(s, at + kind_words, x[1], y[1], u[1], w[1])
+            sts4(s, at + 8, x[2], y[2], u[2], w[2])
+            sts4(s, at + kind_words + 8, x[3], y[3], u[3], w[3])
+
+    @device
+    def weigh_slab(p_hi, p_lo, raw, first, inv, s, at, valid):
+        a, b = values_v(raw, first), values_v(raw, first + n_slabs * v_words)
+        c, d = values_v(raw, first + 2 * n_slabs * v_words), values_v(raw, first + 3 * n_slabs * v_words)
+        weigh4(p_hi, p_lo, (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), (c[0], c[1], c[2], c[3]), (d[0], d[1], d[2], d[3]), inv, s, at, valid)
+        weigh4(p_hi, p_lo, (a[4], a[5], a[6], a[7]), (b[4], b[5], b[6], b[7]), (c[4], c[5], c[6], c[7]), (d[4], d[5], d[6], d[7]), inv, s, at + 4, valid)
+
+    @cooperative
+    def slab(p_hi, p_lo, raw, b, inv, tid, s, pieces, piece, most_pieces):
+        """o of 64 channels. piece: the first head's."""
+        lane, side = i32(tid & 31), where.sums + (b & 1) * side_words
+        weigh_slab(p_hi, p_lo, raw, b * v_words, inv, s, side + (tid >> 5) * 2 * kind_words + lane * CHUNK_STRIDE, lane < 4 * heads)
+        cuda.syncthreads()  # sums of the warps are written, those of the slab before read; so is all that the next piece writes before its sums
+        i = tid
+        while i < heads * CHANNELS:
+            head, c = i32(i >> 6), i32(i & 63)
+            if dim_v % CHANNELS == 0 or b * CHANNELS + c < dim_v:
+                at = side + (4 * head + (c >> 4)) * CHUNK_STRIDE + (c & 15)
+                hh, low = z, z
+                for w in range(WARPS):
+                    hh = i32(hh + lds(s, at + w * 2 * kind_words))
+                    low = i32(low + lds(s, at + w * 2 * kind_words + kind_words))
+                st(pieces, (piece + head * most_pieces) * v_row + b * CHANNELS + c, mul(fixed_point(hh, low), get(s, where.d_p + head)))
+            i = i32(i + THREADS)
+
+    @device
+    def sum8(s, i):
+        even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
+        return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
+
+    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, n_head_kv, scale):
+        s = cuda.shared.array(0, types.int32)
+        k_raw, v_raw = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32)
+        token, position = cuda.blockIdx.z, ld(pos, cuda.blockIdx.z)
+        piece, n_pieces = i32(cuda.blockIdx.x), i32((position >> 7) + 1)
+        if piece >= n_pieces:
+            return
+        tid = i32(cuda.threadIdx.x)
+        lane, warp = i32(tid & 31), i32(tid >> 5)
+        g, t = i32(lane >> 2), i32(lane & 3)
+        n_head = i32(cuda.gridDim.y * heads)
+        first_head = i32(cuda.blockIdx.y * heads)
+        head_kv = i32(cuda.blockIdx.y // (cuda.gridDim.y // n_head_kv))
+        cell = i64(ld(seq, token)) * n_ctx
+
+        key = i32(piece * PIECE + warp * 16)
+        load_both(k, cell, key, position, n_head_kv, head_kv, lane, k_raw)
+        if warp < n_blocks:
+            prepare_block(q, (i64(token) * n_head + first_head + g) * dim_k, warp, g < heads, lane, scale, s)
+        cuda.syncthreads()  # the queries are prepared
+
+        while piece < n_pieces:
+            # 1. Scores of keys k0, k0 + 1, k2, k2 + 1; those beyond the query's position are read at its position, and not seen
+            k0, k2 = i32(key + 2 * t), i32(key + 2 * t + 8)
+            load_values(v, ((cell + min(k0, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 0)
+            load_values(v, ((cell + min(k0 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, n_slabs * v_words)
+            load_values(v, ((cell + min(k2, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 2 * n_slabs * v_words)
+            load_values(v, ((cell + min(k2 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 3 * n_slabs * v_words)
+            here0, here1 = ld(present, cell + min(k0, position)), ld(present, cell + min(k0 + 1, position))
+            here2, here3 = ld(present, cell + min(k2, position)), ld(present, cell + min(k2 + 1, position))
+            s0, s1 = scores(k_raw, 0, lane, s)
+            s2, s3 = scores(k_raw, 2 * n_blocks * k_words, lane, s)
+            visible0, visible1 = k0 <= position and here0 != 0, k0 + 1 <= position and here1 != 0
+            visible2, visible3 = k2 <= position and here2 != 0, k2 + 1 <= position and here3 != 0
+            now = piece
+            piece = i32(piece + cuda.gridDim.x)
+            key = i32(piece * PIECE + warp * 16)
+            if ahead and piece < n_pieces:  # the next keys come while this piece is worked on
+                load_both(k, cell, key, position, n_head_kv, head_kv, lane, k_raw)
+
+            # 2. m, p, l and the levels of p'
+            m = larger_float(MINUS_INFINITY, s0 if visible0 else MINUS_INFINITY)
+            m = larger_float(m, s1 if visible1 else MINUS_INFINITY)
+            m = larger_float(m, s2 if visible2 else MINUS_INFINITY)
+            m = larger_float(m, s3 if visible3 else MINUS_INFINITY)
+            m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
+            if t == 0:
+                put(s, where.maxima + warp * MOST_HEADS + g, m)
+            cuda.syncthreads()  # maxima of the warps are written
+            for w in range(WARPS):
+                m = larger_float(m, get(s, where.maxima + w * MOST_HEADS + g))
+            p0, p1 = exp(sub(s0, m)) if visible0 else ZERO, exp(sub(s1, m)) if visible1 else ZERO
+            p2, p3 = exp(sub(s2, m)) if visible2 else ZERO, exp(sub(s3, m)) if visible3 else ZERO
+            if g < heads:
+                to = where.p + g * PIECE + warp * 16 + 2 * t
+                put(s, to, p0)
+                put(s, to + 1, p1)
+                put(s, to + 8, p2)
+                put(s, to + 9, p3)
+            d0, inv0 = key_scale(v_raw, 0, lane)
+            d1, inv1 = key_scale(v_raw, n_slabs * v_words, lane)
+            d2, inv2 = key_scale(v_raw, 2 * n_slabs * v_words, lane)
+            d3, inv3 = key_scale(v_raw, 3 * n_slabs * v_words, lane)
+            p0, p1 = mul(p0, d0) if visible0 else ZERO, mul(p1, d1) if visible1 else ZERO
+            p2, p3 = mul(p2, d2) if visible2 else ZERO, mul(p3, d3) if visible3 else ZERO
+            amax = max_pattern(max_pattern(amax4(z, (p0, p1, p2, p3)), lane ^ 1), lane ^ 2)
+            if t == 0:
+                sts(s, where.amaxes + warp * MOST_HEADS + g, amax)
+            cuda.syncthreads()  # p and amaxes of the warps are written
+            for w in range(WARPS):
+                other = i32(lds(s, where.amaxes + w * MOST_HEADS + g))
+                amax = other if other > amax else amax
+            here = afresh(n_ctx)  # what follows of it is not kept in registers
+            most_pieces = i32((here + PIECE - 1) >> 7)
+            at = (i64(token) * n_head + first_head) * most_pieces + now  # of the first head's piece
+            statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * at
+            d_p, inv_p = scales(amax)
+            p_hi, p_lo = limbs4((p0, p1, p2, p3), inv_p)
+            if tid < 4 * heads:
+                if t == 0:
+                    put(s, where.d_p + g, d_p)
+                    st(pieces, statistics + 2 * g * most_pieces, m)
+            if warp < heads:
+                l = sum8(s, where.p + warp * PIECE + (lane & 15))
+                l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
+                if lane == 0:
+                    st(pieces, statistics + 2 * warp * most_pieces + 1, l)
+
+            # 3. o
+            inv = inv0, inv1, inv2, inv3
+            slab(p_hi, p_lo, v_raw, 0, inv, tid, s, pieces, at, most_pieces)
+            if n_slabs > 1:
+                slab(p_hi, p_lo, v_raw, 1, inv, tid, s, pieces, at, most_pieces)
+            if n_slabs > 2:
+                slab(p_hi, p_lo, v_raw, 2, inv, tid, s, pieces, at, most_pieces)
+            if n_slabs > 3:
+                slab(p_hi, p_lo, v_raw, 3, inv, tid, s, pieces, at, most_pieces)
+            if not ahead and piece < n_pieces:
+                load_both(k, cell, key, position, n_head_kv, head_kv, lane, k_raw)
+    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, SCALAR_F32), THREADS, resident(dim_k, dim_v))
+
+
+def flash_attn_ext_few(target, type_k, type_v, q, k, v, seq, pos, present, pieces, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, heads, n_splits):
+    """Pieces of n tokens: arguments of `flash_attn_ext`, pieces: address of what `flash_attn_ext_combine` takes. heads of a block, n_splits blocks share
+    the pieces of a token's heads."""
+    kernel = flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads)
+    args = q, k, v, seq, pos, present, pieces, n_ctx, n_head_kv, scale
+    return target.launch(kernel, (n_splits, n_head // heads, n), THREADS, args, 4 * shared_layout(dim_k, dim_v, heads).n_words)

@@ -1,0 +1,149 @@
+"""flash_attn_ext in numba's CUDA simulator: every kernel of it; which one is chosen, and what is refused."""
+from itertools import product
+
+import numba
+import numpy as np
+import pytest
+
+from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.arith import div, exp, fma, mul, sub
+from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
+from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
+from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape, attention_shape, flash_attn_ext, heads_together, scratch_floats
+from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, piece_floats
+from ggml_py.kernels.cuda.set_rows import TYPES
+from ggml_py.testing import assert_bitwise_equal
+from matmul_comparisons import run, seeded
+from op_comparisons import check_flash_attn_ext
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+@pytest.fixture
+def machine():
+    return SimulatedMachine()
+
+
+@pytest.mark.parametrize("types, heads, dims, tokens, n_ctx", [
+    (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1), (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128),
+    (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5)], ids=str)
+def simulate_few(machine, types, heads, dims, tokens, n_ctx):
+    """Keys on both sides of a piece's end, with one, two, three and four blocks and slabs of channels, whole and short."""
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=[(0, p) for p in (3,) if p < tokens[-1][1]])
+
+
+def simulate_few_in_rounds(machine):
+    """A block with two pieces, another with one; a piece without a visible key; two sequences, one of a single key."""
+    check_flash_attn_ext(machine, ("f16", "f16"), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)], shape=AttentionShape("few", 1, 2))
+
+
+@pytest.mark.parametrize("types, heads, dims, n_splits", [
+    (("f16", "f16"), (3, 1), (80, 8), None), (("q8_0", "q8_0"), (2, 1), (32, 96), None), (("f32", "f32"), (2, 1), (16, 16), 2),
+    (("f16", "q8_0"), (4, 4), (5, 8), 1), (("q8_0", "f16"), (1, 1), (32, 3), 2), (("f32", "f16"), (1, 1), (9, 9), None), (("f16", "f32"), (9, 1), (72, 10), 2)],
+    ids=str)
+def simulate_any(machine, types, heads, dims, n_splits):
+    """Two pieces, the second of two keys; every form of K and V with wide loads, without, and with a last block shorter than 64 channels."""
+    shape = AttentionShape("any", heads_together(heads[0] // heads[1]), n_splits)
+    check_flash_attn_ext(machine, types, [(0, 129)], heads, dims, n_ctx=131, holes=[(0, 17)], shape=shape)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("n_splits", [None, 2])
+def simulate_any_of_sequences(machine, type_, n_splits):
+    """Two sequences in any order; a piece without a visible key; a query at position 0."""
+    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (32, 32), n_ctx=259, holes=[(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("any", 1, n_splits))
+
+
+SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
+
+
+@pytest.mark.parametrize("kernel, type_", [("few", "f16"), ("any", "f32"), ("any", "f16"), ("any", "q8_0")])
+@pytest.mark.parametrize("special", SPECIAL_CASES, ids=str)
+def simulate_special(machine, kernel, type_, special):
+    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1))
+
+
+@numba.njit
+def combined(m, l, o, out):
+    """Section 8 of numerics. m, l: f32 [n]; o: f32 [n, Dv]."""
+    M, L, O = np.float32(-np.inf), np.float32(0), np.zeros(out.size, np.float32)
+    for i in range(m.size):
+        if l[i] != 0:
+            new = m[i] if m[i] > M else M
+            a, b = exp(sub(M, new)), exp(sub(m[i], new))
+            L = fma(L, a, mul(l[i], b))
+            for c in range(out.size):
+                O[c] = fma(O[c], a, mul(o[i, c], b))
+            M = new
+    for c in range(out.size):
+        out[c] = div(O[c], L)
+
+
+@pytest.mark.parametrize("n_pieces, dim_v", [(1, 3), (2, 36), (300, 8)])
+def simulate_combine(machine, n_pieces, dim_v):
+    """More pieces than a round; some without visible keys, with anything in m and o; zeros of both signs."""
+    name = f"flash_attn_ext_combine[n_pieces={n_pieces}, dim_v={dim_v}]"
+    rng, n_ctx, row = seeded(name), 128 * (n_pieces + 1), -(-dim_v // 4) * 4
+    m, l = rng.normal(0, 3, (2, n_pieces)).astype(np.float32), rng.uniform(1, 99, (2, n_pieces)).astype(np.float32)
+    o = rng.normal(0, 9, (2, n_pieces, dim_v)).astype(np.float32)
+    o[:, :, ::3] *= np.float32(-0.0)
+    l[rng.random(l.shape) < 0.2], l[:, 0] = 0, 1
+    m[l == 0], o[l == 0] = 1000, np.nan
+    pieces = np.full(piece_floats(1, 2, n_ctx, dim_v), np.nan, np.float32)
+    pieces[:2 * (n_pieces + 1) * row].reshape(2, n_pieces + 1, row)[:, :-1, :dim_v] = o
+    pieces[2 * (n_pieces + 1) * row:].reshape(2, n_pieces + 1, 2)[:, :-1] = np.stack([m, l], 2)
+    expected = np.empty((2, dim_v), np.float32)
+    for head in range(2):
+        combined(m[head], l[head], o[head], expected[head])
+    addresses = [machine.upload(np.array([128 * n_pieces - 7], np.int32)), machine.upload(pieces)]
+    found = run(machine, lambda target, pos, pieces, out, *sizes: flash_attn_ext_combine(target, pos, pieces, out, *sizes), addresses, expected.size, 1, 2, dim_v, n_ctx)
+    assert_bitwise_equal(found.reshape(expected.shape), expected, name)
+
+
+# Launch values, without the simulator
+
+@pytest.mark.parametrize("group, heads", [(1, 1), (3, 3), (7, 7), (8, 8), (9, 3), (11, 1), (12, 6), (128, 8)])
+def test_heads_together(group, heads):
+    assert heads_together(group) == heads
+
+
+@pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 32)),     # a piece for each block
+    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33)),    # two blocks a multiprocessor
+    (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1)),
+    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1)),
+    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),     # one block a multiprocessor
+    (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
+    (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
+    (("f16", "f16"), 1, (4, 4), (65, 64), 128, AttentionShape("any", 1, 1)),
+    (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4, None)),
+    (("f32", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("any", 4, None))], ids=str)
+def test_attention_shape(types, n, heads, dims, n_ctx, shape):
+    assert attention_shape(*types, n, *heads, *dims, n_ctx, 132) == shape
+    assert scratch_floats(n, heads[0], dims[1], n_ctx) == (piece_floats(n, heads[0], n_ctx, dims[1]) if shape.n_splits else 0)
+
+
+@pytest.mark.parametrize("layout, most", [
+    *((lambda dim, heads, types=types: any_kernel.shared_layout(*types, dim, dim, heads), MOST_CHANNELS) for types in product(TYPES, TYPES)),
+    (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads), few_kernel.MOST_CHANNELS)])
+def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
+    """99 KiB a block are the least that devices of compute capability 8.0 or later give. Parts begin on 16 bytes, in order, apart."""
+    *starts, end = layout(most, 8)
+    assert all(start % 4 == 0 for start in starts) and starts == sorted(starts) and 4 * end <= 99 << 10
+
+
+def test_refusals():
+    def attention(type_k="f16", type_v="f16", n=1, n_head=4, n_head_kv=2, dim_k=64, dim_v=64):
+        flash_attn_ext(None, type_k, type_v, *[0] * 7, n, n_head, n_head_kv, dim_k, dim_v, 256, 0.125)
+    for refused, message in [
+        (lambda: attention(type_v="bf16"), "flash_attn_ext: type of V is bf16, allowed: f32, f16, q8_0"),
+        (lambda: attention(dim_k=577), "flash_attn_ext: head size of K is 577, allowed: 1 to 576"),
+        (lambda: attention(type_k="q8_0", dim_k=24), "flash_attn_ext: row of K is 48, allowed: a multiple of 32 for q8_0"),
+        (lambda: attention(n_head=5), "flash_attn_ext: n_head is 5, allowed: a multiple of n_head_kv = 2"),
+    ]:
+        with pytest.raises(ValueError) as error:
+            refused()
+        assert str(error.value) == message
