@@ -4,7 +4,7 @@ import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, block_shape, mmq, most_quads, shared_bytes
-from ggml_py.kernels.cuda.mmq_few import mmq_few
+from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows,
                                 float16_edges, seeded)
@@ -81,6 +81,15 @@ def test_mmq_any_block(machine, name, block):
 def test_mmq_few(machine, name, n):
     """289 rows, ten row tiles of which the last has one row; eleven chunks."""
     check_mul_mat(machine, name, 289, 2816, n, mmq_few)
+
+
+def test_launches_of_one_kernel(machine):
+    """A launch keeps the shared memory that it asks for when another one of the kernel, with less, is prepared."""
+    def launch(target, name, words, act, out, n_rows, n_cols, n):
+        shapes = [shape_of((name,), n_rows, n_cols, n, 1, n_warps, 1) for n_warps in (12, 5)]
+        first, _ = [mmq_few(target, name, words, act, out, n_rows, n_cols, n, shape) for shape in shapes]
+        return first
+    check_mul_mat(machine, "Q4_K", 33, 4096, 1, launch)
 
 
 @pytest.mark.parametrize("launch", [mmq, mmq_few])

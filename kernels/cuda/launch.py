@@ -209,6 +209,7 @@ class Target:
             found = "{}.{}".format(*self.cc)
             raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")
         self._loaded = {}
+        self._allowed = {}  # kernel -> bytes of shared memory that its launches may ask for
 
     def load(self, kernel: Kernel):
         """The kernel's handle on this device, compiled and loaded the first time."""
@@ -229,8 +230,9 @@ class Target:
         """A prepared launch. grid, block: an int or a tuple of up to three; args: addresses as int, scalars; shared: bytes of dynamic
         shared memory."""
         handle = self.load(kernel)
-        if shared > STATIC_SHARED:
+        if shared > self._allowed.get(kernel, STATIC_SHARED):  # never less again: a launch prepared before may need it
             self._allow_shared(handle, shared)
+            self._allowed[kernel] = shared
         config = LaunchConfig(grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=self.cc >= OVERLAPPING)
         return Launch(handle, config, arguments(kernel, args), kernel.name)
 
