@@ -3,9 +3,9 @@
 The thread that loads an element of x and y writes that of total; rows longer than a round of rms_norm are read back from there.
 """
 from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
-from .ptx import add, device, ld, st
+from .ptx import add, device, ld, ld4, st, st4
 from .rms_norm import MOST_THREADS, Source, n_threads, row_norm
-from .rms_norm_act import row_norm_act
+from .rms_norm_act import is_round, round_norm_act, row_norm_act
 
 
 @device
@@ -18,7 +18,19 @@ def _keep(t, i, value):
     st(t[0], i, value)
 
 
-SUMS = Source(_add, _keep)  # t = (total, x, y)
+@device
+def _add4(t, i):
+    a, b, c, d = ld4(t[1], i)
+    e, f, g, h = ld4(t[2], i)
+    return add(a, e), add(b, f), add(c, g), add(d, h)
+
+
+@device
+def _keep4(t, i, a, b, c, d):
+    st4(t[0], i, a, b, c, d)
+
+
+SUMS = Source(_add, _keep, _add4, _keep4)  # t = (total, x, y)
 
 
 @factory([()])
@@ -30,9 +42,9 @@ def add_rms_norm_kernel():
     return Kernel(kernel, (F32, F32, F32, F32, F32, N, SCALAR_F32), MOST_THREADS)
 
 
-@factory([()])
-def add_rms_norm_act_kernel():
-    norm_row_act = row_norm_act(SUMS)
+@factory([(True,), (False,)])
+def add_rms_norm_act_kernel(one_round):
+    norm_row_act = round_norm_act(SUMS) if one_round else row_norm_act(SUMS)
 
     def kernel(x, y, w, act, total, n, n_cols, eps):
         norm_row_act((total, x, y), w, act, n, n_cols, eps)
@@ -47,7 +59,7 @@ def add_rms_norm(target, x, y, w, out, total, n_rows, n_cols, eps):
 
 
 def add_rms_norm_act(target, x, y, w, act, total, n, k, eps):
-    """x, y, total: addresses of f32 [n, k]; w: of f32 [k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
+    """x, y, total: addresses of f32 [n, k]; w: of f32 [k]; act: address of `activation_bytes(n, k)`; all on 16 bytes."""
     check("add_rms_norm_act", n >= 1, "n", n, "at least 1")
     check("add_rms_norm_act", k >= 1, "k", k, "at least 1")
-    return target.launch(add_rms_norm_act_kernel(), n, n_threads(k), (x, y, w, act, total, n, k, eps))
+    return target.launch(add_rms_norm_act_kernel(is_round(k)), n, n_threads(k), (x, y, w, act, total, n, k, eps))

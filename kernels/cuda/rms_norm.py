@@ -10,7 +10,7 @@ from numba import cuda
 
 from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, Kernel, check, factory
-from .ptx import add, device, div, f32, fma, i2f, i32, i64, ld, ldc, lds, mul, sqrt, st, sts
+from .ptx import add, as_f32, as_i32, device, div, f32, fma, i2f, i32, i64, ld, ld4, ldc, lds, mul, shuffle, sqrt, st, sts
 
 PARTIALS = 128
 COLUMNS = 4          # of a thread in a round
@@ -25,8 +25,10 @@ def n_threads(n_cols: int) -> int:
 
 class Source(NamedTuple):
     """Where rows come from. t: a tuple of pointers, of which t[0] holds the rows once they are loaded."""
-    load: Callable  # (t, i) -> element i
-    keep: Callable  # (t, i, value): writes what `load` gave, where t[0] does not hold it already
+    load: Callable   # (t, i) -> element i
+    keep: Callable   # (t, i, value): writes what `load` gave, where t[0] does not hold it already
+    load4: Callable  # (t, i) -> elements i .. i + 3, i a multiple of 4
+    keep4: Callable  # (t, i, a, b, c, d)
 
 
 @device
@@ -39,7 +41,17 @@ def _keep(t, i, value):
     pass
 
 
-ROWS = Source(_load, _keep)  # t = (x,)
+@device
+def _load4(t, i):
+    return ld4(t[0], i)
+
+
+@device
+def _keep4(t, i, a, b, c, d):
+    pass
+
+
+ROWS = Source(_load, _keep, _load4, _keep4)  # t = (x,)
 
 
 @device
@@ -48,12 +60,17 @@ def within(i, n):
     return i if i < n else n - 1
 
 
+@device
+def reciprocal(sum_of_squares, n_cols, eps):
+    return div(f32(1), sqrt(add(div(sum_of_squares, i2f(n_cols)), eps)))
+
+
 @lru_cache(None)
 def reciprocal_rms(source: Source):
-    load, keep = source
+    load, keep = source.load, source.keep
 
     @cooperative
-    def reciprocal(t, stage, row, n_cols, eps):
+    def of_row(t, stage, row, n_cols, eps):
         """r of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE]; it is left with the last round."""
         partials = cuda.shared.array(PARTIALS, f32)
         v = cuda.local.array(COLUMNS, f32)
@@ -88,8 +105,31 @@ def reciprocal_rms(source: Source):
                 sts(partials, j, add(lds(partials, j), lds(partials, j + half)))
             half >>= 1
         cuda.syncthreads()
-        return div(f32(1), sqrt(add(div(lds(partials, 0), i2f(n_cols)), eps)))
-    return reciprocal
+        return reciprocal(lds(partials, 0), n_cols, eps)
+    return of_row
+
+
+@cooperative
+def reciprocal_of_round(stage, n_cols, eps):
+    """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x]. Each warp adds the 128 partials, in the order of the
+    halves: what a lane adds to its own and what the other adds are the same sum."""
+    partials = cuda.shared.array(PARTIALS, f32)
+    j, end = i32(cuda.threadIdx.x), i32(COLUMNS * cuda.blockDim.x)
+    cuda.syncthreads()  # the row is in `stage`
+    if j < PARTIALS:
+        ss, i = f32(0), j
+        while i < end:
+            a, b = as_f32(lds(stage, i)), as_f32(lds(stage, i + PARTIALS))
+            c, d = as_f32(lds(stage, i + 2 * PARTIALS)), as_f32(lds(stage, i + 3 * PARTIALS))
+            ss = fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
+            i = i32(i + 4 * PARTIALS)
+        sts(partials, j, ss)
+    cuda.syncthreads()  # the partials are there
+    lane = j & 31
+    total = add(add(lds(partials, lane), lds(partials, lane + 64)), add(lds(partials, lane + 32), lds(partials, lane + 96)))
+    for half in (16, 8, 4, 2, 1):
+        total = add(total, as_f32(shuffle(as_i32(total), lane ^ half)))
+    return reciprocal(total, n_cols, eps)
 
 
 @device
@@ -112,14 +152,14 @@ def put(out, row, column, n_cols, y):
 
 @lru_cache(None)
 def row_norm(source: Source):
-    reciprocal = reciprocal_rms(source)
+    reciprocal_of_row = reciprocal_rms(source)
 
     @cooperative
     def norm_row(t, w, out, n_cols, eps):
         """Row blockIdx.x of out."""
         stage = cuda.shared.array(STAGE, f32)
         row, n_threads = i64(cuda.blockIdx.x) * n_cols, i32(cuda.blockDim.x)
-        r = reciprocal(t, stage, row, n_cols, eps)
+        r = reciprocal_of_row(t, stage, row, n_cols, eps)
         column = i32(cuda.threadIdx.x)
         while column < n_cols:
             a, b, c, d = normed(t, stage, w, row, column, n_threads, n_cols, n_threads, r)

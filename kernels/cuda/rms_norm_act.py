@@ -1,6 +1,7 @@
 """quantize(rms_norm(x, w)) over whole rows: activation blocks of normed rows that are never written as floats.
 
-One block a row, as in rms_norm; then each 64 of its threads take a chunk of 256 columns, as in quantize.
+One block a row, as in rms_norm; then each 64 of its threads take a chunk of 256 columns, as in quantize. A row of one round, of whole fours of columns,
+stays in the registers of those threads (`round_norm_act`).
 """
 from functools import lru_cache
 
@@ -9,9 +10,9 @@ from numba import cuda
 from ...quant.formats import CHUNK
 from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
-from .ptx import device, f32, i32, i64
+from .ptx import as_u32, device, f32, i32, i64, ldc4, mul, sts4, u32, wait_for_previous
 from .quantize import N_THREADS, chunk_quantizer
-from .rms_norm import MOST_THREADS, ROWS, STAGE, Source, n_threads, normed, reciprocal_rms
+from .rms_norm import COLUMNS, MOST_THREADS, ROWS, STAGE, Source, n_threads, normed, reciprocal_of_round, reciprocal_rms
 
 
 @device
@@ -21,7 +22,7 @@ def padded(y, column, n_cols):
 
 @lru_cache(None)
 def row_norm_act(source: Source):
-    reciprocal, quantize_chunk = reciprocal_rms(source), chunk_quantizer(MOST_THREADS // N_THREADS)
+    reciprocal_of_row, quantize_chunk = reciprocal_rms(source), chunk_quantizer(MOST_THREADS // N_THREADS)
 
     @cooperative
     def norm_row_act(t, w, act, n, n_cols, eps):
@@ -29,7 +30,7 @@ def row_norm_act(source: Source):
         stage = cuda.shared.array(STAGE, f32)
         row, tid, n_threads = i64(cuda.blockIdx.x) * n_cols, cuda.threadIdx.x, cuda.blockDim.x
         n_chunks = (n_cols + CHUNK - 1) // CHUNK
-        r = reciprocal(t, stage, row, n_cols, eps)
+        r = reciprocal_of_row(t, stage, row, n_cols, eps)
         first = i32(0)
         while first < n_chunks:
             chunk = first + tid // N_THREADS
@@ -41,9 +42,39 @@ def row_norm_act(source: Source):
     return norm_row_act
 
 
-@factory([()])
-def rms_norm_act_kernel():
-    norm_row_act = row_norm_act(ROWS)
+@lru_cache(None)
+def round_norm_act(source: Source):
+    quantize_chunk, load4, keep4 = chunk_quantizer(MOST_THREADS // N_THREADS), source.load4, source.keep4
+
+    @cooperative
+    def norm_round_act(t, w, act, n, n_cols, eps):
+        """Row blockIdx.x of n of act, a thread for each four columns."""
+        stage = cuda.shared.array(STAGE, u32)
+        tid = i32(cuda.threadIdx.x)
+        column, row = i32(4 * tid), i64(cuda.blockIdx.x) * n_cols
+        last = i32(n_cols - 4)
+        wa, wb, wc, wd = ldc4(w, min(column, last))
+        wait_for_previous()
+        a, b, c, d = load4(t, row + min(column, last))
+        if column > last:
+            a, b, c, d = f32(0), f32(0), f32(0), f32(0)
+        else:
+            keep4(t, row + column, a, b, c, d)
+        sts4(stage, column, as_u32(a), as_u32(b), as_u32(c), as_u32(d))
+        r = reciprocal_of_round(stage, n_cols, eps)
+        if column <= last:
+            a, b, c, d = mul(mul(a, r), wa), mul(mul(b, r), wb), mul(mul(c, r), wc), mul(mul(d, r), wd)
+        quantize_chunk(a, b, c, d, act, n, cuda.blockIdx.x, tid // N_THREADS, (n_cols + CHUNK - 1) // CHUNK)
+    return norm_round_act
+
+
+def is_round(k: int) -> bool:
+    return k % 4 == 0 and k <= COLUMNS * n_threads(k)
+
+
+@factory([(True,), (False,)])
+def rms_norm_act_kernel(one_round):
+    norm_row_act = round_norm_act(ROWS) if one_round else row_norm_act(ROWS)
 
     def kernel(x, w, act, n, n_cols, eps):
         norm_row_act((x,), w, act, n, n_cols, eps)
@@ -51,7 +82,7 @@ def rms_norm_act_kernel():
 
 
 def rms_norm_act(target, x, w, act, n, k, eps):
-    """x: address of f32 [n, k]; w: of f32 [k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
+    """x: address of f32 [n, k]; w: of f32 [k]; act: address of `activation_bytes(n, k)`; all on 16 bytes."""
     check("rms_norm_act", n >= 1, "n", n, "at least 1")
     check("rms_norm_act", k >= 1, "k", k, "at least 1")
-    return target.launch(rms_norm_act_kernel(), n, n_threads(k), (x, w, act, n, k, eps))
+    return target.launch(rms_norm_act_kernel(is_round(k)), n, n_threads(k), (x, w, act, n, k, eps))

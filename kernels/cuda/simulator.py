@@ -144,6 +144,7 @@ class Pointer:
         self.address = address.memory.ctypes.data + address.offset
 
     def slice(self, name, index, width):
+        index = int(index)
         if not 0 <= index <= len(self.elements) - width:
             raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(self.elements)} ({self.elements.dtype})")
         if width > 1 and (self.address + index * self.elements.itemsize) % 16:
