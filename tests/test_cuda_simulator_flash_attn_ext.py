@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.backends.cuda import CUDABackend
+from ggml_py.graph import Tensor
 from ggml_py.kernels.arith import div, exp, fma, mul, sub
 from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
@@ -143,6 +145,15 @@ def test_heads_together(group, heads):
 def test_attention_shape(types, n, heads, dims, n_ctx, shape):
     assert attention_shape(*types, n, *heads, *dims, n_ctx, 132, 227 << 10) == shape
     assert scratch_floats(n, heads[0], dims[1], n_ctx) == (piece_floats(n, heads[0], n_ctx, dims[1]) if shape.n_splits else 0)
+
+
+@pytest.mark.parametrize("n, expected", [(1, 1 * 4 * 3 * (8 + 2)), (32, 32 * 4 * 3 * (8 + 2)), (33, None)])
+def test_scratch_of_a_node(n, expected):
+    """Three pieces in a context of 300 keys, heads of 7 values."""
+    q, k, v, seq, pos, present = (Tensor(name, dtype, shape) for name, dtype, shape in (
+        ("q", "f32", (n, 32)), ("k", "f16", (600, 16)), ("v", "f16", (600, 14)), ("seq", "i32", (n,)), ("pos", "i32", (n,)), ("present", "u8", (2, 300))))
+    node = Tensor("attention", "f32", (n, 28), "flash_attn_ext", (q, k, v, seq, pos, present), dict(n_head=4, n_head_kv=2, scale=0.5))
+    assert CUDABackend.scratch(None, node) == (expected and ("f32", (expected,)))
 
 
 def test_tiles_of_small_devices():
