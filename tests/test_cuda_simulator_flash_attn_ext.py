@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.backends.cuda import CUDABackend
+from ggml_py.graph import Tensor
 from ggml_py.kernels.arith import div, exp, fma, mul, sub
 from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
+from ggml_py.kernels.cuda import flash_attn_ext_tile as tile_kernel
 from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape, attention_shape, flash_attn_ext, heads_together, scratch_floats
 from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, piece_floats
 from ggml_py.kernels.cuda.set_rows import TYPES
@@ -57,13 +60,28 @@ def simulate_any_of_sequences(machine, type_, n_splits):
                          shape=AttentionShape("any", 1, n_splits))
 
 
+@pytest.mark.parametrize("types, heads, dims, tokens", [
+    (("f16", "f16"), (3, 1), (64, 64), [(0, p) for p in range(126, 133)]), (("q8_0", "f16"), (2, 2), (32, 72), [(0, 0), (0, 129)]),
+    (("f16", "q8_0"), (8, 1), (128, 32), [(1, 2), (0, 128), (0, 127), (1, 0)])], ids=str)
+def simulate_tile(machine, types, heads, dims, tokens):
+    """Rows of a warp that see one and two pieces, of two sequences, in any order; more than one warp, the last with rows of no token; holes."""
+    shape = AttentionShape("tile", heads[0] // heads[1], n_warps=4)
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx=133, holes=[(0, 5), (0, 128)] if (0, 128) not in tokens else [(0, 5)], shape=shape)
+
+
+def simulate_tile_without_a_piece(machine):
+    """A piece without a visible key between two; blocks of eight warps, two of them."""
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 258), *((1, p) for p in range(16))], (8, 1), (8, 8), n_ctx=259, holes=[(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("tile", 8, n_warps=8))
+
+
 SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
 
 
-@pytest.mark.parametrize("kernel, type_", [("few", "f16"), ("any", "f32"), ("any", "f16"), ("any", "q8_0")])
+@pytest.mark.parametrize("kernel, type_", [("few", "f16"), ("any", "f32"), ("any", "f16"), ("any", "q8_0"), ("tile", "q8_0")])
 @pytest.mark.parametrize("special", SPECIAL_CASES, ids=str)
 def simulate_special(machine, kernel, type_, special):
-    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1))
+    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1, 4))
 
 
 @numba.njit
@@ -119,16 +137,33 @@ def test_heads_together(group, heads):
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
     (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
     (("f16", "f16"), 1, (4, 4), (65, 64), 128, AttentionShape("any", 1, 1)),
-    (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4, None)),
-    (("f32", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("any", 4, None))], ids=str)
+    (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4)),
+    (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),
+    (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, n_warps=4)),
+    (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
+    (("q8_0", "f16"), 512, (9, 3), (64, 64), 4096, AttentionShape("tile", 3, n_warps=4))], ids=str)
 def test_attention_shape(types, n, heads, dims, n_ctx, shape):
-    assert attention_shape(*types, n, *heads, *dims, n_ctx, 132) == shape
+    assert attention_shape(*types, n, *heads, *dims, n_ctx, 132, 227 << 10) == shape
     assert scratch_floats(n, heads[0], dims[1], n_ctx) == (piece_floats(n, heads[0], n_ctx, dims[1]) if shape.n_splits else 0)
+
+
+@pytest.mark.parametrize("n, expected", [(1, 1 * 4 * 3 * (8 + 2)), (32, 32 * 4 * 3 * (8 + 2)), (33, None)])
+def test_scratch_of_a_node(n, expected):
+    """Three pieces in a context of 300 keys, heads of 7 values."""
+    q, k, v, seq, pos, present = (Tensor(name, dtype, shape) for name, dtype, shape in (
+        ("q", "f32", (n, 32)), ("k", "f16", (600, 16)), ("v", "f16", (600, 14)), ("seq", "i32", (n,)), ("pos", "i32", (n,)), ("present", "u8", (2, 300))))
+    node = Tensor("attention", "f32", (n, 28), "flash_attn_ext", (q, k, v, seq, pos, present), dict(n_head=4, n_head_kv=2, scale=0.5))
+    assert CUDABackend.scratch(None, node) == (expected and ("f32", (expected,)))
+
+
+def test_tiles_of_small_devices():
+    assert attention_shape("f16", "f16", 2048, 32, 8, 128, 128, 4096, 132, 99 << 10).n_warps == 4
 
 
 @pytest.mark.parametrize("layout, most", [
     *((lambda dim, heads, types=types: any_kernel.shared_layout(*types, dim, dim, heads), MOST_CHANNELS) for types in product(TYPES, TYPES)),
-    (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads), few_kernel.MOST_CHANNELS)])
+    (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads), few_kernel.MOST_CHANNELS),
+    (lambda dim, heads: tile_kernel.shared_layout(dim, dim, 4), tile_kernel.MOST_CHANNELS)])
 def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
     """99 KiB a block are the least that devices of compute capability 8.0 or later give. Parts begin on 16 bytes, in order, apart."""
     *starts, end = layout(most, 8)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
+from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
 from ggml_py.kernels.cuda.set_rows import TYPES
 from matmul_comparisons import SPECIAL
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
@@ -129,9 +130,22 @@ def test_flash_attn_ext_types(machine, types):
 @pytest.mark.parametrize("heads, dims, tokens", [
     ((9, 3), (64, 64), one_sequence(300)), ((4, 4), (80, 80), one_sequence(7, 125)), ((8, 2), (128, 128), one_sequence(40, 400)),
     ((16, 2), (128, 128), one_sequence(1, 4095)), ((16, 1), (576, 512), one_sequence(2, 200)), ((18, 2), (256, 256), one_sequence(2, 127)),
-    ((5, 1), (32, 576), one_sequence(2, 130))], ids=str)
+    ((5, 1), (32, 576), one_sequence(2, 130)), ((32, 8), (128, 128), one_sequence(1, 4095)), ((32, 8), (128, 128), one_sequence(100, 450)),
+    ((9, 3), (64, 64), one_sequence(1, 511)), ((32, 4), (128, 128), one_sequence(7, 1000)), ((8, 8), (96, 112), one_sequence(40, 250))], ids=str)
 def test_flash_attn_ext_shapes(machine, type_, heads, dims, tokens):
     check_flash_attn_ext(machine, (type_, type_), tokens, heads, dims, n_ctx=tokens[-1][1] + 1)
+
+
+@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (9, 3), (4, 1), (16, 2)], ids=str)
+def test_flash_attn_ext_kernels(machine, types, heads):
+    """Every kernel that takes the types, in shapes that are not chosen as well: blocks with several pieces each, tiles of either size."""
+    group = heads[0] // heads[1]
+    shapes = [AttentionShape("any", group, n_splits) for n_splits in (None, 1, 2)]
+    if "f32" not in types:
+        shapes += [AttentionShape("few", group, n_splits) for n_splits in (1, 2, 3)] + [AttentionShape("tile", group, n_warps=n_warps) for n_warps in (4, 8)]
+    for dims, shape in product([(64, 64), (128, 128), (96, 32)], shapes):
+        check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
 
 
 @pytest.mark.parametrize("types, dims", [(("f16", "f16"), (65, 63)), (("f32", "f32"), (3, 7)), (("f16", "f32"), (1, 1)), (("f32", "f16"), (127, 129))], ids=str)

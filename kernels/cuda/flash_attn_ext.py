@@ -6,10 +6,12 @@ read from `pos`, and grids are bounded by the device, scratch by the context.
 from dataclasses import dataclass
 
 from . import flash_attn_ext_few as few
+from . import flash_attn_ext_tile as tile
 from .fixed_point import OCTETS
 from .flash_attn_ext_any import flash_attn_ext_any
 from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, piece_floats
 from .flash_attn_ext_few import flash_attn_ext_few
+from .flash_attn_ext_tile import flash_attn_ext_tile
 from .launch import Launches, check
 from .set_rows import TYPES
 
@@ -23,10 +25,12 @@ ANY_RESIDENT = 4       # blocks of flash_attn_ext_any on a multiprocessor
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """kernel: few or any; heads of a block; n_splits: blocks that share the pieces of a token's heads, None where one takes all and combines them."""
+    """kernel: few, tile or any; heads of a block; n_splits: blocks that share the pieces of a token's heads, None where one takes all and combines
+    them; n_warps of a block of tile."""
     kernel: str
     heads: int
-    n_splits: int | None
+    n_splits: int | None = None
+    n_warps: int | None = None
 
 
 def heads_together(group: int) -> int:
@@ -38,14 +42,21 @@ def side_by_side(n: int, n_ctx: int) -> bool:
     return n <= FEW_TOKENS or n <= MANY_TOKENS and n * -(-n_ctx // PIECE) <= MOST_PIECES
 
 
-def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: int, dim_k: int, dim_v: int, n_ctx: int, n_multiprocessors: int) -> AttentionShape:
-    """Few tokens: as many blocks as are resident at once, at most one for each piece of a full context. The tensor cores' kernel takes heads of whole
-    octets of channels in a f16 or q8_0 cache."""
+def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: int, dim_k: int, dim_v: int, n_ctx: int, n_multiprocessors: int,
+                    shared_limit: int) -> AttentionShape:
+    """Few tokens: as many blocks as are resident at once, at most one for each piece of a full context. Many: tiles of 8 warps where shared memory holds
+    one and there is one for nearly every multiprocessor, else of 4. The tensor cores' kernels take heads of whole octets of channels in a f16 or q8_0 cache."""
     heads = heads_together(n_head // n_head_kv)
-    fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == 0 and max(dim_k, dim_v) <= few.MOST_CHANNELS
+    fast, most = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == 0, max(dim_k, dim_v)
+    if not side_by_side(n, n_ctx):
+        if not fast or most > tile.MOST_CHANNELS:
+            return AttentionShape("any", heads)
+        n_blocks = -(-n // (8 * tile.ROWS // heads)) * (n_head // heads)
+        eight = 4 * tile.shared_layout(dim_k, dim_v, 8).n_words <= shared_limit and 4 * n_blocks >= 3 * n_multiprocessors
+        return AttentionShape("tile", heads, n_warps=8 if eight else 4)
+    fast = fast and most <= few.MOST_CHANNELS
     resident = (few.resident(dim_k, dim_v) if fast else ANY_RESIDENT) * n_multiprocessors
-    n_splits = min(-(-n_ctx // PIECE), max(1, resident // (n * (n_head // heads)))) if side_by_side(n, n_ctx) else None
-    return AttentionShape("few" if fast and n_splits else "any", heads, n_splits)
+    return AttentionShape("few" if fast else "any", heads, min(-(-n_ctx // PIECE), max(1, resident // (n * (n_head // heads)))))
 
 
 def scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
@@ -67,9 +78,11 @@ def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n
         check(op, type_ != "q8_0" or n_head_kv * dim % 32 == 0, f"row of {what}", n_head_kv * dim, "a multiple of 32 for q8_0")
     check(op, n >= 1, "n", n, "at least 1")
     check(op, n_head_kv >= 1 and n_head % n_head_kv == 0, "n_head", n_head, f"a multiple of n_head_kv = {n_head_kv}")
-    shape = shape or attention_shape(type_k, type_v, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, target.n_multiprocessors)
-    operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, shape.heads, shape.n_splits)
+    shape = shape or attention_shape(type_k, type_v, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, target.n_multiprocessors, target.shared_limit)
+    operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, shape.heads)
+    if shape.kernel == "tile":
+        return flash_attn_ext_tile(target, *operands, out, *sizes, shape.n_warps)
     if shape.n_splits is None:
-        return flash_attn_ext_any(target, *operands, out, *sizes)
-    pieces = (flash_attn_ext_few if shape.kernel == "few" else flash_attn_ext_any)(target, *operands, scratch, *sizes)
+        return flash_attn_ext_any(target, *operands, out, *sizes, None)
+    pieces = (flash_attn_ext_few if shape.kernel == "few" else flash_attn_ext_any)(target, *operands, scratch, *sizes, shape.n_splits)
     return Launches((pieces, flash_attn_ext_combine(target, pos, scratch, out, n, n_head, dim_v, n_ctx)))
