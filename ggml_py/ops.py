@@ -208,13 +208,16 @@ def cpy_rows_indirect(params, cache, x, dst):
     return _rows_of_cache(cache, x)
 
 
-@op("cache_v cache_k v k q pos table rows", "n_head n_head_kv neox", into=("cache_v", "cache_k"), also={"q": "q", "k": "cache_k"})
-def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, rows):
-    """set_rows(cache_v, v, rows), and rope(q) and set_rows(cache_k, rope(k), rows)."""
+@op("cache_v cache_k v k q pos table rows q_norm k_norm", "n_head n_head_kv neox eps", n_optional=2, into=("cache_v", "cache_k"),
+    also={"q": "q", "k": "cache_k"})
+def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, rows, *norms):
+    """set_rows(cache_v, v, rows), and rope(q) and set_rows(cache_k, rope(k), rows), the heads of q and k normed first where there are weights for it."""
     need(cache_v.dtype in ("f32", "f16") and cache_k.dtype in ("f32", "f16"), "caches must be f32 or f16")
     rope({"n_head": params["n_head"]}, q, pos, table)
     rope({"n_head": params["n_head_kv"]}, k, pos, table)
-    need(q.shape[1] // params["n_head"] == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
+    dim = q.shape[1] // params["n_head"]
+    need(dim == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
+    need(all(w.dtype == "f32" and w.shape == (dim,) for w in norms), f"norms must be f32 [{dim}]")
     set_rows(params, cache_k, k, rows)
     return set_rows(params, cache_v, v, rows)
 
