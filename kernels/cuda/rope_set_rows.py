@@ -6,6 +6,7 @@ from numba import cuda
 
 from .launch import F32, I32, I64, N, SCALAR_F32, U16, Kernel, check, factory
 from .ptx import add, device, div, f32, f32_to_f16, fma, i2f, i64, ld, ldc, lds, mul, sqrt, st, sts, sub, syncwarp
+from .set_rows import at_address, in_cell
 
 LANES, HEADS = 32, 4
 PARTIALS = 128
@@ -76,12 +77,12 @@ def rotation(put, reciprocal, get):
     return rotate
 
 
-@factory([("f16", "f16", False), ("f32", "f16", False), ("f16", "f16", True), ("f32", "f32", True)])
-def rope_set_rows_kernel(type_k, type_v, with_norms):
-    how = (reciprocal_rms, normed) if with_norms else (no_norm, as_it_is)
+@factory([("f16", "f16", False, False), ("f32", "f16", False, False), ("f16", "f32", True, True), ("f16", "f16", False, True), ("f32", "f32", True, False)])
+def rope_set_rows_kernel(type_k, type_v, with_norms, indirect):
+    how, place = (reciprocal_rms, normed) if with_norms else (no_norm, as_it_is), at_address if indirect else in_cell
     rotate_q, rotate_k, put_v = rotation(put_f32, *how), rotation(PUTS[type_k], *how), PUTS[type_v]
 
-    def kernel(q, k, v, q_norm, k_norm, pos, table, rows, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half, neox, v_cols, eps):
+    def kernel(q, k, v, q_norm, k_norm, pos, table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half, neox, v_cols, eps):
         stage = cuda.shared.array(STAGE, f32)
         token, block, warp, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.y, cuda.threadIdx.x
         q_blocks, k_blocks = (n_head + HEADS - 1) // HEADS, (n_head_kv + HEADS - 1) // HEADS
@@ -94,22 +95,25 @@ def rope_set_rows_kernel(type_k, type_v, with_norms):
         elif block < q_blocks + k_blocks:
             head = (block - q_blocks) * HEADS + warp
             if head < n_head_kv:
-                at, to = (i64(token) * n_head_kv + head) * dim, (ld(rows, token) * n_head_kv + head) * dim
-                rotate_k(k, at, k_norm, eps, cache_k, to, table, angles, dim, half, neox, stage, warp, lane)
+                at = (i64(token) * n_head_kv + head) * dim
+                cell, first = place(cache_k, dst_k, token, n_head_kv * dim)
+                rotate_k(k, at, k_norm, eps, cell, first + head * dim, table, angles, dim, half, neox, stage, warp, lane)
         else:
             column = ((block - q_blocks - k_blocks) * HEADS + warp) * LANES + lane
             if column < v_cols:
-                put_v(cache_v, ld(rows, token) * v_cols + column, ld(v, i64(token) * v_cols + column))
-    pointers = F32, F32, F32, F32, F32, I32, F32, I64, F32, POINTERS[type_k], POINTERS[type_v]
+                cell, first = place(cache_v, dst_v, token, v_cols)
+                put_v(cell, first + column, ld(v, i64(token) * v_cols + column))
+    pointers = F32, F32, F32, F32, F32, I32, F32, I64, I64, F32, POINTERS[type_k], POINTERS[type_v]
     return Kernel(kernel, (*pointers, N, N, N, N, N, N, SCALAR_F32), n_threads=LANES * HEADS)
 
 
-def rope_set_rows(target, type_k, type_v, q, k, v, norms, eps, pos, table, rows, q_out, cache_k, cache_v, n, n_head, n_head_kv, dim, n_rot, neox, v_cols):
-    """q_out = rope(q), cache_k row rows[i] = rope(k)[i], cache_v row rows[i] = v[i]; bits of `rope` and `set_rows`, and of `rms_norm`.
+def rope_set_rows(target, type_k, type_v, q, k, v, norms, eps, pos, table, indirect, dst_k, dst_v, q_out, cache_k, cache_v, n, n_head, n_head_kv, dim, n_rot,
+                  neox, v_cols):
+    """q_out = rope(q), cache_k row dst_k[i] = rope(k)[i], cache_v row dst_v[i] = v[i]; bits of `rope` and `set_rows`, and of `rms_norm`.
 
     q, q_out: addresses of f32 [n, n_head, dim], apart; k: of [n, n_head_kv, dim]; v: of [n, v_cols]; norms: of two f32 [dim], by which each head of q and of
-    k is normed first, or none; pos: of i32 [n]; table: of f32 [n_ctx, n_rot / 2, 2]; rows: of i64 [n], no two equal; cache_k, cache_v: of
-    [n_cells, n_head_kv * dim] and [n_cells, v_cols], f32 or f16."""
+    k is normed first, or none; pos: of i32 [n]; table: of f32 [n_ctx, n_rot / 2, 2]; dst_k, dst_v: of i64 [n], no two equal, cells or, if indirect, addresses
+    of rows of the caches; cache_k, cache_v: of [n_cells, n_head_kv * dim] and [n_cells, v_cols], f32 or f16."""
     op = "rope_set_rows"
     for what, type_ in ("K", type_k), ("V", type_v):
         check(op, type_ in POINTERS, f"type of {what}", type_, ", ".join(POINTERS))
@@ -119,5 +123,5 @@ def rope_set_rows(target, type_k, type_v, q, k, v, norms, eps, pos, table, rows,
     check(op, len(norms) in (0, 2), "norms", len(norms), "0 or 2")
     grid = n, -(-n_head // HEADS) + -(-n_head_kv // HEADS) + -(-v_cols // (LANES * HEADS))
     q_norm, k_norm = norms or (q, k)  # without norms no weights are read
-    args = q, k, v, q_norm, k_norm, pos, table, rows, q_out, cache_k, cache_v, n_head, n_head_kv, dim, n_rot // 2, int(neox), v_cols, eps
-    return target.launch(rope_set_rows_kernel(type_k, type_v, bool(norms)), grid, (LANES, HEADS), args)
+    args = q, k, v, q_norm, k_norm, pos, table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, n_rot // 2, int(neox), v_cols, eps
+    return target.launch(rope_set_rows_kernel(type_k, type_v, bool(norms), indirect), grid, (LANES, HEADS), args)
