@@ -208,15 +208,23 @@ def cpy_rows_indirect(params, cache, x, dst):
     return _rows_of_cache(cache, x)
 
 
-@op("cache_v cache_k v k q pos table rows", "n_head n_head_kv neox", into=("cache_v", "cache_k"), also={"q": "q", "k": "cache_k"})
-def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, rows):
-    """set_rows(cache_v, v, rows), and rope(q) and set_rows(cache_k, rope(k), rows)."""
+@op("cache_v cache_k v k q pos table dst q_norm k_norm", "n_head n_head_kv neox eps slots", n_optional=2, into=("cache_v", "cache_k"),
+    also={"q": "q", "k": "cache_k"})
+def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, dst, *norms):
+    """set_rows(cache_v, v, dst), and rope(q) and set_rows(cache_k, rope(k), dst), the heads of q and k normed first where there are weights for it.
+    slots: None, or two, those of K and V: then cpy_rows_indirect in the place of set_rows."""
     need(cache_v.dtype in ("f32", "f16") and cache_k.dtype in ("f32", "f16"), "caches must be f32 or f16")
     rope({"n_head": params["n_head"]}, q, pos, table)
     rope({"n_head": params["n_head_kv"]}, k, pos, table)
-    need(q.shape[1] // params["n_head"] == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
-    set_rows(params, cache_k, k, rows)
-    return set_rows(params, cache_v, v, rows)
+    dim = q.shape[1] // params["n_head"]
+    need(dim == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
+    need(all(w.dtype == "f32" and w.shape == (dim,) for w in norms), f"norms must be f32 [{dim}]")
+    if params["slots"] is None:
+        set_rows(params, cache_k, k, dst)
+        return set_rows(params, cache_v, v, dst)
+    slot_k, slot_v = params["slots"]
+    cpy_rows_indirect({"slot": slot_k}, cache_k, k, dst)
+    return cpy_rows_indirect({"slot": slot_v}, cache_v, v, dst)
 
 
 @op("q k v seq pos present", "n_head n_head_kv scale n_kv")

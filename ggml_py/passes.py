@@ -41,16 +41,26 @@ def gated_products(node: Tensor) -> Match | None:
 
 
 def rotated_and_cached(node: Tensor) -> Match | None:
-    """Q of an attention rotated, and K, rotated the same way, and V put into the same cells of their caches; V last."""
-    if node.op != "flash_attn_ext" or [x.op for x in node.src[:3]] != ["rope", "set_rows", "set_rows"] or node.src[1].src[1].op != "rope":
+    """Q of an attention rotated, and K, rotated the same way, and V put into the same cells of their caches, V last; and the norms of Q and K before that,
+    if there are both."""
+    if node.op != "flash_attn_ext":
         return None
     q, k, v = node.src[:3]
-    (cache_k, rotated, rows), (cache_v, values, also_rows) = k.src, v.src
-    (x, *angles), (y, *also_angles) = q.src, rotated.src
-    if rows is not also_rows or q.params["neox"] != rotated.params["neox"] or any(a is not b for a, b in zip(angles, also_angles)):
+    if q.op != "rope" or k.op not in ("set_rows", "cpy_rows_indirect") or v.op != k.op or k.src[1].op != "rope":
         return None
-    params = {"n_head": q.params["n_head"], "n_head_kv": rotated.params["n_head"], "neox": q.params["neox"]}
-    return Match((cache_v, cache_k, values, y, x, *angles, rows), params, [q, k, rotated], into=v)
+    (cache_k, rotated, dst), (cache_v, values, also_dst) = k.src, v.src
+    (x, *angles), (y, *also_angles) = q.src, rotated.src
+    if dst is not also_dst or q.params["neox"] != rotated.params["neox"] or any(a is not b for a, b in zip(angles, also_angles)):
+        return None
+    params = {"n_head": q.params["n_head"], "n_head_kv": rotated.params["n_head"], "neox": q.params["neox"], "eps": 0.0,
+              "slots": None if k.op == "set_rows" else (k.params["slot"], v.params["slot"])}
+    norms, taken = (), [q, k, rotated]
+    if x.op == y.op == "rms_norm" and x.params == y.params:
+        taken += x, y
+        params["eps"] = x.params["eps"]
+        (x, q_norm), (y, k_norm) = x.src, y.src
+        norms = q_norm, k_norm
+    return Match((cache_v, cache_k, values, y, x, *angles, dst, *norms), params, taken, into=v)
 
 
 # Name of the pass and of the op it makes -> what it looks for. A node becomes the fused node, in its place, where

@@ -253,19 +253,24 @@ def check_cpy_rows(machine, type_, rows, k, n_cells) -> None:
         machine.free()
 
 
-def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells) -> None:
-    """types: of the caches of K and V; rows: cells written; heads: (n_head, n_head_kv); dims: of K and V."""
+def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells, normed, indirect) -> None:
+    """types: of the caches of K and V; rows: cells written; heads: (n_head, n_head_kv); dims: of K and V; normed: the heads of Q and K before; indirect:
+    cells by their addresses."""
     (type_k, type_v), (n_head, n_head_kv), (dim, dim_v), n = types, heads, dims, len(rows)
-    name = f"rope_set_rows[{types}, rows={rows[:8]}, heads={heads}, dims={dims}, n_rot={n_rot}, neox={neox}]"
+    name = f"rope_set_rows[{types}, rows={rows[:8]}, heads={heads}, dims={dims}, n_rot={n_rot}, neox={neox}, normed={normed}, indirect={indirect}]"
     rng = seeded(name)
+    norms = [activations(1, dim, rng)[0] for _ in range(2 * normed)]
     q, k = (activations(n * count, dim, rng).reshape(n, count, dim) for count in heads)
     v, angles = activations(n, n_head_kv * dim_v, rng), rng.uniform(0, 6, (9, n_rot // 2))
     pos, rows = rng.integers(0, 9, n).astype(np.int32), np.array(rows, np.int64)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=2).astype(np.float32)
     caches, q_out = [empty_cache(type_k, n_cells, n_head_kv * dim), empty_cache(type_v, n_cells, n_head_kv * dim_v)], np.empty_like(q)
     at_caches, at_q = [machine.upload(cache) for cache in caches], machine.upload(np.full(q.size + GUARD, np.nan, np.float32))
-    rope_set_rows.rope_set_rows(type_k, type_v)(q, k, v, pos, table, neox, rows, q_out, *caches)
-    machine.run(cuda_rope_set_rows.rope_set_rows(machine.target, type_k, type_v, *map(machine.upload, (q, k, v, pos, table, rows)), at_q, *at_caches,
+    rope_set_rows.rope_set_rows(type_k, type_v, False)(q, k, v, norms, EPS, pos, table, neox, rows, rows, q_out, *caches)
+    at_norms = [machine.upload(w) for w in norms]
+    dst = [machine.upload(machine.number(at) + rows * cache.strides[0] if indirect else rows) for at, cache in zip(at_caches, caches)]
+    machine.run(cuda_rope_set_rows.rope_set_rows(machine.target, type_k, type_v, *map(machine.upload, (q, k, v)), at_norms, EPS,
+                                                 *map(machine.upload, (pos, table)), indirect, *dst, at_q, *at_caches,
                                                  n, n_head, n_head_kv, dim, n_rot, neox, n_head_kv * dim_v))
     check_floats(machine, at_q, q_out, f"{name} q")
     for what, type_, at, expected in zip("kv", types, at_caches, caches):

@@ -103,10 +103,11 @@ def simulate_cpy_rows(machine, type_, k):
     check_cpy_rows(machine, type_, [2, 0], k, 4)
 
 
-@pytest.mark.parametrize("types, heads, dims, n_rot, neox", [
-    (("f16", "f16"), (5, 1), (6, 6), 6, True), (("f32", "f16"), (2, 2), (71, 70), 68, False), (("f16", "f32"), (1, 1), (2, 1), 2, False)], ids=str)
-def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox):
-    check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4)
+@pytest.mark.parametrize("types, heads, dims, n_rot, neox, normed, indirect", [
+    (("f16", "f16"), (5, 1), (6, 6), 6, True, False, False), (("f32", "f16"), (2, 2), (71, 70), 68, False, False, True),
+    (("f16", "f32"), (1, 1), (2, 1), 2, False, True, True), (("f32", "f32"), (5, 1), (130, 3), 64, True, True, False)], ids=str)
+def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox, normed, indirect):
+    check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4, normed, indirect)
 
 
 # Launch values, without the simulator
@@ -130,7 +131,7 @@ def test_refusals():
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),
         (lambda: set_rows(None, "q4_0", 0, 0, 0, 1, 32), "set_rows: type is q4_0, allowed: f32, f16, q8_0"),
         (lambda: set_rows(None, "q8_0", 0, 0, 0, 1, 40), "set_rows: k is 40, allowed: a multiple of 32 for q8_0"),
-        (lambda: rope_set_rows(None, "q8_0", *[0] * 10, 1, 1, 1, 32, 32, True, 32), "rope_set_rows: type of K is q8_0, allowed: f32, f16"),
+        (lambda: rope_set_rows(None, "q8_0", "f16", 0, 0, 0, (), 0, 0, 0, False, *[0] * 5, 1, 1, 1, 32, 32, True, 32), "rope_set_rows: type of K is q8_0, allowed: f32, f16"),
         (lambda: cpy_rows_indirect(None, "q8_0", 0, 0, 0, 0, 32), "cpy_rows_indirect: n is 0, allowed: at least 1"),
     ]:
         with pytest.raises(ValueError) as error:

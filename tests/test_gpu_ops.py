@@ -106,10 +106,11 @@ def test_cpy_rows(machine, type_, n, k):
 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f16"), ("f16", "f32"), ("f32", "f32")], ids=str)
 @pytest.mark.parametrize("neox", [False, True])
+@pytest.mark.parametrize("normed, indirect", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("n, heads, dims, n_rot", [(1, (9, 3), (64, 64), 64), (300, (32, 8), (128, 128), 128), (7, (5, 5), (80, 66), 32), (2, (1, 1), (7, 1), 2)])
-def test_rope_set_rows(machine, types, neox, n, heads, dims, n_rot):
+def test_rope_set_rows(machine, types, normed, indirect, neox, n, heads, dims, n_rot):
     rows = np.random.default_rng(n).permutation(n + 9)[:n].tolist()
-    check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n + 9)
+    check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n + 9, normed, indirect)
 
 
 def one_sequence(n, first=0):

@@ -134,8 +134,9 @@ def product_with_itself():
 CELLS = np.array([0, 3, 5])
 
 
-def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, between=lambda g, q, k, cache: []):
-    """Nine heads of Q and three of K and V, put into three of eight cells. between: (graph, rotated Q and K, cache of K) -> outputs, made after K is written
+def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, norms=(None, None), indirect=False,
+              between=lambda g, q, k, cache: []):
+    """Nine heads of Q and three of K and V, put into three of eight cells. norms: eps of those of Q and K. between: (graph, rotated Q and K, cache of K) -> outputs, made after K is written
     and before V is."""
     g, x, y = start()
     k, v = (g.mul_mat(matrix(name, "F32", n_rows=96), y, name=name) for name in "kv")
@@ -144,12 +145,17 @@ def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first
     present = np.isin(np.arange(8), CELLS).astype(np.uint8)[None]
     table = leaf("table", "f32", np.random.default_rng(2).uniform(-1, 1, (8, 12, 2)).astype(np.float32))
     cache_k, cache_v = (leaf(f"cache {type_}", type_, np.zeros((8, {"f32": 384, "f16": 192, "q8_0": 102}[type_]), np.uint8), (8, 96)) for type_ in types)
+    x, k = (h if eps is None else g.rms_norm(h, vector(f"{name}_norm", 32), eps=eps, name=f"{name}_normed") for name, h, eps in zip("qk", (x, k), norms))
     q = g.rope(x, pos, table, n_head=9, neox=neox[0], name="q")
     rotated = g.rope(k, pos, table, n_head=3, neox=neox[1], name="rotated k")
-    write_v = lambda: g.set_rows(cache_v, v, rows[rows_of_v], name="cached v")
+    if indirect:
+        dst = leaf("dst", "i64", np.array([[CPU.address(cache) + cell * cache.storage[0].nbytes // 8 for cell in CELLS] for cache in (cache_v, cache_k)]))
+    write_v = lambda: (g.cpy_rows_indirect(cache_v, v, dst, slot=0, name="cached v") if indirect else
+                       g.set_rows(cache_v, v, rows[rows_of_v], name="cached v"))
     if v_first:
         cached_v = write_v()
-    cached_k = g.set_rows(cache_k, rotated, rows["rows"], name="cached k")
+    cached_k = (g.cpy_rows_indirect(cache_k, rotated, dst, slot=1, name="cached k") if indirect else
+                g.set_rows(cache_k, rotated, rows["rows"], name="cached k"))
     others = between(g, q, rotated, cache_k)
     if not v_first:
         cached_v = write_v()
@@ -166,6 +172,18 @@ def q_is_read_after():
 
 def q_is_read_before_v_is_written():
     return attention(between=lambda g, q, k, cache: [g.scale(q, factor=2.0)])
+
+
+def normed_heads():
+    return attention(norms=(1e-5, 1e-5))
+
+
+def only_q_is_normed():
+    return attention(norms=(1e-5, None))
+
+
+def norms_differ():
+    return attention(norms=(1e-5, 1e-6))
 
 
 def rotated_k_is_read():
@@ -210,6 +228,10 @@ def run(g, no_fuse=()):
     *((lambda types=types: attention(types, (types[0] == "f16",) * 2), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"])
       for types in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))),
     (q_is_read_after, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext", "scale"]),
+    (lambda: attention(("f16", "f32"), indirect=True), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
+    (normed_heads, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
+    (only_q_is_normed, ["mul_mat", "mul_mat", "rms_norm", "rope_set_rows", "flash_attn_ext"]),
+    (norms_differ, ["mul_mat", "mul_mat", "rms_norm", "rms_norm", "rope_set_rows", "flash_attn_ext"]),
 ])
 def test_fused_and_unfused_give_the_same_bits(build, fused):
     g, plain = build(), build()
@@ -245,7 +267,7 @@ def test_what_a_fused_node_writes_into_caches_is_theirs():
     assert [each.op for each in g.live()] == ["mul_mat", "mul_mat", "rope_set_rows"]
     built = Graph()
     x, y, _ = (built.input(name, "f32", (N, n)) for name, n in (("x", K), ("y", 96), ("z", 96)))
-    made = built.rope_set_rows(*node.src[:2], y, y, x, *node.src[5:], n_head=9, n_head_kv=3, neox=True, name="made")
+    made = built.rope_set_rows(*node.src[:2], y, y, x, *node.src[5:], n_head=9, n_head_kv=3, neox=True, eps=0.0, slots=None, name="made")
     assert made.base is node.src[0] and [(t.name, t.shape, t.base) for t in made.also] == [("made-q", (N, K), made.also[0]), ("made-k", (8, 96), node.src[1])]
 
 

@@ -181,11 +181,13 @@ def bind_set_rows(kernel, node, cache, x, rows, out):
 
 
 @binds("rope_set_rows")
-def bind_rope_set_rows(kernel, node, cache_v, cache_k, v, k, q, pos, table, rows, out, q_out, also_cache_k):
+def bind_rope_set_rows(kernel, node, cache_v, cache_k, v, k, q, pos, table, dst, *others):
+    *norms, out, q_out, also_cache_k = others
     heads = lambda x, n_head: x.reshape(len(x), n_head, x.shape[1] // n_head)
-    n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
-    return partial(kernel(node.src[1].dtype, node.dtype), heads(q, n_head), heads(k, n_head_kv), v, pos, table, node.params["neox"], rows,
-                   heads(q_out, n_head), cache_k, cache_v)
+    n_head, n_head_kv, eps, slots = node.params["n_head"], node.params["n_head_kv"], np.float32(node.params["eps"]), node.params["slots"]
+    dst_k, dst_v = (dst, dst) if slots is None else (dst[slot] for slot in slots)
+    return partial(kernel(node.src[1].dtype, node.dtype, slots is not None), heads(q, n_head), heads(k, n_head_kv), v, norms, eps, pos, table,
+                   node.params["neox"], dst_k, dst_v, heads(q_out, n_head), cache_k, cache_v)
 
 
 @binds("cpy_rows")

@@ -230,10 +230,12 @@ def bind_argmax(launch, target, node, x, out, scratch):
 
 
 @binds("rope_set_rows")
-def bind_rope_set_rows(launch, target, node, cache_v, cache_k, v, k, q, pos, table, rows, out, q_out, also_cache_k):
-    (n, v_cols), (_, k_cols), n_head_kv = node.src[2].shape, node.src[3].shape, node.params["n_head_kv"]
-    return launch(target, node.src[1].dtype, node.dtype, q, k, v, pos, table, rows, q_out, cache_k, cache_v, n, node.params["n_head"], n_head_kv,
-                  k_cols // n_head_kv, 2 * node.src[6].shape[1], node.params["neox"], v_cols)
+def bind_rope_set_rows(launch, target, node, cache_v, cache_k, v, k, q, pos, table, dst, *others):
+    *norms, out, q_out, also_cache_k = others
+    (n, v_cols), (_, k_cols), n_head_kv, slots = node.src[2].shape, node.src[3].shape, node.params["n_head_kv"], node.params["slots"]
+    dst_k, dst_v = (dst, dst) if slots is None else (dst + 8 * n * slot for slot in slots)
+    return launch(target, node.src[1].dtype, node.dtype, q, k, v, norms, node.params["eps"], pos, table, slots is not None, dst_k, dst_v, q_out,
+                  cache_k, cache_v, n, node.params["n_head"], n_head_kv, k_cols // n_head_kv, 2 * node.src[6].shape[1], node.params["neox"], v_cols)
 
 
 @binds("cpy_rows")

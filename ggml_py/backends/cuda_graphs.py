@@ -40,7 +40,7 @@ def refusal(nodes: list[Tensor]) -> str | None:
     """Why a graph of these nodes would be stale or cannot be, naming the first node that is to blame; None if they can be captured."""
     for node in nodes:
         if node.op == "cpy":
-            return f"{node.name}: copied from {node.src[0].base.device} to {node.device} through the host"
+            return f"{node.name}: copied from {node.src[0].base.device} to {node.device}, and a graph is of one device"
         if node.op == "cpy_rows":
             return f"{node.name}: cpy_rows to cell {node.params['cell']} of {node.base.name}, which moves from step to step; cpy_rows_indirect reads it as data"
     return None
