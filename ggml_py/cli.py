@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import __version__
@@ -101,7 +102,7 @@ def build_parser() -> Parser:
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
         sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all", help="graph passes left out, none by default; changes the speed, never a bit")
-        sub.add_argument("--verbose", action="store_true", help="describe model, memory plan and compiled kernels on stderr")
+        sub.add_argument("--verbose", action="store_true", help="describe model, memory plan, copies and compiled kernels on stderr")
 
     sub = command("perplexity", perplexity_command, "perplexity of a text, or KL divergence to a base file")
     add_model(sub, None, "tokens of a window; 512, or as in the base file that is compared with", DEMO_MODEL)
@@ -148,8 +149,9 @@ def existing(path: Path) -> Path:
     return path
 
 
+@contextmanager
 def load(options, load_model):
-    """The model of -m on the device of --device, with the threads of -t."""
+    """The model of -m on the device of --device, with the threads of -t; --verbose tells at the end what its device copied."""
     from .pull import resolve
     path = existing(resolve(options.model, sys.stderr))
     if options.threads is not None:
@@ -160,7 +162,10 @@ def load(options, load_model):
     if load_model is None:
         from .model import Model
         load_model = Model.load
-    return load_model(path, device=options.device)
+    with load_model(path, device=options.device) as model:
+        yield model
+        if options.verbose and (report := model.report()):
+            print(report, file=sys.stderr)
 
 
 def settings_of(options, **more):
