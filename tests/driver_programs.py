@@ -25,7 +25,7 @@ class Interpreter:
         """before_sync: called at the end of a phase, when nothing queued has had to run yet."""
         self.machine, self.driver, self.before_sync, self.seen = machine, machine.drivers[0], before_sync, []
         self.streams = [machine.stream() for _ in range(N_STREAMS)]
-        self.driver.enter(self.streams[0])
+        self.driver.enter()
         self.buffers = [self.driver.allocate(N, self.streams[0]) for _ in range(N_BUFFERS)]
         self.pinned = [self.driver.pinned(N) for _ in range(N_PINNED)]
         self.arrays = [np.asarray(Lease(memory, N, read_only=False)) for memory in self.pinned]

@@ -67,10 +67,12 @@ class FakeEvent:
 
     @property
     def is_done(self) -> bool:
+        self.stream.world.check_entered()
         with self.stream.world.lock:
             return self.happened
 
     def sync(self) -> None:
+        self.stream.world.check_entered()
         with self.stream.world.lock:
             self.stream.run_until(lambda: self.happened)
 
@@ -79,6 +81,7 @@ class FakeStream:
     def __init__(self, gpu):
         self.gpu, self.world = gpu, gpu.world
         self.operations = deque()  # (event that has to happen first, or None; function)
+        self.is_captured = False   # as a test says
         self.world.streams.append(self)
 
     def queue(self, function, first: FakeEvent | None = None) -> None:
@@ -170,9 +173,11 @@ class FakeGPU:
     def used_bytes(self) -> int:
         return sum(block.size for block in self.blocks if not block.is_closed)
 
-    def enter(self, stream) -> None:
-        assert stream.gpu is self, f"a stream of {stream.gpu} on {self}"
+    def enter(self) -> None:
         self.world.enter(self)
+
+    def is_capturing(self, stream: FakeStream) -> bool:
+        return stream.is_captured
 
     def stream(self) -> FakeStream:
         return FakeStream(self)

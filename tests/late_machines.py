@@ -4,6 +4,7 @@ A machine has `drivers`, two of them, for `Transfers`; `stream(i)` of driver i; 
 whether it still is; `let_run(stream)`, which runs, or gives time to, what nothing holds up; `pageable(values)`, an array that the driver's copies may name; `used_bytes(i)` of the memory of driver i; `check()`, which fails
 if the driver saw something that must not be.
 """
+import gc
 import time
 
 import numpy as np
@@ -21,7 +22,7 @@ class FakeMachine:
         return self.drivers[i].stream()
 
     def delay(self, stream):
-        stream.gpu.enter(stream)
+        stream.gpu.enter()
         return stream.record()
 
     def let_run(self, stream) -> None:
@@ -70,6 +71,7 @@ class CUDAMachine:
         return np.array(values, np.uint8)
 
     def used_bytes(self, i: int = 0) -> int:
+        gc.collect()
         self.devices[i].set_current()
         self.devices[i].sync()
         return self.devices[i].memory_resource.attributes.used_mem_current

@@ -47,14 +47,14 @@ def test_naive_write_from_pageable_memory(machine, n, record_property):
     driver does is one of both. The record says what this one does."""
     found = naive_pageable_write(machine, n, drop=False)
     record_property("late_bytes", int((found == 2).sum()))
-    assert set(found.tolist()) <= {1, 2}
+    assert np.isin(found, [1, 2]).all()
 
 
 def test_delay_takes_its_time(machine):
     stream = machine.stream()
     begin = time.perf_counter()
     machine.delay(stream).sync()
-    assert machine.seconds <= time.perf_counter() - begin < 2 * machine.seconds + 0.1
+    assert 0.99 * machine.seconds <= time.perf_counter() - begin < 2 * machine.seconds + 0.1
 
 
 def test_interleavings(quick_machine):
@@ -87,7 +87,7 @@ def test_capture_is_refused(machine):
         assert status == driver.CUresult.CUDA_SUCCESS
         for call in (lambda: transfers.write(buffer, 0, np.ones(256, np.uint8)), lambda: transfers.read(buffer, 0, 256), lambda: transfers.free(buffer),
                      lambda: transfers.allocate(1)):
-            with pytest.raises(RuntimeError, match="transfers: the stream is being captured"):
+            with pytest.raises(RuntimeError, match="the stream is being captured"):
                 call()
         status, graph = driver.cuStreamEndCapture(handle)
         assert status == driver.CUresult.CUDA_SUCCESS

@@ -46,8 +46,8 @@ def without_wait(self):
     pass
 
 
-def source_forgotten(self, stream, end, source=None, landing=None):
-    self.stream, self.end, self.source, self.landing, self.event = stream, end, None, landing, None
+def source_forgotten(self, ring, end, source=None, landing=None):
+    self.driver, self.stream, self.end, self.source, self.landing, self.event = ring.driver, ring.stream, end, None, landing, None
 
 
 def noted_behind_the_copy(self, to, source, n_bytes, flight):
@@ -130,6 +130,14 @@ def test_errors(machine):
         transfers.free(buffer)
         with pytest.raises(ValueError, match="read: the buffer has been freed"):
             transfers.read(buffer, 0, 0)
+    with transfers_of(machine) as transfers:
+        buffer = transfers.allocate(100)
+        transfers.stream.is_captured = True
+        for name, call in {"write": lambda: transfers.write(buffer, 0, np.zeros(1)), "read": lambda: transfers.read(buffer, 0, 1),
+                           "free": lambda: transfers.free(buffer), "allocate": lambda: transfers.allocate(1)}.items():
+            with pytest.raises(RuntimeError, match=f"{name}: the stream is being captured; allowed: before and after a capture"):
+                call()
+        transfers.stream.is_captured = False
     for name, call in {"allocate": lambda: transfers.allocate(1), "pinned": lambda: transfers.pinned(1)}.items():
         with pytest.raises(RuntimeError, match=f"{name}: these transfers are closed"):
             call()
@@ -167,11 +175,11 @@ def test_nothing_leaks():
         transfers.write(buffers[1], 7, pinned)
         pending = transfers.read(buffers[1], 0, 5000)
         if i % 4:
-            for buffer in buffers:
-                transfers.free(buffer)
+            transfers.free(buffers[0])
+            transfers.free(buffers[1])
         if i % 3:
             transfers.close()
-        del transfers, buffers, buffer, pinned
+        del transfers, buffers, pinned
         assert (pending.result() == i % 256).all()
     del pending
     gc.collect()
@@ -202,7 +210,7 @@ def test_fake_is_strict(machine):
         gpu.pinned(1)
     gpu, other = machine.drivers
     stream, side = gpu.stream(), gpu.stream()
-    gpu.enter(stream)
+    gpu.enter()
     with pytest.raises(FakeError, match="the device current in this thread is fake:0, expected fake:1"):
         other.stream().record()
     a, b = gpu.allocate(256, stream), gpu.allocate(256, stream)

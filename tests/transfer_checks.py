@@ -43,16 +43,15 @@ def check_naive_read(machine):
     """Ids that a kernel computed are copied to the host, which goes on to read them: every time it reads what was there before."""
     stream, driver = machine.stream(), machine.drivers[0]
     with transfers_of(machine) as transfers:
-        ids, new = transfers.allocate(256), transfers.allocate(256)
+        ids, new, host = transfers.allocate(256), transfers.allocate(256), driver.pinned(256)
+        array = host_array(host)
         for n in range(ROUNDS):
             transfers.write(ids, 0, np.full(256, 1, np.uint8))
             transfers.write(new, 0, np.full(256, 2, np.uint8))
             contents(transfers, new, 256)
+            array[:] = 3
             late = machine.delay(stream)
             driver.copy(int(ids.handle), int(new.handle), 256, stream)  # stands for the kernel
-            host = driver.pinned(256)
-            array = host_array(host)
-            array[:] = 3
             driver.copy(int(host.handle), int(ids.handle), 256, stream)
             seen = array.copy()
             assert not late.is_done, "the delay is over too early to show anything"
@@ -64,9 +63,9 @@ def check_naive_read(machine):
 def check_naive_write(machine):
     """Bytes are staged in page-locked memory that is used again for the next ones: every time the first copy takes the second bytes."""
     stream, driver = machine.stream(), machine.drivers[0]
-    host = driver_pinned(driver, stream, 256)
-    array = host_array(host)
     with transfers_of(machine) as transfers:
+        host = driver.pinned(256)
+        array = host_array(host)
         buffers = [transfers.allocate(256) for _ in range(2)]
         contents(transfers, buffers[1], 1)
         for n in range(ROUNDS):
@@ -77,11 +76,6 @@ def check_naive_write(machine):
             assert not late.is_done, "the delay is over too early to show anything"
             stream.sync()
             assert (contents(transfers, buffers[0], 256) == 1).all(), n
-
-
-def driver_pinned(driver, stream, n_bytes):
-    driver.enter(stream)
-    return driver.pinned(n_bytes)
 
 
 def naive_pageable_write(machine, n: int, drop: bool) -> np.ndarray:
@@ -211,18 +205,14 @@ def check_waits_are_short(machine):
 def check_early_deletion(machine):
     """Sources, destinations and pending values that are dropped while copies are in flight."""
     with transfers_of(machine) as transfers:
-        kept = transfers.allocate(512)
-        late = machine.delay(transfers.stream)
-        pinned = transfers.pinned(512)
+        kept, pinned = transfers.allocate(512), transfers.pinned(512)
         pinned[...] = 5
+        late = machine.delay(transfers.stream)
         memory = weakref.ref(pinned._memory)
         transfers.write(kept, 0, pinned)
         del pinned
         gc.collect()
         assert memory() is not None
-        others = [transfers.pinned(512) for _ in range(4)]  # would be where the dropped one was
-        for other in others:
-            other[...] = 6
         freed = transfers.allocate(512)
         transfers.write(freed, 0, np.full(512, 7, np.uint8))
         pending = transfers.read(freed, 0, 512)
@@ -237,6 +227,9 @@ def check_early_deletion(machine):
         del dropped
         gc.collect()
         assert not late.is_done
+        others = [transfers.pinned(512) for _ in range(4)]  # would be where the dropped one was
+        for other in others:
+            other[...] = 6
         assert (contents(transfers, kept, 512) == 5).all() and (pending.result() == 7).all()
         assert (contents(transfers, again, 512) == 8).all() and (last.result() == 9).all()
         transfers.allocate(1)
@@ -374,8 +367,11 @@ class FaultyDriver:
         self.moment()
         return result
 
-    def enter(self, stream):
-        return self.around(self.driver.enter, stream.stream)
+    def enter(self):
+        return self.around(self.driver.enter)
+
+    def is_capturing(self, stream):
+        return self.around(self.driver.is_capturing, stream.stream)
 
     def allocate(self, n_bytes, stream):
         return FaultyBuffer(self.around(self.driver.allocate, n_bytes, stream.stream), self)

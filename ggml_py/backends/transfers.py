@@ -12,10 +12,10 @@ bytes that a copy has yet to read. Here neither can be written:
 A device's memory belongs to one stream, its home. What happens on another stream happens between `fork`, which makes that stream wait for the home
 stream, and the join, which makes the home stream wait for it; so the order of calls is the order of effects, whatever runs where.
 
-A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter(stream)`, which makes the stream's
-device current in the calling thread and refuses a stream that is being captured; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which give objects
-with `handle` (the address; 0 once closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two addresses. Streams have `record()`,
-`wait(event)` and `sync()`, events `is_done` and `sync()`.
+A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter()`, which makes its device current
+in the calling thread; `is_capturing(stream)`; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which give objects with `handle` (the address; 0 once
+closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two addresses. Streams have `record()`, `wait(event)` and `sync()`, events
+`is_done` and `sync()`.
 """
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ class Pinned:
 class Flight:
     """A copy that is queued. Without an event (an exception came between the copy and its event) the end of its stream's work stands for it."""
 
-    def __init__(self, stream, end: int, source=None, landing=None):
+    def __init__(self, ring: Ring, end: int, source=None, landing=None):
         """end: of its slot in the ring, counted through all rounds. source: kept alive until the copy is over. landing: what is left to do then."""
-        self.stream, self.end, self.source, self.landing = stream, end, source, landing
+        self.driver, self.stream, self.end, self.source, self.landing = ring.driver, ring.stream, end, source, landing
         self.event = None
 
     @property
@@ -146,6 +146,7 @@ class Flight:
         return self.event is not None and self.event.is_done
 
     def wait(self) -> None:
+        self.driver.enter()
         (self.event or self.stream).sync()
 
     def land(self) -> None:
@@ -188,7 +189,9 @@ class Ring:
         self.piece = n_bytes // PIECES // ALIGNMENT * ALIGNMENT
         if not self.piece:
             raise ValueError(f"ring_bytes: must be at least {PIECES * ALIGNMENT}, got {n_bytes}")
-        self.memory = self.bytes = None  # made when first needed
+        driver.enter()
+        self.memory = driver.pinned(n_bytes)  # now: it may make the host wait for the device
+        self.bytes = np.asarray(Lease(self.memory, n_bytes, read_only=False))
         self.flights: deque[Flight] = deque()  # in the order of the stream
         self.head = self.tail = 0
         self.lock = RLock()
@@ -197,9 +200,6 @@ class Ring:
 
     def reserve(self, n_bytes: int) -> tuple[int, int]:
         """A slot of n_bytes, at most a piece: its address, and the position of its end. While there is no room, waits for the oldest copy."""
-        if self.memory is None:
-            memory = self.driver.pinned(self.n_bytes)
-            self.bytes, self.memory = np.asarray(Lease(memory, self.n_bytes, read_only=False)), memory
         n_slot, counts = -(-n_bytes // ALIGNMENT) * ALIGNMENT, self.statistics
         while True:
             if not self.flights:
@@ -247,10 +247,9 @@ class Ring:
             self.closed = True
             while self.flights:
                 self._retire_oldest()
-            memory, self.memory, self.bytes = self.memory, None, None
-            if memory is not None:
-                self.driver.enter(self.stream)
-                memory.close()
+            self.bytes = None
+            self.driver.enter()
+            self.memory.close()
 
 
 # All together
@@ -259,7 +258,7 @@ class Transfers:
     """Memory of one device and every copy to, from and on it. Threads may share it. Closing, or losing the last reference, waits for what is in flight."""
 
     def __init__(self, driver, stream, ring_bytes: int = RING_BYTES):
-        """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging, allocated at the first copy."""
+        """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging."""
         self.driver, self.stream = driver, stream
         self._ring = Ring(driver, stream, ring_bytes)
         self._finalizer = weakref.finalize(self, self._ring.close)  # also at the exit of the interpreter
@@ -276,7 +275,8 @@ class Transfers:
 
     def allocate(self, n_bytes: int, zeroed: bool = False):
         """A buffer of the device, in stream order: it may be used by whatever is queued after this call."""
-        with self._at_work("allocate"):
+        with self._ring.lock:
+            self._begin("allocate")
             buffer = self.driver.allocate(n_bytes, self.stream)
             if zeroed:
                 buffer.fill(0, stream=self.stream)
@@ -284,12 +284,14 @@ class Transfers:
 
     def free(self, buffer) -> None:
         """Gives a buffer back in stream order: its memory is used again after all that is queued now. A second time does nothing."""
-        self.driver.enter(self.stream)
-        buffer.close(self.stream)
+        with self._ring.lock:
+            self._enter("free")
+            buffer.close(self.stream)
 
     def pinned(self, n_bytes: int) -> Pinned:
         """Page-locked memory to be filled and written from, n_bytes of any content."""
-        with self._at_work("pinned"):
+        with self._ring.lock:
+            self._begin("pinned")
             return Pinned(self.driver.pinned(max(n_bytes, 1)), n_bytes)
 
     # Copies
@@ -300,22 +302,22 @@ class Transfers:
         if isinstance(data, Pinned):
             return self._write_pinned(buffer, offset, data)
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        to = _address("write", buffer, offset, data.size)
-        with self._at_work("write") as ring:
+        with self._ring.lock:
+            to, ring = _address("write", buffer, offset, data.size), self._begin("write")
             for first in range(0, data.size, ring.piece):
                 part = data[first:first + ring.piece]
                 address, end = ring.reserve(part.size)
                 ring.slot(address, part.size)[:] = part
-                ring.queue(to + first, address, part.size, Flight(self.stream, end))
+                ring.queue(to + first, address, part.size, Flight(ring, end))
             ring.statistics.n_to_device += 1
             ring.statistics.bytes_to_device += data.size
 
     def _write_pinned(self, buffer, offset, pinned: Pinned) -> None:
-        to = _address("write", buffer, offset, pinned.n_bytes)
-        with self._at_work("write") as ring:
+        with self._ring.lock:
+            to, ring = _address("write", buffer, offset, pinned.n_bytes), self._begin("write")
             if not pinned.n_bytes:
                 return
-            flight = Flight(self.stream, ring.head, source=pinned)
+            flight = Flight(ring, ring.head, source=pinned)
             with pinned.departing(flight):
                 ring.queue(to, pinned.address, pinned.n_bytes, flight)
             ring.statistics.n_pinned += 1
@@ -323,13 +325,13 @@ class Transfers:
 
     def read(self, buffer, offset: int, n_bytes: int) -> Pending:
         """Bytes offset .. offset + n_bytes - 1 of the buffer, as they are after all that is queued now. The buffer may be overwritten or freed at once."""
-        source = _address("read", buffer, offset, n_bytes)
-        with self._at_work("read") as ring:
+        with self._ring.lock:
+            source, ring = _address("read", buffer, offset, n_bytes), self._begin("read")
             pending = Pending(np.empty(n_bytes, np.uint8), ring.lock)
             for first in range(0, n_bytes, ring.piece):
                 n = min(ring.piece, n_bytes - first)
                 address, end = ring.reserve(n)
-                flight = Flight(self.stream, end, landing=_landing(weakref.ref(pending), first, ring.slot(address, n)))
+                flight = Flight(ring, end, landing=_landing(weakref.ref(pending), first, ring.slot(address, n)))
                 ring.queue(address, source + first, n, flight)
                 pending._flights.append(flight)
             ring.statistics.n_to_host += 1
@@ -338,12 +340,16 @@ class Transfers:
 
     def copy(self, buffer, offset: int, source: Transfers, source_buffer, source_offset: int, n_bytes: int) -> None:
         """Bytes of a buffer of the device of `source` (or of this one) to this device, in the order of both home streams."""
-        to, from_ = _address("copy", buffer, offset, n_bytes), _address("copy", source_buffer, source_offset, n_bytes)
-        with self._at_work("copy") as ring, source.fork(self.stream, self.driver):
-            if n_bytes:
-                self.driver.copy(to, from_, n_bytes, self.stream)
-            ring.statistics.n_peer += source is not self
-            ring.statistics.bytes_peer += n_bytes if source is not self else 0
+        first, second = sorted((self._ring.lock, source._ring.lock), key=id)  # in one order, whichever way threads copy
+        with first, second:
+            to, from_ = _address("copy", buffer, offset, n_bytes), _address("copy", source_buffer, source_offset, n_bytes)
+            self._begin("copy")
+            with source.fork(self.stream, self.driver):
+                if n_bytes:
+                    self.driver.copy(to, from_, n_bytes, self.stream)
+            if source is not self:
+                self.statistics.n_peer += 1
+                self.statistics.bytes_peer += n_bytes
 
     @contextmanager
     def fork(self, stream, driver=None):
@@ -353,13 +359,14 @@ class Transfers:
             yield
             return
         driver = driver or self.driver
-        self.driver.enter(self.stream)
+        self._enter("fork")
         stream.wait(self.stream.record())
-        driver.enter(stream)
+        driver.enter()
         try:
             yield
         finally:
             try:
+                driver.enter()
                 self.stream.wait(stream.record())
             except BaseException:
                 stream.sync()  # the host waits where the home stream cannot
@@ -367,15 +374,19 @@ class Transfers:
 
     # Order and end
 
-    @contextmanager
-    def _at_work(self, what: str):
+    def _begin(self, what: str) -> Ring:
+        """Before each call that queues, under the lock."""
         ring = self._ring
-        with ring.lock:
-            if ring.closed:
-                raise RuntimeError(f"{what}: these transfers are closed")
-            self.driver.enter(self.stream)
-            ring.retire()
-            yield ring
+        if ring.closed:
+            raise RuntimeError(f"{what}: these transfers are closed")
+        self._enter(what)
+        ring.retire()
+        return ring
+
+    def _enter(self, what: str) -> None:
+        self.driver.enter()
+        if self.driver.is_capturing(self.stream):  # a graph would replay a copy with the addresses of this moment
+            raise RuntimeError(f"{what}: the stream is being captured; allowed: before and after a capture")
 
     def close(self) -> None:
         """Waits for what is in flight; pending values have their bytes then. Nothing can be copied afterwards, buffers can still be freed."""
@@ -388,7 +399,7 @@ def _address(what: str, buffer, offset: int, n_bytes: int) -> int:
         raise ValueError(f"{what}: the buffer has been freed")
     if offset < 0 or n_bytes < 0 or offset + n_bytes > buffer.size:
         raise ValueError(f"{what}: bytes {offset} to {offset + n_bytes} of a buffer, allowed: 0 to {buffer.size}")
-    return address + offset
+    return address + int(offset)
 
 
 def _landing(pending, first: int, slot: np.ndarray):
@@ -418,14 +429,13 @@ class CUDADriver:
         self.ordinal = ordinal
         self._driver, self._device, self._pinned = driver, Device, LegacyPinnedMemoryResource()
 
-    def enter(self, stream) -> None:
-        """Makes the device current in this thread. Refuses a stream that is being captured: a graph would replay a copy with addresses of this moment."""
+    def enter(self) -> None:
         self._device(self.ordinal).set_current()
-        driver = self._driver
-        status, capturing = driver.cuStreamIsCapturing(stream.handle)
+
+    def is_capturing(self, stream) -> bool:
+        status, capturing = self._driver.cuStreamIsCapturing(stream.handle)
         check_status((status,))
-        if capturing != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-            raise RuntimeError("transfers: the stream is being captured; allowed: copies, allocations and frees before and after a capture")
+        return capturing != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
     def allocate(self, n_bytes: int, stream):
         return self._device(self.ordinal).allocate(n_bytes, stream=stream)
