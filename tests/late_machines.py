@@ -1,8 +1,8 @@
 """Machines on which what is queued runs late: the scripted fake, and real GPUs with a kernel that spins. Checks of transfers run on both.
 
 A machine has `drivers`, two of them, for `Transfers`; `stream(i)` of driver i; `delay(stream)`, behind which everything is late, and whose event says
-whether it still is; `let_run(stream)`, which runs, or gives time to, what nothing holds up; `pageable(values)`, an array that the driver's copies may name; `used_bytes(i)` of the memory of driver i; `check()`, which fails
-if the driver saw something that must not be.
+whether it still is; `let_run(stream)`, which runs, or gives time to, what nothing holds up; `pageable(values)`, an array that the driver's copies may
+name; `used_bytes(i)` of the memory of driver i; `check()`, which fails if the driver saw something that must not be.
 """
 import gc
 import time
@@ -52,8 +52,19 @@ class CUDAMachine:
         self.devices, self.drivers = [Device(i) for i in ordinals], [CUDADriver(i) for i in ordinals]
         self.spins = {i: spin(Target(i), seconds) for i in set(ordinals)}
         self.seconds = seconds
-        for i in range(2):  # the first launch and the first copy of a process take longer
-            self.delay(self.stream(i)).sync()
+        for i in range(2):
+            self._warm_up(i)
+
+    def _warm_up(self, i: int) -> None:
+        """The first launch, copy or fill of a process may wait for the device."""
+        driver, stream = self.drivers[i], self.stream(i)
+        host, buffers = driver.pinned(1024), [driver.allocate(1024, stream) for _ in range(2)]
+        for _ in range(2):
+            driver.copy(int(buffers[0].handle), int(host.handle), 1024, stream)
+            driver.copy(int(buffers[1].handle), int(buffers[0].handle), 1000, stream)
+            driver.copy(int(host.handle), int(buffers[1].handle), 300, stream)
+            buffers[0].fill(0, stream=stream)
+        self.delay(stream).sync()
 
     def stream(self, i: int = 0):
         self.devices[i].set_current()

@@ -1,6 +1,8 @@
 """Transfers against the scripted fake of a driver, in which everything is as late as it can be."""
 import gc
+import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from fake_driver import GONE, FakeError, FakeGPU
 from hypothesis import given, settings, strategies as st
 from late_machines import FakeMachine
 from transfer_checks import (CHECKS, NAIVE, RING, check_early_deletion, check_exceptions, check_fork, check_peer, check_pinned, check_read, check_sizes,
-                             check_teardown, check_waits_are_short, check_wrap_around, contents, naive_pageable_write, transfers_of)
+                             check_teardown, check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
 
+import ggml_py
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Flight, Pending, Pinned, Ring, Statistics, Transfers
 
@@ -110,6 +113,14 @@ def test_results():
     pending = backend.read(buffer, 2, 3)
     buffer[:] = 0
     assert pending.result().tolist() == [2, 3, 4]
+
+
+def test_nobody_else_copies():
+    """Copies between host and device are made in transfers.py alone."""
+    root = Path(ggml_py.__file__).resolve().parent
+    found = {path.name for folder in (root, root.parent / "kernels", root.parent / "bench") for path in folder.rglob("*.py")
+             if re.search(r"cuMemcpy(HtoD|DtoH|Async|Peer|Batch)|\.copy_(to|from)\(|cuMemAllocHost|cuMemHostRegister", path.read_text())}
+    assert found == {"transfers.py"}
 
 
 # Errors, statistics, leaks
@@ -218,7 +229,7 @@ def test_fake_is_strict(machine):
         gpu.copy(a.handle, a.handle + 1000, 256, stream)
     gpu.copy(b.handle, a.handle, 256, side)
     side.sync()  # before the allocations
-    assert [v.partition(" bytes at ")[2].split(" ", 1)[1] for v in machine.world.violations] == ["were gone when a copy read them", "were gone when they were written"]
+    assert [violation.split(" ", 4)[4] for violation in machine.world.violations] == ["were gone when a copy read them", "were gone when they were written"]
     machine.world.violations.clear()
     gpu.copy(b.handle, a.handle, 256, side)
     address = a.handle

@@ -493,8 +493,11 @@ def check_threads(machine):
                     transfers.copy(own, 0, transfers, shared, first, 1000)
                     pending = transfers.read(own, 0, 1000)
                     others.copy(far, 0, transfers, own, 0, 1000)
+                    transfers.copy(own, 0, others, far, 0, 1000)
+                    back = transfers.read(own, 0, 1000)
                     transfers.free(own)
                     if i % 4 == 0:
+                        assert (back.result() == mine).all()
                         assert (pending.result() == mine).all()
                         assert (contents(others, far, 1000) == mine).all()
                 assert (contents(transfers, shared, 2000)[first:first + 1000] == mine).all()
