@@ -246,8 +246,11 @@ class FakeGPU:
         self.world.add_host(owner, owner.ctypes.data, np.ctypeslib.as_array((ctypes.c_uint8 * owner.size).from_address(owner.ctypes.data)))
         return owner
 
-    def copy(self, to: int, source: int, n_bytes: int, stream) -> None:
+    def copy(self, to: int, source: int, n_bytes: int, stream, peer=None) -> None:
         self.world.check_entered()
+        for address, gpu in (to, self), (source, peer or self):
+            if any(other.address <= address < other.address + len(other.bytes) for other in self.world.gpus if other is not gpu):
+                raise FakeError(f"{address:#x} is memory of another device than {gpu}")
         found = self.world.at(source, n_bytes)
 
         def values():

@@ -225,6 +225,10 @@ def test_fake_is_strict(machine):
     with pytest.raises(FakeError, match="the device current in this thread is fake:0, expected fake:1"):
         other.stream().record()
     a, b = gpu.allocate(256, stream), gpu.allocate(256, stream)
+    with pytest.raises(FakeError, match="is memory of another device than fake:1"):
+        other.copy(a.handle, b.handle, 1, other.stream(), peer=gpu)
+    with pytest.raises(FakeError, match="is memory of another device than fake:1"):
+        other.copy(other.address, b.handle, 1, other.stream())
     with pytest.raises(FakeError, match="are not memory"):
         gpu.copy(a.handle, a.handle + 1000, 256, stream)
     gpu.copy(b.handle, a.handle, 256, side)

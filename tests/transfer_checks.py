@@ -379,8 +379,8 @@ class FaultyDriver:
     def pinned(self, n_bytes):
         return self.around(self.driver.pinned, n_bytes)
 
-    def copy(self, to, source, n_bytes, stream):
-        return self.around(self.driver.copy, to, source, n_bytes, stream.stream)
+    def copy(self, to, source, n_bytes, stream, peer=None):
+        return self.around(self.driver.copy, to, source, n_bytes, stream.stream, peer and peer.driver)
 
 
 class FaultyBuffer:

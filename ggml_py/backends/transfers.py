@@ -14,8 +14,8 @@ stream, and the join, which makes the home stream wait for it; so the order of c
 
 A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter()`, which makes its device current
 in the calling thread; `is_capturing(stream)`; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which give objects with `handle` (the address; 0 once
-closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two addresses. Streams have `record()`, `wait(event)` and `sync()`, events
-`is_done` and `sync()`.
+closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two addresses of this device and of the host, `copy(..., peer)` from the device
+of another driver. Streams have `record()`, `wait(event)` and `sync()`, events `is_done` and `sync()`.
 """
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ class Transfers:
             self._begin("copy")
             with source.fork(self.stream, self.driver):
                 if n_bytes:
-                    self.driver.copy(to, from_, n_bytes, self.stream)
+                    self.driver.copy(to, from_, n_bytes, self.stream, source.driver)
             if source is not self:
                 self.statistics.n_peer += 1
                 self.statistics.bytes_peer += n_bytes
@@ -427,6 +427,7 @@ class CUDADriver:
         from cuda.bindings import driver
         from cuda.core import Device, LegacyPinnedMemoryResource
         self.ordinal = ordinal
+        self._context = None
         self._driver, self._device, self._pinned = driver, Device, LegacyPinnedMemoryResource()
 
     def enter(self) -> None:
@@ -443,6 +444,19 @@ class CUDADriver:
     def pinned(self, n_bytes: int):
         return self._pinned.allocate(n_bytes)
 
-    def copy(self, to: int, source: int, n_bytes: int, stream) -> None:
-        """Queues a copy between addresses of page-locked memory and of any device."""
-        check_status(self._driver.cuMemcpyAsync(to, source, n_bytes, stream.handle))
+    def copy(self, to: int, source: int, n_bytes: int, stream, peer: CUDADriver | None = None) -> None:
+        """Between devices the contexts are named: memory of pools cannot be told by its address everywhere. It needs no access of one device to the other."""
+        if peer is None or peer.ordinal == self.ordinal:
+            check_status(self._driver.cuMemcpyAsync(to, source, n_bytes, stream.handle))
+        else:
+            check_status(self._driver.cuMemcpyPeerAsync(to, self.context(), source, peer.context(), n_bytes, stream.handle))
+
+    def context(self):
+        """The device's primary context; leaves the current one as it is."""
+        if self._context is None:
+            before, = self._driver.cuCtxGetCurrent()[1:]
+            self.enter()
+            status, self._context = self._driver.cuCtxGetCurrent()
+            check_status((status,))
+            check_status(self._driver.cuCtxSetCurrent(before))
+        return self._context
