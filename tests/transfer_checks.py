@@ -319,6 +319,7 @@ def check_fork(machine):
         with pytest.raises(ZeroDivisionError), transfers.fork(side):
             machine.delay(side)
             driver.copy(int(b.handle), int(c.handle), 512, side)
+            machine.drivers[1].enter()  # whichever device is current at the end
             1 / 0
         transfers.write(c, 0, np.full(512, 4, np.uint8))
         assert (contents(transfers, b, 512) == 3).all()
