@@ -79,7 +79,7 @@ class GPU:
         """Copies of n_bytes, each filled with `data` again and again on the device."""
         data, stride = np.ascontiguousarray(data).reshape(-1).view(np.uint8)[:n_bytes], -(-n_bytes // 256) * 256
         address = self.empty(stride * n_copies)
-        _ok(self.driver.cuMemcpyHtoDAsync(address, data.ctypes.data, data.size, self.stream.handle))
+        self.backend.write(self.buffers[-1], 0, data)
         self._repeat(address, data.size, n_bytes)
         self._repeat(address, stride, stride * n_copies)
         return Copies(address, stride, n_copies)
@@ -96,7 +96,7 @@ class GPU:
 
     def check_outputs(self, name: str) -> None:
         for buffer, n in self.outputs:
-            wrong = np.count_nonzero(~np.isfinite(self.backend.read(buffer, 0, 4 * n).view(np.float32)))
+            wrong = np.count_nonzero(~np.isfinite(self.backend.read(buffer, 0, 4 * n).result().view(np.float32)))
             if wrong:
                 raise RuntimeError(f"{name}: {wrong} of {n} values are not finite or were not written")
 

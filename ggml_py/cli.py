@@ -9,6 +9,7 @@ import argparse
 import os
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import __version__
@@ -17,7 +18,7 @@ from .errors import UserError
 CACHE_TYPES = ["f32", "f16", "q8_0"]
 DEMO_TEXT = Path(__file__).parent / "demo" / "prose.txt"
 DEMO_MODEL = "smollm2"
-VERBOSE = "describe model, memory plan, CUDA graphs and compiled kernels on stderr"
+VERBOSE = "describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr"
 
 
 # Parsing
@@ -232,14 +233,18 @@ def existing(path: Path) -> Path:
     return path
 
 
+@contextmanager
 def load(options, load_model):
-    """The model of -m on the device of --device, with the threads of -t."""
+    """The model of -m on the device of --device, with the threads of -t; --verbose tells at the end what its device copied."""
     from .pull import resolve
     path = existing(resolve(options.model, sys.stderr))
     if options.threads is not None:
         import numba
         numba.set_num_threads(checked_threads(options.threads))
-    return load_on(path, options.device, load_model)
+    with load_on(path, options.device, load_model) as model:
+        yield model
+        if options.verbose and (report := model.report()):
+            print(report, file=sys.stderr)
 
 
 def load_on(path: Path, device: str, load_model):

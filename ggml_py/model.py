@@ -70,6 +70,10 @@ class Model:
         return (f"{self.file.path}: {self.architecture}, {hp.n_layer} layers of {hp.n_embd}, {hp.n_head[0]} heads, {hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k}, "
                 f"vocabulary {self.n_vocab}, trained for {self.n_ctx_train} positions; {self.graph.w.n_bytes:,} bytes of weights on {self.device}")
 
+    def report(self) -> str:
+        """What its device has copied so far, for --verbose; nothing of the CPU."""
+        return self.backend.report()
+
     def new_context(self, n_ctx: int | None = None, n_batch: int = 2048, n_ubatch: int = 512, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                     no_fuse=(), graphs: bool = True, kv_write: str = "set_rows") -> "Context":
         """n_ctx: positions of all sequences together, n_ctx // n_seq_max each (default: what the model was trained for, for each sequence).

@@ -105,7 +105,10 @@ class Program:
         source = node.src[0].base
 
         def transfer():
-            backend.write(*node.storage, source_backend.read(*source.storage, n_bytes(source)))
+            if type(source_backend) is type(backend):
+                backend.copy(*node.storage, source_backend, *source.storage, n_bytes(source))
+            else:
+                backend.write(*node.storage, source_backend.read(*source.storage, n_bytes(source)).result())
         return transfer
 
     def run(self, values: dict[str, np.ndarray], n_kv: int | None = None, graphs=None, key=None) -> list[np.ndarray]:
@@ -129,4 +132,4 @@ class Program:
 
     def _read(self, tensor: Tensor) -> np.ndarray:
         dtype = DTYPES[tensor.dtype]
-        return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor)).view(dtype).reshape(tensor.shape)
+        return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor)).result().view(dtype).reshape(tensor.shape)

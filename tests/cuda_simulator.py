@@ -73,7 +73,7 @@ class GPUMachine:
         self.backend.run([launch])
 
     def download(self, address: int, dtype, shape) -> np.ndarray:
-        return self.backend.read(self.buffers[address], 0, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+        return self.backend.read(self.buffers[address], 0, int(np.prod(shape)) * np.dtype(dtype).itemsize).result().view(dtype).reshape(shape)
 
     def free(self) -> None:
         for buffer in self.buffers.values():

@@ -87,6 +87,9 @@ class FakeModel:
     def describe(self):
         return "a fake model"
 
+    def report(self):
+        return "no copies"
+
     def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True, kv_write="set_rows"):
         self.open_contexts += 1
         return FakeContext(self, n_ctx, n_batch, n_ubatch, type_k, type_v, n_seq_max)

@@ -157,7 +157,7 @@ def test_run_with_the_chat_template(capsys, files):
 def test_verbose_describes_the_model(capsys, files):
     _, _, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "x", "-n", 1, "--verbose", model=FakeModel())
     *described, compiled = err.splitlines()
-    assert described == ["a fake model", "an arena for 2 tokens", "CUDA graphs: none"]
+    assert described == ["a fake model", "an arena for 2 tokens", "CUDA graphs: none", "no copies"]
     assert re.fullmatch(r"\d+ kernels compiled in \d+\.\d s", compiled)
 
 

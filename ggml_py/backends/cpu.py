@@ -12,6 +12,7 @@ from ..graph import Tensor
 from ..ops import OPS
 from ..quant.formats import CHUNK
 from ..storage import CACHE_TYPES, DTYPES, activation_planes, n_bytes
+from .transfers import Pending
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (kernel, node, *operands, *what it writes) that gives a step
 
@@ -57,8 +58,14 @@ class CPUBackend:
     def write(self, buffer: np.ndarray, offset: int, data: np.ndarray) -> None:
         buffer[offset:offset + data.size] = data
 
-    def read(self, buffer: np.ndarray, offset: int, n_bytes: int) -> np.ndarray:
-        return buffer[offset:offset + n_bytes].copy()
+    def read(self, buffer: np.ndarray, offset: int, n_bytes: int) -> Pending:
+        return Pending(buffer[offset:offset + n_bytes].copy())
+
+    def copy(self, buffer: np.ndarray, offset: int, source: "CPUBackend", source_buffer: np.ndarray, source_offset: int, n_bytes: int) -> None:
+        buffer[offset:offset + n_bytes] = source_buffer[source_offset:source_offset + n_bytes]
+
+    def report(self) -> str:
+        return ""
 
     def view(self, tensor: Tensor):
         """A tensor's memory as its kernels take it: an array; (q, d, sums) of activation blocks; uint32 words of tiles; rows of a cache."""

@@ -11,6 +11,7 @@ from ..graph import Tensor
 from ..ops import OPS
 from ..storage import n_bytes
 from .cuda_graphs import GraphCache, bucket
+from .transfers import CUDADriver, Pending, Transfers, check_status
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
 
@@ -36,7 +37,7 @@ def unavailable(ordinal: int) -> str | None:
 
 
 class CUDABackend:
-    """All work is ordered by one stream; `read` waits for it."""
+    """All work is in the order of one stream, copies included (docs/streams.md)."""
 
     def __init__(self, ordinal: int = 0):
         from ..errors import UserError
@@ -47,6 +48,7 @@ class CUDABackend:
             raise UserError(f"--device: {error}") from None
         self.device = f"cuda:{ordinal}"
         self.stream = self.target.device.create_stream()
+        self.transfers = Transfers(CUDADriver(ordinal), self.stream)
 
     @property
     def name(self) -> str:
@@ -56,41 +58,31 @@ class CUDABackend:
         """The CUDA version of the driver, such as 13.0."""
         from cuda.bindings import driver
         status, number = driver.cuDriverGetVersion()
-        _check((status,))
+        check_status((status,))
         return f"{number // 1000}.{number % 1000 // 10}"
 
     def empty(self, n_bytes: int):
-        buffer = self.target.device.allocate(max(n_bytes, 256), stream=self.stream)
-        buffer.fill(0, stream=self.stream)
-        return buffer
+        return self.transfers.allocate(max(n_bytes, 256), zeroed=True)
 
     def upload(self, array: np.ndarray):
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        buffer = self.target.device.allocate(max(data.size, 256), stream=self.stream)
-        self.write(buffer, 0, data)
+        buffer = self.transfers.allocate(max(array.nbytes, 256))
+        self.transfers.write(buffer, 0, array)
         return buffer
 
     def free(self, buffer) -> None:
-        buffer.close(self.stream)
+        self.transfers.free(buffer)
 
     def write(self, buffer, offset: int, data: np.ndarray) -> None:
-        """From pageable memory: the driver has taken the bytes when this returns; the copy is in stream order."""
-        from cuda.bindings import driver
-        if data.size:
-            _check(driver.cuMemcpyHtoDAsync(int(buffer.handle) + offset, data.ctypes.data, data.size, self._handle))
+        self.transfers.write(buffer, offset, data)
 
-    def read(self, buffer, offset: int, n_bytes: int) -> np.ndarray:
-        """Synchronous: waits for everything in the stream."""
-        from cuda.bindings import driver
-        data = np.empty(n_bytes, np.uint8)
-        if n_bytes:
-            _check(driver.cuMemcpyDtoHAsync(data.ctypes.data, int(buffer.handle) + offset, n_bytes, self._handle))
-        self.stream.sync()
-        return data
+    def read(self, buffer, offset: int, n_bytes: int) -> Pending:
+        return self.transfers.read(buffer, offset, n_bytes)
 
-    @property
-    def _handle(self):
-        return self.stream.handle
+    def copy(self, buffer, offset: int, source: CUDABackend, source_buffer, source_offset: int, n_bytes: int) -> None:
+        self.transfers.copy(buffer, offset, source.transfers, source_buffer, source_offset, n_bytes)
+
+    def report(self) -> str:
+        return self.transfers.report()
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
@@ -122,14 +114,9 @@ class CUDABackend:
             step(stream)
 
     def close(self) -> None:
+        self.transfers.close()
         self.stream.sync()
         self.stream.close()
-
-
-def _check(result) -> None:
-    from cuda.bindings import driver
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA: {result[0].name}")
 
 
 def address(tensor: Tensor) -> int:

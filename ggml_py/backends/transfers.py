@@ -1,0 +1,462 @@
+"""Copies that cannot be wrong: between host and device, between devices, and between streams. docs/streams.md has the guarantees as a table.
+
+Two mistakes are easy with asynchronous copies, and rarely seen: the host reads bytes before their copy has run, and the host frees or overwrites
+bytes that a copy has yet to read. Here neither can be written:
+
+    buffer = transfers.allocate(n_bytes)
+    transfers.write(buffer, 0, array)             # array is free at once: its bytes lie in a ring of page-locked memory
+    pending = transfers.read(buffer, 0, n_bytes)  # no array yet, and nothing that passes for one
+    data = pending.result()                       # waits for the event of this copy, and for nothing behind it
+    transfers.free(buffer)                        # in stream order, so after every copy and kernel that was queued before
+
+A device's memory belongs to one stream, its home. What happens on another stream happens between `fork`, which makes that stream wait for the home
+stream, and the join, which makes the home stream wait for it; so the order of calls is the order of effects, whatever runs where.
+
+A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter()`, which makes its device current
+in the calling thread; `is_capturing(stream)`; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which give objects with `handle` (the address; 0 once
+closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two addresses of this device and of the host, `copy(..., peer)` from the device
+of another driver. Streams have `record()`, `wait(event)` and `sync()`, events `is_done` and `sync()`.
+"""
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+
+import numpy as np
+
+RING_BYTES = 32 << 20
+PIECES = 4      # a copy longer than a quarter of the ring goes in pieces: the host fills one while the device takes another
+ALIGNMENT = 64  # bytes; of slots in the ring
+
+
+# Device to host
+
+class Pending:
+    """Bytes on their way to the host. `result()` waits for them; whatever else would want them now is refused."""
+
+    def __init__(self, data: np.ndarray, lock=None):
+        """data: uint8 [n_bytes], where the bytes land. Without flights they are there already."""
+        self._data, self._lock = data, lock
+        self._flights: list[Flight] = []
+
+    def result(self) -> np.ndarray:
+        """uint8 [n_bytes], an array of its own. Waits for the event of this copy; a failure of the device is raised here."""
+        if self._flights:
+            self._flights[-1].wait()  # the pieces are of one stream, so the last one is
+            with self._lock:
+                for flight in self._flights:
+                    flight.land()
+            self._flights = []
+        return self._data
+
+    def __getattr__(self, name):
+        raise AttributeError(_refusal(f"attribute {name!r}"))
+
+
+def _refusal(what: str) -> str:
+    return f"Pending: {what} of bytes that may still be on their way; call .result(), which waits for them"
+
+
+def _refuse(name: str):
+    def refused(self, *args, **kwargs):
+        raise TypeError(_refusal(name))
+    return refused
+
+
+for _name in ("array", "len", "getitem", "setitem", "iter", "contains", "bool", "int", "float", "index", "bytes", "eq", "ne", "lt", "le", "gt", "ge",
+              "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul"):
+    setattr(Pending, f"__{_name}__", _refuse(f"__{_name}__"))
+
+
+# Host to device
+
+class Lease:
+    """Lets numpy look at page-locked memory. Arrays made of it, and every view of them, keep it alive, and it keeps the memory."""
+
+    def __init__(self, memory, n_bytes: int, read_only: bool):
+        self._memory = memory
+        self.__array_interface__ = {"data": (int(memory.handle), read_only), "shape": (n_bytes,), "typestr": "|u1", "version": 3}
+
+
+class Pinned:
+    """Page-locked memory that `Transfers.write` copies from without staging. Made by `Transfers.pinned`; freed when nothing refers to it any more,
+    copies in flight included.
+
+    Its bytes are written through `writable()` alone. That waits for the copies in flight; and while the array that it gives, or any view of
+    that array, exists, no copy is made of this memory. So no byte can change under a copy.
+    """
+
+    def __init__(self, memory, n_bytes: int):
+        self.n_bytes, self._memory = n_bytes, memory
+        self._flights: list[Flight] = []
+        self._lock = RLock()
+        self._lease = lambda: None
+
+    def writable(self) -> np.ndarray:
+        """uint8 [n_bytes], to be filled. Waits until no copy reads this memory any more."""
+        with self._lock:
+            for flight in self._flights:
+                flight.wait()
+            self._flights = []
+            lease = self._lease() or Lease(self._memory, self.n_bytes, read_only=False)
+            self._lease = weakref.ref(lease)
+            return np.asarray(lease)
+
+    def view(self) -> np.ndarray:
+        """uint8 [n_bytes], read-only for good."""
+        return np.asarray(Lease(self._memory, self.n_bytes, read_only=True))
+
+    def __setitem__(self, key, value) -> None:
+        self.writable()[key] = value
+
+    def __len__(self) -> int:
+        return self.n_bytes
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.handle)
+
+    @contextmanager
+    def departing(self, flight: Flight):
+        """Around the queueing of a copy from here: until it is queued, no thread gets a writable array."""
+        with self._lock:
+            if self._lease() is not None:
+                raise BufferError(f"write: an array of writable() of this Pinned of {self.n_bytes} bytes is still alive, so its bytes could change under "
+                                  "the copy; allowed: none (del it, or fill with pinned[...] = values)")
+            self._flights = [*(f for f in self._flights if not f.is_done), flight]
+            yield
+
+
+# What is in flight
+
+class Flight:
+    """A copy that is queued. Without an event (an exception came between the copy and its event) the end of its stream's work stands for it."""
+
+    def __init__(self, ring: Ring, end: int, source=None, landing=None):
+        """end: of its slot in the ring, counted through all rounds. source: kept alive until the copy is over. landing: what is left to do then."""
+        self.driver, self.stream, self.end, self.source, self.landing = ring.driver, ring.stream, end, source, landing
+        self.event = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.event is not None and self.event.is_done
+
+    def wait(self) -> None:
+        self.driver.enter()
+        (self.event or self.stream).sync()
+
+    def land(self) -> None:
+        """Once the copy is over, under the ring's lock."""
+        if self.landing is not None:
+            self.landing()
+        self.landing = self.source = None
+
+
+@dataclass
+class Statistics:
+    """Of a device's transfers. Bytes through the ring count as to_device or to_host; those from pinned memory and between devices apart."""
+    n_to_device: int = 0
+    bytes_to_device: int = 0
+    n_pinned: int = 0
+    bytes_pinned: int = 0
+    n_to_host: int = 0
+    bytes_to_host: int = 0
+    n_peer: int = 0
+    bytes_peer: int = 0
+    n_wraps: int = 0            # rounds of the ring
+    most_in_flight: int = 0     # bytes of the ring
+    n_waits: int = 0            # the ring was full and the host waited for its oldest copy
+    wait_seconds: float = 0.0
+
+    def report(self, ring_bytes: int) -> str:
+        return (f"{self.n_to_device} copies to the device ({self.bytes_to_device:,} bytes), {self.n_pinned} from pinned memory ({self.bytes_pinned:,}), "
+                f"{self.n_to_host} to the host ({self.bytes_to_host:,}), {self.n_peer} from other devices ({self.bytes_peer:,})\n"
+                f"pinned ring of {ring_bytes:,} bytes: at most {self.most_in_flight:,} in flight, {self.n_wraps} rounds, "
+                f"{self.n_waits} waits of {1e3 * self.wait_seconds:.1f} ms in all")
+
+
+class Ring:
+    """Page-locked memory in which the copies of one stream are staged, one after the other and round and round; and all that is in flight on it.
+
+    Positions count on through the rounds, position p is byte p modulo the size; slots in use lie between tail and head."""
+
+    def __init__(self, driver, stream, n_bytes: int):
+        self.driver, self.stream, self.n_bytes = driver, stream, n_bytes
+        self.piece = n_bytes // PIECES // ALIGNMENT * ALIGNMENT
+        if not self.piece:
+            raise ValueError(f"ring_bytes: must be at least {PIECES * ALIGNMENT}, got {n_bytes}")
+        driver.enter()
+        self.memory = driver.pinned(n_bytes)  # now: it may make the host wait for the device
+        self.bytes = np.asarray(Lease(self.memory, n_bytes, read_only=False))
+        self.flights: deque[Flight] = deque()  # in the order of the stream
+        self.head = self.tail = 0
+        self.lock = RLock()
+        self.statistics = Statistics()
+        self.closed = False
+
+    def reserve(self, n_bytes: int) -> tuple[int, int]:
+        """A slot of n_bytes, at most a piece: its address, and the position of its end. While there is no room, waits for the oldest copy."""
+        n_slot, counts = -(-n_bytes // ALIGNMENT) * ALIGNMENT, self.statistics
+        while True:
+            if not self.flights:
+                self.head = self.tail = 0  # small copies use the same memory, in the host's cache, again and again
+            start = self.head
+            if start % self.n_bytes + n_slot > self.n_bytes:
+                start += -start % self.n_bytes
+            end = start + n_slot
+            if end - self.tail <= self.n_bytes:
+                break
+            counts.n_waits += 1
+            begin = time.perf_counter()
+            self._retire_oldest()
+            counts.wait_seconds += time.perf_counter() - begin
+        counts.n_wraps += start > 0 and start % self.n_bytes == 0
+        counts.most_in_flight = max(counts.most_in_flight, end - self.tail)
+        return int(self.memory.handle) + start % self.n_bytes, end
+
+    def slot(self, address: int, n_bytes: int) -> np.ndarray:
+        first = address - int(self.memory.handle)
+        return self.bytes[first:first + n_bytes]
+
+    def queue(self, to: int, source: int, n_bytes: int, flight: Flight) -> None:
+        """Queues a copy. Its flight is on the list before the copy is on its way, so that no exception can lose sight of it."""
+        self.flights.append(flight)
+        self.head = flight.end
+        self.driver.copy(to, source, n_bytes, self.stream)
+        flight.event = self.stream.record()
+
+    def retire(self) -> None:
+        """Lets go of what is over. Waits for nothing but flights without an event."""
+        while self.flights and (self.flights[0].event is None or self.flights[0].is_done):
+            self._retire_oldest()
+
+    def _retire_oldest(self) -> None:
+        flight = self.flights[0]
+        flight.wait()
+        flight.land()
+        self.flights.popleft()
+        self.tail = flight.end
+
+    def close(self) -> None:
+        """Waits for what is in flight, lands it, and frees the memory."""
+        with self.lock:
+            self.closed = True
+            while self.flights:
+                self._retire_oldest()
+            self.bytes = None
+            self.driver.enter()
+            self.memory.close()
+
+
+# All together
+
+class Transfers:
+    """Memory of one device and every copy to, from and on it. Threads may share it. Closing, or losing the last reference, waits for what is in flight."""
+
+    def __init__(self, driver, stream, ring_bytes: int = RING_BYTES):
+        """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging."""
+        self.driver, self.stream = driver, stream
+        self._ring = Ring(driver, stream, ring_bytes)
+        self._finalizer = weakref.finalize(self, self._ring.close)  # also at the exit of the interpreter
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._ring.statistics
+
+    def report(self) -> str:
+        """The statistics in two lines."""
+        return self.statistics.report(self._ring.n_bytes)
+
+    # Memory
+
+    def allocate(self, n_bytes: int, zeroed: bool = False):
+        """A buffer of the device, in stream order: it may be used by whatever is queued after this call."""
+        with self._ring.lock:
+            self._begin("allocate")
+            buffer = self.driver.allocate(n_bytes, self.stream)
+            if zeroed:
+                buffer.fill(0, stream=self.stream)
+            return buffer
+
+    def free(self, buffer) -> None:
+        """Gives a buffer back in stream order: its memory is used again after all that is queued now. A second time does nothing."""
+        with self._ring.lock:
+            self._enter("free")
+            buffer.close(self.stream)
+
+    def pinned(self, n_bytes: int) -> Pinned:
+        """Page-locked memory to be filled and written from, n_bytes of any content."""
+        with self._ring.lock:
+            self._begin("pinned")
+            return Pinned(self.driver.pinned(max(n_bytes, 1)), n_bytes)
+
+    # Copies
+
+    def write(self, buffer, offset: int, data: np.ndarray | Pinned) -> None:
+        """Bytes `offset` and on of the buffer become those of `data`, in stream order. An array of any dtype may be overwritten or dropped when this
+        returns; a Pinned is kept, and kept as it is, until its copy has run."""
+        if isinstance(data, Pinned):
+            return self._write_pinned(buffer, offset, data)
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        with self._ring.lock:
+            to, ring = _address("write", buffer, offset, data.size), self._begin("write")
+            for first in range(0, data.size, ring.piece):
+                part = data[first:first + ring.piece]
+                address, end = ring.reserve(part.size)
+                ring.slot(address, part.size)[:] = part
+                ring.queue(to + first, address, part.size, Flight(ring, end))
+            ring.statistics.n_to_device += 1
+            ring.statistics.bytes_to_device += data.size
+
+    def _write_pinned(self, buffer, offset, pinned: Pinned) -> None:
+        with self._ring.lock:
+            to, ring = _address("write", buffer, offset, pinned.n_bytes), self._begin("write")
+            if not pinned.n_bytes:
+                return
+            flight = Flight(ring, ring.head, source=pinned)
+            with pinned.departing(flight):
+                ring.queue(to, pinned.address, pinned.n_bytes, flight)
+            ring.statistics.n_pinned += 1
+            ring.statistics.bytes_pinned += pinned.n_bytes
+
+    def read(self, buffer, offset: int, n_bytes: int) -> Pending:
+        """Bytes offset .. offset + n_bytes - 1 of the buffer, as they are after all that is queued now. The buffer may be overwritten or freed at once."""
+        with self._ring.lock:
+            source, ring = _address("read", buffer, offset, n_bytes), self._begin("read")
+            pending = Pending(np.empty(n_bytes, np.uint8), ring.lock)
+            for first in range(0, n_bytes, ring.piece):
+                n = min(ring.piece, n_bytes - first)
+                address, end = ring.reserve(n)
+                flight = Flight(ring, end, landing=_landing(weakref.ref(pending), first, ring.slot(address, n)))
+                ring.queue(address, source + first, n, flight)
+                pending._flights.append(flight)
+            ring.statistics.n_to_host += 1
+            ring.statistics.bytes_to_host += n_bytes
+            return pending
+
+    def copy(self, buffer, offset: int, source: Transfers, source_buffer, source_offset: int, n_bytes: int) -> None:
+        """Bytes of a buffer of the device of `source` (or of this one) to this device, in the order of both home streams."""
+        first, second = sorted((self._ring.lock, source._ring.lock), key=id)  # in one order, whichever way threads copy
+        with first, second:
+            to, from_ = _address("copy", buffer, offset, n_bytes), _address("copy", source_buffer, source_offset, n_bytes)
+            self._begin("copy")
+            with source.fork(self.stream, self.driver):
+                if n_bytes:
+                    self.driver.copy(to, from_, n_bytes, self.stream, source.driver)
+            if source is not self:
+                self.statistics.n_peer += 1
+                self.statistics.bytes_peer += n_bytes
+
+    @contextmanager
+    def fork(self, stream, driver=None):
+        """Work on another stream, of the device of `driver` (this one by default): it starts after all that is queued on the home stream now, and what is
+        queued there later starts after it."""
+        if stream is self.stream:
+            yield
+            return
+        driver = driver or self.driver
+        self._enter("fork")
+        stream.wait(self.stream.record())
+        driver.enter()
+        try:
+            yield
+        finally:
+            try:
+                driver.enter()
+                self.stream.wait(stream.record())
+            except BaseException:
+                stream.sync()  # the host waits where the home stream cannot
+                raise
+
+    # Order and end
+
+    def _begin(self, what: str) -> Ring:
+        """Before each call that queues, under the lock."""
+        ring = self._ring
+        if ring.closed:
+            raise RuntimeError(f"{what}: these transfers are closed")
+        self._enter(what)
+        ring.retire()
+        return ring
+
+    def _enter(self, what: str) -> None:
+        self.driver.enter()
+        if self.driver.is_capturing(self.stream):  # a graph would replay a copy with the addresses of this moment
+            raise RuntimeError(f"{what}: the stream is being captured; allowed: before and after a capture")
+
+    def close(self) -> None:
+        """Waits for what is in flight; pending values have their bytes then. Nothing can be copied afterwards, buffers can still be freed."""
+        self._finalizer()
+
+
+def _address(what: str, buffer, offset: int, n_bytes: int) -> int:
+    address = int(buffer.handle)
+    if not address:
+        raise ValueError(f"{what}: the buffer has been freed")
+    if offset < 0 or n_bytes < 0 or offset + n_bytes > buffer.size:
+        raise ValueError(f"{what}: bytes {offset} to {offset + n_bytes} of a buffer, allowed: 0 to {buffer.size}")
+    return address + int(offset)
+
+
+def _landing(pending, first: int, slot: np.ndarray):
+    """Takes the bytes of a slot to a pending value, if that is still wanted."""
+    def land():
+        wanted = pending()
+        if wanted is not None:
+            wanted._data[first:first + slot.size] = slot
+    return land
+
+
+# The driver: CUDA, by cuda-core
+
+def check_status(result) -> None:
+    """RuntimeError unless what a function of cuda.bindings returned is a success."""
+    from cuda.bindings import driver
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA: {result[0].name}")
+
+
+class CUDADriver:
+    """What transfers need of CUDA: streams, events, stream-ordered and page-locked memory are cuda-core's."""
+
+    def __init__(self, ordinal: int):
+        from cuda.bindings import driver
+        from cuda.core import Device, LegacyPinnedMemoryResource
+        self.ordinal = ordinal
+        self._context = None
+        self._driver, self._device, self._pinned = driver, Device, LegacyPinnedMemoryResource()
+
+    def enter(self) -> None:
+        self._device(self.ordinal).set_current()
+
+    def is_capturing(self, stream) -> bool:
+        status, capturing = self._driver.cuStreamIsCapturing(stream.handle)
+        check_status((status,))
+        return capturing != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+    def allocate(self, n_bytes: int, stream):
+        return self._device(self.ordinal).allocate(n_bytes, stream=stream)
+
+    def pinned(self, n_bytes: int):
+        return self._pinned.allocate(n_bytes)
+
+    def copy(self, to: int, source: int, n_bytes: int, stream, peer: CUDADriver | None = None) -> None:
+        """Between devices the contexts are named: memory of pools cannot be told by its address everywhere. It needs no access of one device to the other."""
+        if peer is None or peer.ordinal == self.ordinal:
+            check_status(self._driver.cuMemcpyAsync(to, source, n_bytes, stream.handle))
+        else:
+            check_status(self._driver.cuMemcpyPeerAsync(to, self.context(), source, peer.context(), n_bytes, stream.handle))
+
+    def context(self):
+        """The device's primary context; leaves the current one as it is."""
+        if self._context is None:
+            before, = self._driver.cuCtxGetCurrent()[1:]
+            self.enter()
+            status, self._context = self._driver.cuCtxGetCurrent()
+            check_status((status,))
+            check_status(self._driver.cuCtxSetCurrent(before))
+        return self._context
