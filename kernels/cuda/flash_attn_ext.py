@@ -69,7 +69,8 @@ def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n
 
     q: address of f32 [n, n_head, dim_k]; k, v: of caches (`set_rows`) of n_head_kv * dim_k and n_head_kv * dim_v values a cell, the cell of
     (sequence, position) being sequence * n_ctx + position; seq, pos: of i32 [n]; present: of u8 [n_seq, n_ctx]; out: of f32 [n, n_head, dim_v];
-    scratch: of f32 [scratch_floats], left with anything in it; shape: `attention_shape` chooses where it is not given. q, k, v, scratch lie on 16 bytes. Query head h reads KV head h // (n_head // n_head_kv).
+    scratch: of f32 [scratch_floats], left with anything in it; shape: `attention_shape` chooses where it is not given. q, k, v, scratch lie on 16 bytes.
+    Query head h reads KV head h // (n_head // n_head_kv).
     """
     op = "flash_attn_ext"
     for what, type_, dim in (("K", type_k, dim_k), ("V", type_v, dim_v)):

@@ -195,8 +195,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
         return s0, s1
 
     @device
-    def key_scale(raw, first, lane):
-        """(d_v, 16256 / amax) of a key, all of whose channels lie with the lanes of one t."""
+    def key_amax(raw, first, lane):
+        """Over a lane's channels of a key and those of the lane 16 further."""
         state = amax_v(z, raw, first)
         if n_slabs > 1:
             state = amax_v(state, raw, first + v_words)
@@ -204,9 +204,22 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
             state = amax_v(state, raw, first + 2 * v_words)
         if n_slabs > 3:
             state = amax_v(state, raw, first + 3 * v_words)
-        state = merge_v(state, shuffle(state, lane ^ 4))
-        state = merge_v(state, shuffle(state, lane ^ 8))
-        return scales(pattern_v(merge_v(state, shuffle(state, lane ^ 16))))
+        return merge_v(state, shuffle(state, lane ^ 16))
+
+    @device
+    def of_four(x, t):
+        x = as_i32(x)
+        return as_f32(shuffle(x, t)), as_f32(shuffle(x, t + 4)), as_f32(shuffle(x, t + 8)), as_f32(shuffle(x, t + 12))
+
+    @device
+    def key_scales(raw, lane):
+        """d_v and 16256 / amax of a lane's four keys, whose channels lie with the lanes of one t. Each divides for one of them, key g & 3."""
+        a, b = key_amax(raw, 0, lane), key_amax(raw, n_slabs * v_words, lane)
+        c, d = key_amax(raw, 2 * n_slabs * v_words, lane), key_amax(raw, 3 * n_slabs * v_words, lane)
+        mine, other = (c if lane & 8 else a, d if lane & 8 else b), (a if lane & 8 else c, b if lane & 8 else d)
+        x, y = merge_v(mine[0], shuffle(other[0], lane ^ 8)), merge_v(mine[1], shuffle(other[1], lane ^ 8))
+        d_v, inv = scales(pattern_v(merge_v(y if lane & 4 else x, shuffle(x if lane & 4 else y, lane ^ 4))))
+        return of_four(d_v, lane & 3), of_four(inv, lane & 3)
 
     @device
     def weigh(p_hi, p_lo, a, b, c, d, inv):
@@ -316,12 +329,9 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
                 put(s, to + 1, p1)
                 put(s, to + 8, p2)
                 put(s, to + 9, p3)
-            d0, inv0 = key_scale(v_raw, 0, lane)
-            d1, inv1 = key_scale(v_raw, n_slabs * v_words, lane)
-            d2, inv2 = key_scale(v_raw, 2 * n_slabs * v_words, lane)
-            d3, inv3 = key_scale(v_raw, 3 * n_slabs * v_words, lane)
-            p0, p1 = mul(p0, d0) if visible0 else ZERO, mul(p1, d1) if visible1 else ZERO
-            p2, p3 = mul(p2, d2) if visible2 else ZERO, mul(p3, d3) if visible3 else ZERO
+            d, inv = key_scales(v_raw, lane)
+            p0, p1 = mul(p0, d[0]) if visible0 else ZERO, mul(p1, d[1]) if visible1 else ZERO
+            p2, p3 = mul(p2, d[2]) if visible2 else ZERO, mul(p3, d[3]) if visible3 else ZERO
             amax = max_pattern(max_pattern(amax4(z, (p0, p1, p2, p3)), lane ^ 1), lane ^ 2)
             if t == 0:
                 sts(s, where.amaxes + warp * MOST_HEADS + g, amax)
@@ -346,7 +356,6 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
                     st(pieces, statistics + 2 * warp * most_pieces + 1, l)
 
             # 3. o
-            inv = inv0, inv1, inv2, inv3
             slab(p_hi, p_lo, v_raw, 0, inv, tid, s, pieces, at, most_pieces)
             if n_slabs > 1:
                 slab(p_hi, p_lo, v_raw, 1, inv, tid, s, pieces, at, most_pieces)
