@@ -106,7 +106,7 @@ class Device:
 
 class Target:
     """`launch.Target` of an H200."""
-    cc, n_multiprocessors, shared_limit = (9, 0), 132, 227 << 10
+    cc, warpgroups, n_multiprocessors, shared_limit = (9, 0), True, 132, 227 << 10
 
     def __init__(self):
         self.device = Device()

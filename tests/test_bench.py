@@ -56,7 +56,7 @@ def test_line():
 
 class Target:
     """Takes launches and checks their arguments, as a GPU's target would before it compiles."""
-    cc, n_multiprocessors, shared_limit = (9, 0), 132, 227 << 10
+    cc, warpgroups, n_multiprocessors, shared_limit = (9, 0), True, 132, 227 << 10
 
     def launch(self, kernel, grid, block, args, shared=0):
         from ggml_py.kernels.cuda.launch import arguments
