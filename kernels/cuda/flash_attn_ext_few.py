@@ -164,35 +164,41 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
         return a[0], b[0], a[1], b[1]
 
     @device
-    def score_block(raw, first, b, lane, s, s0, s1):
-        """Adds block b of eight keys to the scores of keys 2 t and 2 t + 1."""
-        state = amax_k(amax_k(z, raw, first), raw, first + k_words)
-        state = merge_k(state, shuffle(state, lane ^ 1))
-        state = merge_k(state, shuffle(state, lane ^ 2))
-        d, inv = scales(pattern_k(state))
+    def dot(raw, first, inv, hi, lo):
+        """Sums of a block of eight keys with the queries hi, lo: HH of keys 2 t and 2 t + 1, then `rest` of both."""
         k, r = octet_limbs(raw, first, inv), octet_limbs(raw, first + k_words, inv)
-        hi, lo = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
         c = mma32(hi[0], lo[0], hi[1], lo[1], k[0], k[1], z, z, z, z)
         e = mma32(hi[0], lo[0], hi[1], lo[1], k[2], k[3], z, z, z, z)
         c = mma32(hi[2], lo[2], hi[3], lo[3], r[0], r[1], c[0], c[1], c[2], c[3])
         e = mma32(hi[2], lo[2], hi[3], lo[3], r[2], r[3], e[0], e[1], e[2], e[3])
-        even = 8 * (lane & 3)  # a lane of key 2 t
-        d0, d1, q_d = as_f32(shuffle(as_i32(d), even)), as_f32(shuffle(as_i32(d), even + 4)), get(s, where.q_d + b * MOST_HEADS + (lane >> 2))
-        s0 = fma(mul(fixed_point(c[0], rest(c[2] + e[0], e[2])), q_d), d0, s0)
-        s1 = fma(mul(fixed_point(c[1], rest(c[3] + e[1], e[3])), q_d), d1, s1)
-        return s0, s1
+        return c[0], c[1], rest(c[2] + e[0], e[2]), rest(c[3] + e[1], e[3])
 
     @device
-    def scores(raw, first, lane, s):
-        """Of eight keys: of 2 t and 2 t + 1."""
-        s0, s1 = score_block(raw, first, 0, lane, s, ZERO, ZERO)
+    def add_block(raw, b, lane, s, x):
+        """Adds block b to the scores of a lane's four keys. Of keys g and g + 8, which lie with four lanes, two of these divide for one."""
+        first, second = 2 * b * k_words, 2 * (n_blocks + b) * k_words
+        one, two = amax_k(amax_k(z, raw, first), raw, first + k_words), amax_k(amax_k(z, raw, second), raw, second + k_words)
+        state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
+        d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
+        d, inv = as_i32(d), as_i32(inv)
+        hi, lo = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
+        u = dot(raw, first, as_f32(shuffle(inv, lane & -3)), hi, lo)
+        w = dot(raw, second, as_f32(shuffle(inv, lane | 2)), hi, lo)
+        at, q_d = 8 * (lane & 3), get(s, where.q_d + b * MOST_HEADS + (lane >> 2))  # at: a lane of key 2 t
+        return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]), fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]),
+                fma(mul(fixed_point(w[0], w[2]), q_d), as_f32(shuffle(d, at + 2)), x[2]), fma(mul(fixed_point(w[1], w[3]), q_d), as_f32(shuffle(d, at + 6)), x[3]))
+
+    @device
+    def scores(raw, lane, s):
+        """Of head g with a lane's four keys."""
+        x = add_block(raw, 0, lane, s, (ZERO, ZERO, ZERO, ZERO))
         if n_blocks > 1:
-            s0, s1 = score_block(raw, first + 2 * k_words, 1, lane, s, s0, s1)
+            x = add_block(raw, 1, lane, s, x)
         if n_blocks > 2:
-            s0, s1 = score_block(raw, first + 4 * k_words, 2, lane, s, s0, s1)
+            x = add_block(raw, 2, lane, s, x)
         if n_blocks > 3:
-            s0, s1 = score_block(raw, first + 6 * k_words, 3, lane, s, s0, s1)
-        return s0, s1
+            x = add_block(raw, 3, lane, s, x)
+        return x
 
     @device
     def key_amax(raw, first, lane):
@@ -300,8 +306,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
             load_values(v, ((cell + min(k2 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 3 * n_slabs * v_words)
             here0, here1 = ld(present, cell + min(k0, position)), ld(present, cell + min(k0 + 1, position))
             here2, here3 = ld(present, cell + min(k2, position)), ld(present, cell + min(k2 + 1, position))
-            s0, s1 = scores(k_raw, 0, lane, s)
-            s2, s3 = scores(k_raw, 2 * n_blocks * k_words, lane, s)
+            s0, s1, s2, s3 = scores(k_raw, lane, s)
             visible0, visible1 = k0 <= position and here0 != 0, k0 + 1 <= position and here1 != 0
             visible2, visible3 = k2 <= position and here2 != 0, k2 + 1 <= position and here3 != 0
             now = piece
