@@ -10,6 +10,7 @@ import numpy as np
 from numba import types
 
 from ggml_py.backends.cuda import CUDABackend
+from ggml_py.backends.transfers import Pending
 from ggml_py.kernels.cuda.launch import arguments
 
 
@@ -162,4 +163,4 @@ class RecordingBackend(CUDABackend):
 
     def read(self, buffer, offset, n_bytes):
         assert self.memory.buffers[buffer.handle] is buffer and offset + n_bytes <= buffer.n_bytes
-        return np.zeros(n_bytes, np.uint8)
+        return Pending(np.zeros(n_bytes, np.uint8))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuda_simulator import run_in_simulator
+from ggml_py.backends.transfers import Pending
 from ggml_py.testing import assert_bitwise_equal
 from tiny_models import write_model
 
@@ -80,7 +81,7 @@ def simulated_backend():
             buffer.memory[offset:offset + data.size] = data
 
         def read(self, buffer, offset, n_bytes):
-            return buffer.memory[offset:offset + n_bytes].copy()
+            return Pending(buffer.memory[offset:offset + n_bytes].copy())
     return SimulatedBackend()
 
 
