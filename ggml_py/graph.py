@@ -34,9 +34,13 @@ class Tensor:
         return bool(self.op) and OPS[self.op].in_place
 
     @property
+    def is_view(self) -> bool:
+        return bool(self.op) and OPS[self.op].is_view
+
+    @property
     def base(self) -> "Tensor":
-        """The tensor whose memory this one's is: itself, or the cache that an in-place op wrote."""
-        return self.alias or (self.src[0].base if self.in_place else self)
+        """The tensor whose memory this one's is: itself, or the cache that an in-place op wrote, or what it is a view of."""
+        return self.alias or (self.src[0].base if self.in_place or self.is_view else self)
 
     @property
     def written(self) -> tuple["Tensor", ...]:
@@ -66,6 +70,7 @@ class Graph:
 
     def apply(self, op: str, /, *src: Tensor, name: str = "", **params) -> Tensor:
         declared, node = OPS[op], name or f"{op}-{len(self.nodes)}"
+        params = {**declared.defaults, **params}
         if len(src) not in (len(declared.operands), len(declared.operands) - declared.n_optional) or set(params) != set(declared.params):
             raise GraphError(f"{node}: {op}({', '.join(declared.operands + declared.params)}) got {len(src)} operands and {', '.join(params) or 'no'} parameters")
         try:
@@ -81,11 +86,22 @@ class Graph:
 
     def mul_mat(self, w: Tensor, x: Tensor, name: str = "") -> Tensor:
         """W x. A quantized weight takes x as activation blocks, made once however many products read them."""
-        if w.dtype in FORMATS and FORMATS[w.dtype].is_quantized:
-            if x not in self._quantized:
-                self._quantized[x] = self.apply("quantize", x, name=f"{x.name}-act")
-            x = self._quantized[x]
-        return self.apply("mul_mat", w, x, name=name)
+        return self.apply("mul_mat", w, self._factor(w, x), name=name)
+
+    def mul_mat_id(self, w: Tensor, x: Tensor, ids: Tensor, name: str = "") -> Tensor:
+        """W x for each token and expert; x as of mul_mat."""
+        return self.apply("mul_mat_id", w, self._factor(w, x), ids, name=name)
+
+    def mul_mat_heads(self, w: Tensor, x: Tensor, name: str = "") -> Tensor:
+        """W x for each token and head; x as of mul_mat."""
+        return self.apply("mul_mat_heads", w, self._factor(w, x), name=name)
+
+    def _factor(self, w: Tensor, x: Tensor) -> Tensor:
+        if w.dtype not in FORMATS or not FORMATS[w.dtype].is_quantized:
+            return x
+        if x not in self._quantized:
+            self._quantized[x] = self.apply("quantize", x, name=f"{x.name}-act")
+        return self._quantized[x]
 
     def live(self) -> list[Tensor]:
         """The nodes that an output or a cache write depends on, in order."""

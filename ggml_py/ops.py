@@ -23,6 +23,8 @@ class Op:
     room: str = ""  # module in kernels/reference, kernels/cpu and kernels/cuda; the op's name unless given
     n_optional: int = 0  # the last operands of which there are all or none
     into: tuple[str, ...] = ()  # operands, caches, that it writes into; the first of all operands is one and is returned
+    defaults: dict = field(default_factory=dict)  # values of parameters that need not be given
+    is_view: bool = False  # the result is the first operand's memory
     also: dict[str, str] = field(default_factory=dict)  # further results by name, each of the dtype and shape of an operand, or that operand, if it is written into
 
     @property
@@ -76,10 +78,129 @@ def quantize(_, x):
 @op("w x")
 def mul_mat(_, w, x):
     need(is_matrix(w), "w must be a weight matrix [m, k]")
-    wanted = "act" if FORMATS[w.dtype].is_quantized else "f32"
-    need(x.dtype == wanted, f"x must be {wanted} for a {w.dtype} weight")
-    need(w.shape[1] == x.shape[1], f"w has {w.shape[1]} columns, x {x.shape[1]}")
+    _factors(w, x)
     return "f32", (x.shape[0], w.shape[0])
+
+
+def _factors(w, x) -> None:
+    wanted = "act" if FORMATS[w.dtype].is_quantized else "f32"
+    need(x.dtype == wanted and len(x.shape) == 2, f"x must be {wanted} for a {w.dtype} weight")
+    need(w.shape[-1] == x.shape[1], f"w has {w.shape[-1]} columns, x {x.shape[1]}")
+
+
+def is_stack(t) -> bool:
+    return t.dtype in FORMATS and len(t.shape) == 3
+
+
+@op("w x ids")
+def mul_mat_id(_, w, x, ids):
+    """Row i u + j is the product of w[ids[i, j]] and row i b + j % b of x; b rows a token, 1 or another divisor of u."""
+    need(is_stack(w), "w must be weight matrices [X, m, k]")
+    _factors(w, x)
+    _ids(ids)
+    n, u = ids.shape
+    b = x.shape[0] // n if n else 1
+    need(x.shape[0] == n * b and b > 0 and u % b == 0, f"x has {x.shape[0]} rows, allowed for ids of {n} tokens with {u} experts: a divisor of {u} for each token")
+    need(0 < u, "a token must have one expert at least")
+    return "f32", (n * u, w.shape[1])
+
+
+@op("w x", room="mul_mat_id")
+def mul_mat_heads(_, w, x):
+    """Row i is the product of w[i % H] and row i of x."""
+    need(is_stack(w), "w must be weight matrices [H, m, k]")
+    _factors(w, x)
+    need(x.shape[0] % w.shape[0] == 0, f"x has {x.shape[0]} rows, not whole tokens of {w.shape[0]} heads")
+    return "f32", (x.shape[0], w.shape[1])
+
+
+def _ids(ids) -> None:
+    need(ids.dtype == "i32" and len(ids.shape) == 2, "ids must be i32 [n, u]")
+
+
+@op("x b ids", room="experts")
+def add_id(_, x, b, ids):
+    """Row i u + j of x plus row ids[i, j] of b."""
+    _ids(ids)
+    need(x.dtype == b.dtype == "f32" and len(b.shape) == 2, "x and b must be f32, b [X, m]")
+    need(x.shape == (prod(ids.shape), b.shape[1]), f"x must be [{prod(ids.shape)}, {b.shape[1]}]")
+    return "f32", x.shape
+
+
+@op("x w", room="experts")
+def weighted_sum(_, x, w):
+    """Row i is the sum of x[i u + j] w[i, j] over the u ranks j."""
+    need(x.dtype == w.dtype == "f32" and len(x.shape) == len(w.shape) == 2, "x and w must be f32 [n u, m] and [n, u]")
+    need(x.shape[0] == prod(w.shape), f"x must have {prod(w.shape)} rows, for {w.shape[0]} tokens with {w.shape[1]} experts")
+    return "f32", (w.shape[0], x.shape[1])
+
+
+def _rows(x) -> None:
+    need(x.dtype == "f32" and len(x.shape) == 2 and x.shape[1] > 0, "x must be f32 [n, k]")
+
+
+@op("x")
+def soft_max(_, x):
+    _rows(x)
+    return "f32", x.shape
+
+
+@op("x", "k", room="routing")
+def top_k(params, x):
+    """The columns of the k largest values, in order."""
+    _rows(x)
+    need(0 < params["k"] <= x.shape[1], f"k is {params['k']}, of {x.shape[1]} columns")
+    return "i32", (x.shape[0], params["k"])
+
+
+@op("x", "n_group n_group_used", room="routing")
+def mask_groups(params, x):
+    """-infinity but in the groups whose two largest values have the largest sums."""
+    _rows(x)
+    n, used = params["n_group"], params["n_group_used"]
+    need(n > 0 and x.shape[1] % n == 0 and x.shape[1] // n > 1, f"{x.shape[1]} columns are not {n} groups of two or more")
+    need(0 < used <= n, f"n_group_used is {used}, of {n} groups")
+    return "f32", x.shape
+
+
+@op("x ids", room="routing")
+def take_columns(_, x, ids):
+    _rows(x)
+    _ids(ids)
+    need(ids.shape[0] == x.shape[0], f"ids must have {x.shape[0]} rows")
+    return "f32", ids.shape
+
+
+@op("x", room="routing")
+def normalize(_, x):
+    """Rows divided by their sums, or by 2^-14 where that is less."""
+    _rows(x)
+    return "f32", x.shape
+
+
+@op("x", "shape", is_view=True)
+def reshape(params, x):
+    need(x.dtype == "f32" and prod(x.shape) == prod(params["shape"]), f"x must be f32 of {prod(params['shape'])} values")
+    return "f32", tuple(params["shape"])
+
+
+@op("x", "n_head first n", room="heads")
+def slice_heads(params, x):
+    """Channels first .. first + n - 1 of each head."""
+    _rows(x)
+    n_head, first, n = params["n_head"], params["first"], params["n"]
+    need(x.shape[1] % n_head == 0, f"{x.shape[1]} columns are not {n_head} heads")
+    need(0 <= first and 0 < n and first + n <= x.shape[1] // n_head, f"channels {first} to {first + n - 1} in heads of {x.shape[1] // n_head}")
+    return "f32", (x.shape[0], n_head * n)
+
+
+@op("x y", "n_head n_head_y", room="heads")
+def concat_heads(params, x, y):
+    """The channels of each head of x, and behind them those of the same head of y, or of its only one."""
+    need(x.dtype == y.dtype == "f32" and len(x.shape) == len(y.shape) == 2 and x.shape[0] == y.shape[0], "x and y must be f32 [n, heads]")
+    n_head, n_head_y = params["n_head"], params["n_head_y"]
+    need(n_head_y in (1, n_head) and x.shape[1] % n_head == 0 and y.shape[1] % n_head_y == 0, f"{x.shape[1]} and {y.shape[1]} columns are not {n_head} and {n_head_y} heads")
+    return "f32", (x.shape[0], x.shape[1] + y.shape[1] // n_head_y * n_head)
 
 
 @op("x w", "eps")
@@ -120,6 +241,12 @@ def scale(_, x):
     return "f32", x.shape
 
 
+@op("x", room="elementwise")
+def sigmoid(_, x):
+    need(x.dtype == "f32", "x must be f32")
+    return "f32", x.shape
+
+
 @op("x y w", "eps", also={"sum": "x"})
 def add_rms_norm(params, x, y, w):
     """rms_norm(add(x, y), w), and the sum."""
@@ -154,6 +281,13 @@ def geglu(_, gate, up):
 
 @op("gate up", room="glu")
 def reglu(_, gate, up):
+    return _glu(gate, up)
+
+
+@op("gate up", "alpha limit", room="glu")
+def swiglu_oai(params, gate, up):
+    """gpt-oss's: gate up to limit, up within -limit .. limit plus 1, and sigmoid of alpha times gate."""
+    need(params["limit"] > 0, f"limit must be positive, got {params['limit']}")
     return _glu(gate, up)
 
 
@@ -227,17 +361,22 @@ def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, dst, *norms):
     return cpy_rows_indirect({"slot": slot_v}, cache_v, v, dst)
 
 
-@op("q k v seq pos present", "n_head n_head_kv scale n_kv")
-def flash_attn_ext(params, q, k, v, seq, pos, present):
-    """n_kv: every pos is below it, so that no key at n_kv or later is visible; launches are shaped by it, bits are not."""
+@op("q k v seq pos present sinks", "n_head n_head_kv scale n_kv window n_embd_head_v", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0})
+def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
+    """n_kv: every pos is below it, so that no key at n_kv or later is visible; launches are shaped by it, bits are not. window: positions that a query
+    sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k, only so many channels; 0 for all."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv, f"q {q.shape} and k {k.shape} do not have heads of one size")
     need(v.shape[1] % n_head_kv == 0, f"v's {v.shape[1]} columns are not {n_head_kv} heads")
+    head_v = params["n_embd_head_v"] or v.shape[1] // n_head_kv
+    need(not params["n_embd_head_v"] or n_head_kv == 1 and 0 < head_v <= v.shape[1], f"n_embd_head_v is {head_v}, of {n_head_kv} heads in {v.shape[1]} columns")
     need(k.shape[0] == v.shape[0] == prod(present.shape), f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
     need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
     need(0 < params["n_kv"] <= present.shape[1], f"n_kv is {params['n_kv']}, of {present.shape[1]} positions")
-    return "f32", (n, v.shape[1] // n_head_kv * n_head)
+    need(params["window"] >= 0, f"window is {params['window']}, must be positive, or 0 for none")
+    need(all(s.dtype == "f32" and s.shape == (n_head,) for s in sinks), f"sinks must be f32 [{n_head}]")
+    return "f32", (n, head_v * n_head)
 
 
 @op("x")

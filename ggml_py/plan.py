@@ -59,13 +59,13 @@ def split(nodes: list[Tensor]) -> list[Split]:
 def plan_memory(nodes: list[Tensor], outputs: list[Tensor], n_bytes) -> MemoryPlan:
     """First fit: each tensor that a node writes takes the lowest free gap of its device's arena, and gives it back after its last reader.
 
-    n_bytes: tensor -> bytes. In-place nodes take no memory; outputs are kept to the end.
+    n_bytes: tensor -> bytes. In-place nodes and views take no memory; outputs are kept to the end.
     """
     last = {}
     for i, node in enumerate(nodes):
-        last.update((tensor, i) for tensor in (*node.written, *node.src))
+        last.update((tensor.base, i) for tensor in (*node.written, *node.src))
     for tensor in outputs:
-        last[tensor] = len(nodes)
+        last[tensor.base] = len(nodes)
     placements: dict[Tensor, Placement] = {}
     live: dict[str, list[Placement]] = {}
     arena: dict[str, int] = {}

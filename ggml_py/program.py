@@ -46,9 +46,10 @@ class Program:
         backends = arenas.backends
         self.backends, self.outputs = backends, graph.outputs
         fuse(graph, no_fuse)
-        self.splits = split(graph.live())
+        self.splits = split([node for node in graph.live() if not node.is_view])
         nodes = [node for part in self.splits for node in part.nodes]
         for node in nodes:
+            backends[node.device].check(node)
             if scratch := backends[node.device].scratch(node):
                 node.also += Tensor(f"{node.name}-scratch", *scratch, device=node.device),
         self.plan = plan_memory(nodes, graph.outputs, n_bytes)

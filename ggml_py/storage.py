@@ -27,4 +27,4 @@ def n_bytes(tensor: Tensor) -> int:
     if tensor.dtype in CACHE_TYPES:
         block, size, _ = CACHE_TYPES[tensor.dtype]
         return prod(tensor.shape) // block * size
-    return Tiling(FORMATS[tensor.dtype], *tensor.shape).n_bytes
+    return Tiling(FORMATS[tensor.dtype], *tensor.shape[-2:], prod(tensor.shape[:-2])).n_bytes

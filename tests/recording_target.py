@@ -164,3 +164,9 @@ class RecordingBackend(CUDABackend):
     def read(self, buffer, offset, n_bytes):
         assert self.memory.buffers[buffer.handle] is buffer and offset + n_bytes <= buffer.n_bytes
         return Pending(np.zeros(n_bytes, np.uint8))
+
+    def report(self):
+        return ""
+
+    def close(self):
+        self.stream.close()

@@ -1,32 +1,75 @@
 """The op table, graph building and its errors."""
 import importlib
 
+import numpy as np
 import pytest
 
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.errors import UserError
 from ggml_py.graph import Graph, GraphError, Tensor
 from ggml_py.ops import OPS
+from ggml_py.program import Arenas, Program
 
 
 def weight(dtype, *shape):
     return Tensor("w", dtype, shape, device="cpu", storage=(None, 0))
 
 
+CPU_ONLY = {"mul_mat_id", "mul_mat_heads", "add_id", "weighted_sum", "soft_max", "sigmoid", "top_k", "mask_groups", "take_columns", "normalize", "swiglu_oai",
+            "slice_heads", "concat_heads"}
+VIEWS = {"reshape"}  # nothing to run
+
+
 def test_every_op_has_a_reference():
     for op in OPS.values():
-        if op.name != "cpy":
+        if op.name not in {"cpy", *VIEWS}:
             module = importlib.import_module(f"ggml_py.kernels.reference.{op.module}")
             assert callable(getattr(module, op.name)), op.name
 
 
 def test_every_op_is_bound_by_the_cpu():
     from ggml_py.backends.cpu import BINDERS
-    assert set(BINDERS) == set(OPS)
+    assert set(BINDERS) == set(OPS) - VIEWS
 
 
 def test_every_op_is_bound_by_cuda():
-    """But for copies, which between devices are the program's."""
+    """But for copies, which between devices are the program's, and for those that it refuses."""
     from ggml_py.backends.cuda import BINDERS
-    assert set(BINDERS) == set(OPS) - {"cpy"}
+    assert set(BINDERS) == set(OPS) - {"cpy"} - CPU_ONLY - VIEWS
+
+
+def test_cuda_refuses_what_it_cannot_do():
+    from ggml_py.backends.cuda import CUDABackend
+    g = Graph("cuda:0")
+    x, ids = g.input("x", "f32", (3, 64)), g.input("ids", "i32", (3, 2))
+    check = lambda node: CUDABackend.check(None, node)
+    check(g.mul_mat(weight("F32", 5, 64), x))
+    with pytest.raises(UserError, match="^up: cuda: op mul_mat_id is not implemented yet; --device cpu has it$"):
+        check(g.mul_mat_id(weight("F32", 8, 5, 64), x, ids, name="up"))
+    cache, token = Tensor("cache", "f16", (8, 64), device="cuda:0"), g.input("seq", "i32", (3,))
+    present, sinks = g.input("present", "u8", (1, 8)), g.input("sinks", "f32", (2,))
+    attend = lambda *more, **given: g.flash_attn_ext(x, cache, cache, token, token, present, *more, n_head=2, n_head_kv=2, scale=1.0, n_kv=8, name="kqv", **given)
+    check(attend())
+    with pytest.raises(UserError, match="^kqv: cuda: op flash_attn_ext with window, sinks is not implemented yet"):
+        check(attend(sinks, window=4))
+
+
+def test_a_view_is_the_memory_of_its_operand():
+    """It keeps it from being given away, and nothing runs for it."""
+    g = Graph()
+    x = g.input("x", "f32", (3, 8))
+    doubled = g.scale(x, factor=2.0)
+    view = g.reshape(doubled, shape=(6, 4))
+    assert view.base is doubled
+    g.scale(g.scale(g.scale(x, factor=3.0), factor=3.0), factor=3.0)
+    others = g.add(g.scale(x, factor=5.0), g.scale(x, factor=7.0))
+    g.outputs = [g.add(view, g.reshape(others, shape=(6, 4)))]
+    program = Program(g, Arenas({"cpu": CPUBackend()}))
+    assert [node.op for node in program.nodes] == ["scale", "scale", "scale", "add", "add"]
+    values = np.arange(24, dtype=np.float32).reshape(3, 8)
+    assert program.run({"x": values})[0].tolist() == (14 * values).reshape(6, 4).tolist()
+    with pytest.raises(GraphError, match="reshape: x must be f32 of 25 values"):
+        g.reshape(x, shape=(5, 5))
 
 
 def test_activations_are_quantized_once():

@@ -63,7 +63,7 @@ def test_fused_qkv_is_three_matrices(tokens, tmp_path):
         assert_bitwise_equal(run(b, tokens), run(a, tokens), "fused qkv")
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "deepseek2-lite", "deepseek2", "glm4moe", "bailingmoe2"])
 def test_recorded_logits_of_llama_cpp(arch, tmp_path):
     if not REFERENCE.is_dir():
         pytest.skip("needs ../shared/reference, which is not here")
@@ -189,7 +189,7 @@ def test_bad_contexts(mixed, settings, message):
 
 
 @pytest.mark.parametrize("arch, settings, message", [
-    ("mamba", {}, "architecture 'mamba' is unknown; known: llama, qwen2, qwen3"),
+    ("mamba", {}, "architecture 'mamba' is unknown; known: llama, qwen2, qwen3, qwen3moe, gpt-oss, deepseek2, glm4moe, bailingmoe2"),
     ("llama", dict(keys={"expert_count": ("uint32", 8)}), "llama with 8 experts is not supported"),
     ("llama", dict(head=30), "cache_k-0: q8_0 rows must be a multiple of 32 values, got 60"),
     ("llama", dict(keys={"rope.scaling.type": ("string", "magic")}), "rope.scaling.type is 'magic', known: none, linear, yarn, longrope"),

@@ -95,6 +95,9 @@ class CPUBackend:
     def new_graphs(self) -> None:
         return None
 
+    def check(self, node: Tensor) -> None:
+        pass
+
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
@@ -128,6 +131,54 @@ def bind_mul_mat(kernel, node, words, x, out):
     return partial(kernel(node.src[0].dtype), words, *(x if isinstance(x, tuple) else (x,)), out)
 
 
+@binds("mul_mat_id")
+def bind_mul_mat_id(kernel, node, words, x, ids, out):
+    return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), ids, out, node.name)
+
+
+@binds("mul_mat_heads")
+def bind_mul_mat_heads(kernel, node, words, x, out):
+    return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), out)
+
+
+@binds("add_id")
+def bind_add_id(kernel, node, x, b, ids, out):
+    return partial(kernel, x, b, ids, out, node.name)
+
+
+@binds("take_columns")
+def bind_take_columns(kernel, node, x, ids, out):
+    return partial(kernel, x, ids, out, node.name)
+
+
+@binds("weighted_sum")
+def bind_weighted_sum(kernel, node, x, w, out):
+    return partial(kernel, x.reshape(*w.shape, -1), w, out)
+
+
+@binds("mask_groups")
+def bind_mask_groups(kernel, node, x, out):
+    return partial(kernel, x, node.params["n_group"], node.params["n_group_used"], out)
+
+
+@binds("swiglu_oai")
+def bind_swiglu_oai(kernel, node, gate, up, out):
+    return partial(kernel, gate, up, np.float32(node.params["alpha"]), np.float32(node.params["limit"]), out)
+
+
+@binds("slice_heads")
+def bind_slice_heads(kernel, node, x, out):
+    heads = lambda a: a.reshape(len(a), node.params["n_head"], a.shape[1] // node.params["n_head"])
+    return partial(kernel, heads(x), node.params["first"], heads(out))
+
+
+@binds("concat_heads")
+def bind_concat_heads(kernel, node, x, y, out):
+    heads = lambda a, n_head: a.reshape(len(a), n_head, a.shape[1] // n_head)
+    n_head = node.params["n_head"]
+    return partial(kernel, heads(x, n_head), heads(y, node.params["n_head_y"]), heads(out, n_head))
+
+
 @binds("get_rows")
 def bind_get_rows(kernel, node, words, ids, out):
     return partial(kernel(node.src[0].dtype), words, ids, out)
@@ -140,7 +191,7 @@ def bind_mul_mat_glu(kernel, node, gate, up, x, *others):
     return partial(kernel(node.params["act"], *types), gate, up, x if isinstance(x, tuple) else (x,), biases, out, scratch)
 
 
-@binds("take_rows", "swiglu", "geglu", "reglu", "argmax")
+@binds("take_rows", "swiglu", "geglu", "reglu", "argmax", "sigmoid", "soft_max", "top_k", "normalize")
 def bind_plain(kernel, node, *operands):
     return partial(kernel, *operands)
 
@@ -208,10 +259,13 @@ def bind_cpy_rows_indirect(kernel, node, cache, x, dst, out):
 
 
 @binds("flash_attn_ext")
-def bind_flash_attn_ext(kernel, node, q, k, v, seq, pos, present, out):
-    n_head = node.params["n_head"]
+def bind_flash_attn_ext(kernel, node, q, k, v, seq, pos, present, *others):
+    *sinks, out = others
+    n_head, given = node.params["n_head"], {"window": node.params["window"]} if node.params["window"] else {}
+    given.update(zip(("sinks",), sinks))
     q, out = (a.reshape(len(a), n_head, a.shape[1] // n_head) for a in (q, out))
-    return partial(kernel(node.src[1].dtype, node.src[2].dtype), q, k, v, node.params["n_head_kv"], seq, pos, present, np.float32(node.params["scale"]), out)
+    return partial(kernel(node.src[1].dtype, node.src[2].dtype), q, k, v, node.params["n_head_kv"], seq, pos, present, np.float32(node.params["scale"]), out,
+                   **given)
 
 
 @binds("cpy")

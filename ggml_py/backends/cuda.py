@@ -84,6 +84,13 @@ class CUDABackend:
     def report(self) -> str:
         return self.transfers.report()
 
+    def check(self, node: Tensor) -> None:
+        """UserError for a node that has no kernel here."""
+        from ..errors import UserError
+        given = [name for name in ("window", "n_embd_head_v") if node.params.get(name)] + ["sinks"] * (node.op == "flash_attn_ext" and len(node.src) > 6)
+        if node.op not in (*BINDERS, "cpy") or given:
+            raise UserError(f"{node.name}: cuda: op {node.op}{' with ' * bool(given)}{', '.join(given)} is not implemented yet; --device cpu has it")
+
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
             from ..kernels.cuda.argmax import PARTS

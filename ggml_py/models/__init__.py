@@ -1,6 +1,11 @@
-"""Architectures: one readable file each, which builds its graph from `common`'s parts. `ARCHITECTURES` maps GGUF's name to its class."""
+"""Architectures: one readable file each, which builds its graph from `common`'s parts, and from `experts`'. `ARCHITECTURES` maps GGUF's name to its class."""
+from .bailingmoe2 import BailingMoE2
+from .deepseek2 import Deepseek2
+from .glm4moe import Glm4MoE
+from .gpt_oss import GptOss
 from .llama import Llama
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
+from .qwen3moe import Qwen3MoE
 
-ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3)}
+ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, GptOss, Deepseek2, Glm4MoE, BailingMoE2)}

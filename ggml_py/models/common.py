@@ -1,5 +1,6 @@
 """What architectures share: hyperparameters from GGUF keys, weights checked by name and shape, attention and feed-forward blocks."""
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -73,10 +74,18 @@ class Weights:
         return name in self.file.tensors
 
     def __call__(self, name: str, *shape: int, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor `name`, which must have this shape (numpy order). rows: only those [first, last) of the matrix."""
+        """The tensor `name`, which must have this shape (numpy order): a vector, a matrix or a stack of them. rows: only those [first, last) of the matrices."""
         key = name, rows
         if key not in self.loaded:
             self.loaded[key] = self._load(name, shape, rows)
+        return self.loaded[key]
+
+    def table(self, name: str, n_rows: int, n_cols: int) -> Tensor:
+        """The matrix `name` as float32 rows, not as tiles."""
+        key = name, "table"
+        if key not in self.loaded:
+            values = self._values(name, (n_rows, n_cols))
+            self.loaded[key] = Tensor(name, "f32", values.shape, device=self.backend.device, storage=(self.backend.upload(np.ascontiguousarray(values)), 0))
         return self.loaded[key]
 
     def vector(self, name: str, n: int) -> np.ndarray:
@@ -104,12 +113,13 @@ class Weights:
         if len(shape) == 1:
             values = self._values(name, shape)[slice(*rows or (None,))]
             return Tensor(name, "f32", values.shape, device=device, storage=(self.backend.upload(np.ascontiguousarray(values)), 0))
-        n_rows, n_cols = shape
-        data = self.file.data(name).reshape(n_rows, -1)
+        *stack, n_rows, n_cols = shape
+        n_matrices = prod(stack)
+        data = self.file.data(name).reshape(n_matrices, n_rows, -1)
         if rows:
-            data, n_rows = data[rows[0]:rows[1]], rows[1] - rows[0]
-        tiles = tile.pack(data, info.type.name, n_rows, n_cols, name=name)
-        return Tensor(name, info.type.name, (n_rows, n_cols), device=device, storage=(self.backend.upload(tiles), 0))
+            data, n_rows = data[:, rows[0]:rows[1]], rows[1] - rows[0]
+        tiles = tile.pack(data, info.type.name, n_rows, n_cols, n_matrices, name=name)
+        return Tensor(name, info.type.name, (*stack, n_rows, n_cols), device=device, storage=(self.backend.upload(tiles), 0))
 
     @property
     def n_bytes(self) -> int:
@@ -140,13 +150,17 @@ class Transformer:
     """
     name = ""
     neox = True  # rotary pairs (i, i + R/2); else (2i, 2i + 1)
+    ffn_norm = "ffn_norm"  # what files call the norm before the feed-forward block
 
     def __init__(self, file: GGUFFile, backend):
-        self.file, self.hp, self.w = file, Hparams.read(file), Weights(file, backend)
+        self.file, self.hp, self.w = file, self.read_hparams(file), Weights(file, backend)
         if "token_embd.weight" not in self.w:
             raise UserError(f"{file.path}: tensor token_embd.weight is missing")
         self.n_vocab = file.tensors["token_embd.weight"].shape[-1]
         self.check()
+
+    def read_hparams(self, file: GGUFFile) -> Hparams:
+        return Hparams.read(file)
 
     def check(self) -> None:
         """Refuses files whose layers this architecture's code does not compute."""
@@ -198,11 +212,19 @@ class Transformer:
             h, x = g.take_rows(h, b.out_ids, name=f"attn_out_rows-{il}"), g.take_rows(x, b.out_ids, name=f"inp_rows-{il}")
         h = self.linear(b, h, p + "attn_output", hp.n_embd, name=f"attn_out-{il}")
         x = g.add(x, h, name=f"ffn_inp-{il}")
-        h = g.rms_norm(x, self.w(p + "ffn_norm.weight", hp.n_embd), eps=hp.eps, name=f"ffn_norm-{il}")
-        gate = self.linear(b, h, p + "ffn_gate", hp.n_ff[il], name=f"ffn_gate-{il}")
-        up = self.linear(b, h, p + "ffn_up", hp.n_ff[il], name=f"ffn_up-{il}")
-        h = self.linear(b, g.swiglu(gate, up, name=f"ffn_swiglu-{il}"), p + "ffn_down", hp.n_embd, name=f"ffn_out-{il}")
-        return g.add(x, h, name=f"l_out-{il}")
+        h = g.rms_norm(x, self.w(f"{p}{self.ffn_norm}.weight", hp.n_embd), eps=hp.eps, name=f"ffn_norm-{il}")
+        return g.add(x, self.ffn(b, il, h), name=f"l_out-{il}")
+
+    def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
+        return self.gated_ffn(b, il, h, self.hp.n_ff[il])
+
+    def gated_ffn(self, b: Batch, il: int, h: Tensor, n_ff: int, kind: str = "") -> Tensor:
+        """down(silu(gate h) * up h). kind: at the end of the names of its tensors."""
+        p = f"blk.{il}.ffn_"
+        gate = self.linear(b, h, f"{p}gate{kind}", n_ff, name=f"ffn_gate{kind}-{il}")
+        up = self.linear(b, h, f"{p}up{kind}", n_ff, name=f"ffn_up{kind}-{il}")
+        h = b.g.swiglu(gate, up, name=f"ffn_swiglu{kind}-{il}")
+        return self.linear(b, h, f"{p}down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
 
     def attention(self, b: Batch, il: int, h: Tensor) -> Tensor:
         hp, g, n_head, n_head_kv = self.hp, b.g, self.hp.n_head[il], self.hp.n_head_kv[il]
@@ -213,8 +235,16 @@ class Transformer:
         k = g.rope(k, b.pos, b.rope_table, n_head=n_head_kv, neox=self.neox, name=f"Kcur-{il}")
         k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
         v = b.memory.write(g, b.memory.v[il], v, name=f"v_cache-{il}")
-        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head_kv,
-                                scale=hp.n_embd_head_k**-0.5, n_kv=b.memory.n_ctx, name=f"kqv_out-{il}")
+        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il), n_head=n_head, n_head_kv=n_head_kv,
+                                scale=hp.n_embd_head_k**-0.5, n_kv=b.memory.n_ctx, window=self.window(il), name=f"kqv_out-{il}")
+
+    def sinks(self, il: int) -> tuple[Tensor, ...]:
+        """(a logit for each head that takes part in the softmax without a value,), in architectures that have them."""
+        return ()
+
+    def window(self, il: int) -> int:
+        """How many positions a query sees, its own and those before it; 0 for all."""
+        return 0
 
     def norm_head(self, b: Batch, x: Tensor, weight: str, name: str) -> Tensor:
         """The norm of each head before its rotation; architectures without one return x."""

@@ -36,7 +36,16 @@ def swiglu_rows(first, last, g, u, out):
             o[column] = arith.mul(arith.silu(a[column]), b[column])
 
 
+@jit
+def sigmoid_rows(first, last, x, out):
+    for row in range(first, last):
+        v, o = x[row], out[row]
+        for column in range(v.shape[0]):
+            o[column] = arith.sigmoid(v[column])
+
+
 add = over_rows(add_rows)        # (x f32 [n, k], y f32 [n, k] or [1, k], out)
 mul = over_rows(mul_rows)        # the same
 scale = over_rows(scale_rows)    # (x, a f32, out)
 swiglu = over_rows(swiglu_rows)  # (g, u, out)
+sigmoid = over_rows(sigmoid_rows)  # (x, out)

@@ -15,7 +15,7 @@ from numba import prange
 
 from ..arith import as_f32, as_i32, div, exp, f32, fma, i2f, i32, mul, sub
 from ..compile import jit
-from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
+from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_SINKS, NO_WINDOW, PIECE
 from .parallel import PART
 from .quantize import quantize_block
 from .rms_norm import halve128
@@ -41,7 +41,7 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
     value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
 
     @device
-    def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out):
+    def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
         """Tokens first..last-1, all of one sequence, with the query heads of one KV head."""
         n_head, dim = q.shape[1], q.shape[2]
         dv, n_ctx = out.shape[2], present.shape[1]
@@ -57,10 +57,10 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
         visible = np.zeros((TILE, PIECE), np.int32)
         s, p, o = np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, padded(dv)), np.float32)
         m, l = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-        end = 0
+        begin, end = np.int64(pos[first]), 0
         for token in range(first, last):
-            end = max(end, pos[token] + 1)
-        for start in range(0, end, PIECE):
+            begin, end = min(begin, pos[token] + 1 - window), max(end, pos[token] + 1)
+        for start in range(max(0, begin) // PIECE * PIECE, end, PIECE):
             n_keys = min(PIECE, end - start)
             if mark_visible(here[start:start + n_keys], visible[0]) == 0:
                 continue
@@ -72,6 +72,8 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
                 for r in range(TILE):
                     bound = max(0, min(n_keys, pos[first + (row + r) // group] + 1 - start)) if row + r < n_rows else 0
                     mark_visible(here[start:start + bound], visible[r])
+                    if row + r < n_rows:
+                        visible[r, :max(0, min(bound, pos[first + (row + r) // group] + 1 - window - start))] = 0
                     n_seen = max(n_seen, bound)
                 if n_seen == 0:
                     continue
@@ -84,11 +86,13 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
                         M[row + r], L[row + r] = combine(M[row + r], L[row + r], O[row + r], m[r], l[r], o[r])
         for row in range(n_rows):
             total, result = O[row], out[first + row // group, head_kv * group + row % group]
+            if sinks.shape[0]:
+                L[row] = sink(M[row], L[row], total, sinks[head_kv * group + row % group])
             for c in range(dv):
                 result[c] = div(total[c], L[row])
 
     @jit(key=(type_k, type_v, isa), parallel=True)
-    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out):
+    def run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
         runs = np.empty(seq.shape[0] + 1, np.int64)
         n_runs = query_runs(seq, max(1, ROWS * n_head_kv // q.shape[1]), runs)
         n_seen = 0
@@ -97,12 +101,15 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
         if n_seen * n_head_kv * (q.shape[2] + out.shape[2]) < 2 * PART:
             for unit in range(n_runs * n_head_kv):
                 run = unit % n_runs
-                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out)
+                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
         else:
             for unit in prange(n_runs * n_head_kv):
                 run = unit % n_runs // 2  # from both ends inwards: late runs see many keys, and threads take neighbouring units
                 run = n_runs - 1 - run if unit % n_runs % 2 else run
-                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out)
+                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
+
+    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
+        run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
     return flash_attn_ext
 
 
@@ -172,6 +179,16 @@ def combine(M, L, O, m, l, o):
     for c in range(O.shape[0]):
         O[c] = fma(O[c], a, mul(o[c], b))
     return new_M, fma(L, a, mul(l, b))
+
+
+@device
+def sink(M, L, O, s):
+    """Adds the sink logit s of a head to (M, L, O). O: f32 [Dv]. Returns L."""
+    new_M = s if s > M else M
+    a = exp(sub(M, new_M))
+    for c in range(O.shape[0]):
+        O[c] = mul(O[c], a)
+    return fma(L, a, exp(sub(s, new_M)))
 
 
 @device

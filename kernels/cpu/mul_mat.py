@@ -364,12 +364,8 @@ def run(unit, arrays, out):
 
 
 @lru_cache(None)
-def mul_mat(format_name: str, isa: str | None = None):
-    """The product for a weight format: (words, q, d, sums, out), or (words, x, out) for F32, F16 and BF16.
-
-    words: uint32, the tiles of [m, k]; q int16 [n, n_chunks * 256], d float32 [n, n_chunks], sums int32 [n, n_chunks * 16]: quantized activations;
-    x: float32 [n, k]; out: float32 [n, m]. isa: a name in vector.ISAS, by default the best that the CPU has; the bits are the same with each.
-    """
+def compiled_unit(format_name: str, isa: str | None = None):
+    """(address of the code that `call` calls, format, the function whose code it is) of a weight format; isa as of `mul_mat`."""
     fmt, isa = format_of(format_name, "mul_mat"), isa or available_isas()[0]
     if isa not in ISAS:
         raise ValueError(f"mul_mat: unknown instruction set {isa!r}; known: {', '.join(ISAS)}")
@@ -377,7 +373,17 @@ def mul_mat(format_name: str, isa: str | None = None):
     unit = jit(key=(fmt.name, isa))(make(fmt, isa))
     unit.compile((arrays, int64))
     result = unit.overloads[arrays, int64]
-    address = result.library.get_pointer_to_function(result.fndesc.llvm_func_name)
+    return result.library.get_pointer_to_function(result.fndesc.llvm_func_name), fmt, unit
+
+
+@lru_cache(None)
+def mul_mat(format_name: str, isa: str | None = None):
+    """The product for a weight format: (words, q, d, sums, out), or (words, x, out) for F32, F16 and BF16.
+
+    words: uint32, the tiles of [m, k]; q int16 [n, n_chunks * 256], d float32 [n, n_chunks], sums int32 [n, n_chunks * 16]: quantized activations;
+    x: float32 [n, k]; out: float32 [n, m]. isa: a name in vector.ISAS, by default the best that the CPU has; the bits are the same with each.
+    """
+    address, fmt, unit = compiled_unit(format_name, isa)
     tile_words = tile.tile_bytes(fmt) // 4
 
     def check(words, n_chunks, out):

@@ -31,3 +31,10 @@ def swiglu(g, u, out):
     for token in range(g.shape[0]):
         for column in range(g.shape[1]):
             out[token, column] = arith.mul(arith.silu(g[token, column]), u[token, column])
+
+
+@jit
+def sigmoid(x, out):
+    for token in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[token, column] = arith.sigmoid(x[token, column])

@@ -13,22 +13,25 @@ from .set_rows import cached_value
 PIECE = 128           # keys
 BLOCK = 64            # channels of Q and K with one scale
 MINUS_INFINITY = f32(-np.inf)
+NO_WINDOW = 2**31 - 1
+NO_SINKS = np.empty(0, np.float32)
 # For parts of one kernel, which are cached with it.
 device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @lru_cache(None)
 def flash_attn_ext(type_k, type_v):
-    """kernel(q f32 [n, H, D], k, v, n_head_kv, seq i32 [n], pos i32 [n], present u8 [n_seq, n_ctx], scale f32, out f32 [n, H, Dv]).
+    """kernel(q f32 [n, H, D], k, v, n_head_kv, seq i32 [n], pos i32 [n], present u8 [n_seq, n_ctx], scale f32, out f32 [n, H, Dv], window, sinks).
 
-    k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * n_ctx + position.
-    Query head h reads KV head h // (H // n_head_kv).
+    k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * n_ctx + position. With one KV head
+    v may have more, as K's cache has, of which the first Dv count. Query head h reads KV head h // (H // n_head_kv).
+    window: how many positions a query sees, its own and those before it, by default all; sinks: f32 [H], by default none, of length 0.
     """
     score = _score_chain(cached_value(type_k)) if type_k == "f32" else _score_fixed(cached_value(type_k))
     weigh = _weigh_chain(cached_value(type_v)) if type_v == "f32" else _weigh_fixed(cached_value(type_v))
 
     @jit(key=(type_k, type_v))
-    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out):
+    def attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
         n, n_head, dv = out.shape
         n_ctx = present.shape[1]
         visible = np.zeros(PIECE, np.bool_)
@@ -39,7 +42,7 @@ def flash_attn_ext(type_k, type_v):
                 M, L, O = MINUS_INFINITY, f32(0), np.zeros(dv, np.float32)
                 for first in range(0, pos[token] + 1, PIECE):
                     for j in range(PIECE):
-                        visible[j] = first + j <= pos[token] and present[seq[token], first + j]
+                        visible[j] = pos[token] - window < first + j <= pos[token] and present[seq[token], first + j]
                     if not visible.any():
                         continue
                     cell = seq[token] * n_ctx + first
@@ -58,8 +61,17 @@ def flash_attn_ext(type_k, type_v):
                     for c in range(dv):
                         O[c] = fma(O[c], a, mul(o[c], b))
                     M = new_M
+                if sinks.shape[0]:
+                    new_M = sinks[head] if sinks[head] > M else M
+                    a = exp(sub(M, new_M))
+                    L = fma(L, a, exp(sub(sinks[head], new_M)))
+                    for c in range(dv):
+                        O[c] = mul(O[c], a)
                 for c in range(dv):
                     out[token, head, c] = div(O[c], L)
+
+    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
+        attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
     return flash_attn_ext
 
 

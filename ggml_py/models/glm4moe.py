@@ -1,0 +1,31 @@
+"""glm4moe (GLM-4.5): Q, K and V have biases, in some models Q and K a norm a head; leading dense layers, then experts chosen with a bias, and a shared one.
+
+A file's NextN blocks are behind the layers that are computed, and are not loaded."""
+import numpy as np
+
+from ..graph import Tensor
+from .common import Batch
+from .experts import SIGMOID, Experts, MixtureOfExperts
+
+
+class Glm4MoE(MixtureOfExperts):
+    name = "glm4moe"
+    ffn_norm = "post_attention_norm"
+
+    def read_experts(self) -> Experts:
+        return Experts.read(self.file, self.hp, default_gating=SIGMOID)
+
+    def norm_head(self, b: Batch, x: Tensor, weight: str, name: str) -> Tensor:
+        return b.g.rms_norm(x, self.w(weight, self.hp.n_embd_head_k), eps=self.hp.eps, name=name) if weight in self.w else x
+
+    def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        self.w(f"blk.{il}.exp_probs_b.bias", self.experts.n)  # must be there
+        return super().route(b, il, h)
+
+    def rope_factors(self, n_ctx: int) -> np.ndarray | None:
+        """Of text the positions of the first three sections are the token's, that of a fourth is 0: its pairs do not turn."""
+        sections = self.file.get_key_or_arr(f"{self.name}.rope.dimension_sections", 4, "i32", default=0)
+        if not (sections[0] > 0 and sections[1] > 0) or sections[3] <= 0:
+            return None
+        pairs = np.arange(self.hp.rope.n_rot // 2) % sum(sections)
+        return np.where(pairs < sum(sections[:3]), 1, np.inf).astype(np.float32)

@@ -1,0 +1,35 @@
+"""What comes before and after the products with experts: rows of biases, and the weighted sum."""
+from .. import arith
+from ..arith import fma
+from ..compile import jit
+from ..reference.dispatch import check_ids
+from .parallel import over_rows
+
+
+@jit
+def add_id_rows(first, last, x, b, ids, out):
+    for row in range(first, last):
+        a, bias, o = x[row], b[ids[row]], out[row]
+        for column in range(a.shape[0]):
+            o[column] = arith.add(a[column], bias[column])
+
+
+@jit
+def weighted_sum_rows(first, last, x, w, out):
+    for token in range(first, last):
+        total = out[token]
+        total[:] = 0
+        for rank in range(x.shape[1]):
+            value, weight = x[token, rank], w[token, rank]
+            for column in range(total.shape[0]):
+                total[column] = fma(value[column], weight, total[column])
+
+
+add_rows = over_rows(add_id_rows)            # (x f32 [n, m], b f32 [X, m], ids i32 [n], out f32 [n, m])
+weighted_sum = over_rows(weighted_sum_rows)  # (x f32 [n, u, m], w f32 [n, u], out f32 [n, m])
+
+
+def add_id(x, b, ids, out, name):
+    """As in kernels/reference."""
+    check_ids(ids, len(b), name)
+    add_rows(x, b, ids.reshape(-1), out)

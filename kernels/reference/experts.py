@@ -1,0 +1,30 @@
+"""What comes before and after the products with experts: rows of biases, and the weighted sum (numerics, section 9)."""
+from .. import arith
+from ..arith import f32, fma
+from ..compile import jit
+from .dispatch import check_ids
+
+
+def add_id(x, b, ids, out, name):
+    """out[i u + j] = x[i u + j] + b[ids[i, j]]. x, out: f32 [n u, m]; b: f32 [X, m]; ids: i32 [n, u]. IndexError as of `check_ids`."""
+    check_ids(ids, len(b), name)
+    add_rows(x, b, ids.reshape(-1), out)
+
+
+@jit
+def add_rows(x, b, ids, out):
+    for row in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[row, column] = arith.add(x[row, column], b[ids[row], column])
+
+
+@jit
+def weighted_sum(x, w, out):
+    """out[i] = the sum of x[i, j] * w[i, j] over the ranks j. x: f32 [n, u, m]; w: f32 [n, u]; out: f32 [n, m]."""
+    n, u, m = x.shape
+    for token in range(n):
+        for column in range(m):
+            total = f32(0)
+            for rank in range(u):
+                total = fma(x[token, rank, column], w[token, rank], total)
+            out[token, column] = total

@@ -1,0 +1,39 @@
+"""out[token, rank] = the product with the matrix of the expert that the token has at this rank (numerics, section 9)."""
+import numpy as np
+
+from .dispatch import check_ids
+from .mul_mat import mul_mat
+
+
+def mul_mat_id(format_name):
+    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name): x as of `mul_mat`, (q, d, sums) or f32 [n * b, k], where b
+    divides u: rank j of token i has row i * b + j % b. IndexError, which begins with `name`, for an id that is no expert."""
+    product = mul_mat(format_name)
+
+    def mul_mat_id(words, *operands):
+        *x, ids, out, name = operands
+        check_ids(ids, len(words), name)
+        rows = rows_of_pairs(len(x[0]), *ids.shape)
+        for pair, expert in enumerate(ids.ravel()):
+            row = slice(rows[pair], rows[pair] + 1)
+            product(words[expert], *(part[row] for part in x), out[pair:pair + 1])
+    return mul_mat_id
+
+
+def mul_mat_heads(format_name, mul_mat_id=mul_mat_id):
+    """kernel(words u32 [H, words of a matrix], *x, out f32 [n * H, m]): row i of x with matrix i % H."""
+    product = mul_mat_id(format_name)
+
+    def mul_mat_heads(words, *operands):
+        *x, out = operands
+        n_head = len(words)
+        ids = np.tile(np.arange(n_head, dtype=np.int32), (len(out) // n_head, 1))
+        product(words, *x, ids, out, "mul_mat_heads")
+    return mul_mat_heads
+
+
+def rows_of_pairs(n_rows, n, u):
+    """int64 [n * u]: the row of x, of n_rows, of each (token, rank) pair."""
+    b = n_rows // n if n else 1
+    pairs = np.arange(n * u)
+    return pairs // u * b + pairs % u % b

@@ -1,0 +1,180 @@
+"""Models with experts on the CPU: the same bits on every axis, equal to dense models where they must be, and their errors."""
+import gguf
+import numpy as np
+import pytest
+
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.errors import UserError
+from ggml_py.gguf_file import GGUFFile
+from ggml_py.info import kv_cache_bytes
+from ggml_py.model import Model
+from ggml_py.models.deepseek2 import Deepseek2
+from ggml_py.models.glm4moe import Glm4MoE
+from ggml_py.testing import assert_bitwise_equal
+from test_model import run
+from tiny_moe_models import ARCHITECTURES, SIGMOID, write_moe_model
+
+MIXED = ("Q8_0", "Q4_1", "F16", "Q4_0", "Q5_0", "F32", "Q5_1")
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(2).integers(0, 70, 90).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_same_bits_on_every_axis(kind, tokens, tmp_path):
+    with Model.load(write_moe_model(tmp_path / "m.gguf", kind, MIXED), device="cpu") as model:
+        expected = run(model, tokens)
+        assert np.isfinite(expected).all() and expected.std() > 0.1
+        for n_ubatch in 1, 7, 64:
+            assert_bitwise_equal(run(model, tokens, n_ubatch=n_ubatch), expected, f"{kind} n_ubatch={n_ubatch}")
+        for settings in dict(no_fuse="all"), dict(kv_write="cpy"):
+            assert_bitwise_equal(run(model, tokens, **settings), expected, f"{kind} {settings}")
+        assert_bitwise_equal(run(model, tokens, logits="last"), expected[-1:], f"{kind} last")
+        with model.new_context(n_ctx=256) as context:
+            pieces = [context.decode(tokens[i:i + 40], logits="all") for i in range(0, 90, 40)]
+            assert_bitwise_equal(np.concatenate(pieces), expected, f"{kind} pieces of 40")
+        for order in ({2: 30, 0: 90, 3: 1, 1: 89}, {1: 89, 3: 1, 0: 90, 2: 30}):
+            with model.new_context(n_ctx=4 * 100, n_seq_max=4, n_ubatch=64) as context:
+                together = context.decode_batch([(seq, tokens[:n]) for seq, n in order.items()], logits="all")
+                for (seq, n), got in zip(order.items(), together):
+                    assert_bitwise_equal(got, expected[:n], f"{kind} sequence {seq} of {order}")
+
+
+@pytest.mark.parametrize("types", [("F32",), MIXED], ids=["F32", "mixed"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_cpu_is_the_reference(kind, types, tokens, tmp_path):
+    path = write_moe_model(tmp_path / "m.gguf", kind, types)
+    found = []
+    for room in "cpu", "reference":
+        with Model(GGUFFile.open(path), CPUBackend(room)) as model:
+            found.append([run(model, tokens[:25], type_k=type_, type_v=type_) for type_ in ("f32", "q8_0")])
+    for a, b in zip(*found):
+        assert_bitwise_equal(a, b, kind)
+
+
+def test_one_expert_is_a_dense_layer(tokens, tmp_path):
+    """A softmax over one logit is 1."""
+    tensors = {}
+    experts = write_moe_model(tmp_path / "experts.gguf", "qwen3moe", n_expert=1, n_used=1, tensors=tensors)
+    reader = gguf.GGUFReader(experts)
+    w = gguf.GGUFWriter(tmp_path / "dense.gguf", "qwen3")
+    for field in reader.fields.values():
+        if field.name.startswith("qwen3moe.") and "expert" not in field.name and "feed_forward" not in field.name:
+            w.add_key_value(field.name.replace("qwen3moe", "qwen3"), field.parts[field.data[0]][0].item(), field.types[0])
+    w.add_tokenizer_model("no_vocab")
+    for name, x in tensors.items():
+        if "gate_inp" not in name:
+            w.add_tensor(name.replace("_exps", ""), x[0] if "_exps" in name else x)
+    w.add_feed_forward_length(64)
+    w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+    with Model.load(experts, device="cpu") as a, Model.load(tmp_path / "dense.gguf", device="cpu") as b:
+        assert_bitwise_equal(run(a, tokens), run(b, tokens), "one expert")
+
+
+def test_gate_and_up_in_one_tensor(tokens, tmp_path):
+    """ffn_gate_up_exps: the rows of gate, then those of up."""
+    tensors = {}
+    apart = write_moe_model(tmp_path / "apart.gguf", "qwen3moe", tensors=tensors)
+    reader, w = gguf.GGUFReader(apart), gguf.GGUFWriter(tmp_path / "fused.gguf", "qwen3moe")
+    for field in reader.fields.values():
+        if field.name.startswith("qwen3moe."):
+            w.add_key_value(field.name, field.parts[field.data[0]][0].item(), field.types[0])
+    w.add_tokenizer_model("no_vocab")
+    for name, x in tensors.items():
+        if "up_exps" in name:
+            continue
+        fused = "gate_exps" in name
+        w.add_tensor(name.replace("gate_exps", "gate_up_exps"), np.concatenate([x, tensors[name.replace("gate", "up")]], axis=1) if fused else x)
+    w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
+    with Model.load(apart, device="cpu") as a, Model.load(tmp_path / "fused.gguf", device="cpu") as b:
+        assert_bitwise_equal(run(b, tokens), run(a, tokens), "fused gate and up")
+
+
+@pytest.mark.parametrize("yarn", [None, (40.0, 64, 0.0707), (4.0, 64, 0)], ids=["plain", "yarn", "yarn without log_mul"])
+def test_absorbed_attention_is_that_of_heads(yarn, tokens, tmp_path):
+    """k_b and v_b are kv_b apart, k_b transposed; in float32 the logits are close."""
+    tensors = {}
+    heads = write_moe_model(tmp_path / "heads.gguf", "deepseek2", tensors=tensors, yarn=yarn, q_lora=48)
+    for i in range(2):
+        kv = tensors[f"blk.{i}.attn_kv_b.weight"].reshape(4, 64, 64)
+        tensors[f"blk.{i}.attn_k_b.weight"] = np.ascontiguousarray(kv[:, :32].transpose(0, 2, 1))
+        tensors[f"blk.{i}.attn_v_b.weight"] = np.ascontiguousarray(kv[:, 32:])
+    latent = write_moe_model(tmp_path / "latent.gguf", "deepseek2", tensors=tensors, yarn=yarn, q_lora=48, absorbed=True)
+    with Model.load(heads, device="cpu") as a, Model.load(latent, device="cpu") as b:
+        x, y = (run(model, tokens, type_k="f32", type_v="f32") for model in (a, b))
+        assert a.graph.scale == b.graph.scale and not b.graph.new_memory(8, 1, "f16", "f16").v[0].shape[1]
+    assert x.std() > 0.1 and np.abs(x - y).max() < 2e-5
+
+
+@pytest.mark.parametrize("yarn, magnitude, scale", [
+    (None, 1, 1), ((40.0, 64, 0.0707), 1, (1 + 0.0707 / 0.1 * 0.1 * np.log(40))**2), ((40.0, 64, 0.1), 1, (1 + 0.1 * np.log(40))**2),
+    ((4.0, 64, 0), 1 + 0.1 * np.log(4), (1 + 0.1 * np.log(4))**2)])
+def test_yarn_of_deepseek2(yarn, magnitude, scale, tmp_path):
+    """With a log multiplier rotated channels keep their magnitude and the attention's scale takes it up; without one both have it."""
+    path = write_moe_model(tmp_path / "m.gguf", "deepseek2-mla", yarn=yarn)
+    model = Deepseek2(GGUFFile.open(path), CPUBackend())
+    table = model.new_rope_table(4)
+    cos, sin = np.moveaxis(model.w.backend.view(table), 2, 0)
+    assert np.allclose(np.hypot(cos, sin), magnitude, rtol=1e-6)
+    assert model.scale == pytest.approx(scale / 64**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["deepseek2", "deepseek2-mla", "gpt-oss"])
+def test_info_knows_the_cache(kind, tmp_path):
+    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind))
+    with Model(file, CPUBackend()) as model, model.new_context(n_ctx=64, type_k="f16", type_v="q8_0") as context:
+        assert kv_cache_bytes(file, 64, "f16", "q8_0") == context.memory.n_bytes
+
+
+def test_sections_of_glm4moe(tmp_path):
+    """Pairs of the fourth section do not turn; without one all do."""
+    for sections, turning in (([2, 2, 2, 2], [1] * 6 + [0] * 2), ([1, 1, 1, 1], [1, 1, 1, 0] * 2), ([4, 2, 2, 0], [1] * 8), ([0, 0, 0, 0], [1] * 8)):
+        path = write_moe_model(tmp_path / "m.gguf", "glm4moe", keys={"rope.dimension_sections": ("array", sections)})
+        model = Glm4MoE(GGUFFile.open(path), CPUBackend())
+        sin = model.w.backend.view(model.new_rope_table(3))[2, :, 1]
+        assert ((sin != 0) == turning).all()
+
+
+def test_nextn_blocks_are_left_alone(tokens, tmp_path):
+    """They count as blocks, their tensors are neither asked for nor loaded."""
+    tensors = {}
+    plain = write_moe_model(tmp_path / "plain.gguf", "glm4moe", tensors=tensors)
+    with_nextn = write_moe_model(tmp_path / "nextn.gguf", "glm4moe", tensors=tensors, n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)})
+    with Model.load(plain, device="cpu") as a, Model.load(with_nextn, device="cpu") as b:
+        assert_bitwise_equal(run(b, tokens), run(a, tokens), "nextn")
+        assert not [name for name, _ in b.graph.w.loaded if name.startswith("blk.2.")]
+
+
+def test_a_router_of_nan_chooses_experts_all_the_same(tokens, tmp_path):
+    tensors = {}
+    write_moe_model(tmp_path / "m.gguf", "qwen3moe", tensors=tensors)
+    tensors["blk.0.ffn_gate_inp.weight"][:] = np.nan
+    with Model.load(write_moe_model(tmp_path / "nan.gguf", "qwen3moe", tensors=tensors), device="cpu") as model:
+        assert np.isnan(run(model, tokens[:5])).all()
+
+
+@pytest.mark.parametrize("kind, settings, message", [
+    ("qwen3moe", dict(n_expert=4, n_used=5), "qwen3moe: 4 experts of which 5 are used: must be positive, and no more used than there are"),
+    ("qwen3moe", dict(n_used=0), "qwen3moe: 6 experts of which 0 are used"),
+    ("bailingmoe2", dict(groups=(3, 1)), "bailingmoe2: 1 of 3 groups of 8 experts: must be equal groups of two or more, and fewer used than there are"),
+    ("bailingmoe2", dict(groups=(4, 4)), "bailingmoe2: 4 of 4 groups of 8 experts"),
+    ("bailingmoe2", dict(groups=(8, 1)), "bailingmoe2: 1 of 8 groups of 8 experts"),
+    ("deepseek2", dict(gating=4), r"deepseek2.expert_gating_func is 4, known: 1 \(softmax\), 2 \(sigmoid\), 3 \(softmax of the chosen\)"),
+    ("glm4moe", dict(gating=1), "tensor blk.1.exp_probs_b.bias is missing"),
+    ("gpt-oss", dict(window=0), "gpt-oss.attention.sliding_window is 0, must be positive"),
+])
+def test_models_that_cannot_be_used(kind, settings, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        Model.load(write_moe_model(tmp_path / "m.gguf", kind, **settings), device="cpu")
+
+
+@pytest.mark.parametrize("n_expert, n_used, groups", [(8, 1, (0, 0)), (12, 12, (0, 0)), (60, 4, (0, 0)), (160, 6, (8, 3)), (257, 8, (0, 0)), (512, 32, (16, 4))])
+def test_counts_of_experts(n_expert, n_used, groups, tokens, tmp_path):
+    path = write_moe_model(tmp_path / "m.gguf", "bailingmoe2", ("Q8_0",), n_expert=n_expert, n_used=n_used, groups=groups, n_ff_exp=32, gating=SIGMOID)
+    with Model.load(path, device="cpu") as model:
+        expected = run(model, tokens[:40])
+        assert np.isfinite(expected).all()
+        for n_ubatch in 1, 9:
+            assert_bitwise_equal(run(model, tokens[:40], n_ubatch=n_ubatch), expected, f"{n_expert} experts, n_ubatch={n_ubatch}")
