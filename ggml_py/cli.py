@@ -1,6 +1,6 @@
 """The command line: each command is one function of its options.
 
-Exit codes: 0; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
+Exit codes: 0; 1 when `verify` finds different bits; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
 Anything else is a bug and shows its traceback.
 
 Imports of weight happen inside the commands, so that mistakes and --help are answered at once.
@@ -191,6 +191,20 @@ def build_parser() -> Parser:
     sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
     sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
 
+    sub = command("verify", verify_command, "the same logits by every setting that must not matter, or a second time what an attestation says")
+    sub.add_argument("-m", "--model", default=DEMO_MODEL, help="a GGUF file, or smollm2")
+    sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
+    sub.add_argument("-c", "--ctx-size", type=at_least(2), default=512, help="tokens of a window")
+    sub.add_argument("--chunks", type=at_least(1), default=4, help="windows at most")
+    add_cache_types(sub)
+    sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]", help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and "
+                     "device; all by default")
+    sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
+    sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="the results for machines")
+    sub.add_argument("--dump", type=Path, metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    sub.add_argument("--no-bisect", action="store_true", help="do not look for the first node that differs")
+
     sub = command("bench", bench_command, "speed of prompts and of generation, in the manner of llama-bench")
     several = dict(action="extend", default=None)
     sub.add_argument("-m", "--model", type=listed(str), required=True, metavar="MODEL[,MODEL]", help="GGUF files, or smollm2", **several)
@@ -361,6 +375,40 @@ def run_command(options, load_model):
         print(text.finish())
 
 
+def verify_command(options, load_model) -> int:
+    from .axes import AXES, settings_of
+    from .backends import cuda, device_of, present_devices
+    from .perplexity import check_context, read_text, with_bos
+    from .pull import resolve
+    from .verify import LiveTable, Verification, first_windows
+    text, path = read_text(existing(options.file)), existing(resolve(options.model, sys.stderr))
+    devices = list(dict.fromkeys(map(device_of, options.devices))) if options.devices else present_devices()
+    with load_on(path, devices[0], load_model) as model:
+        check_context(model, options.ctx_size)
+        windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.ctx_size, options.chunks))
+        settings = settings_of(options.axes or list(AXES), devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
+                               options.cache_type_k, options.cache_type_v)
+        difference, table = None, LiveTable(sys.stdout, windows)
+        with Verification(lambda device: load_on(path, device, load_model), windows, settings, table) as verification:
+            verification.models[devices[0]] = model
+            with table:
+                verification.run()
+            mismatch = verification.first_mismatch()
+            if mismatch and not options.no_bisect:
+                print("verify: looking for the first node that differs ..", file=sys.stderr)
+                difference = verification.bisect(mismatch, options.dump)
+        print(verification.verdict())
+        if difference:
+            print(difference)
+        elif mismatch and not options.no_bisect:
+            print("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or comes and goes")
+    if options.json:
+        from .files import replacing
+        with replacing(options.json) as file:
+            file.write(verification.report(str(path), difference and difference.as_dict()).encode())
+    return 0 if verification.confirmed else 1
+
+
 def bench_command(options, load_model):
     import numba
     from .backends import device_of
@@ -403,12 +451,12 @@ def execute(argv=None, load_model=None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without ± or Δ shows a question mark
     try:
         options = build_parser().parse_args(argv)
-        options.command(options, load_model)
+        code = options.command(options, load_model) or 0
         sys.stdout.flush()
         if getattr(options, "verbose", False):
             from .kernels.compile import compiled
             print(f"{compiled.n_kernels} kernels compiled in {compiled.seconds:.1f} s", file=sys.stderr)
-        return 0
+        return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return 141

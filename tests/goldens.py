@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ggml_py import NUMERICS_VERSION
 from ggml_py.graph import Graph, Tensor
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
@@ -12,7 +13,6 @@ from ggml_py.testing import digest
 from random_weights import random_weight
 
 GOLDEN = Path(__file__).parent / "golden"
-NUMERICS_VERSION = 1
 WEIGHTS = [fmt for fmt in FORMATS.values() if fmt.planes]
 
 
