@@ -146,6 +146,14 @@ def build_parser() -> Parser:
         sub.add_argument("--seed", type=at_least(0), default=0, help="of the random tokens")
         sub.add_argument("--no-warmup", action="store_true", help="count the first run as well, which compiles and loads kernels")
 
+    def add_sampling(sub):
+        sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+        sub.add_argument("--temp", type=number(0, 1e6), default=0.0, help="0: always the likeliest token")
+        sub.add_argument("--seed", type=at_least(0), default=0, help="of the draws; the same seed is the same text")
+        sub.add_argument("--top-k", type=at_least(0), default=40, help="0: off")
+        sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
+        sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
+
     def add_model(sub, n_ctx: int | None, n_ctx_help: str, model: str | None = None):
         sub.add_argument("-m", "--model", default=model, required=model is None, help="a GGUF file, or smollm2")
         sub.add_argument("-c", "--ctx-size", type=at_least(1), default=n_ctx, help=n_ctx_help)
@@ -184,12 +192,7 @@ def build_parser() -> Parser:
     add_model(sub, None, "context; prompt and new tokens by default")
     sub.add_argument("-p", "--prompt", required=True, help="the text to continue")
     sub.add_argument("-n", "--n-predict", type=all_or_at_least_one, default=128, help="new tokens at most; -1: until the model ends or -c is full")
-    sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    sub.add_argument("--temp", type=number(0, 1e6), default=0.0, help="0: always the likeliest token")
-    sub.add_argument("--seed", type=at_least(0), default=0, help="of the draws; the same seed is the same text")
-    sub.add_argument("--top-k", type=at_least(0), default=40, help="0: off")
-    sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
-    sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
+    add_sampling(sub)
 
     sub = command("verify", verify_command, "the same logits by every setting that must not matter, or a second time what an attestation says")
     sub.add_argument("-m", "--model", default=DEMO_MODEL, help="a GGUF file, or smollm2")
@@ -203,7 +206,18 @@ def build_parser() -> Parser:
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
     sub.add_argument("--json", type=Path, metavar="FILE", help="the results for machines")
     sub.add_argument("--dump", type=Path, metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    sub.add_argument("--attestation", type=Path, metavar="FILE", help="compute what it attests, on the first of --devices, and nothing else")
+    sub.add_argument("--sample", type=at_least(1), metavar="K", help="of an attestation only so many windows, drawn at random")
     sub.add_argument("--no-bisect", action="store_true", help="do not look for the first node that differs")
+
+    sub = command("attest", attest_command, "an attestation of a perplexity, or with -p of a generation, which verify --attestation confirms")
+    add_model(sub, None, "tokens of a window; 512 by default", DEMO_MODEL)
+    sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the attestation goes")
+    sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
+    sub.add_argument("--chunks", type=all_or_at_least_one, default=-1, help="windows at most; -1: all")
+    sub.add_argument("-p", "--prompt", help="the text to continue; without one the perplexity of -f is attested")
+    sub.add_argument("-n", "--n-predict", type=at_least(1), default=128, help="new tokens at most")
+    add_sampling(sub)
 
     sub = command("bench", bench_command, "speed of prompts and of generation, in the manner of llama-bench")
     several = dict(action="extend", default=None)
@@ -275,6 +289,20 @@ def settings_of(options, **more):
     from .perplexity import Settings
     return Settings(n_batch=options.batch_size, n_ubatch=options.ubatch_size, type_k=options.cache_type_k, type_v=options.cache_type_v,
                     no_fuse=options.no_fuse, graphs=not options.no_graphs, kv_write=options.kv_write, verbose=options.verbose, **more)
+
+
+def sampling_of(options):
+    from .sampling import Sampling
+    return Sampling(options.temp, options.top_k, options.top_p, options.min_p, options.seed)
+
+
+def encoded_prompt(options, tokenizer):
+    """The ids of -p, at least one."""
+    from .chat import encode_chat
+    prompt = encode_chat(tokenizer, [{"role": "user", "content": options.prompt}]) if options.chat else tokenizer.encode(options.prompt)
+    if not len(prompt):
+        raise UserError("-p: the prompt has no tokens")
+    return prompt
 
 
 # The commands
@@ -354,16 +382,12 @@ def info_command(options, load_model):
 
 
 def run_command(options, load_model):
-    from .chat import encode_chat
     from .perplexity import new_context
-    from .sampling import Sampling, generate
+    from .sampling import generate
     from .tokenizer import Detokenizer
-    sampling = Sampling(options.temp, options.top_k, options.top_p, options.min_p, options.seed)
+    sampling = sampling_of(options)
     with load(options, load_model) as model:
-        tokenizer = model.tokenizer
-        prompt = encode_chat(tokenizer, [{"role": "user", "content": options.prompt}]) if options.chat else tokenizer.encode(options.prompt)
-        if not len(prompt):
-            raise UserError("-p: the prompt has no tokens")
+        tokenizer, prompt = model.tokenizer, encoded_prompt(options, model.tokenizer)
         n_ctx = options.ctx_size or (model.n_ctx_train if options.n_predict < 0 else len(prompt) + options.n_predict)
         room = n_ctx - len(prompt)
         if room < max(1, options.n_predict):
@@ -375,7 +399,50 @@ def run_command(options, load_model):
         print(text.finish())
 
 
+def attest_command(options, load_model):
+    import json
+    from .attestation import attest_generation, attest_perplexity, files_sha256
+    from .files import replacing
+    from .perplexity import read_text
+    settings = settings_of(options, n_ctx=options.ctx_size or 512, n_chunks=options.chunks)
+    text = None if options.prompt else read_text(existing(options.file))
+    with load(options, load_model) as model:
+        if options.prompt:
+            document = attest_generation(model, encoded_prompt(options, model.tokenizer), options.n_predict, sampling_of(options), settings, sys.stderr)
+            print(document["result"]["text"])
+        else:
+            text_sha256, = files_sha256([options.file])
+            document = attest_perplexity(model, text_sha256, model.tokenizer.encode(text), settings, sys.stdout, sys.stderr)
+    with replacing(options.output) as file:
+        file.write(json.dumps(document, indent=1).encode() + b"\n")
+    print(f"root: {document['merkle_root']}")
+
+
+def confirm_command(options, load_model) -> int:
+    from .attestation import NotConfirmed, confirm, files_sha256, read_attestation
+    from .backends import device_of
+    from .perplexity import read_text
+    from .pull import resolve
+    document, text = read_attestation(existing(options.attestation)), None
+    if document["kind"] == "perplexity":
+        text, (found,) = read_text(existing(options.file)), files_sha256([options.file])
+        if found != document["text"]:
+            raise UserError(f"{options.file}: another text than attested: sha256 is {found}, must be {document['text']}")
+    path = existing(resolve(options.model, sys.stderr))
+    with load_on(path, device_of((options.devices or ["auto"])[0]), load_model) as model:
+        try:
+            print(confirm(document, model, text, options.sample, sys.stderr))
+        except NotConfirmed as error:
+            print(error)
+            return 1
+    return 0
+
+
 def verify_command(options, load_model) -> int:
+    if options.attestation:
+        return confirm_command(options, load_model)
+    if options.sample:
+        raise UserError("--sample: is of windows of an --attestation, none is given")
     from .axes import AXES, settings_of
     from .backends import cuda, device_of, present_devices
     from .perplexity import check_context, read_text, with_bos
