@@ -215,7 +215,7 @@ def confirm(document: dict, model, text: str | None, n_sample: int | None, log, 
     n = len(document["windows"])
     sample = sorted((rng or random.SystemRandom()).sample(range(n), n_sample)) if n_sample and n_sample < n else list(range(n))
     result = (_confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation)(document, model, text, sample, log)
-    which = f"all {n} windows" if len(sample) == n else f"by sample: windows {', '.join(str(i + 1) for i in sample)} of {n}"
+    which = f"all {n} windows" if len(sample) == n else f"by sample: window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
     made, here = document["environment"], model.backend
     return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
 

@@ -30,6 +30,7 @@ class Setting:
     device: str
     n_ubatch: int = 512
     piece: int = 0                 # tokens of a window in a call; 0: all
+    growing: bool = False          # pieces of 1, 2, 4, ... tokens, which also make a context's memory grow
     order: tuple[int, ...] = ()    # windows decoded together, sequence i that of order[i]; (): one after the other, each as sequence 0
     n_threads: int | None = None   # of the CPU
     graphs: bool = True
@@ -47,6 +48,11 @@ class Setting:
 
     def n_computed(self, windows) -> int:
         return self.windows(windows).size
+
+    def pieces(self, c: int) -> list[tuple[int, int]]:
+        """(first, end) of the calls that c tokens are decoded in."""
+        cuts = [(1 << i) - 1 for i in range(c.bit_length())] if self.growing else list(range(0, c, self.piece or c))
+        return [(first, end) for first, end in zip(cuts, [*cuts[1:], c]) if first < end]
 
     def context_settings(self, windows) -> dict:
         n_seq = max(1, len(self.order))
@@ -73,11 +79,10 @@ class Setting:
 def play(context, windows, setting: Setting):
     """Yields (window, position of the first row, logits float32 [n, V]).   windows: int32 [n, c], those of the setting."""
     n, c = windows.shape
-    piece = setting.piece or c
     for together in [setting.order] if setting.order else [(w,) for w in range(n)]:
         context.clear()
-        for first in range(0, c, piece):
-            rows = context.decode_batch([(seq, windows[w, first:first + piece]) for seq, w in enumerate(together)], "all")
+        for first, end in setting.pieces(c):
+            rows = context.decode_batch([(seq, windows[w, first:end]) for seq, w in enumerate(together)], "all")
             for w, logits in zip(together, rows):
                 yield w, first, logits
 
@@ -120,6 +125,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield from (setting(f"{n} at a time", n_ubatch=n) for n in (1, 7, 32, 512))
             case "pieces":
                 yield from (setting(f"pieces of {n}", piece=n) for n in (17, 100) if n < c)
+                yield setting("pieces of 1, 2, 4 and so on", growing=True)
             case "sequences":
                 order = tuple(range(n_windows))
                 yield setting("all together", order=order, piece=96)

@@ -5,7 +5,7 @@ all that this row depends on was compared before, as far as both runs have it. T
 the way is no result of it; nodes that only one of the two runs has are held until what they lead to is compared. Each held node, and the one that differs
 on both sides, is at last computed by its definition (`kernels/reference`) from what it read: a kernel that gives something else is to blame.
 """
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from .axes import Setting, play
 from .backends.cpu import CPUBackend
 from .graph import Tensor
 from .recording import Arrays, Batch, Capture, RecordedContext, one_nan, on_host, recompute, results, row_bytes
-from .testing import difference
+from .testing import Difference, difference
 
 PARTS = "q", "d", "sums"             # of activation blocks
 ADDRESSING = {"seq", "rows", "dst", "present", "out_ids"}  # inputs that differ between settings
@@ -52,8 +52,10 @@ class FirstDifference:
         ulps = "" if self.max_ulps is None else f"; at most {self.max_ulps:.0f} ULPs apart"
         where = f" ({self.where})" if self.where else ""
         (p, q), (x, y) = self.patterns, self.values
+        what = f"{self.n_different} of {self.n} differ, first at {self.first}: {p} != {q} ({x:.9g}, {y:.9g}){ulps}" if self.n_different else (
+            "differed, and did not when the first was run once more: it comes and goes")
         lines = [f"first node that differs: {self.name}{where}, {self.op} {list(self.shape)}, {self.kernel}",
-                 f"  {a} against {b}: {self.n_different} of {self.n} differ, first at {self.first}: {p} != {q} ({x:.9g}, {y:.9g}){ulps}",
+                 f"  {a} against {b}: {what}",
                  f"  inputs: {', '.join(f'{name} {state}' for name, state in self.inputs.items())}"]
         lines += [f"  not as defined: {culprit}" for culprit in self.culprits]
         if not self.culprits:
@@ -109,7 +111,7 @@ def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setti
     now that every node is waited for. Models are those of the devices of a and b."""
     mine = b.windows(windows)
     one = mine[window:window + 1]
-    side_a, side_b = _Side(model_a, one, a), _Side(model_b, mine if b.order else one, b)
+    side_a, side_b = _Side(model_a, one, a), _Side(model_b, mine if b.order else mine[:window + 1], b)  # b as it was: with what came before
     digests: dict[tuple[str, bytes], bytes] = {}
     names: set[str] = set()
 
@@ -178,8 +180,8 @@ def _common(a: Capture, tensor_a: Tensor, b: Capture, tensor_b: Tensor):
         x, y = (one_nan(array[[pair[i] for pair in pairs]], tensor_b.dtype) for i, array in enumerate((x, y)))
         if diff := difference(x, y):
             place = (int(pairs[diff.first[0]][1]), *diff.first[1:])
-            return part if tensor_b.dtype == "act" else "", type(diff)(**{**vars(diff), "first": place})
-    raise RuntimeError(f"bisection: {tensor_b.name} differed and does not any more")
+            return part if tensor_b.dtype == "act" else "", replace(diff, first=place)
+    return "", Difference(0, sum(a.size for a in b.results[tensor_b.name]), (), ("", ""), (0.0, 0.0), None)  # not any more
 
 
 def _state(source: Tensor, arrays: Arrays, a: Capture, b: Capture, key: bytes) -> str:

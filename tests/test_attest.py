@@ -99,8 +99,8 @@ def test_confirmed_by_sample(folder, capsys, name):
     seen = set()
     for _ in range(12):
         code, out, _ = verify(capsys, folder, f"{name}.json", "--sample", 1)
-        assert code == 0 and out.startswith("confirmed: by sample: windows ")
-        seen.add(re.search(r"windows (\d) of", out)[1])
+        assert code == 0 and out.startswith("confirmed: by sample: window ")
+        seen.add(re.search(r"window (\d) of", out)[1])
     assert len(seen) > 1
     assert verify(capsys, folder, f"{name}.json", "--sample", 99)[1].startswith("confirmed: all")
 
@@ -119,7 +119,7 @@ def test_a_sample_is_computed_alone(folder):
 
 @pytest.mark.parametrize("name", ["ppl", "greedy", "drawn"])
 def test_other_bits(folder, capsys, name):
-    faulty = lambda path, device: load(path, device, lambda: FaultyBackend("mul_mat", made(after(nudge))))
+    faulty = lambda path, device: load(path, device, lambda: FaultyBackend({"mul_mat": made(after(nudge))}))
     code, out, _ = verify(capsys, folder, f"{name}.json", load=faulty)
     assert code == 1 and re.fullmatch(r"not confirmed: window 1 of \d gave [0-9a-f]{64}, attested [0-9a-f]{64}\n", out)
 
@@ -209,7 +209,7 @@ def test_own_check_of_a_generation(folder):
     def few(*operands):
         if len(operands[-1]) == 1:
             operands[-1][0] = -operands[-1][0]
-    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend("mul_mat", made(after(few)))) as model, pytest.raises(RuntimeError, match="chosen from other logits"):
+    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(few))})) as model, pytest.raises(RuntimeError, match="chosen from other logits"):
         attest_generation(model, [1, 2, 3], 10, Sampling(), Settings(), open("/dev/null", "w"))
 
 

@@ -17,7 +17,8 @@ from ggml_py.model import Model
 from ggml_py.passes import PASSES
 from ggml_py.perplexity import LogitsDigest
 from ggml_py.verify import WindowDigests, first_windows
-from planted_faults import FaultyBackend, after, made, verify
+from planted_faults import FaultyBackend, after, made
+from planted_faults import verify as verify_on
 from tiny_models import write_model
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
@@ -69,7 +70,9 @@ def test_settings_are_those_of_the_promise():
     assert {s.no_fuse for s in by_axis["fusion"]} == {("all",), *((name,) for name in PASSES)}
     assert all(sorted(s.order) == [0, 1, 2, 3] for s in by_axis["sequences"]) and len({s.order for s in by_axis["sequences"]}) == 2
     assert all(s.noise for s in by_axis["noise"]) and by_axis["noise"] and {s.graphs for s in by_axis["launch"]} == {True, False}
-    assert [s.kv_write for s in by_axis["kv_write"]] == ["cpy"] and [s.piece for s in by_axis["pieces"]] == [17, 100]
+    assert [s.kv_write for s in by_axis["kv_write"]] == ["cpy"] and [s.piece for s in by_axis["pieces"]] == [17, 100, 0]
+    assert by_axis["pieces"][-1].pieces(10) == [(0, 1), (1, 3), (3, 7), (7, 10)] and by_axis["pieces"][-1].pieces(7) == [(0, 1), (1, 3), (3, 7)]
+    assert by_axis["pieces"][0].pieces(40) == [(0, 17), (17, 34), (34, 40)] and Setting("", "", "cpu").pieces(40) == [(0, 40)]
 
 
 def test_unknown_axis():
@@ -92,7 +95,7 @@ def test_play_gives_every_row_once():
             assert logits == "all"
             return [tokens[:, None] for _, tokens in batch]
     windows = np.arange(12).reshape(3, 4)
-    for setting in Setting("", "", "cpu"), Setting("", "", "cpu", piece=3), Setting("", "", "cpu", order=(2, 0, 1), piece=3):
+    for setting in Setting("", "", "cpu"), Setting("", "", "cpu", piece=3), Setting("", "", "cpu", order=(2, 0, 1), piece=3), Setting("", "", "cpu", growing=True):
         found = np.full_like(windows, -1)
         for window, first, rows in play(Counting(), windows, setting):
             assert (found[window, first:first + len(rows)] == -1).all()
@@ -134,7 +137,7 @@ def test_merkle_root():
 # Runs
 
 def test_one_digest(path):
-    verification = verify(path, WINDOWS, list(AXES))
+    verification = verify_on(path, WINDOWS, list(AXES), {"cpu": CPUBackend()})
     statuses = {result.setting.axis: result.status for result in verification.results}
     assert statuses == {**dict.fromkeys(["default", *AXES], "same"), **dict.fromkeys(["launch", "noise", "device"], "not run")}
     assert verification.confirmed and verification.first_mismatch() is None
@@ -144,7 +147,7 @@ def test_one_digest(path):
 
 
 def test_devices(path):
-    verification = verify(path, WINDOWS, ["device", "rerun"], devices=["cuda:0", "cpu"])
+    verification = verify_on(path, WINDOWS, ["device", "rerun"], {"cuda:0": CPUBackend(device="cuda:0"), "cpu": CPUBackend()})
     assert [(r.setting.axis, r.setting.device, r.status) for r in verification.results] == [
         ("default", "cuda:0", "same"), *[("rerun", "cuda:0", "same")] * 2, ("device", "cpu", "same"), *[("rerun", "cpu", "same")] * 2]
 
@@ -164,7 +167,7 @@ def test_a_mismatch(path, text, capsys, tmp_path):
     def nudge(*operands):
         if len(operands[-1]) < 32:
             operands[-1][:, 3] = np.nextafter(operands[-1][:, 3], np.float32(np.inf))
-    load = loader(path, lambda device: FaultyBackend("mul_mat", made(after(nudge))))
+    load = loader(path, lambda device: FaultyBackend({"mul_mat": made(after(nudge))}))
     code, out, _ = call(capsys, load, "-m", path, "-f", text, "-c", 60, "--devices", "cpu", "--axes", "rerun,ubatch", "--json", tmp_path / "r.json",
                         "--dump", tmp_path / "dump")
     found = json.loads((tmp_path / "r.json").read_text())["first_difference"]
