@@ -3,6 +3,7 @@ from importlib import import_module as _import_module
 from pathlib import Path as _Path
 
 __version__ = "0.1.0"
+NUMERICS_VERSION = 1  # of docs/numerics.md, which has the history
 
 _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():  # a bare checkout: ggml_py.kernels and ggml_py.quant lie beside this folder

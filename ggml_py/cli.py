@@ -1,6 +1,6 @@
 """The command line: each command is one function of its options.
 
-Exit codes: 0; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
+Exit codes: 0; 1 when `verify` finds different bits; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
 Anything else is a bug and shows its traceback.
 
 Imports of weight happen inside the commands, so that mistakes and --help are answered at once.
@@ -147,6 +147,14 @@ def build_parser() -> Parser:
         sub.add_argument("--seed", type=at_least(0), default=0, help="of the random tokens")
         sub.add_argument("--no-warmup", action="store_true", help="count the first run as well, which compiles and loads kernels")
 
+    def add_sampling(sub):
+        sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+        sub.add_argument("--temp", type=number(0, 1e6), default=0.0, help="0: always the likeliest token")
+        sub.add_argument("--seed", type=at_least(0), default=0, help="of the draws; the same seed is the same text")
+        sub.add_argument("--top-k", type=at_least(0), default=40, help="0: off")
+        sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
+        sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
+
     def add_model(sub, n_ctx: int | None, n_ctx_help: str, model: str | None = None):
         sub.add_argument("-m", "--model", default=model, required=model is None, help="a GGUF file, or smollm2")
         sub.add_argument("-c", "--ctx-size", type=at_least(1), default=n_ctx, help=n_ctx_help)
@@ -185,12 +193,32 @@ def build_parser() -> Parser:
     add_model(sub, None, "context; prompt and new tokens by default")
     sub.add_argument("-p", "--prompt", required=True, help="the text to continue")
     sub.add_argument("-n", "--n-predict", type=all_or_at_least_one, default=128, help="new tokens at most; -1: until the model ends or -c is full")
-    sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    sub.add_argument("--temp", type=number(0, 1e6), default=0.0, help="0: always the likeliest token")
-    sub.add_argument("--seed", type=at_least(0), default=0, help="of the draws; the same seed is the same text")
-    sub.add_argument("--top-k", type=at_least(0), default=40, help="0: off")
-    sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
-    sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
+    add_sampling(sub)
+
+    sub = command("verify", verify_command, "the same logits by every setting that must not matter, or a second time what an attestation says")
+    sub.add_argument("-m", "--model", default=DEMO_MODEL, help="a GGUF file, or smollm2")
+    sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
+    sub.add_argument("-c", "--ctx-size", type=at_least(2), default=512, help="tokens of a window")
+    sub.add_argument("--chunks", type=at_least(1), default=4, help="windows at most")
+    add_cache_types(sub)
+    sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]", help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and "
+                     "device; all by default")
+    sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
+    sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
+    sub.add_argument("--json", type=Path, metavar="FILE", help="the results for machines")
+    sub.add_argument("--dump", type=Path, metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    sub.add_argument("--attestation", type=Path, metavar="FILE", help="compute what it attests, on the first of --devices, and nothing else")
+    sub.add_argument("--sample", type=at_least(1), metavar="K", help="of an attestation only so many windows, drawn at random")
+    sub.add_argument("--no-bisect", action="store_true", help="do not look for the first node that differs")
+
+    sub = command("attest", attest_command, "an attestation of a perplexity, or with -p of a generation, which verify --attestation confirms")
+    add_model(sub, None, "tokens of a window; 512 by default", DEMO_MODEL)
+    sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the attestation goes")
+    sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
+    sub.add_argument("--chunks", type=all_or_at_least_one, default=-1, help="windows at most; -1: all")
+    sub.add_argument("-p", "--prompt", help="the text to continue; without one the perplexity of -f is attested")
+    sub.add_argument("-n", "--n-predict", type=at_least(1), default=128, help="new tokens at most")
+    add_sampling(sub)
 
     sub = command("bench", bench_command, "speed of prompts and of generation, in the manner of llama-bench")
     several = dict(action="extend", default=None)
@@ -266,6 +294,20 @@ def settings_of(options, **more):
     from .perplexity import Settings
     return Settings(n_batch=options.batch_size, n_ubatch=options.ubatch_size, type_k=options.cache_type_k, type_v=options.cache_type_v,
                     no_fuse=options.no_fuse, graphs=not options.no_graphs, kv_write=options.kv_write, verbose=options.verbose, **more)
+
+
+def sampling_of(options):
+    from .sampling import Sampling
+    return Sampling(options.temp, options.top_k, options.top_p, options.min_p, options.seed)
+
+
+def encoded_prompt(options, tokenizer):
+    """The ids of -p, at least one."""
+    from .chat import encode_chat
+    prompt = encode_chat(tokenizer, [{"role": "user", "content": options.prompt}]) if options.chat else tokenizer.encode(options.prompt)
+    if not len(prompt):
+        raise UserError("-p: the prompt has no tokens")
+    return prompt
 
 
 # The commands
@@ -345,16 +387,12 @@ def info_command(options, load_model):
 
 
 def run_command(options, load_model):
-    from .chat import encode_chat
     from .perplexity import new_context
-    from .sampling import Sampling, generate
+    from .sampling import generate
     from .tokenizer import Detokenizer
-    sampling = Sampling(options.temp, options.top_k, options.top_p, options.min_p, options.seed)
+    sampling = sampling_of(options)
     with load(options, load_model) as model:
-        tokenizer = model.tokenizer
-        prompt = encode_chat(tokenizer, [{"role": "user", "content": options.prompt}]) if options.chat else tokenizer.encode(options.prompt)
-        if not len(prompt):
-            raise UserError("-p: the prompt has no tokens")
+        tokenizer, prompt = model.tokenizer, encoded_prompt(options, model.tokenizer)
         n_ctx = options.ctx_size or (model.n_ctx_train if options.n_predict < 0 else len(prompt) + options.n_predict)
         room = n_ctx - len(prompt)
         if room < max(1, options.n_predict):
@@ -364,6 +402,83 @@ def run_command(options, load_model):
             for token in generate(context, prompt, n_new, sampling, tokenizer.is_end_of_generation):
                 print(text.feed(token), end="", flush=True)
         print(text.finish())
+
+
+def attest_command(options, load_model):
+    import json
+    from .attestation import attest_generation, attest_perplexity, files_sha256
+    from .files import replacing
+    from .perplexity import read_text
+    settings = settings_of(options, n_ctx=options.ctx_size or 512, n_chunks=options.chunks)
+    text = None if options.prompt else read_text(existing(options.file))
+    with load(options, load_model) as model:
+        if options.prompt:
+            document = attest_generation(model, encoded_prompt(options, model.tokenizer), options.n_predict, sampling_of(options), settings, sys.stderr)
+            print(document["result"]["text"])
+        else:
+            text_sha256, = files_sha256([options.file])
+            document = attest_perplexity(model, text_sha256, model.tokenizer.encode(text), settings, sys.stdout, sys.stderr)
+    with replacing(options.output) as file:
+        file.write(json.dumps(document, indent=1).encode() + b"\n")
+    print(f"root: {document['merkle_root']}")
+
+
+def confirm_command(options, load_model) -> int:
+    from .attestation import NotConfirmed, confirm, files_sha256, read_attestation
+    from .backends import device_of
+    from .perplexity import read_text
+    from .pull import resolve
+    document, text = read_attestation(existing(options.attestation)), None
+    if document["kind"] == "perplexity":
+        text, (found,) = read_text(existing(options.file)), files_sha256([options.file])
+        if found != document["text"]:
+            raise UserError(f"{options.file}: another text than attested: sha256 is {found}, must be {document['text']}")
+    path = existing(resolve(options.model, sys.stderr))
+    with load_on(path, device_of((options.devices or ["auto"])[0]), load_model) as model:
+        try:
+            print(confirm(document, model, text, options.sample, sys.stderr))
+        except NotConfirmed as error:
+            print(error)
+            return 1
+    return 0
+
+
+def verify_command(options, load_model) -> int:
+    if options.attestation:
+        return confirm_command(options, load_model)
+    if options.sample:
+        raise UserError("--sample: is of windows of an --attestation, none is given")
+    from .axes import AXES, settings_of
+    from .backends import cuda, device_of, present_devices
+    from .perplexity import check_context, read_text, with_bos
+    from .pull import resolve
+    from .verify import LiveTable, Verification, first_windows
+    text, path = read_text(existing(options.file)), existing(resolve(options.model, sys.stderr))
+    devices = list(dict.fromkeys(map(device_of, options.devices))) if options.devices else present_devices()
+    with load_on(path, devices[0], load_model) as model:
+        check_context(model, options.ctx_size)
+        windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.ctx_size, options.chunks))
+        settings = settings_of(options.axes or list(AXES), devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
+                               options.cache_type_k, options.cache_type_v)
+        difference, table = None, LiveTable(sys.stdout, windows)
+        with Verification(lambda device: load_on(path, device, load_model), windows, settings, table) as verification:
+            verification.models[devices[0]] = model
+            with table:
+                verification.run()
+            mismatch = verification.first_mismatch()
+            if mismatch and not options.no_bisect:
+                print("verify: looking for the first node that differs ..", file=sys.stderr)
+                difference = verification.bisect(mismatch, options.dump)
+        print(verification.verdict())
+        if difference:
+            print(difference)
+        elif mismatch and not options.no_bisect:
+            print("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or comes and goes")
+    if options.json:
+        from .files import replacing
+        with replacing(options.json) as file:
+            file.write(verification.report(str(path), difference and difference.as_dict()).encode())
+    return 0 if verification.confirmed else 1
 
 
 def bench_command(options, load_model):
@@ -408,12 +523,12 @@ def execute(argv=None, load_model=None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without ± or Δ shows a question mark
     try:
         options = build_parser().parse_args(argv)
-        options.command(options, load_model)
+        code = options.command(options, load_model) or 0
         sys.stdout.flush()
         if getattr(options, "verbose", False):
             from .kernels.compile import compiled
             print(f"{compiled.n_kernels} kernels compiled in {compiled.seconds:.1f} s", file=sys.stderr)
-        return 0
+        return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
         return 141

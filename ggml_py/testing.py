@@ -1,10 +1,50 @@
 """Comparing results: by bits, or in units in the last place. NaN is one value: NaNs equal each other and hash as 0x7fc00000."""
 import hashlib
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 
 _BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two arrays of one dtype and shape: how many elements differ, the first one's place, patterns and values, and the largest distance in ULPs."""
+    n_different: int
+    n: int
+    first: tuple[int, ...]
+    patterns: tuple[str, str]
+    values: tuple
+    max_ulps: float | None  # of floats alone
+
+    def __str__(self):
+        (a, b), (x, y) = self.patterns, self.values
+        return f"{self.n_different} of {self.n} differ, first at {self.first}: {a} != {b} ({x}, {y})"
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> Difference | None:
+    """What differs between the bits of two arrays of one dtype and shape, NaNs aside; None if nothing does."""
+    if a.dtype.kind != "f":
+        different = a != b
+    else:
+        different = (bits(a) != bits(b)) & ~(np.isnan(a) & np.isnan(b))
+    count = int(np.count_nonzero(different))
+    if count == 0:
+        return None
+    place = tuple(int(i) for i in np.argwhere(different)[0])
+    x, y = a[place], b[place]
+    patterns = tuple(f"0x{int.from_bytes(v.tobytes(), sys.byteorder):0{2 * a.dtype.itemsize}x}" for v in (x, y))
+    return Difference(count, a.size, place, patterns, (x, y), _most_ulps(a[different], b[different]) if a.dtype.kind == "f" else None)
+
+
+def _most_ulps(a: np.ndarray, b: np.ndarray) -> float:
+    """The most float values from one to the other: infinite where one of the two is NaN."""
+    if (np.isnan(a) != np.isnan(b)).any():
+        return float("inf")
+    sign = 1 << 8 * a.dtype.itemsize - 1
+    ordered = [np.where(x & np.array(sign, x.dtype), sign - x.astype(object), x.astype(object)) for x in (bits(a), bits(b))]
+    return float(max(np.abs(ordered[0] - ordered[1])))
 
 
 def assert_bitwise_equal(a: np.ndarray, b: np.ndarray, name: str) -> None:
@@ -13,18 +53,8 @@ def assert_bitwise_equal(a: np.ndarray, b: np.ndarray, name: str) -> None:
     a, b = np.asarray(a), np.asarray(b)
     assert a.dtype == b.dtype, f"{name}: dtype {a.dtype} != {b.dtype}"
     assert a.shape == b.shape, f"{name}: shape {list(a.shape)} != {list(b.shape)}"
-    if a.dtype.kind != "f":
-        different = a != b
-    else:
-        different = (bits(a) != bits(b)) & ~(np.isnan(a) & np.isnan(b))
-    count = int(np.count_nonzero(different))
-    if count == 0:
-        return
-    place = tuple(int(i) for i in np.argwhere(different)[0])
-    x, y = a[place], b[place]
-    width = 2 * a.dtype.itemsize
-    patterns = " != ".join(f"0x{int.from_bytes(v.tobytes(), sys.byteorder):0{width}x}" for v in (x, y))
-    raise AssertionError(f"{name}: {count} of {a.size} differ, first at {place}: {patterns} ({x}, {y})")
+    found = difference(a, b)
+    assert found is None, f"{name}: {found}"
 
 
 def bits(a: np.ndarray) -> np.ndarray:

@@ -1,9 +1,11 @@
 """Digests that must not change: of every op and format, and of SmolLM2 on several axes. The CPU computes them in the tests, a GPU in record_golden.py."""
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+from ggml_py import NUMERICS_VERSION
 from ggml_py.graph import Graph, Tensor
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
@@ -12,7 +14,6 @@ from ggml_py.testing import digest
 from random_weights import random_weight
 
 GOLDEN = Path(__file__).parent / "golden"
-NUMERICS_VERSION = 1
 WEIGHTS = [fmt for fmt in FORMATS.values() if fmt.planes]
 
 
@@ -71,3 +72,18 @@ def smollm2_digests(model) -> dict[str, str]:
 
 def records() -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*.json"))]
+
+
+def all_digests(record: dict) -> dict[str, str]:
+    """Every digest that a record holds, by name."""
+    return {**record["digests"], "axes smollm2": record["axes"]["digest"], **{f"perplexity {name}": each["digest"] for name, each in record["perplexity"].items()}}
+
+
+def fingerprints(found: dict[str, str], groups) -> dict[str, tuple[int, str]]:
+    """(how many digests, 16 digits of the sha256 of their lines "name digest", sorted) of each group: the names that begin with its words and with no longer
+    group's. Names of no group are one named "". """
+    lines = {group: [] for group in (*groups, "")}
+    for name, digest in sorted(found.items()):
+        group = max((group for group in groups if f"{name} ".startswith(f"{group} ")), key=len, default="")
+        lines[group].append(f"{name} {digest}\n")
+    return {group: (len(each), sha256("".join(each).encode()).hexdigest()[:16]) for group, each in lines.items() if each or group}

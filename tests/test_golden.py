@@ -30,10 +30,40 @@ def test_there_is_a_record_of_a_gpu():
     assert any(r["driver"] != "none" and r["numba.cuda"] == "numba_cuda" and r["off the device, nodes"] == r["off the device, copies"] == 0 for r in RECORDS)
 
 
+def history() -> tuple[list[int], dict[int, dict[str, tuple[int, str]]]]:
+    """The versions of docs/numerics.md, and version -> group -> (number, fingerprint) of its digests."""
+    text = (ROOT / "docs" / "numerics.md").read_text().split("## 10. History")[1]
+    versions = [int(version) for version in re.findall(r"^\| (\d+) \| [^|`]+ \|$", text, re.M)]
+    groups = {}
+    for version, group, n, fingerprint in re.findall(r"^\| (\d+) \| `([^`]+)` \| (\d+) \| `([0-9a-f]{16})` \|$", text, re.M):
+        assert group not in groups.setdefault(int(version), {})
+        groups[int(version)][group] = int(n), fingerprint
+    return versions, groups
+
+
 def test_version_is_the_documented_one():
-    text = (ROOT / "docs" / "numerics.md").read_text()
+    text, (versions, groups) = (ROOT / "docs" / "numerics.md").read_text(), history()
     assert re.search(r"\*\*Numerics version: (\d+)\.\*\*", text).group(1) == str(goldens.NUMERICS_VERSION)
+    assert versions == list(range(1, goldens.NUMERICS_VERSION + 1)) == sorted(groups)
     assert [r["numerics"] for r in RECORDS] == [goldens.NUMERICS_VERSION] * len(RECORDS)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["device"])
+def test_digests_are_those_of_the_history(record):
+    """A digest cannot change alone: its fingerprint in the history would have to, and a version's rows stay as they are."""
+    documented = history()[1][record["numerics"]]
+    assert goldens.fingerprints(goldens.all_digests(record), documented) == documented
+
+
+def test_a_changed_digest_is_seen():
+    found = goldens.all_digests(RECORDS[0])
+    documented = history()[1][RECORDS[0]["numerics"]]
+    for name, digest in found.items():
+        changed = {**found, name: digest[:-1] + "0123456789abcdef"[int(digest[-1], 16) - 1]}
+        assert sum(a != b for a, b in zip(goldens.fingerprints(changed, documented).values(), documented.values())) == 1, name
+    assert goldens.fingerprints({**found, "argmax f32": "0" * 64}, documented)[""][0] == 1
+    longer = goldens.fingerprints({**found, "mul_mat NEW": "0" * 64}, [*documented, "mul_mat NEW"])
+    assert longer.pop("mul_mat NEW")[0] == 1 and longer == documented
 
 
 def expected(name: str) -> set[str]:

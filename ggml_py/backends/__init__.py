@@ -31,3 +31,12 @@ def device_of(device: str) -> str:
     backend = open_backend(device)
     backend.close()
     return backend.device
+
+
+def present_devices() -> list[str]:
+    """The names of the GPUs that can be used, then "cpu"."""
+    from . import cuda
+    gpus = []
+    while cuda.unavailable(len(gpus)) is None:
+        gpus.append(f"cuda:{len(gpus)}")
+    return [*gpus, "cpu"]

@@ -1,0 +1,265 @@
+"""Attestations: JSON that says what a model gave, so that another machine can compute it again and compare (docs/attestation.schema.json).
+
+Of a perplexity, a window's digest is that of its scored logits. Of a generation, a window is 32 new tokens, and its digest that of the logits that they were
+chosen from, computed over the finished text, as by the promise it may be. The Merkle root stands for all windows; a sample of them can be confirmed alone.
+An attestation is no signature: it says what to compute and what comes out, and anybody can try. Its own sha256 only tells of damage.
+"""
+import hashlib
+import json
+import platform
+import random
+import re
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from . import NUMERICS_VERSION, __version__
+from .errors import UserError
+from .exact_math import exp, tree_sum
+from .merkle import merkle_root
+from .perplexity import LogitsDigest, Settings, decode_windows, negative_log_likelihood, new_context, perplexity, split_windows
+from .sampling import Sampling, choose, generate
+
+FORMAT, SCHEMA = "ggml-py attestation", 1
+GENERATED = 32  # tokens of a window of a generation
+SHA256 = r"[0-9a-f]{64}"
+PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "tokenizers"
+
+# What an attestation holds: a type, a list of one type for lists of it, or the same for an object; "sha256" is a string. `kind` picks settings and result.
+COMMON = {"format": str, "schema": int, "kind": str, "numerics": int, "model": {"name": str, "architecture": str, "sha256": ["sha256"]}, "tokenizer": "sha256",
+          "tokens": {"sha256": "sha256", "n": int}, "cannot_matter": {"n_batch": int, "n_ubatch": int, "no_fuse": [str], "graphs": bool, "kv_write": str, "threads": int},
+          "environment": {"device": str, "device_name": str, "driver": str, "versions": dict}, "windows": ["sha256"], "merkle_root": "sha256", "sha256": "sha256"}
+KINDS = {
+    "perplexity": {"text": "sha256", "settings": {"n_ctx": int, "n_chunks": int, "type_k": str, "type_v": str, "add_bos": bool}, "result": {"ppl": str, "ppl_hex": str}},
+    "generation": {"settings": {"n_predict": int, "type_k": str, "type_v": str, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int,
+                                "prompt": [int]}, "result": {"tokens": [int], "text": str}},
+}
+
+
+# Digests of what goes in
+
+def files_sha256(paths) -> list[str]:
+    """Of the files of a model, by part."""
+    found = []
+    for path in paths:
+        with open(path, "rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return found
+
+
+def tokenizer_sha256(metadata) -> str:
+    """Of all keys of a tokenizer and their values, in the order of the keys."""
+    h = hashlib.sha256()
+    for key in sorted(key for key in metadata if key.startswith("tokenizer.")):
+        value = metadata[key]
+        value = value.tolist() if isinstance(value, np.ndarray) else value if isinstance(value, (bool, int, float, str)) else list(value)
+        h.update(json.dumps([key, value]).encode() + b"\n")
+    return h.hexdigest()
+
+
+def tokens_sha256(tokens) -> str:
+    """Of ids as little-endian int32."""
+    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
+
+
+def own_sha256(document: dict) -> str:
+    """Of a document without the entry of this name."""
+    return hashlib.sha256(json.dumps({k: v for k, v in document.items() if k != "sha256"}, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    found = {"ggml-py": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+# Attesting
+
+def attest_perplexity(model, text_sha256: str, tokens, settings: Settings, out, log) -> dict:
+    """The attestation of `perplexity.perplexity`, which prints to out and log as ever."""
+    digests = []
+
+    @contextmanager
+    def collect(windows):
+        yield lambda logits: digests.append(window_digest(logits))
+    ppl = perplexity(model, tokens, settings, out, log, collect)
+    about = {"n_ctx": settings.n_ctx, "n_chunks": len(digests), "type_k": settings.type_k, "type_v": settings.type_v, "add_bos": bool(model.tokenizer.add_bos)}
+    return _document("perplexity", model, tokens, settings, digests, text=text_sha256, settings=about, result=_ppl(ppl))
+
+
+def attest_generation(model, prompt, n_predict: int, sampling: Sampling, settings: Settings, log) -> dict:
+    """prompt: ids. The text ends with n_predict new tokens or with one that ends it, which is counted."""
+    tokenizer, tokens = model.tokenizer, []
+    prompt = [int(token) for token in prompt]
+    with new_context(model, settings, len(prompt) + n_predict, 1, log) as context:
+        for token in generate(context, prompt, n_predict, sampling, lambda token: False):
+            tokens.append(token)
+            if tokenizer.is_end_of_generation(token):
+                break
+        digests = []
+        for first, rows in _generation_windows(context, prompt, tokens):
+            digests.append(window_digest(rows))
+            if _chosen(rows, len(prompt) + first, sampling) != tokens[first:first + len(rows)]:
+                raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those of the finished text; see ggml-py verify")
+    about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v, "temperature": sampling.temperature, "top_k": sampling.top_k,
+             "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": sampling.seed, "prompt": prompt}
+    text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
+    return _document("generation", model, prompt + tokens, settings, digests, settings=about, result={"tokens": tokens, "text": text})
+
+
+def window_digest(logits: np.ndarray) -> str:
+    digest = LogitsDigest()
+    digest.update(logits)
+    return digest.hexdigest()
+
+
+def _document(kind: str, model, tokens, others: Settings, digests: list[str], **more) -> dict:
+    backend = model.backend
+    document = {
+        "format": FORMAT, "schema": SCHEMA, "kind": kind, "numerics": NUMERICS_VERSION,
+        "model": {"name": model.file.path.name, "architecture": model.architecture, "sha256": files_sha256(model.file.paths)},
+        "tokenizer": tokenizer_sha256(model.file.metadata), "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
+        "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse), "graphs": others.graphs,
+                          "kv_write": others.kv_write, "threads": numba.get_num_threads()},
+        "environment": {"device": model.device, "device_name": backend.name, "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none",
+                        "versions": versions()},
+        "windows": digests, "merkle_root": merkle_root(digests)}
+    return {**document, "sha256": own_sha256(document)}
+
+
+def _ppl(ppl: float) -> dict[str, str]:
+    return {"ppl": f"{ppl:.4f}", "ppl_hex": float(ppl).hex()}
+
+
+def _generation_windows(context, prompt: list[int], tokens: list[int], last: int | None = None):
+    """(index of the first token, logits [n, V] that its tokens are chosen from), window after window, to the one with number `last`."""
+    context.clear()
+    fed = prompt + tokens[:-1]
+    if len(prompt) > 1:
+        context.decode(fed[:len(prompt) - 1], logits="none")
+    for i, first in enumerate(range(0, len(tokens), GENERATED)):
+        if last is not None and i > last:
+            return
+        yield first, context.decode(fed[len(prompt) - 1 + first:len(prompt) - 1 + min(first + GENERATED, len(tokens))], logits="all")
+
+
+def _chosen(rows: np.ndarray, position: int, sampling: Sampling) -> list[int]:
+    return [choose(row, position + i, sampling) for i, row in enumerate(rows)]
+
+
+# Reading
+
+def read_attestation(path: Path) -> dict:
+    """UserError in one line for what is damaged, newer or of another numerics version."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged: no JSON: {error}") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise UserError(f"{path}: is no attestation, whose format is {FORMAT!r}")
+    schema, kind = document.get("schema"), document.get("kind")
+    if type(schema) is not int or schema != SCHEMA:
+        raise UserError(f"{path}: schema is {schema!r}, this version reads {SCHEMA}")
+    if kind not in KINDS:
+        raise UserError(f"{path}: kind is {kind!r}, allowed: {', '.join(KINDS)}")
+    _check_shape(document, {**COMMON, **KINDS[kind]}, str(path), "")
+    if own_sha256(document) != document["sha256"]:
+        raise UserError(f"{path}: damaged: its sha256 is {own_sha256(document)}, it says {document['sha256']}")
+    if not document["windows"] or merkle_root(document["windows"]) != document["merkle_root"]:
+        raise UserError(f"{path}: damaged: the Merkle root of its {len(document['windows'])} windows is not {document['merkle_root']}")
+    if document["numerics"] != NUMERICS_VERSION:
+        raise UserError(f"{path}: numerics version is {document['numerics']}, this is {NUMERICS_VERSION}: other bits by definition")
+    return document
+
+
+def _check_shape(value, shape, path: str, where: str) -> None:
+    if shape == "sha256":
+        if not isinstance(value, str) or not re.fullmatch(SHA256, value):
+            raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be a sha256 in hex")
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be a list")
+        for i, each in enumerate(value):
+            _check_shape(each, shape[0], path, f"{where}[{i}]")
+    elif isinstance(shape, dict):
+        if not isinstance(value, dict) or set(value) != set(shape):
+            found = ", ".join(value) if isinstance(value, dict) else f"{value!r:.60}"
+            raise UserError(f"{path}: damaged: {where or 'it'} has {found or 'nothing'}, must have {', '.join(shape)}")
+        for key, each in shape.items():
+            _check_shape(value[key], each, path, f"{where}.{key}" if where else key)
+    elif type(value) is not shape and not (shape is float and type(value) is int):
+        raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be {shape.__name__}")
+
+
+# Confirming
+
+class NotConfirmed(Exception):
+    """What was computed is not what was attested; its message is one line."""
+
+
+def confirm(document: dict, model, text: str | None, n_sample: int | None, log, rng=None) -> str:
+    """Computes an attestation again, wholly or n_sample random windows of it. text: that of a perplexity, as read by `perplexity.read_text`, its digest checked.
+
+    Returns what was confirmed, in one line; NotConfirmed for other bits; UserError for another model, tokenizer or tokens."""
+    for what, found, attested in (("model", files_sha256(model.file.paths), document["model"]["sha256"]),
+                                  ("tokenizer", tokenizer_sha256(model.file.metadata), document["tokenizer"])):
+        if found != attested:
+            raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} ({document['model']['name']})")
+    n = len(document["windows"])
+    sample = sorted((rng or random.SystemRandom()).sample(range(n), n_sample)) if n_sample and n_sample < n else list(range(n))
+    result = (_confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation)(document, model, text, sample, log)
+    which = f"all {n} windows" if len(sample) == n else f"by sample: window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
+    made, here = document["environment"], model.backend
+    return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
+
+
+def _check_window(document: dict, i: int, logits: np.ndarray) -> None:
+    found = window_digest(logits)
+    if found != document["windows"][i]:
+        raise NotConfirmed(f"not confirmed: window {i + 1} of {len(document['windows'])} gave {found}, attested {document['windows'][i]}")
+
+
+def _confirm_perplexity(document, model, text, sample, log) -> str:
+    about = document["settings"]
+    tokens = model.tokenizer.encode(text)
+    if tokens_sha256(tokens) != document["tokens"]["sha256"]:
+        raise UserError(f"tokens: the text gives {len(tokens)} other tokens than attested, {document['tokens']['n']}")
+    settings = Settings(n_ctx=about["n_ctx"], n_chunks=about["n_chunks"], type_k=about["type_k"], type_v=about["type_v"])
+    windows, total, count = split_windows(tokens, settings), 0.0, 0
+    if len(windows) != len(document["windows"]):
+        raise UserError(f"windows: {len(windows)} in the text, {len(document['windows'])} attested")
+    for i, logits in zip(sample, decode_windows(model, windows[sample], settings, log)):
+        _check_window(document, i, logits)
+        nll = negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
+        total += float(tree_sum(nll))
+        count += len(nll)
+    if len(sample) < len(windows):
+        return f"{about['n_ctx']} tokens each, attested PPL {document['result']['ppl']}"
+    found = _ppl(float(exp(total / count)))
+    if found != document["result"]:
+        raise NotConfirmed(f"not confirmed: the windows are those attested and give PPL {found['ppl_hex']}, attested {document['result']['ppl_hex']}")
+    return f"PPL {found['ppl']}"
+
+
+def _confirm_generation(document, model, text, sample, log) -> str:
+    about, tokens = document["settings"], document["result"]["tokens"]
+    prompt = about["prompt"]
+    if tokens_sha256(prompt + tokens) != document["tokens"]["sha256"] or len(document["windows"]) != -(-len(tokens) // GENERATED):
+        raise UserError(f"tokens: {len(prompt)} of the prompt and {len(tokens)} new ones are not those attested, {document['tokens']['n']} in {len(document['windows'])} windows")
+    sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"], about["seed"])
+    settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
+    with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:
+        for first, rows in _generation_windows(context, prompt, tokens, sample[-1]):
+            if first // GENERATED in sample:
+                _check_window(document, first // GENERATED, rows)
+                found = _chosen(rows, len(prompt) + first, sampling)
+                if found != tokens[first:first + len(rows)]:
+                    raise NotConfirmed(f"not confirmed: the logits of window {first // GENERATED + 1} are those attested and choose {found}")
+    return f"{len(tokens)} tokens behind a prompt of {len(prompt)}"

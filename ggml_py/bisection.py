@@ -1,0 +1,248 @@
+"""The first node that differs between two settings, by running both again and comparing rows of every node (`recording`).
+
+The first run leaves a digest of each row of each result; the second is compared with it as it goes, in its own order, and stops at the first row that differs:
+all that this row depends on was compared before, as far as both runs have it. Then the first run is repeated to the same node. What a fused node computes on
+the way is no result of it; nodes that only one of the two runs has are held until what they lead to is compared. Each held node, and the one that differs
+on both sides, is at last computed by its definition (`kernels/reference`) from what it read: a kernel that gives something else is to blame.
+"""
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from .axes import Setting, play
+from .backends.cpu import CPUBackend
+from .graph import Tensor
+from .recording import Arrays, Batch, Capture, RecordedContext, one_nan, on_host, recompute, results, row_bytes
+from .testing import Difference, difference
+
+PARTS = "q", "d", "sums"             # of activation blocks
+ADDRESSING = {"seq", "rows", "dst", "present", "out_ids"}  # inputs that differ between settings
+
+
+class _Stop(Exception):
+    pass
+
+
+@dataclass
+class FirstDifference:
+    """What `first_difference` finds. Two values each are those of the default setting and of the other one."""
+    settings: tuple[str, str]
+    name: str            # of the result that differs
+    op: str
+    kernel: str
+    shape: tuple[int, ...]
+    where: str           # "", or the part of activation blocks
+    n_different: int     # elements of the rows that both runs computed in this micro-batch
+    n: int
+    first: tuple[int, ...]
+    patterns: tuple[str, str]
+    values: tuple[float, float]
+    max_ulps: float | None
+    inputs: dict[str, str]  # operand -> equal, different, or only in one of the two graphs
+    culprits: list[str] = field(default_factory=list)  # kernels that do not give what their definition does
+
+    @property
+    def inputs_equal(self) -> bool:
+        return "different" not in self.inputs.values()
+
+    def __str__(self):
+        a, b = self.settings
+        ulps = "" if self.max_ulps is None else f"; at most {self.max_ulps:.0f} ULPs apart"
+        where = f" ({self.where})" if self.where else ""
+        (p, q), (x, y) = self.patterns, self.values
+        what = f"{self.n_different} of {self.n} differ, first at {self.first}: {p} != {q} ({x:.9g}, {y:.9g}){ulps}" if self.n_different else (
+            "differed, and did not when the first was run once more: it comes and goes")
+        lines = [f"first node that differs: {self.name}{where}, {self.op} {list(self.shape)}, {self.kernel}",
+                 f"  {a} against {b}: {what}",
+                 f"  inputs: {', '.join(f'{name} {state}' for name, state in self.inputs.items())}"]
+        lines += [f"  not as defined: {culprit}" for culprit in self.culprits]
+        if not self.culprits:
+            lines.append("  both sides are as defined for what they read: " + (
+                "memory was written over between nodes" if self.inputs_equal else "an input differs that no node of this run computed"))
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict:
+        return {**asdict(self), "inputs_equal": self.inputs_equal}
+
+
+class _Side:
+    """One setting, run with a visitor until that raises _Stop or it ends."""
+
+    def __init__(self, model, windows, setting: Setting):
+        self.model, self.windows, self.setting, self.held = model, windows, setting, {}
+
+    def run(self, visit) -> bool:
+        """Whether it was stopped."""
+        def each(node, batch, backend):
+            if node is self.context.current.nodes[0]:
+                self.held = {}
+            visit(node, batch, backend)
+
+        try:
+            with self.setting.conditions(), RecordedContext(each, self.model, **self.setting.context_settings(self.windows)) as self.context:
+                for _ in play(self.context, self.windows, self.setting):
+                    pass
+        except _Stop:
+            return True
+        return False
+
+    def capture(self, node: Tensor, batch: Batch, backend) -> Capture:
+        return Capture(node, batch, backend, self.context.current.inputs)
+
+    def hold(self, node: Tensor, batch: Batch, backend) -> None:
+        self.held[node] = self.capture(node, batch, backend)
+
+    def release(self, node: Tensor) -> None:
+        """What led to a node that is as it should be."""
+        for source in node.src:
+            if self.held.pop(source, None):
+                self.release(source)
+
+    def stop(self, node: Tensor, batch: Batch, backend) -> None:
+        self.stopped = self.capture(node, batch, backend).load()
+        self.held = [held.load() for held in self.held.values()]
+        raise _Stop
+
+
+def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setting, window: int, dump: Path | None = None) -> FirstDifference | None:
+    """The first node whose rows differ between settings a and b of windows [n, c], the `window` of which is known to differ, or None if none does
+    now that every node is waited for. Models are those of the devices of a and b."""
+    mine = b.windows(windows)
+    one = mine[window:window + 1]
+    side_a, side_b = _Side(model_a, one, a), _Side(model_b, mine if b.order else mine[:window + 1], b)  # b as it was: with what came before
+    digests: dict[tuple[str, bytes], bytes] = {}
+    names: set[str] = set()
+
+    def record(node, batch, backend):
+        for name, key, data in _rows(node, batch, backend):
+            names.add(name)
+            digests[name, key] = blake2b(data, digest_size=12).digest()
+
+    found = []
+
+    def compare(node, batch, backend):
+        known = False
+        for name, key, data in _rows(node, batch, backend):
+            known |= name in names
+            if (name, key) in digests and digests[name, key] != blake2b(data, digest_size=12).digest():
+                found.append((name, key))
+                side_b.stop(node, batch, backend)
+        side_b.release(node) if known else side_b.hold(node, batch, backend)
+
+    side_a.run(record)
+    if not side_b.run(compare):
+        return None
+    (name, key), = found
+    others = {tensor.name for node in side_b.context.current.nodes for tensor in results(node)}
+
+    def reach(node, batch, backend):
+        mine = {tensor.name for tensor in results(node)}
+        if name in mine and key in batch.keys:
+            side_a.stop(node, batch, backend)
+        side_a.release(node) if mine & others else side_a.hold(node, batch, backend)
+
+    if not side_a.run(reach):
+        raise RuntimeError(f"bisection: {name} was there and is not any more")
+    return _report(side_a, side_b, name, key, dump)
+
+
+def _rows(node: Tensor, batch: Batch, backend):
+    """(name, key, bytes) of each row of a node's results that is a token's."""
+    for tensor in results(node):
+        if found := batch.rows(tensor):
+            arrays = on_host(backend, tensor)
+            for row, key in zip(*found):
+                yield tensor.name, key, row_bytes(tensor, arrays, row)
+
+
+def _report(side_a: _Side, side_b: _Side, name: str, key: bytes, dump: Path | None) -> FirstDifference:
+    a, b = side_a.stopped, side_b.stopped
+    tensor_a, tensor_b = ({t.name: t for t in results(each.node)}[name] for each in (a, b))
+    where, diff = _common(a, tensor_a, b, tensor_b)
+    inputs = {source.name: _state(source, arrays, a, b, key) for source, arrays in zip(b.node.src, b.operands) if source.name not in ADDRESSING}
+    culprits = [f"{capture.node.name}, {capture.kernel} on {capture.device}, in: {side.setting.axis}, {side.setting.name}"
+                for side in (side_a, side_b) for capture in (*side.held, side.stopped) if not as_defined(capture)]
+    if dump:
+        save(dump, [*side_a.held, a], [*side_b.held, b])
+    settings = tuple(f"{side.setting.axis}, {side.setting.name} on {side.setting.device}" for side in (side_a, side_b))
+    return FirstDifference(settings, name, b.node.op, b.kernel, tensor_b.shape, where, diff.n_different, diff.n, diff.first, diff.patterns,
+                           tuple(float(v) for v in diff.values), diff.max_ulps, inputs, culprits)
+
+
+def _common(a: Capture, tensor_a: Tensor, b: Capture, tensor_b: Tensor):
+    """The part and the difference of the rows that both captures have, whose places are those in b."""
+    (rows_a, keys_a), (rows_b, keys_b) = a.batch.rows(tensor_a), b.batch.rows(tensor_b)
+    at = dict(zip(keys_a, rows_a))
+    pairs = [(at[key], row) for row, key in zip(rows_b, keys_b) if key in at]
+    for part, x, y in zip(PARTS, a.results[tensor_a.name], b.results[tensor_b.name]):
+        x, y = (one_nan(array[[pair[i] for pair in pairs]], tensor_b.dtype) for i, array in enumerate((x, y)))
+        if diff := difference(x, y):
+            place = (int(pairs[diff.first[0]][1]), *diff.first[1:])
+            return part if tensor_b.dtype == "act" else "", replace(diff, first=place)
+    return "", Difference(0, sum(a.size for a in b.results[tensor_b.name]), (), ("", ""), (0.0, 0.0), None)  # not any more
+
+
+def _state(source: Tensor, arrays: Arrays, a: Capture, b: Capture, key: bytes) -> str:
+    """Whether an operand of b's node is what a's node of that operand read, for the row that differs."""
+    twin = next((i for i, other in enumerate(a.node.src) if other.name == source.name), None)
+    if twin is None:
+        return "only in one"
+    other = a.node.src[twin]
+    if _is_cache(source):
+        rows = [each.batch.visible(key) for each in (a, b)]
+    elif (found := [a.batch.rows(other), b.batch.rows(source)]) and all(found) and key in found[0][1] and key in found[1][1]:
+        rows = [[r[0][r[1].index(key)]] for r in found]
+    else:
+        n = min(len(arrays[0]), len(a.operands[twin][0]))  # a leaf; rope tables may be longer for one
+        rows = [slice(n)] * 2
+    same = all(one_nan(x[rows[0]], source.dtype).tobytes() == one_nan(y[rows[1]], source.dtype).tobytes() for x, y in zip(a.operands[twin], arrays))
+    return "equal" if same else "different"
+
+
+def _is_cache(tensor: Tensor) -> bool:
+    return tensor.base.name.startswith("cache_")
+
+
+def as_defined(capture: Capture) -> bool:
+    """Whether the rows of tokens that a captured node gave are those of its definition."""
+    expected = recompute(capture, CPUBackend("reference"))
+    for tensor in results(capture.node):
+        rows = capture.batch.rows(tensor)
+        for x, y in zip(capture.results[tensor.name], expected[tensor.name]):
+            if rows:
+                x, y = x[rows[0]], y[rows[0]]
+            if one_nan(x, tensor.dtype).tobytes() != one_nan(y, tensor.dtype).tobytes():
+                return False
+    return True
+
+
+SCRIPT = '''"""{title}
+
+Runs the op by its definition, or on the device that is named: python {file} [cpu|cuda:0]
+"""
+import sys
+from pathlib import Path
+
+from ggml_py.backends import open_backend
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.recording import Capture, recompute
+from ggml_py.testing import difference
+
+backend = open_backend(sys.argv[1]) if sys.argv[1:] else CPUBackend("reference")
+for path in sorted(Path(__file__).parent.glob("*.npz")):
+    capture = Capture.read(path)
+    for name, arrays in recompute(capture, backend).items():
+        for found, recorded in zip(arrays, capture.results[name]):
+            print(f"{{path.name}}: {{capture.kernel}}, {{name}}: {{difference(found, recorded) or 'the same bits'}}")
+'''
+
+
+def save(folder: Path, a: list[Capture], b: list[Capture]) -> None:
+    """The captured nodes, default.npz and other.npz the last of each, and run.py."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for side, captures in ("default", a), ("other", b):
+        for i, capture in enumerate(captures):
+            capture.save(folder / f"{side}{f'-before-{len(captures) - 1 - i}' if i < len(captures) - 1 else ''}.npz")
+    (folder / "run.py").write_text(SCRIPT.format(title=f"{b[-1].node.name}: {b[-1].kernel}", file="run.py"))

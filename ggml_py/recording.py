@@ -1,0 +1,214 @@
+"""Runs whose every node can be looked at: a context that runs nodes one by one, and what rows their results have.
+
+A row of a result belongs to a token, and by the promise of this runtime its bits depend on that token and those before it in its sequence alone. So rows of
+different runs are the same row where the tokens up to it are: `Batch.keys`, a digest of them. Nothing of this is in the way of other contexts.
+"""
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+
+from .backends.cpu import CPUBackend
+from .graph import Tensor
+from .model import Context
+from .ops import OPS
+from .quant.activation import split_limbs, split_sums
+from .storage import DTYPES, n_bytes
+
+Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
+
+
+def on_host(backend, tensor: Tensor) -> Arrays:
+    """A tensor's values as the kernels of the CPU take them, copied."""
+    data = backend.read(*tensor.base.storage, n_bytes(tensor))
+    cpu = CPUBackend()
+    found = cpu.view(Tensor(tensor.name, tensor.dtype, tensor.shape, storage=(cpu.upload(data), 0)))
+    if tensor.dtype != "act":
+        return found,
+    q, d, sums = found
+    if not isinstance(backend, CPUBackend):  # planes of the high and the low limbs
+        high, low = q.view(np.int8).reshape(2, *q.shape)
+        q = np.int16(128) * high + low
+    return q, d, sums
+
+
+def to_device(backend, tensor: Tensor, arrays: Arrays):
+    """A buffer of a backend with the values that `on_host` gave."""
+    cpu = CPUBackend()
+    data = cpu.empty(n_bytes(tensor))
+    if tensor.dtype != "act":
+        data[:arrays[0].nbytes] = arrays[0].reshape(-1).view(np.uint8)
+    else:
+        for part, array in zip(cpu.view(Tensor(tensor.name, "act", tensor.shape, storage=(data, 0))), arrays):
+            part[...] = array
+        if not isinstance(backend, CPUBackend):
+            q, _, sums = arrays
+            limbs = split_sums(sums.reshape(len(sums), -1, 16)).reshape(-1)
+            data[:2 * q.size] = np.concatenate([limb.reshape(-1) for limb in split_limbs(q)]).view(np.uint8)
+            data[data.size - limbs.size:] = limbs.view(np.uint8)
+    return backend.upload(data)
+
+
+@dataclass
+class Batch:
+    """A micro-batch as it runs. keys: of each token, which stands for it and those before it in its sequence."""
+    seq: np.ndarray
+    pos: np.ndarray
+    out_ids: np.ndarray
+    keys: list[bytes]
+    n_ctx: int
+
+    def rows(self, tensor: Tensor) -> tuple[np.ndarray, list[bytes]] | None:
+        """The rows of a result and their keys, or None if its rows are not of tokens."""
+        if tensor.base is not tensor:  # a cache
+            return self.seq.astype(np.int64) * self.n_ctx + self.pos, self.keys
+        if tensor.shape[0] == len(self.keys):
+            return np.arange(len(self.keys)), self.keys
+        if tensor.shape[0] == len(self.out_ids):
+            return np.arange(len(self.out_ids)), [self.keys[i] for i in self.out_ids]
+        return None
+
+    def visible(self, key: bytes) -> np.ndarray:
+        """The cells of a token and those before it in its sequence."""
+        i = self.keys.index(key)
+        return int(self.seq[i]) * self.n_ctx + np.arange(self.pos[i] + 1)
+
+
+def one_nan(array: np.ndarray, dtype: str) -> np.ndarray:
+    """Rows as bits that can be compared: every NaN is the same one."""
+    values = array.view(np.float16) if dtype == "f16" else array
+    if values.dtype.kind != "f":
+        return array
+    nan = np.isnan(values)
+    return np.where(nan, values.dtype.type(np.nan), values) if nan.any() else values
+
+
+def row_bytes(tensor: Tensor, arrays: Arrays, row: int) -> bytes:
+    return b"".join(one_nan(a[row], tensor.dtype).tobytes() for a in arrays)
+
+
+def results(node: Tensor) -> list[Tensor]:
+    """What a node gives, without scratch memory. Each has the name of the node that gives it in a graph without fused nodes."""
+    return [tensor for tensor in node.written if not tensor.name.endswith("-scratch")]
+
+
+class RecordedContext(Context):
+    """visit(node, batch, backend) is called behind each node, whose step has ended: its operands and results are there to be read. A step runs as in other
+    contexts, launched or, with `graphs`, as a graph of its own."""
+
+    def __init__(self, visit: Callable, model, *, n_ctx, n_seq_max=1, n_ubatch=512, type_k="f16", type_v="f16", no_fuse=(), graphs=True, kv_write="set_rows"):
+        super().__init__(model, n_ctx, n_ctx, n_ubatch, type_k, type_v, n_seq_max, no_fuse, graphs, kv_write)
+        self.visit, self.replayer = visit, self.graphs
+        if self.replayer:
+            self.replayer.most = 1 << 20
+        self.graphs = self  # `run` is called with the steps of a program
+        self.history: dict[tuple[int, int], bytes] = {}  # (sequence, next position) -> key of the token before it
+        self.single: dict[int, tuple] = {}  # id of a list of steps -> it, and lists of one step each
+
+    def _run(self, tokens, seq, pos, rows, greedy):
+        keys = []
+        for token, s, p in zip(tokens.tolist(), seq.tolist(), pos.tolist()):
+            before = self.history.get((s, p), b"") if p else b""
+            keys.append(blake2b(before + token.to_bytes(4, "little"), digest_size=12).digest())
+            self.history[s, p + 1] = keys[-1]
+        self.batch = Batch(seq, pos, rows, keys, self.n_ctx)
+        return super()._run(tokens, seq, pos, rows, greedy)
+
+    def program(self, *shape):
+        self.current = super().program(*shape)
+        return self.current
+
+    def run(self, key, steps) -> None:
+        backend, nodes = self.model.backend, self.current.nodes
+        _, single = self.single.setdefault(id(steps), (steps, [[step] for step in steps]))
+        for i, (node, step) in enumerate(zip(nodes, single, strict=True)):
+            if self.replayer:
+                self.replayer.run((*key, i), step)
+            else:
+                backend.run(step)
+            self.visit(node, self.batch, backend)
+
+    def refuse(self, reason: str) -> None:
+        raise RuntimeError(f"recording: {reason}")
+
+    def launches(self) -> str:
+        return str(self.replayer.counters) if self.replayer else "CUDA graphs: none"
+
+    def close(self) -> None:
+        self.graphs = self.replayer
+        super().close()
+
+
+class Capture:
+    """A node of a run with all that it read and wrote, on the host. Weights and caches are read by `load`: they lie where they are."""
+
+    def __init__(self, node: Tensor, batch: Batch, backend, inputs: list[Tensor]):
+        """inputs: those of the graph."""
+        self.node, self.batch, self.backend, self.device, self.kernel = node, batch, backend, backend.device, kernel_of(node, backend)
+        stays = [source.base.op is None and source.base not in inputs for source in node.src]
+        self.operands = [None if here else on_host(backend, source) for here, source in zip(stays, node.src)]
+        self.results = {tensor.name: on_host(backend, tensor) for tensor in results(node)}
+        self.address = backend.address(node.src[0]) if node.op == "cpy_rows_indirect" else 0
+
+    def load(self) -> "Capture":
+        self.operands = [on_host(self.backend, source) if arrays is None else arrays for source, arrays in zip(self.node.src, self.operands)]
+        return self
+
+    def save(self, path: Path) -> None:
+        """As an archive of numpy, which `read` takes."""
+        node = self.node
+        tensors = {tensor: i for i, tensor in enumerate(dict.fromkeys((*node.src, node, *results(node)[1:])))}
+        about = {"name": node.name, "op": node.op, "params": node.params, "kernel": self.kernel, "device": self.device, "address": self.address,
+                 "n_src": len(node.src), "tensors": [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors],
+                 "alias": [next((i for i, source in enumerate(node.src) if source.base is t.base), None) if t.base is not t else None for t in results(node)]}
+        arrays = {f"{i}.{j}": a for i, each in enumerate((*self.operands, *self.results.values())) for j, a in enumerate(each)}
+        np.savez(path, about=np.array(json.dumps(about)), **arrays)
+
+    @classmethod
+    def read(cls, path: Path) -> "Capture":
+        archive, self = np.load(path, allow_pickle=False), cls.__new__(cls)
+        about = json.loads(str(archive["about"]))
+        tensors = [Tensor(t["name"], t["dtype"], tuple(t["shape"])) for t in about["tensors"]]
+        src, (node, *also), n = tensors[:about["n_src"]], tensors[about["n_src"]:], about["n_src"]
+        arrays = [tuple(archive[f"{i}.{j}"] for j in range(3 if t.dtype == "act" else 1)) for i, t in enumerate(tensors)]
+        node.op, node.params, node.src, node.also = about["op"], about["params"], tuple(src), tuple(also)
+        for tensor, alias in zip(also, about["alias"][1:]):
+            tensor.alias = None if alias is None else src[alias]
+        self.node, self.operands, self.results = node, arrays[:n], {t.name: a for t, a in zip((node, *also), arrays[n:])}
+        self.address, self.kernel, self.device = about["address"], about["kernel"], about["device"]
+        return self
+
+
+def kernel_of(node: Tensor, backend) -> str:
+    """The module of a node's kernel, and the types of weights and caches that it is made for."""
+    types = ", ".join(source.dtype for source in node.src if source.dtype not in (*DTYPES, "act"))
+    return f"kernels/{getattr(backend, 'room', 'cuda')}/{OPS[node.op].module}.py: {node.op}{f'[{types}]' if types else ''}"
+
+
+def recompute(capture: Capture, backend) -> dict[str, Arrays]:
+    """The results of a captured node by the kernel of a backend, from what it read."""
+    node = capture.node
+    op, params, src, operands = node.op, node.params, node.src, capture.operands
+    if op == "cpy_rows_indirect":  # its addresses were those of another memory
+        rows = (operands[2][0][params["slot"]] - capture.address) // (n_bytes(src[0]) // src[0].shape[0])
+        op, params, src, operands = "set_rows", {}, (*src[:2], Tensor("rows", "i64", rows.shape)), [*operands[:2], (rows,)]
+    made = {}
+    for source, arrays in zip(src, operands):
+        if source.base not in made:
+            made[source.base] = Tensor(source.name, source.dtype, source.shape, device=backend.device, storage=(to_device(backend, source, arrays), 0))
+    also = tuple(Tensor(t.name, t.dtype, t.shape, device=backend.device, alias=made[t.base] if t.base is not t else None) for t in results(node)[1:])
+    twin = Tensor(node.name, node.dtype, node.shape, op, tuple(made[source.base] for source in src), params, backend.device, also=also)
+    if scratch := backend.scratch(twin):
+        twin.also += Tensor(f"{node.name}-scratch", *scratch, device=backend.device),
+    mine = [tensor for tensor in twin.written if tensor.base is tensor]
+    for tensor in mine:
+        tensor.storage = backend.empty(n_bytes(tensor)), 0
+    try:
+        backend.run([backend.bind(twin)])
+        return {tensor.name: on_host(backend, tensor) for tensor in results(twin)}
+    finally:
+        for tensor in (*made.values(), *mine):
+            backend.free(tensor.storage[0])

@@ -1,0 +1,117 @@
+"""The suite can fail: every planted fault is caught by the axes that must catch it, and bisection names the node."""
+import io
+
+import numpy as np
+import pytest
+
+from ggml_py.attestation import NotConfirmed, attest_generation, confirm
+from ggml_py.axes import AXES, Setting
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.bisection import first_difference
+from ggml_py.gguf_file import GGUFFile
+from ggml_py.model import Model
+from ggml_py.ops import OPS
+from ggml_py.perplexity import Settings
+from ggml_py.sampling import Sampling
+from fake_model import FakeTokenizer
+from planted_faults import FAULTS, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, made, norm, norms, verify
+from tiny_models import write_model
+
+WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
+ON_CPU = [axis for axis in AXES if axis not in ("launch", "noise", "device")]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "m.gguf", "llama", ("Q8_0",), n_embd=288, n_ff=160)
+
+
+def test_a_twin_without_a_fault(path):
+    """The twins' own arithmetic is the definition's but for the products of the sum, which are rounded: it is no axis that sees that, but the device does."""
+    assert verify(path, WINDOWS, ON_CPU, {"cpu": FaultyBackend(norms(norm))}).confirmed
+    assert not verify(path, WINDOWS, ["device"], {"cpu": CPUBackend(), "cuda:0": FaultyBackend(norms(norm), "cuda:0")}).confirmed
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_caught_and_named(path, fault, tmp_path):
+    verification = verify(path, WINDOWS, ON_CPU, {"cpu": fault.backend("cpu")})
+    caught = caught_by(verification)
+    assert fault.axes <= caught if fault.axes else not caught, caught
+    if not fault.axes:  # on one device it is right everywhere, and wrong
+        verification = verify(path, WINDOWS, ["device"], {"cpu": CPUBackend(), "cuda:0": fault.backend("cuda:0")})
+        assert caught_by(verification) == {"device"}
+    found = verification.bisect(verification.first_mismatch(), tmp_path / "dump")
+    assert found.op in fault.ops and found.inputs_equal, str(found)
+    assert any(f"{OPS[op].module}.py: {op}" in culprit for culprit in found.culprits for op in fault.ops), str(found)
+    assert {path.name for path in (tmp_path / "dump").iterdir()} >= {"default.npz", "other.npz", "run.py"}
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.axes], ids=lambda fault: fault.name)
+def test_what_one_device_cannot_see_an_attestation_does(path, fault):
+    def load(backend):
+        model = Model(GGUFFile.open(path), backend)
+        model._tokenizer = FakeTokenizer(False)
+        return model
+    with load(CPUBackend()) as model:
+        document = attest_generation(model, WINDOWS[0], 8, Sampling(), Settings(), io.StringIO())
+        assert confirm(document, model, None, None, io.StringIO()).startswith("confirmed: all 1 windows")
+    with load(fault.backend("cpu")) as model, pytest.raises(NotConfirmed, match="window 1 of 1 gave"):
+        confirm(document, model, None, None, io.StringIO())
+
+
+def test_a_stale_graph_address(path):
+    """Pieces that grow move the arena; what was captured before goes on reading and writing where it was."""
+    verification = verify(path, WINDOWS, ["pieces"], {"cuda:0": StaleGraphsBackend(device="cuda:0")})
+    assert [r.setting.growing for r in verification.results if r.status == "different"] == [True]
+    found = verification.bisect(verification.first_mismatch())
+    assert found.op == "get_rows" and found.name == "inp_embd" and found.culprits, str(found)  # the first node of the first step that is replayed
+    assert verify(path, WINDOWS, ["pieces"], {"cuda:0": CPUBackend(device="cuda:0")}).confirmed
+
+
+def test_a_race_between_a_copy_and_a_host_read(path):
+    """It shows wherever steps follow each other, and not where each node is waited for: bisection says that, and names no kernel."""
+    verification = verify(path, WINDOWS, ["rerun"], {"cpu": HastyBackend()})
+    assert caught_by(verification) == {"rerun"}
+    assert verification.bisect(verification.first_mismatch()) is None
+
+
+def test_a_fault_inside_a_fused_node(path):
+    """The default setting has gate, up and activation as one node; the other one has a faulty product, which is named though nothing of the first compares."""
+    backend = FaultyBackend({"mul_mat_glu": made(after(lambda *operands: operands[-2].__iadd__(np.float32(1e-3))))})
+    verification = verify(path, WINDOWS, ["fusion"], {"cpu": backend})
+    without = [r for r in verification.results if r.status == "different"]
+    assert {r.setting.name for r in without} == {"without mul_mat_glu", "none", "none, 8 at a time"}
+    for result in without:
+        found = verification.bisect(result)
+        assert found.name.startswith("ffn_swiglu-0") and len(found.culprits) == 1 and "mul_mat_glu" in found.culprits[0] and "in: default" in found.culprits[0], str(found)
+
+    def only_of_160_rows(*operands):
+        if operands[-1].shape[1] == 160:
+            operands[-1][:, 5] += np.float32(1e-3)
+    verification = verify(path, WINDOWS, ["fusion"], {"cpu": FaultyBackend({"mul_mat": made(after(only_of_160_rows))})})
+    result = next(r for r in verification.results if r.status == "different")
+    found = verification.bisect(result)
+    assert result.setting.name == "without mul_mat_glu"
+    assert [culprit.split(",")[0] for culprit in found.culprits] == ["ffn_gate-0", "ffn_up-0"] and "mul_mat[Q8_0]" in found.culprits[0], str(found)
+
+
+def test_memory_written_over(path):
+    """A kernel that writes behind its result: the node that reads what was there is named, with inputs that differ or none that is to blame."""
+    def beyond(*operands):
+        out = operands[-1]
+        if len(out) < 40:
+            base = out
+            while base.base is not None:
+                base = base.base
+            start = out.__array_interface__["data"][0] - base.__array_interface__["data"][0] + out.nbytes
+            base[start:start + 4096] = 7
+    verification = verify(path, WINDOWS, ["ubatch"], {"cpu": FaultyBackend({"mul_mat": made(after(beyond))})})
+    assert caught_by(verification) == {"ubatch"}
+    found = verification.bisect(verification.first_mismatch())
+    assert found is not None and not found.culprits and "as defined for what they read" in str(found)
+
+
+def test_the_same_bits_are_not_bisected(path):
+    with Model(GGUFFile.open(path), CPUBackend()) as model:
+        a, b = Setting("default", "", "cpu"), Setting("ubatch", "", "cpu", n_ubatch=7, no_fuse=("all",), kv_write="cpy", order=(2, 1, 0), piece=31)
+        assert first_difference(model, model, WINDOWS, a, b, 1) is None

@@ -1,0 +1,212 @@
+"""`ggml-py verify`: one digest over the axes, mismatches found, what cannot be run never passed; exit codes and reports."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from fake_model import FakeTokenizer
+
+from ggml_py.__main__ import main
+from ggml_py.axes import AXES, Setting, play, settings_of, shortened
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.errors import UserError
+from ggml_py.gguf_file import GGUFFile
+from ggml_py.merkle import merkle_root
+from ggml_py.model import Model
+from ggml_py.passes import PASSES
+from ggml_py.perplexity import LogitsDigest
+from ggml_py.verify import WindowDigests, first_windows
+from planted_faults import FaultyBackend, after, made
+from planted_faults import verify as verify_on
+from tiny_models import write_model
+
+WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "m.gguf", "llama", ("Q8_0", "F16", "Q4_1"), n_vocab=259)
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(bytes(np.random.default_rng(4).integers(97, 123, 200, np.uint8)))
+    return file
+
+
+def loader(path, backend):
+    def load(_, device):
+        model = Model(GGUFFile.open(path), backend(device))
+        model._tokenizer = FakeTokenizer(add_bos=True)
+        return model
+    return load
+
+
+def call(capsys, load, *argv):
+    code = main(["verify", *map(str, argv)], load)
+    return code, *capsys.readouterr()
+
+
+# Settings
+
+def test_every_axis_has_settings_or_a_reason():
+    for devices in ["cpu"], ["cuda:0"], ["cuda:0", "cpu"], ["cuda:0", "cuda:1", "cpu"]:
+        settings = settings_of(list(AXES), devices, (4, 512))
+        assert {s.axis for s in settings} == {"default", *AXES}
+        assert settings[0].axis == "default" and [s.axis for s in settings].count("default") == 1
+        for s in settings:
+            on_gpu = s.device != "cpu"
+            assert bool(s.reason) == (not s.device)
+            assert not s.reason or s.axis in ({"threads"} if "cpu" not in devices else {"launch", "noise"} if devices == ["cpu"] else set()) | (
+                {"device"} if len(devices) == 1 else set())
+            assert s.reason or (s.axis in ("launch", "noise")) <= on_gpu and (s.axis == "threads") <= (not on_gpu)
+
+
+def test_settings_are_those_of_the_promise():
+    by_axis = {axis: [s for s in settings_of([axis], ["cuda:0"], (4, 512), reruns=3)[1:] if not s.reason] for axis in AXES}
+    assert [s.n_ubatch for s in by_axis["ubatch"]] == [1, 7, 32, 512] and len(by_axis["rerun"]) == 3
+    assert {s.no_fuse for s in by_axis["fusion"]} == {("all",), *((name,) for name in PASSES)}
+    assert all(sorted(s.order) == [0, 1, 2, 3] for s in by_axis["sequences"]) and len({s.order for s in by_axis["sequences"]}) == 2
+    assert all(s.noise for s in by_axis["noise"]) and by_axis["noise"] and {s.graphs for s in by_axis["launch"]} == {True, False}
+    assert [s.kv_write for s in by_axis["kv_write"]] == ["cpy"] and [s.piece for s in by_axis["pieces"]] == [17, 100, 0]
+    assert by_axis["pieces"][-1].pieces(10) == [(0, 1), (1, 3), (3, 7), (7, 10)] and by_axis["pieces"][-1].pieces(7) == [(0, 1), (1, 3), (3, 7)]
+    assert by_axis["pieces"][0].pieces(40) == [(0, 17), (17, 34), (34, 40)] and Setting("", "", "cpu").pieces(40) == [(0, 40)]
+
+
+def test_unknown_axis():
+    with pytest.raises(UserError, match="--axes: 'speed' is no axis; allowed: rerun, ubatch"):
+        settings_of(["rerun", "speed"], ["cpu"], (1, 8))
+
+
+def test_only_cpus_get_shorter_texts():
+    slow = Setting("ubatch", "1", "cpu", n_ubatch=1)
+    assert shortened(slow, (4, 512)).n_tokens == 64 and shortened(slow, (4, 40)).n_tokens == 40 and not shortened(slow, (1, 64)).n_tokens
+    assert not shortened(Setting("ubatch", "1", "cuda:0", n_ubatch=1), (4, 512)).n_tokens
+
+
+def test_play_gives_every_row_once():
+    class Counting:
+        def clear(self):
+            self.n = {}
+
+        def decode_batch(self, batch, logits):
+            assert logits == "all"
+            return [tokens[:, None] for _, tokens in batch]
+    windows = np.arange(12).reshape(3, 4)
+    for setting in Setting("", "", "cpu"), Setting("", "", "cpu", piece=3), Setting("", "", "cpu", order=(2, 0, 1), piece=3), Setting("", "", "cpu", growing=True):
+        found = np.full_like(windows, -1)
+        for window, first, rows in play(Counting(), windows, setting):
+            assert (found[window, first:first + len(rows)] == -1).all()
+            found[window, first:first + len(rows)] = rows[:, 0]
+        assert (found == windows).all()
+
+
+def test_first_windows():
+    assert first_windows(range(10), 4, 3).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and first_windows(range(3), 4, 3).tolist() == [[0, 1, 2]]
+    with pytest.raises(UserError, match="verify: the text has 1 tokens, at least 2"):
+        first_windows([1], 4, 1)
+
+
+def test_heads_are_digests_of_first_rows():
+    rows, digests, expected = np.random.default_rng(0).standard_normal((9, 5)).astype(np.float32), WindowDigests(2, [4, 7]), LogitsDigest()
+    for first in 0, 3, 6:
+        digests.update(1, first, rows[first:first + 3] + 1)
+        digests.update(0, first, rows[first:first + 3])
+    for n in 4, 7:
+        expected = LogitsDigest()
+        expected.update(rows[:n])
+        assert digests.heads[n].hexdigest() == expected.hexdigest()
+    expected = LogitsDigest()
+    expected.update(rows)
+    assert digests.hexdigests()[0] == expected.hexdigest() != digests.hexdigests()[1]
+
+
+def test_merkle_root():
+    from hashlib import sha256
+    a, b, c = (sha256(bytes([i])).hexdigest() for i in range(3))
+    leaf = lambda d: sha256(b"\0" + bytes.fromhex(d)).digest()
+    node = lambda x, y: sha256(b"\1" + x + y).digest()
+    assert merkle_root([a]) == leaf(a).hex()
+    assert merkle_root([a, b, c]) == node(node(leaf(a), leaf(b)), leaf(c)).hex() != merkle_root([a, c, b])
+    with pytest.raises(ValueError, match="at least one"):
+        merkle_root([])
+
+
+# Runs
+
+def test_one_digest(path):
+    verification = verify_on(path, WINDOWS, list(AXES), {"cpu": CPUBackend()})
+    statuses = {result.setting.axis: result.status for result in verification.results}
+    assert statuses == {**dict.fromkeys(["default", *AXES], "same"), **dict.fromkeys(["launch", "noise", "device"], "not run")}
+    assert verification.confirmed and verification.first_mismatch() is None
+    assert len({r.digest for r in verification.results if r.digest and not r.setting.n_tokens}) == 1
+    short, = [r for r in verification.results if r.setting.n_tokens]
+    assert short.setting.n_ubatch == 1 and short.digest != verification.results[0].digest
+
+
+def test_devices(path):
+    verification = verify_on(path, WINDOWS, ["device", "rerun"], {"cuda:0": CPUBackend(device="cuda:0"), "cpu": CPUBackend()})
+    assert [(r.setting.axis, r.setting.device, r.status) for r in verification.results] == [
+        ("default", "cuda:0", "same"), *[("rerun", "cuda:0", "same")] * 2, ("device", "cpu", "same"), *[("rerun", "cpu", "same")] * 2]
+
+
+def test_command(path, text, capsys, tmp_path):
+    load = loader(path, lambda device: CPUBackend())
+    code, out, err = call(capsys, load, "-m", path, "-f", text, "-c", 60, "--devices", "cpu", "--axes", "rerun,launch,sequences", "--json", tmp_path / "r.json")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert code == 0 and out.splitlines()[-1].startswith("one digest: 5 settings gave ") and "not run: 1" in out and err == ""
+    assert report["confirmed"] is True and report["n_windows"] == 3 and report["n_ctx"] == 60 and report["first_difference"] is None
+    assert [s["status"] for s in report["settings"]] == ["same"] * 5 + ["not run"] and report["settings"][-1]["reason"]
+    assert out.count(report["settings"][0]["digest"][:16]) == 5 + 1
+
+
+def test_a_mismatch(path, text, capsys, tmp_path):
+    """A product that is off by one ULP for fewer than 32 rows: exit code 1, the node, and a dump whose script shows it."""
+    def nudge(*operands):
+        if len(operands[-1]) < 32:
+            operands[-1][:, 3] = np.nextafter(operands[-1][:, 3], np.float32(np.inf))
+    load = loader(path, lambda device: FaultyBackend({"mul_mat": made(after(nudge))}))
+    code, out, _ = call(capsys, load, "-m", path, "-f", text, "-c", 60, "--devices", "cpu", "--axes", "rerun,ubatch", "--json", tmp_path / "r.json",
+                        "--dump", tmp_path / "dump")
+    found = json.loads((tmp_path / "r.json").read_text())["first_difference"]
+    assert code == 1 and "different bits: 3 of 7 settings differ from the default one" in out
+    assert (found["name"], found["op"], found["inputs_equal"], found["shape"], found["max_ulps"]) == ("Qlin-0", "mul_mat", True, [1, 128], 1)
+    assert found["first"] == [0, 3] and found["n_different"] == 1 and found["n"] == 128 and found["patterns"][0] != found["patterns"][1]
+    assert found["culprits"] == ["Qlin-0, kernels/cpu/mul_mat.py: mul_mat[Q4_1] on cpu, in: ubatch, 1 at a time"]
+    assert f"first at (0, 3): {found['patterns'][0]} != {found['patterns'][1]}" in out
+    lines = subprocess.run([sys.executable, tmp_path / "dump" / "run.py"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("default.npz") and lines[0].endswith("Qlin-0: the same bits")
+    assert lines[1].startswith("other.npz") and lines[1].endswith(f"1 of 128 differ, first at (0, 3): {found['patterns'][0]} != {found['patterns'][1]} "
+                                                                   f"({np.float32(found['values'][0])}, {np.float32(found['values'][1])})")
+
+
+def test_a_silent_fall_back_is_no_pass(path, text, capsys):
+    """The backend of a GPU that is a CPU's: its bits are right and its devices are not."""
+    load = loader(path, lambda device: CPUBackend())
+    from ggml_py.verify import Verification
+    with Verification(lambda device: load(None, device), WINDOWS, settings_of(["rerun"], ["cuda:0"], WINDOWS.shape)) as verification:
+        verification.run()
+    assert [r.status for r in verification.results] == ["elsewhere"] * 3 and not verification.confirmed
+    assert verification.results[0].elsewhere.startswith("inp_embd and ") and verification.results[0].elsewhere.endswith("more nodes ran on cpu")
+    assert verification.verdict() == "not confirmed: 3 of 3 settings ran on another device than theirs"
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--axes", "speed"], "--axes: 'speed' is no axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
+    (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"), (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
+    (["--reruns", "0"], "argument --reruns: must be at least 1, got 0"), (["-m", "no.gguf"], "no.gguf"),
+])
+def test_bad_input(path, text, capsys, argv, message):
+    code, out, err = call(capsys, loader(path, lambda device: CPUBackend()), "-m", path, "-f", text, "--devices", "cpu", "-c", "60", *argv)
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_recording_is_in_nobodys_way():
+    """Contexts that are not recorded know nothing of recording: what runs a step is as it was."""
+    from pathlib import Path
+    import ggml_py
+    folder = Path(ggml_py.__file__).parent
+    users = {path.name for path in folder.rglob("*.py") if "recording" in path.read_text() or "bisection" in path.read_text()}
+    assert users <= {"recording.py", "bisection.py", "verify.py", "cli.py"}
