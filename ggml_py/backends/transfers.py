@@ -395,7 +395,7 @@ class Transfers:
 
 def _address(what: str, buffer, offset: int, n_bytes: int) -> int:
     address = int(buffer.handle)
-    if not address:
+    if not address and buffer.size:  # of nothing it is 0 as well
         raise ValueError(f"{what}: the buffer has been freed")
     if offset < 0 or n_bytes < 0 or offset + n_bytes > buffer.size:
         raise ValueError(f"{what}: bytes {offset} to {offset + n_bytes} of a buffer, allowed: 0 to {buffer.size}")

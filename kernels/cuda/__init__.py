@@ -6,7 +6,7 @@ launch       a kernel and its launch as values; compiling to PTX, the disk cache
 simulator    the same kernel functions in numba's CUDA simulator, on arrays in host memory
 weights      weight tiles on the device: loads for the unpackings of quant/
 quantize     activations
-mul_mat      matrix products: the choice among mmvq (float weights, small matrices), mmq_few and mmq (tile_product: tensor cores)
+mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
 mul_mat_glu  gate, up and their activation
 get_rows, dequantize   rows and whole tensors as floats
 rms_norm_act, add_rms_norm, swiglu_act   what makes activations, fused with quantize

@@ -6,10 +6,9 @@ from ...quant.tile import ROWS
 from .launch import check
 from .mmq import Block, block_shape, hopper_blocks, mmq
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
-from .mmvq import max_warps, mmvq_kernel, splits, tokens
+from .mmvq import TOKENS, max_warps, mmvq_kernel
 
-# Warps of a multiprocessor that keep its memory busy, and fewest of a block. Measured on an H200 (docs/kernels-log.md).
-WARPS_WANTED, WARPS_RESIDENT, FEWEST_WARPS = 12, 16, 4
+WARPS_RESIDENT, FEWEST_WARPS = 16, 4  # of mmvq: warps of a multiprocessor that keep its memory busy, fewest of a block (docs/kernels-log.md)
 # us of a chunk of Q4_K: a row tile with 16 tokens in mmq_few; a block of warpgroups by its row tiles
 FEW_US, WARPGROUPS_US = 0.6, {4: 2.6, 2: 1.7}
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
@@ -17,23 +16,18 @@ MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 
 @dataclass(frozen=True)
 class MMVQShape:
-    """Launch of mmvq: tokens of a block, lanes of a row, warps of a block, blocks over rows and tokens."""
+    """Launch of mmvq: tokens of a block, warps of a block, blocks over row tiles and tokens."""
     n_tokens: int
-    split: int
     n_warps: int
     grid: tuple[int, int]
 
 
 def mmvq_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> MMVQShape:
-    """As many tokens as a block can take. One token: lanes share rows until there are WARPS_WANTED warps a multiprocessor. Blocks of few warps where
-    there are many blocks; every warp of a block takes as many chunks."""
-    fmt = format_of(type_)
-    n_tokens = next((c for c in tokens(fmt) if c >= n), tokens(fmt)[-1])
-    n_tiles, n_chunks, most = -(-n_rows // ROWS), -(-n_cols // CHUNK), max_warps(fmt, n_tokens)
-    split = next((s for s in splits(fmt) if n_tiles * s * min(n_chunks, most) >= WARPS_WANTED * n_multiprocessors), splits(fmt)[-1])
-    grid = n_tiles * split, -(-n // n_tokens)
-    n_warps = min(n_chunks, most, max(FEWEST_WARPS, WARPS_RESIDENT * n_multiprocessors // (grid[0] * grid[1])))
-    return MMVQShape(n_tokens, split, -(-n_chunks // -(-n_chunks // n_warps)), grid)
+    """As many tokens as a block can take. Blocks of few warps where there are many blocks; every warp of a block takes as many chunks."""
+    n_tokens = next((c for c in TOKENS if c >= n), TOKENS[-1])
+    n_chunks, grid = -(-n_cols // CHUNK), (-(-n_rows // ROWS), -(-n // n_tokens))
+    n_warps = min(n_chunks, max_warps(format_of(type_), n_tokens), max(FEWEST_WARPS, WARPS_RESIDENT * n_multiprocessors // (grid[0] * grid[1])))
+    return MMVQShape(n_tokens, -(-n_chunks // -(-n_chunks // n_warps)), grid)
 
 
 def fills(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> bool:
@@ -59,10 +53,9 @@ def many_shape(names: tuple[str, ...], n_rows: int, n: int, n_multiprocessors: i
 
 def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
                   warpgroups: bool = False) -> MMVQShape | FewShape | Block:
-    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq. Quantized ones: mmvq for one token of a matrix that does
-    not fill the device with a warp for each tile's chunk; mmq for many tokens; else mmq_few."""
-    fmt, n_tiles = format_of(type_), -(-n_rows // ROWS)
-    if not fmt.is_quantized or n == 1 and n_tiles * -(-n_cols // CHUNK) < WARPS_WANTED * n_multiprocessors:
+    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq. Quantized ones: mmq for many tokens, else mmq_few."""
+    fmt = format_of(type_)
+    if not fmt.is_quantized:
         return mmvq_shape(fmt, n_rows, n_cols, n, n_multiprocessors)
     names = (fmt.name,)
     return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
@@ -82,4 +75,4 @@ def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
         return mmq(target, fmt.name, *args, shape)
     if isinstance(shape, FewShape):
         return mmq_few(target, fmt.name, *args, shape)
-    return target.launch(mmvq_kernel(fmt.name, shape.n_tokens, shape.split), shape.grid, 32 * shape.n_warps, args)
+    return target.launch(mmvq_kernel(fmt.name, shape.n_tokens), shape.grid, 32 * shape.n_warps, args)

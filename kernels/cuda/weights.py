@@ -168,17 +168,6 @@ def _with_tables(fmt: Format, loads, load) -> Tables:
 
 
 @lru_cache(None)
-def unpacker_with_tables(name: str) -> Tables:
-    """Weights in global memory: t = (words, base, row, shared), a shared array of int32 or uint32."""
-    @device
-    def load(t, i):
-        return lds(t[3], i)
-
-    fmt = format_of(name)
-    return _with_tables(fmt, loads(fmt), load)
-
-
-@lru_cache(None)
 def shared_unpacker(name: str, first: int = 0) -> Tables:
     """Weights in the same shared array of uint32 as the codebooks, which begin at its word `first`: t = (shared, base, row) of `quarter_loads`."""
     @device
