@@ -53,6 +53,41 @@ def rotated_and_cached(node: Tensor) -> Match | None:
     return Match((cache_v, cache_k, values, y, x, *angles, rows), params, [q, k, rotated], into=v)
 
 
+def routing(node: Tensor) -> Match | None:
+    """The choice of the experts whose outputs a node adds by weight, and their weights."""
+    if node.op != "weighted_sum":
+        return None
+    taken, params = [], {"factor": 1.0, "n_group": 0, "n_group_used": 0, "gating": "softmax_of_chosen"}
+
+    def step(x: Tensor, *ops: str) -> Tensor:
+        """The first operand of x, which is taken, if x is of one of these ops; else x."""
+        if x.op not in ops:
+            return x
+        taken.append(x)
+        params.update({key: value for key, value in x.params.items() if key in ("factor", "n_group", "n_group_used", "k")})
+        return x.src[0]
+    weights = node.src[1]
+    x = step(weights, "scale")
+    scaled, normalized = x, step(x, "normalize")
+    params["norm"] = normalized is not scaled
+    chosen = step(normalized, "soft_max")
+    if chosen.op != "take_columns" or chosen.src[1].op != "top_k":
+        return None
+    probs, ids = chosen.src
+    taken.append(chosen)
+    by = step(ids, "top_k")
+    by = step(by, "mask_groups")
+    bias = by.src[1:] if by.op == "add" and by.src[0] is probs else ()
+    by = step(by, "add") if bias else by
+    logits = probs if chosen is not normalized else step(probs, "soft_max", "sigmoid")
+    if by is not probs or chosen is normalized and logits is probs:
+        return None
+    if logits is not probs:
+        params["gating"] = {"soft_max": "softmax"}.get(probs.op, probs.op)
+    taken.remove(ids)
+    return Match((logits, *bias), params, [ids, *(each for each in taken if each is not weights)], into=weights)
+
+
 # Name of the pass and of the op it makes -> what it looks for. A node becomes the fused node, in its place, where
 #
 # - the op, defined as the composition of what is taken, takes the operands and parameters by its shape rule,
@@ -69,6 +104,7 @@ PASSES = {
     "mul_mat_glu": gated_products,
     "swiglu_act": chain("swiglu", "quantize"),
     "rope_set_rows": rotated_and_cached,
+    "topk_moe": routing,
 }
 
 

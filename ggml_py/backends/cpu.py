@@ -149,6 +149,13 @@ def bind_weighted_sum(kernel, node, x, w, out):
     return partial(kernel, x.reshape(*w.shape, -1), w, out)
 
 
+@binds("topk_moe")
+def bind_topk_moe(kernel, node, logits, *others):
+    *bias, weights, ids = others
+    p = node.params
+    return partial(kernel(p["gating"]), logits, *bias or [np.empty(0, np.float32)], p["n_group"], p["n_group_used"], p["norm"], np.float32(p["factor"]), weights, ids)
+
+
 @binds("mask_groups")
 def bind_mask_groups(kernel, node, x, out):
     return partial(kernel, x, node.params["n_group"], node.params["n_group_used"], out)

@@ -1,4 +1,4 @@
-"""Products with experts: the rows are sorted by expert, each expert's are a dense product of `mul_mat`, whose units, (expert, row tile, columns), threads share."""
+"""Products with experts: the rows are sorted by expert, each expert's are a dense product of `mul_mat`; threads share the units, (expert, row tile, columns)."""
 from functools import lru_cache
 
 import numpy as np
