@@ -318,6 +318,17 @@ def mul_mat_glu(params, gate, up, x, *biases):
     return mul_mat(params, gate, x)
 
 
+@op("gate up x ids gate_bias up_bias", "act alpha limit", n_optional=2, defaults={"alpha": 0.0, "limit": 0.0})
+def mul_mat_id_glu(params, gate, up, x, ids, *biases):
+    """mul_mat_glu with the matrices of experts, and their biases. act may also be swiglu_oai, which takes alpha and limit."""
+    need(params["act"] in (*GLU.values(), "swiglu_oai"), f"act must be one of {', '.join(GLU.values())}, swiglu_oai, not {params['act']!r}")
+    need(params["act"] != "swiglu_oai" or params["limit"] > 0, f"limit must be positive, got {params['limit']}")
+    need(gate.shape == up.shape, "gate and up must have one shape")
+    need(all(b.dtype == "f32" and b.shape == gate.shape[:2] for b in biases), "biases must be f32 [X, m]")
+    mul_mat_id(params, up, x, ids)
+    return mul_mat_id(params, gate, x, ids)
+
+
 @op("gate up")
 def swiglu_act(_, gate, up):
     """quantize(swiglu(gate, up))."""

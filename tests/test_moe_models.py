@@ -1,4 +1,6 @@
 """Models with experts on the CPU: the same bits on every axis, equal to dense models where they must be, and their errors."""
+from itertools import combinations
+
 import gguf
 import numpy as np
 import pytest
@@ -43,14 +45,25 @@ def test_same_bits_on_every_axis(kind, tokens, tmp_path):
                     assert_bitwise_equal(got, expected[:n], f"{kind} sequence {seq} of {order}")
 
 
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_every_mix_of_fused_and_unfused(kind, tokens, tmp_path):
+    """Gate and up fused or not, with what is before and after them fused or not."""
+    names = "rms_norm_act", "mul_mat_id_glu", "swiglu_act", "topk_moe"
+    with Model.load(write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "Q4_1")), device="cpu") as model:
+        expected = run(model, tokens[:20])
+        for some in (some for n in range(1, 5) for some in combinations(names, n)):
+            assert_bitwise_equal(run(model, tokens[:20], no_fuse=some), expected, f"{kind} without {some}")
+
+
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_routing_is_one_node(kind, tmp_path):
+def test_routing_is_one_node_and_gated_products_are(kind, tmp_path):
     """In the layers with experts, on prompts and on single tokens."""
-    with Model.load(write_moe_model(tmp_path / "m.gguf", kind, MIXED), device="cpu") as model, model.new_context(n_ctx=64) as context:
+    with Model.load(write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "Q4_1")), device="cpu") as model, model.new_context(n_ctx=64) as context:
         n = sum(il >= model.graph.experts.n_dense for il in range(model.graph.hp.n_layer))
         for n_tokens in 5, 1:
             ops = [node.op for node in context.program(n_tokens, 1).nodes]
             assert ops.count("topk_moe") == ops.count("weighted_sum") == n > 0
+            assert ops.count("mul_mat_id_glu") == ops.count("mul_mat_id") == n and ops.count("add_id") == n * (kind == "gpt-oss")  # of down
             assert not {"top_k", "take_columns", "normalize", "mask_groups", "sigmoid", "soft_max"} & set(ops)
 
 

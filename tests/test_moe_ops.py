@@ -8,7 +8,7 @@ from test_cpu_ops import SPECIAL, attention_case, compare, f32, n_threads, numbe
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.graph import Graph, GraphError, Tensor
-from ggml_py.kernels.cpu import elementwise, experts, flash_attn_ext, glu, heads, mul_mat, mul_mat_id, quantize, routing, soft_max, topk_moe
+from ggml_py.kernels.cpu import elementwise, experts, flash_attn_ext, glu, heads, mul_mat, mul_mat_id, mul_mat_id_glu, quantize, routing, soft_max, topk_moe
 from ggml_py.kernels.reference import dispatch
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import experts as reference_experts
@@ -16,6 +16,7 @@ from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import glu as reference_glu
 from ggml_py.kernels.reference import heads as reference_heads
 from ggml_py.kernels.reference import mul_mat_id as reference_mul_mat_id
+from ggml_py.kernels.reference import mul_mat_id_glu as reference_mul_mat_id_glu
 from ggml_py.kernels.reference import routing as reference_routing
 from ggml_py.kernels.reference import soft_max as reference_soft_max
 from ggml_py.kernels.reference import topk_moe as reference_topk_moe
@@ -246,6 +247,26 @@ def test_mul_mat_heads(type_):
     for h in range(3):
         mul_mat.mul_mat(type_)(words[h], *(np.ascontiguousarray(part[h::3]) for part in x), one)
         assert_bitwise_equal(found[h::3], one, f"head {h}")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu", "swiglu_oai"])
+@pytest.mark.parametrize("types", [("Q8_0", "Q8_0"), ("Q4_K", "Q4_1"), ("F16", "F32")], ids="-".join)
+def test_mul_mat_id_glu(types, act, biased, n_threads):
+    rng = seeded(f"{types} {act}")
+    for n, u, b, n_expert in (1, 4, 1, 8), (7, 3, 3, 60):
+        words = [stack(type_, n_expert, 33, 256, rng) for type_ in types]
+        x, ids = factor(types[0], numbers((n * b, 256), rng)), rng.integers(0, n_expert, (n, u)).astype(np.int32)
+        biases = tuple(numbers((2, n_expert, 33), rng)) if biased else ()
+        results = []
+        for room in reference_mul_mat_id_glu, mul_mat_id_glu:
+            out = np.full((n * u, 33), 2, f32)
+            room.mul_mat_id_glu(act, *types)(*words, x, ids, biases, f32(1.702), f32(7), out, np.empty_like(out), "node")
+            results.append(out)
+        assert_bitwise_equal(*results, f"mul_mat_id_glu[{types}, {act}, n={n}, u={u}, b={b}, X={n_expert}, biased={biased}]")
+        ids[-1, -1] = n_expert
+        with pytest.raises(IndexError, match=f"^node: token {n - 1} has expert {n_expert} at rank {u - 1}, allowed: 0 to {n_expert - 1}$"):
+            room.mul_mat_id_glu(act, *types)(*words, x, ids, biases, f32(1.702), f32(7), out, np.empty_like(out), "node")
 
 
 # Around them

@@ -92,7 +92,7 @@ class CPUBackend:
         pass
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
+        return (node.dtype, node.shape) if node.op in ("mul_mat_glu", "mul_mat_id_glu") else None
 
     def bind(self, node: Tensor) -> Callable[[], None]:
         return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), *map(self.view, node.written))
@@ -127,6 +127,14 @@ def bind_mul_mat(kernel, node, words, x, out):
 @binds("mul_mat_id")
 def bind_mul_mat_id(kernel, node, words, x, ids, out):
     return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), ids, out, node.name)
+
+
+@binds("mul_mat_id_glu")
+def bind_mul_mat_id_glu(kernel, node, gate, up, x, ids, *others):
+    *biases, out, scratch = others
+    types, n_expert, p = (w.dtype for w in node.src[:2]), node.src[0].shape[0], node.params
+    return partial(kernel(p["act"], *types), gate.reshape(n_expert, -1), up.reshape(n_expert, -1), x if isinstance(x, tuple) else (x,), ids, biases,
+                   np.float32(p["alpha"]), np.float32(p["limit"]), out, scratch, node.name)
 
 
 @binds("mul_mat_heads")
