@@ -78,8 +78,8 @@ class Graph:
         except ShapeError as error:
             raise GraphError(f"{node}: {op}: {error}; operands: {'; '.join(map(repr, src))}") from None
         operands = dict(zip(declared.operands, src))
-        also = tuple(Tensor(f"{node}-{what}", operands[of].dtype, operands[of].shape, device=self.device, alias=operands[of].base if of in declared.into else None)
-                     for what, of in declared.also.items())
+        also = tuple(Tensor(f"{node}-{what}", *(of(params, *src) if callable(of) else (operands[of].dtype, operands[of].shape)), device=self.device,
+                            alias=operands[of].base if of in declared.into else None) for what, of in declared.also.items())
         tensor = Tensor(node, dtype, tuple(shape), op, src, params, self.device, also=also)
         self.nodes.append(tensor)
         return tensor

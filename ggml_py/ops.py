@@ -25,7 +25,7 @@ class Op:
     into: tuple[str, ...] = ()  # operands, caches, that it writes into; the first of all operands is one and is returned
     defaults: dict = field(default_factory=dict)  # values of parameters that need not be given
     is_view: bool = False  # the result is the first operand's memory
-    also: dict[str, str] = field(default_factory=dict)  # further results by name, each of the dtype and shape of an operand, or that operand, if it is written into
+    also: dict = field(default_factory=dict)  # further results by name: each of an operand's dtype and shape, or that operand, if it is written into; or a rule as `result`
 
     @property
     def module(self) -> str:
@@ -100,8 +100,9 @@ def mul_mat_id(_, w, x, ids):
     _ids(ids)
     n, u = ids.shape
     b = x.shape[0] // n if n else 1
-    need(x.shape[0] == n * b and b > 0 and u % b == 0, f"x has {x.shape[0]} rows, allowed for ids of {n} tokens with {u} experts: a divisor of {u} for each token")
     need(0 < u, "a token must have one expert at least")
+    need(x.shape[0] == n * b and b > 0 and u % b == 0,
+         f"x has {x.shape[0]} rows, allowed for ids of {n} tokens with {u} experts: a divisor of {u} for each token")
     return "f32", (n * u, w.shape[1])
 
 
@@ -178,6 +179,21 @@ def normalize(_, x):
     return "f32", x.shape
 
 
+GATINGS = "softmax", "sigmoid", "softmax_of_chosen"
+
+
+@op("logits bias", "k gating norm factor n_group n_group_used", n_optional=1, also={"ids": lambda params, logits, *bias: ("i32", (logits.shape[0], params["k"]))})
+def topk_moe(params, logits, *bias):
+    """The weights of k experts, and their ids: softmax or sigmoid of the logits, chosen by their sum with the bias in the groups that mask_groups leaves
+    (n_group > 1), or, for the softmax of the chosen, by the logits; normalized or not, times factor."""
+    need(params["gating"] in GATINGS, f"gating must be one of {', '.join(GATINGS)}, not {params['gating']!r}")
+    need(all(b.dtype == "f32" and b.shape == logits.shape[-1:] for b in bias), "bias must be f32 [X]")
+    top_k(params, logits)
+    if params["n_group"] > 1:
+        mask_groups(params, logits)
+    return "f32", (logits.shape[0], params["k"])
+
+
 @op("x", "shape", is_view=True)
 def reshape(params, x):
     need(x.dtype == "f32" and prod(x.shape) == prod(params["shape"]), f"x must be f32 of {prod(params['shape'])} values")
@@ -199,7 +215,8 @@ def concat_heads(params, x, y):
     """The channels of each head of x, and behind them those of the same head of y, or of its only one."""
     need(x.dtype == y.dtype == "f32" and len(x.shape) == len(y.shape) == 2 and x.shape[0] == y.shape[0], "x and y must be f32 [n, heads]")
     n_head, n_head_y = params["n_head"], params["n_head_y"]
-    need(n_head_y in (1, n_head) and x.shape[1] % n_head == 0 and y.shape[1] % n_head_y == 0, f"{x.shape[1]} and {y.shape[1]} columns are not {n_head} and {n_head_y} heads")
+    need(n_head_y in (1, n_head) and x.shape[1] % n_head == 0 and y.shape[1] % n_head_y == 0,
+         f"{x.shape[1]} and {y.shape[1]} columns are not {n_head} and {n_head_y} heads")
     return "f32", (x.shape[0], x.shape[1] + y.shape[1] // n_head_y * n_head)
 
 
@@ -299,6 +316,17 @@ def mul_mat_glu(params, gate, up, x, *biases):
     need(all(b.dtype == "f32" and b.shape == gate.shape[:1] for b in biases), "biases must be f32 [m]")
     mul_mat(params, up, x)
     return mul_mat(params, gate, x)
+
+
+@op("gate up x ids gate_bias up_bias", "act alpha limit", n_optional=2, defaults={"alpha": 0.0, "limit": 0.0})
+def mul_mat_id_glu(params, gate, up, x, ids, *biases):
+    """mul_mat_glu with the matrices of experts, and their biases. act may also be swiglu_oai, which takes alpha and limit."""
+    need(params["act"] in (*GLU.values(), "swiglu_oai"), f"act must be one of {', '.join(GLU.values())}, swiglu_oai, not {params['act']!r}")
+    need(params["act"] != "swiglu_oai" or params["limit"] > 0, f"limit must be positive, got {params['limit']}")
+    need(gate.shape == up.shape, "gate and up must have one shape")
+    need(all(b.dtype == "f32" and b.shape == gate.shape[:2] for b in biases), "biases must be f32 [X, m]")
+    mul_mat_id(params, up, x, ids)
+    return mul_mat_id(params, gate, x, ids)
 
 
 @op("gate up")

@@ -25,10 +25,11 @@ def chain(producer: str, consumer: str) -> Callable[[Tensor], Match | None]:
     return match
 
 
-def product(node: Tensor) -> Match | None:
-    """(w, x) or, where a bias is added, (w, x, bias)."""
-    biased = chain("mul_mat", "add")(node)
-    return biased._replace(taken=[*biased.taken, node]) if biased else Match(node.src, {}, [node]) if node.op == "mul_mat" else None
+def product(node: Tensor, op: str = "mul_mat", add: str = "add") -> Match | None:
+    """Operands of the op and, where a bias is added, what is added."""
+    if node.op == add and node.src[0].op == op:
+        return Match((*node.src[0].src, *node.src[1:]), {}, [node.src[0], node])
+    return Match(node.src, {}, [node]) if node.op == op else None
 
 
 def gated_products(node: Tensor) -> Match | None:
@@ -38,6 +39,19 @@ def gated_products(node: Tensor) -> Match | None:
         return None
     (gate, x, *gate_bias), (up, _, *up_bias) = found[0].src, found[1].src
     return Match((gate, up, x, *gate_bias, *up_bias), {"act": GLU[node.op]}, [*found[0].taken, *found[1].taken])
+
+
+def gated_products_of_experts(node: Tensor) -> Match | None:
+    """The same with the matrices, and biases, of the same experts."""
+    units = {**GLU, "swiglu_oai": "swiglu_oai"}
+    found = [product(source, "mul_mat_id", "add_id") for source in node.src] if node.op in units else []
+    if not found or None in found or len(found[0].src) != len(found[1].src):
+        return None
+    (gate, x, ids, *gate_bias), (up, also_x, also_ids, *up_bias) = found[0].src, found[1].src
+    if x is not also_x or any(each is not ids for each in (also_ids, *gate_bias[1:], *up_bias[1:])):
+        return None
+    params = {"alpha": 0.0, "limit": 0.0, **node.params, "act": units[node.op]}
+    return Match((gate, up, x, ids, *gate_bias[:1], *up_bias[:1]), params, [*found[0].taken, *found[1].taken])
 
 
 def rotated_and_cached(node: Tensor) -> Match | None:
@@ -63,6 +77,41 @@ def rotated_and_cached(node: Tensor) -> Match | None:
     return Match((cache_v, cache_k, values, y, x, *angles, dst, *norms), params, taken, into=v)
 
 
+def routing(node: Tensor) -> Match | None:
+    """The choice of the experts whose outputs a node adds by weight, and their weights."""
+    if node.op != "weighted_sum":
+        return None
+    taken, params = [], {"factor": 1.0, "n_group": 0, "n_group_used": 0, "gating": "softmax_of_chosen"}
+
+    def step(x: Tensor, *ops: str) -> Tensor:
+        """The first operand of x, which is taken, if x is of one of these ops; else x."""
+        if x.op not in ops:
+            return x
+        taken.append(x)
+        params.update({key: value for key, value in x.params.items() if key in ("factor", "n_group", "n_group_used", "k")})
+        return x.src[0]
+    weights = node.src[1]
+    x = step(weights, "scale")
+    scaled, normalized = x, step(x, "normalize")
+    params["norm"] = normalized is not scaled
+    chosen = step(normalized, "soft_max")
+    if chosen.op != "take_columns" or chosen.src[1].op != "top_k":
+        return None
+    probs, ids = chosen.src
+    taken.append(chosen)
+    by = step(ids, "top_k")
+    by = step(by, "mask_groups")
+    bias = by.src[1:] if by.op == "add" and by.src[0] is probs else ()
+    by = step(by, "add") if bias else by
+    logits = probs if chosen is not normalized else step(probs, "soft_max", "sigmoid")
+    if by is not probs or chosen is normalized and logits is probs:
+        return None
+    if logits is not probs:
+        params["gating"] = {"soft_max": "softmax"}.get(probs.op, probs.op)
+    taken.remove(ids)
+    return Match((logits, *bias), params, [ids, *(each for each in taken if each is not weights)], into=weights)
+
+
 # Name of the pass and of the op it makes -> what it looks for. A node becomes the fused node, in its place, where
 #
 # - the op, defined as the composition of what is taken, takes the operands and parameters by its shape rule,
@@ -71,14 +120,16 @@ def rotated_and_cached(node: Tensor) -> Match | None:
 #   their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
-# They run in this order: swiglu_act looks at what mul_mat_glu leaves.
+# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
     "add_rms_norm": chain("add", "rms_norm"),
     "mul_mat_glu": gated_products,
+    "mul_mat_id_glu": gated_products_of_experts,
     "swiglu_act": chain("swiglu", "quantize"),
     "rope_set_rows": rotated_and_cached,
+    "topk_moe": routing,
 }
 
 

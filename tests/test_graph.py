@@ -15,8 +15,8 @@ def weight(dtype, *shape):
     return Tensor("w", dtype, shape, device="cpu", storage=(None, 0))
 
 
-CPU_ONLY = {"mul_mat_id", "mul_mat_heads", "add_id", "weighted_sum", "soft_max", "sigmoid", "top_k", "mask_groups", "take_columns", "normalize", "swiglu_oai",
-            "slice_heads", "concat_heads"}
+CPU_ONLY = {"mul_mat_id", "mul_mat_id_glu", "mul_mat_heads", "add_id", "weighted_sum", "soft_max", "sigmoid", "top_k", "mask_groups", "take_columns", "normalize", "swiglu_oai",
+            "topk_moe", "slice_heads", "concat_heads"}
 VIEWS = {"reshape"}  # nothing to run
 
 
@@ -48,7 +48,8 @@ def test_cuda_refuses_what_it_cannot_do():
         check(g.mul_mat_id(weight("F32", 8, 5, 64), x, ids, name="up"))
     cache, token = Tensor("cache", "f16", (8, 64), device="cuda:0"), g.input("seq", "i32", (3,))
     present, sinks = g.input("present", "u8", (1, 8)), g.input("sinks", "f32", (2,))
-    attend = lambda *more, **given: g.flash_attn_ext(x, cache, cache, token, token, present, *more, n_head=2, n_head_kv=2, scale=1.0, n_kv=8, name="kqv", **given)
+    params = dict(n_head=2, n_head_kv=2, scale=1.0, n_kv=8, name="kqv")
+    attend = lambda *more, **given: g.flash_attn_ext(x, cache, cache, token, token, present, *more, **params, **given)
     check(attend())
     with pytest.raises(UserError, match="^kqv: cuda: op flash_attn_ext with window, sinks is not implemented yet"):
         check(attend(sinks, window=4))

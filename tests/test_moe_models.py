@@ -1,4 +1,6 @@
 """Models with experts on the CPU: the same bits on every axis, equal to dense models where they must be, and their errors."""
+from itertools import combinations
+
 import gguf
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from ggml_py.info import kv_cache_bytes
 from ggml_py.model import Model
 from ggml_py.models.deepseek2 import Deepseek2
 from ggml_py.models.glm4moe import Glm4MoE
+from ggml_py.passes import PASSES
 from ggml_py.testing import assert_bitwise_equal
 from test_model import run
 from tiny_moe_models import ARCHITECTURES, SIGMOID, write_moe_model
@@ -29,7 +32,7 @@ def test_same_bits_on_every_axis(kind, tokens, tmp_path):
         assert np.isfinite(expected).all() and expected.std() > 0.1
         for n_ubatch in 1, 7, 64:
             assert_bitwise_equal(run(model, tokens, n_ubatch=n_ubatch), expected, f"{kind} n_ubatch={n_ubatch}")
-        for settings in dict(no_fuse="all"), dict(kv_write="cpy"):
+        for settings in dict(no_fuse="all"), *(dict(no_fuse=name) for name in PASSES), dict(kv_write="cpy"):
             assert_bitwise_equal(run(model, tokens, **settings), expected, f"{kind} {settings}")
         assert_bitwise_equal(run(model, tokens, logits="last"), expected[-1:], f"{kind} last")
         with model.new_context(n_ctx=256) as context:
@@ -40,6 +43,28 @@ def test_same_bits_on_every_axis(kind, tokens, tmp_path):
                 together = context.decode_batch([(seq, tokens[:n]) for seq, n in order.items()], logits="all")
                 for (seq, n), got in zip(order.items(), together):
                     assert_bitwise_equal(got, expected[:n], f"{kind} sequence {seq} of {order}")
+
+
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_every_mix_of_fused_and_unfused(kind, tokens, tmp_path):
+    """Gate and up fused or not, with what is before and after them fused or not."""
+    names = "rms_norm_act", "mul_mat_id_glu", "swiglu_act", "topk_moe"
+    with Model.load(write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "Q4_1")), device="cpu") as model:
+        expected = run(model, tokens[:20])
+        for some in (some for n in range(1, 5) for some in combinations(names, n)):
+            assert_bitwise_equal(run(model, tokens[:20], no_fuse=some), expected, f"{kind} without {some}")
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_routing_is_one_node_and_gated_products_are(kind, tmp_path):
+    """In the layers with experts, on prompts and on single tokens."""
+    with Model.load(write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "Q4_1")), device="cpu") as model, model.new_context(n_ctx=64) as context:
+        n = sum(il >= model.graph.experts.n_dense for il in range(model.graph.hp.n_layer))
+        for n_tokens in 5, 1:
+            ops = [node.op for node in context.program(n_tokens, 1).nodes]
+            assert ops.count("topk_moe") == ops.count("weighted_sum") == n > 0
+            assert ops.count("mul_mat_id_glu") == ops.count("mul_mat_id") == n and ops.count("add_id") == n * (kind == "gpt-oss")  # of down
+            assert not {"top_k", "take_columns", "normalize", "mask_groups", "sigmoid", "soft_max"} & set(ops)
 
 
 @pytest.mark.parametrize("types", [("F32",), MIXED], ids=["F32", "mixed"])
@@ -161,7 +186,8 @@ def test_a_router_of_nan_chooses_experts_all_the_same(tokens, tmp_path):
     ("bailingmoe2", dict(groups=(3, 1)), "bailingmoe2: 1 of 3 groups of 8 experts: must be equal groups of two or more, and fewer used than there are"),
     ("bailingmoe2", dict(groups=(4, 4)), "bailingmoe2: 4 of 4 groups of 8 experts"),
     ("bailingmoe2", dict(groups=(8, 1)), "bailingmoe2: 1 of 8 groups of 8 experts"),
-    ("deepseek2", dict(gating=4), r"deepseek2.expert_gating_func is 4, known: 1 \(softmax\), 2 \(sigmoid\), 3 \(softmax of the chosen\)"),
+    ("deepseek2", dict(gating=4),
+     r"deepseek2.expert_gating_func is 4, known: 1 \(softmax\), 2 \(sigmoid\), 3 \(softmax of the chosen\)"),
     ("glm4moe", dict(gating=1), "tensor blk.1.exp_probs_b.bias is missing"),
     ("gpt-oss", dict(window=0), "gpt-oss.attention.sliding_window is 0, must be positive"),
 ])

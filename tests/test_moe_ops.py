@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from random_weights import random_weight
 from test_cpu_ops import SPECIAL, attention_case, compare, f32, n_threads, numbers, positions, seeded  # noqa: F401
 
+from ggml_py.backends.cpu import CPUBackend
 from ggml_py.graph import Graph, GraphError, Tensor
-from ggml_py.kernels.cpu import elementwise, experts, flash_attn_ext, glu, heads, mul_mat, mul_mat_id, quantize, routing, soft_max
+from ggml_py.kernels.cpu import elementwise, experts, flash_attn_ext, glu, heads, mul_mat, mul_mat_id, mul_mat_id_glu, quantize, routing, soft_max, topk_moe
 from ggml_py.kernels.reference import dispatch
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import experts as reference_experts
@@ -15,8 +16,12 @@ from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import glu as reference_glu
 from ggml_py.kernels.reference import heads as reference_heads
 from ggml_py.kernels.reference import mul_mat_id as reference_mul_mat_id
+from ggml_py.kernels.reference import mul_mat_id_glu as reference_mul_mat_id_glu
 from ggml_py.kernels.reference import routing as reference_routing
 from ggml_py.kernels.reference import soft_max as reference_soft_max
+from ggml_py.kernels.reference import topk_moe as reference_topk_moe
+from ggml_py.ops import GATINGS
+from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
 from ggml_py.quant.formats import FORMATS
 from ggml_py.testing import assert_bitwise_equal
@@ -59,6 +64,40 @@ def test_routing(n_expert, n_threads):
     for n_group in (n for n in (1, 2, 4, 8, n_expert // 2) if n_expert % n == 0):
         for used in sorted({1, (n_group + 1) // 2, n_group}):
             compare(f"mask_groups[{n_expert}, {n_group}, {used}]", reference_routing.mask_groups, routing.mask_groups, (x, n_group, used), out)
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("n_expert", N_EXPERT)
+def test_topk_moe(n_expert, gating, n_threads):
+    """The ops one after the other, and the CPU's one pass."""
+    rng = seeded(f"topk_moe {n_expert}")
+    x, bias, nothing = router_rows(n_expert, rng), numbers((1, n_expert), rng)[0], np.empty(0, f32)
+    for k, b, groups, norm, factor in ((1, nothing, (0, 0), False, 1), (8, bias, (0, 0), True, 2.5), (6, nothing, (2, 1), True, 1), (4, bias, (4, 2), False, 0.3)):
+        if groups[0] and n_expert % groups[0]:
+            groups = 0, 0
+        compare(f"topk_moe[{n_expert}, {gating}, {k}, {groups}, {norm}]", reference_topk_moe.topk_moe(gating), topk_moe.topk_moe(gating),
+                (x, b, *groups, norm, f32(factor)), ((len(x), k), f32), ((len(x), k), np.int32))
+
+
+def test_topk_moe_is_the_ops_one_after_the_other():
+    """As graphs have them; an op made alone has its ids beside the weights."""
+    x, bias = router_rows(12, seeded("graph")), vector_leaf(numbers((1, 12), seeded("bias"))[0])
+    g = Graph()
+    logits = g.input("x", "f32", x.shape)
+    probs = g.sigmoid(logits)
+    ids = g.top_k(g.mask_groups(g.add(probs, bias), n_group=3, n_group_used=2), k=4)
+    g.outputs = [g.scale(g.normalize(g.take_columns(probs, ids)), factor=2.5), ids]
+    expected = Program(g, Arenas({"cpu": CPUBackend()}), "all").run({"x": x})
+    g = Graph()
+    weights = g.topk_moe(g.input("x", "f32", x.shape), bias, k=4, gating="sigmoid", norm=True, factor=2.5, n_group=3, n_group_used=2)
+    assert weights.also[0].dtype == "i32" and weights.also[0].shape == (12, 4)
+    g.outputs = [weights, *weights.also]
+    for a, b in zip(Program(g, Arenas({"cpu": CPUBackend()})).run({"x": x}), expected):
+        assert_bitwise_equal(a, b, "topk_moe")
+
+
+def vector_leaf(x):
+    return Tensor("bias", "f32", x.shape, device="cpu", storage=(CPUBackend().upload(x), 0))
 
 
 def test_masked_groups_are_those_of_the_smaller_sums():
@@ -208,6 +247,26 @@ def test_mul_mat_heads(type_):
     for h in range(3):
         mul_mat.mul_mat(type_)(words[h], *(np.ascontiguousarray(part[h::3]) for part in x), one)
         assert_bitwise_equal(found[h::3], one, f"head {h}")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("act", ["silu", "gelu", "relu", "swiglu_oai"])
+@pytest.mark.parametrize("types", [("Q8_0", "Q8_0"), ("Q4_K", "Q4_1"), ("F16", "F32")], ids="-".join)
+def test_mul_mat_id_glu(types, act, biased, n_threads):
+    rng = seeded(f"{types} {act}")
+    for n, u, b, n_expert in (1, 4, 1, 8), (7, 3, 3, 60):
+        words = [stack(type_, n_expert, 33, 256, rng) for type_ in types]
+        x, ids = factor(types[0], numbers((n * b, 256), rng)), rng.integers(0, n_expert, (n, u)).astype(np.int32)
+        biases = tuple(numbers((2, n_expert, 33), rng)) if biased else ()
+        results = []
+        for room in reference_mul_mat_id_glu, mul_mat_id_glu:
+            out = np.full((n * u, 33), 2, f32)
+            room.mul_mat_id_glu(act, *types)(*words, x, ids, biases, f32(1.702), f32(7), out, np.empty_like(out), "node")
+            results.append(out)
+        assert_bitwise_equal(*results, f"mul_mat_id_glu[{types}, {act}, n={n}, u={u}, b={b}, X={n_expert}, biased={biased}]")
+        ids[-1, -1] = n_expert
+        with pytest.raises(IndexError, match=f"^node: token {n - 1} has expert {n_expert} at rank {u - 1}, allowed: 0 to {n_expert - 1}$"):
+            room.mul_mat_id_glu(act, *types)(*words, x, ids, biases, f32(1.702), f32(7), out, np.empty_like(out), "node")
 
 
 # Around them

@@ -99,7 +99,7 @@ class CPUBackend:
         pass
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
+        return (node.dtype, node.shape) if node.op in ("mul_mat_glu", "mul_mat_id_glu") else None
 
     def bind(self, node: Tensor) -> Callable[[], None]:
         return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), *map(self.view, node.written))
@@ -136,6 +136,14 @@ def bind_mul_mat_id(kernel, node, words, x, ids, out):
     return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), ids, out, node.name)
 
 
+@binds("mul_mat_id_glu")
+def bind_mul_mat_id_glu(kernel, node, gate, up, x, ids, *others):
+    *biases, out, scratch = others
+    types, n_expert, p = (w.dtype for w in node.src[:2]), node.src[0].shape[0], node.params
+    return partial(kernel(p["act"], *types), gate.reshape(n_expert, -1), up.reshape(n_expert, -1), x if isinstance(x, tuple) else (x,), ids, biases,
+                   np.float32(p["alpha"]), np.float32(p["limit"]), out, scratch, node.name)
+
+
 @binds("mul_mat_heads")
 def bind_mul_mat_heads(kernel, node, words, x, out):
     return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), out)
@@ -154,6 +162,13 @@ def bind_take_columns(kernel, node, x, ids, out):
 @binds("weighted_sum")
 def bind_weighted_sum(kernel, node, x, w, out):
     return partial(kernel, x.reshape(*w.shape, -1), w, out)
+
+
+@binds("topk_moe")
+def bind_topk_moe(kernel, node, logits, *others):
+    *bias, weights, ids = others
+    p = node.params
+    return partial(kernel(p["gating"]), logits, *bias or [np.empty(0, np.float32)], p["n_group"], p["n_group_used"], p["norm"], np.float32(p["factor"]), weights, ids)
 
 
 @binds("mask_groups")

@@ -47,7 +47,8 @@ class Experts:
         if found.gating not in GATINGS:
             raise UserError(f"{file.path}: {a}.expert_gating_func is {found.gating}, known: {', '.join(f'{i} ({name})' for i, name in GATINGS.items())}")
         if found.n_group > 1 and (n % found.n_group or found.n_group >= n or not 0 < found.n_group_used < found.n_group):
-            raise UserError(f"{file.path}: {a}: {found.n_group_used} of {found.n_group} groups of {n} experts: must be equal groups of two or more, and fewer used than there are")
+            raise UserError(f"{file.path}: {a}: {found.n_group_used} of {found.n_group} groups of {n} experts: must be equal groups of two or more, "
+                            "and fewer used than there are")
         return found
 
 

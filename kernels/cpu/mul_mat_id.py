@@ -1,4 +1,4 @@
-"""Products with experts: the rows are sorted by expert, each expert's are a dense product of `mul_mat`, whose units, (expert, row tile, columns), threads share."""
+"""Products with experts: the rows are sorted by expert, each expert's are a dense product of `mul_mat`; threads share the units, (expert, row tile, columns)."""
 from functools import lru_cache
 
 import numpy as np
@@ -56,21 +56,37 @@ def runner(is_quantized):
 
 
 @lru_cache(None)
-def mul_mat_id(format_name: str, isa: str | None = None):
-    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name), as in kernels/reference. isa: as of `mul_mat`."""
+def sorted_product(format_name: str, isa: str | None = None):
+    """(words u32 [X, words of a matrix], x, bounds i64 [X + 1], out f32 [rows, m]): of sorted rows, those of an expert with its matrix. isa: as of `mul_mat`."""
     address, fmt, unit = compiled_unit(format_name, isa)
     run = runner(fmt.is_quantized)
 
+    def product(words, x, bounds, out):
+        run(address, (words.reshape(-1), *x, out), out, bounds)
+    product.unit = unit  # its code is what `address` points at
+    return product
+
+
+def sort_rows(x, ids, n_expert, name):
+    """(order, bounds) of `sort_by_expert`, and x, a tuple of arrays, in that order."""
+    check_ids(ids, n_expert, name)
+    bounds, order = np.empty(n_expert + 1, np.int64), np.empty(ids.size, np.int64)
+    sort_by_expert(ids.reshape(-1), bounds, order)
+    rows = rows_of_pairs(len(x[0]), *ids.shape)[order]
+    return order, bounds, tuple(part[rows] for part in x)
+
+
+@lru_cache(None)
+def mul_mat_id(format_name: str, isa: str | None = None):
+    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name), as in kernels/reference. isa: as of `mul_mat`."""
+    product = sorted_product(format_name, isa)
+
     def mul_mat_id(words, *operands):
         *x, ids, out, name = operands
-        check_ids(ids, len(words), name)
-        bounds, order = np.empty(len(words) + 1, np.int64), np.empty(ids.size, np.int64)
-        sort_by_expert(ids.reshape(-1), bounds, order)
-        rows = rows_of_pairs(len(x[0]), *ids.shape)[order]
+        order, bounds, rows = sort_rows(x, ids, len(words), name)
         result = np.empty_like(out)
-        run(address, (words.reshape(-1), *(part[rows] for part in x), result), result, bounds)
+        product(words, rows, bounds, result)
         out[order] = result
-    mul_mat_id.unit = unit  # its code is what `address` points at
     return mul_mat_id
 
 

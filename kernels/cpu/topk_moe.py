@@ -1,0 +1,44 @@
+"""The routing of a token in one, a row at a time, so that it stays in the cache."""
+from functools import lru_cache
+
+import numpy as np
+
+from ..compile import jit
+from .elementwise import add_rows, scale_rows, sigmoid_rows
+from .parallel import over_rows
+from .routing import mask_groups_rows, normalize_rows, take_rows, top_k_rows
+from .soft_max import soft_max_rows
+
+
+@lru_cache(None)
+def topk_moe(gating: str):
+    """As in kernels/reference."""
+    is_softmax, is_sigmoid, of_chosen = gating == "softmax", gating == "sigmoid", gating == "softmax_of_chosen"
+
+    @jit(key=gating)
+    def topk_moe_rows(first, last, logits, bias, n_group, n_group_used, norm, factor, weights, ids):
+        shape = 1, logits.shape[1]
+        probs, biased, masked = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty(shape, np.float32)
+        for row in range(first, last):
+            x, w, chosen = logits[row:row + 1], weights[row:row + 1], ids[row:row + 1]
+            if is_softmax:
+                soft_max_rows(0, 1, x, probs)
+            elif is_sigmoid:
+                sigmoid_rows(0, 1, x, probs)
+            else:
+                probs[:] = x
+            by = probs
+            if bias.size:
+                add_rows(0, 1, by, bias.reshape(1, -1), biased)
+                by = biased
+            if n_group > 1:
+                mask_groups_rows(0, 1, by, n_group, n_group_used, masked)
+                by = masked
+            top_k_rows(0, 1, by, chosen)
+            take_rows(0, 1, probs, chosen, w)
+            if of_chosen:
+                soft_max_rows(0, 1, w, w)
+            if norm:
+                normalize_rows(0, 1, w, w)
+            scale_rows(0, 1, w, factor, w)
+    return over_rows(topk_moe_rows, (gating,))
