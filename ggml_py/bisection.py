@@ -64,7 +64,9 @@ class FirstDifference:
         return "\n".join(lines)
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "inputs_equal": self.inputs_equal}
+        """For JSON, which has no NaN and no infinity: these are strings."""
+        plain = lambda x: x if x is None or np.isfinite(x) else str(x)
+        return {**asdict(self), "values": [plain(v) for v in self.values], "max_ulps": plain(self.max_ulps), "inputs_equal": self.inputs_equal}
 
 
 class _Side:

@@ -191,16 +191,14 @@ def kernel_of(node: Tensor, backend) -> str:
 def recompute(capture: Capture, backend) -> dict[str, Arrays]:
     """The results of a captured node by the kernel of a backend, from what it read."""
     node = capture.node
-    op, params, src, operands = node.op, node.params, node.src, capture.operands
-    if op == "cpy_rows_indirect":  # its addresses were those of another memory
-        rows = (operands[2][0][params["slot"]] - capture.address) // (n_bytes(src[0]) // src[0].shape[0])
-        op, params, src, operands = "set_rows", {}, (*src[:2], Tensor("rows", "i64", rows.shape)), [*operands[:2], (rows,)]
     made = {}
-    for source, arrays in zip(src, operands):
+    for i, (source, arrays) in enumerate(zip(node.src, capture.operands)):
+        if node.op == "cpy_rows_indirect" and i == 2:  # its addresses were those of another memory
+            arrays = arrays[0] - capture.address + backend.address(made[node.src[0].base]),
         if source.base not in made:
             made[source.base] = Tensor(source.name, source.dtype, source.shape, device=backend.device, storage=(to_device(backend, source, arrays), 0))
     also = tuple(Tensor(t.name, t.dtype, t.shape, device=backend.device, alias=made[t.base] if t.base is not t else None) for t in results(node)[1:])
-    twin = Tensor(node.name, node.dtype, node.shape, op, tuple(made[source.base] for source in src), params, backend.device, also=also)
+    twin = Tensor(node.name, node.dtype, node.shape, node.op, tuple(made[source.base] for source in node.src), node.params, backend.device, also=also)
     if scratch := backend.scratch(twin):
         twin.also += Tensor(f"{node.name}-scratch", *scratch, device=backend.device),
     mine = [tensor for tensor in twin.written if tensor.base is tensor]
