@@ -95,7 +95,8 @@ def settings_of(axes, devices: list[str], shape: tuple[int, int], reruns: int = 
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
         raise UserError(f"--axes: {unknown[0]!r} is no axis; allowed: {', '.join(AXES)}")
-    found = [replace(shortened(setting, shape), type_k=type_k, type_v=type_v) for device in devices for setting in _of_device(axes, device, devices, shape, reruns)]
+    found = [replace(shortened(setting, shape), type_k=type_k, type_v=type_v)
+             for device in devices for setting in _of_device(axes, device, devices, shape, reruns)]
     gpus = [device for device in devices if device != "cpu"]
     missing = {"threads": "cpu" not in devices and "no CPU among the devices", **dict.fromkeys(("launch", "noise"), not gpus and no_gpu),
                "device": len(devices) == 1 and f"no device but {devices[0]}"}

@@ -18,6 +18,7 @@ from .ops import OPS
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
+PRODUCTS = {"mul_mat", "mul_mat_glu"}
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
 
 
@@ -33,6 +34,16 @@ def on_host(backend, tensor: Tensor) -> Arrays:
         high, low = q.view(np.int8).reshape(2, *q.shape)
         q = np.int16(128) * high + low
     return q, d, sums
+
+
+def rows_on_host(backend, tensor: Tensor, rows: np.ndarray) -> Arrays:
+    """Rows of a tensor that is no weight, in their order; of a cache no more is read than lies between them."""
+    if tensor.dtype == "act":
+        return tuple(array[rows] for array in on_host(backend, tensor))
+    first, n = int(rows.min()), int(np.ptp(rows)) + 1
+    buffer, offset = tensor.base.storage
+    part = Tensor(tensor.name, tensor.dtype, (n, *tensor.shape[1:]), storage=(buffer, offset + n_bytes(tensor) // tensor.shape[0] * first))
+    return on_host(backend, part)[0][rows - first],
 
 
 def to_device(backend, tensor: Tensor, arrays: Arrays):
@@ -156,6 +167,17 @@ class Capture:
     def load(self) -> "Capture":
         self.operands = [on_host(self.backend, source) if arrays is None else arrays for source, arrays in zip(self.node.src, self.operands)]
         return self
+
+    def only(self, row: int) -> "Capture":
+        """What gives a row of the result, for products of matrices, whose definition takes long for all of them; itself for other ops."""
+        if self.node.op not in PRODUCTS:
+            return self
+        at, node, one = OPS[self.node.op].operands.index("x"), self.node, object.__new__(Capture)
+        x = Tensor(node.src[at].name, node.src[at].dtype, (1, *node.src[at].shape[1:]))
+        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params)
+        one.operands, one.address = list(self.operands), self.address
+        one.operands[at] = tuple(array[row:row + 1] for array in self.operands[at])
+        return one
 
     def save(self, path: Path) -> None:
         """As an archive of numpy, which `read` takes."""

@@ -1,4 +1,6 @@
-"""Faults that only a GPU has: work in flight, memory that others write, graphs that remember addresses. Each is caught, and named where there is a node to name."""
+"""Faults that only a GPU has: work in flight, memory that others write, graphs that remember addresses.
+
+Each is caught, and named where there is a node to name."""
 from hashlib import sha256
 from pathlib import Path
 

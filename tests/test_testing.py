@@ -23,7 +23,8 @@ def test_what_differs(dtype):
     assert len(found.patterns[0]) == 2 + 2 * a.itemsize and found.patterns[0] != found.patterns[1]
 
 
-@pytest.mark.parametrize("a, b, ulps", [(0.0, -0.0, 0), (-1e-45, 1e-45, 2), (1.0, -1.0, 2 * 0x3f800000), (1.0, np.nan, np.inf), (np.inf, np.finfo(np.float32).max, 1)])
+@pytest.mark.parametrize("a, b, ulps", [
+    (0.0, -0.0, 0), (-1e-45, 1e-45, 2), (1.0, -1.0, 2 * 0x3f800000), (1.0, np.nan, np.inf), (np.inf, np.finfo(np.float32).max, 1)])
 def test_most_ulps(a, b, ulps):
     assert difference(np.array([a], np.float32), np.array([b], np.float32)).max_ulps == ulps
 

@@ -95,7 +95,8 @@ def test_play_gives_every_row_once():
             assert logits == "all"
             return [tokens[:, None] for _, tokens in batch]
     windows = np.arange(12).reshape(3, 4)
-    for setting in Setting("", "", "cpu"), Setting("", "", "cpu", piece=3), Setting("", "", "cpu", order=(2, 0, 1), piece=3), Setting("", "", "cpu", growing=True):
+    for settings in {}, dict(piece=3), dict(order=(2, 0, 1), piece=3), dict(growing=True):
+        setting = Setting("", "", "cpu", **settings)
         found = np.full_like(windows, -1)
         for window, first, rows in play(Counting(), windows, setting):
             assert (found[window, first:first + len(rows)] == -1).all()
@@ -195,7 +196,8 @@ def test_a_silent_fall_back_is_no_pass(path, text, capsys):
 
 @pytest.mark.parametrize("argv, message", [
     (["--axes", "speed"], "--axes: 'speed' is no axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
-    (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"), (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
+    (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
     (["--reruns", "0"], "argument --reruns: must be at least 1, got 0"), (["-m", "no.gguf"], "no.gguf"),
 ])
 def test_bad_input(path, text, capsys, argv, message):
