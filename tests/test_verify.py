@@ -75,6 +75,10 @@ def test_settings_are_those_of_the_promise():
     assert by_axis["pieces"][0].pieces(40) == [(0, 17), (17, 34), (34, 40)] and Setting("", "", "cpu").pieces(40) == [(0, 40)]
 
 
+def test_one_window_is_not_several_sequences():
+    assert [(s.axis, s.reason) for s in settings_of(["sequences"], ["cpu"], (1, 64))] == [("default", ""), ("sequences", "the text is one window")]
+
+
 def test_unknown_axis():
     with pytest.raises(UserError, match="--axes: 'speed' is no axis; allowed: rerun, ubatch"):
         settings_of(["rerun", "speed"], ["cpu"], (1, 8))
