@@ -4,13 +4,16 @@ VENV := .venv
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 WHEEL := build/wheel-test
 
-.PHONY: perplexity test bench sanitize wheel-test clean
+.PHONY: perplexity test determinism bench sanitize wheel-test clean
 
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
 
 test: $(VENV)/installed  ## in two processes; ARGS="-n 0 -k NAME" and the like are passed on
 	$(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable $(ARGS)
+
+determinism: $(VENV)/installed  ## every op, type and small model on every axis and device; with a GPU also there, and SmolLM2 in full. ARGS as of test
+	$(VENV)/bin/python -m pytest tests/determinism tests/test_planted_faults.py $(ARGS)
 
 bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json FILE -k Q4_1" and the like are passed on. Of a GPU: bench/gpu.py
 	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)

@@ -30,10 +30,13 @@ PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindin
 
 # What an attestation holds: a type, a list of one type for lists of it, or the same for an object; "sha256" is a string. `kind` picks settings and result.
 COMMON = {"format": str, "schema": int, "kind": str, "numerics": int, "model": {"name": str, "architecture": str, "sha256": ["sha256"]}, "tokenizer": "sha256",
-          "tokens": {"sha256": "sha256", "n": int}, "cannot_matter": {"n_batch": int, "n_ubatch": int, "no_fuse": [str], "graphs": bool, "kv_write": str, "threads": int},
-          "environment": {"device": str, "device_name": str, "driver": str, "versions": dict}, "windows": ["sha256"], "merkle_root": "sha256", "sha256": "sha256"}
+          "tokens": {"sha256": "sha256", "n": int},
+          "cannot_matter": {"n_batch": int, "n_ubatch": int, "no_fuse": [str], "graphs": bool, "kv_write": str, "threads": int},
+          "environment": {"device": str, "device_name": str, "driver": str, "versions": dict}, "windows": ["sha256"],
+          "merkle_root": "sha256", "sha256": "sha256"}
 KINDS = {
-    "perplexity": {"text": "sha256", "settings": {"n_ctx": int, "n_chunks": int, "type_k": str, "type_v": str, "add_bos": bool}, "result": {"ppl": str, "ppl_hex": str}},
+    "perplexity": {"text": "sha256", "settings": {"n_ctx": int, "n_chunks": int, "type_k": str, "type_v": str, "add_bos": bool},
+                   "result": {"ppl": str, "ppl_hex": str}},
     "generation": {"settings": {"n_predict": int, "type_k": str, "type_v": str, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int,
                                 "prompt": [int]}, "result": {"tokens": [int], "text": str}},
 }
@@ -107,7 +110,8 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
         for first, rows in _generation_windows(context, prompt, tokens):
             digests.append(window_digest(rows))
             if _chosen(rows, len(prompt) + first, sampling) != tokens[first:first + len(rows)]:
-                raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those of the finished text; see ggml-py verify")
+                raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those of the finished text; "
+                                   "see ggml-py verify")
     about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v, "temperature": sampling.temperature, "top_k": sampling.top_k,
              "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": sampling.seed, "prompt": prompt}
     text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
@@ -128,8 +132,8 @@ def _document(kind: str, model, tokens, others: Settings, digests: list[str], **
         "tokenizer": tokenizer_sha256(model.file.metadata), "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse), "graphs": others.graphs,
                           "kv_write": others.kv_write, "threads": numba.get_num_threads()},
-        "environment": {"device": model.device, "device_name": backend.name, "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none",
-                        "versions": versions()},
+        "environment": {"device": model.device, "device_name": backend.name,
+                        "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none", "versions": versions()},
         "windows": digests, "merkle_root": merkle_root(digests)}
     return {**document, "sha256": own_sha256(document)}
 
@@ -205,7 +209,7 @@ class NotConfirmed(Exception):
 
 
 def confirm(document: dict, model, text: str | None, n_sample: int | None, log, rng=None) -> str:
-    """Computes an attestation again, wholly or n_sample random windows of it. text: that of a perplexity, as read by `perplexity.read_text`, its digest checked.
+    """Computes an attestation again, wholly or n_sample random windows of it. text: that of a perplexity, its digest checked.
 
     Returns what was confirmed, in one line; NotConfirmed for other bits; UserError for another model, tokenizer or tokens."""
     for what, found, attested in (("model", files_sha256(model.file.paths), document["model"]["sha256"]),
@@ -217,7 +221,8 @@ def confirm(document: dict, model, text: str | None, n_sample: int | None, log, 
     result = (_confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation)(document, model, text, sample, log)
     which = f"all {n} windows" if len(sample) == n else f"by sample: window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
     made, here = document["environment"], model.backend
-    return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
+    where = f"made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
+    return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; {where}"
 
 
 def _check_window(document: dict, i: int, logits: np.ndarray) -> None:
@@ -252,7 +257,8 @@ def _confirm_generation(document, model, text, sample, log) -> str:
     about, tokens = document["settings"], document["result"]["tokens"]
     prompt = about["prompt"]
     if tokens_sha256(prompt + tokens) != document["tokens"]["sha256"] or len(document["windows"]) != -(-len(tokens) // GENERATED):
-        raise UserError(f"tokens: {len(prompt)} of the prompt and {len(tokens)} new ones are not those attested, {document['tokens']['n']} in {len(document['windows'])} windows")
+        raise UserError(f"tokens: {len(prompt)} of the prompt and {len(tokens)} new ones are not those attested, {document['tokens']['n']} "
+                        f"in {len(document['windows'])} windows")
     sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"], about["seed"])
     settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
     with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:

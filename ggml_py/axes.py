@@ -95,10 +95,11 @@ def settings_of(axes, devices: list[str], shape: tuple[int, int], reruns: int = 
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
         raise UserError(f"--axes: {unknown[0]!r} is no axis; allowed: {', '.join(AXES)}")
-    found = [replace(shortened(setting, shape), type_k=type_k, type_v=type_v) for device in devices for setting in _of_device(axes, device, devices, shape, reruns)]
+    found = [replace(shortened(setting, shape), type_k=type_k, type_v=type_v)
+             for device in devices for setting in _of_device(axes, device, devices, shape, reruns)]
     gpus = [device for device in devices if device != "cpu"]
     missing = {"threads": "cpu" not in devices and "no CPU among the devices", **dict.fromkeys(("launch", "noise"), not gpus and no_gpu),
-               "device": len(devices) == 1 and f"no device but {devices[0]}"}
+               "sequences": shape[0] == 1 and "the text is one window", "device": len(devices) == 1 and f"no device but {devices[0]}"}
     return found + [Setting(axis, AXES[axis], "", reason=missing[axis]) for axis in axes if missing.get(axis)]
 
 
@@ -126,7 +127,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
             case "pieces":
                 yield from (setting(f"pieces of {n}", piece=n) for n in (17, 100) if n < c)
                 yield setting("pieces of 1, 2, 4 and so on", growing=True)
-            case "sequences":
+            case "sequences" if n_windows > 1:
                 order = tuple(range(n_windows))
                 yield setting("all together", order=order, piece=96)
                 yield setting("in another order", order=order[1::2] + order[::2][::-1], piece=50, n_ubatch=96)

@@ -14,7 +14,7 @@ import numpy as np
 from .axes import Setting, play
 from .backends.cpu import CPUBackend
 from .graph import Tensor
-from .recording import Arrays, Batch, Capture, RecordedContext, one_nan, on_host, recompute, results, row_bytes
+from .recording import Arrays, Batch, Capture, RecordedContext, one_nan, recompute, results, row_bytes, rows_on_host
 from .testing import Difference, difference
 
 PARTS = "q", "d", "sums"             # of activation blocks
@@ -64,7 +64,9 @@ class FirstDifference:
         return "\n".join(lines)
 
     def as_dict(self) -> dict:
-        return {**asdict(self), "inputs_equal": self.inputs_equal}
+        """For JSON, which has no NaN and no infinity: these are strings."""
+        plain = lambda x: x if x is None or np.isfinite(x) else str(x)
+        return {**asdict(self), "values": [plain(v) for v in self.values], "max_ulps": plain(self.max_ulps), "inputs_equal": self.inputs_equal}
 
 
 class _Side:
@@ -152,9 +154,10 @@ def _rows(node: Tensor, batch: Batch, backend):
     """(name, key, bytes) of each row of a node's results that is a token's."""
     for tensor in results(node):
         if found := batch.rows(tensor):
-            arrays = on_host(backend, tensor)
-            for row, key in zip(*found):
-                yield tensor.name, key, row_bytes(tensor, arrays, row)
+            rows, keys = found
+            arrays = rows_on_host(backend, tensor, rows)
+            for i, key in enumerate(keys):
+                yield tensor.name, key, row_bytes(tensor, arrays, i)
 
 
 def _report(side_a: _Side, side_b: _Side, name: str, key: bytes, dump: Path | None) -> FirstDifference:
@@ -163,7 +166,7 @@ def _report(side_a: _Side, side_b: _Side, name: str, key: bytes, dump: Path | No
     where, diff = _common(a, tensor_a, b, tensor_b)
     inputs = {source.name: _state(source, arrays, a, b, key) for source, arrays in zip(b.node.src, b.operands) if source.name not in ADDRESSING}
     culprits = [f"{capture.node.name}, {capture.kernel} on {capture.device}, in: {side.setting.axis}, {side.setting.name}"
-                for side in (side_a, side_b) for capture in (*side.held, side.stopped) if not as_defined(capture)]
+                for side in (side_a, side_b) for capture in (*side.held, side.stopped) if not as_defined(capture, key)]
     if dump:
         save(dump, [*side_a.held, a], [*side_b.held, b])
     settings = tuple(f"{side.setting.axis}, {side.setting.name} on {side.setting.device}" for side in (side_a, side_b))
@@ -205,15 +208,16 @@ def _is_cache(tensor: Tensor) -> bool:
     return tensor.base.name.startswith("cache_")
 
 
-def as_defined(capture: Capture) -> bool:
-    """Whether the rows of tokens that a captured node gave are those of its definition."""
-    expected = recompute(capture, CPUBackend("reference"))
+def as_defined(capture: Capture, key: bytes) -> bool:
+    """Whether a captured node gave, for a token, what its definition gives from what it read."""
+    rows = {tensor.name: capture.batch.rows(tensor) for tensor in results(capture.node)}
+    at = {name: int(found[0][found[1].index(key)]) for name, found in rows.items() if found and key in found[1]}
+    one = capture.only(at[capture.node.name]) if capture.node.name in at else capture
+    expected = recompute(one, CPUBackend("reference"))
     for tensor in results(capture.node):
-        rows = capture.batch.rows(tensor)
+        row = [at[tensor.name]] if tensor.name in at else slice(None)
         for x, y in zip(capture.results[tensor.name], expected[tensor.name]):
-            if rows:
-                x, y = x[rows[0]], y[rows[0]]
-            if one_nan(x, tensor.dtype).tobytes() != one_nan(y, tensor.dtype).tobytes():
+            if one_nan(x[row], tensor.dtype).tobytes() != one_nan(y if one is not capture else y[row], tensor.dtype).tobytes():
                 return False
     return True
 

@@ -1,6 +1,7 @@
 """The command line: each command is one function of its options.
 
-Exit codes: 0; 1 when `verify` finds different bits; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
+Exit codes: 0; 1 when `verify` finds different bits; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the
+reader of stdout is gone.
 Anything else is a bug and shows its traceback.
 
 Imports of weight happen inside the commands, so that mistakes and --help are answered at once.
@@ -201,8 +202,8 @@ def build_parser() -> Parser:
     sub.add_argument("-c", "--ctx-size", type=at_least(2), default=512, help="tokens of a window")
     sub.add_argument("--chunks", type=at_least(1), default=4, help="windows at most")
     add_cache_types(sub)
-    sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]", help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and "
-                     "device; all by default")
+    sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
+                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device; all by default")
     sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
     sub.add_argument("--json", type=Path, metavar="FILE", help="the results for machines")

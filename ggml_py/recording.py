@@ -18,6 +18,7 @@ from .ops import OPS
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
+PRODUCTS = {"mul_mat", "mul_mat_glu"}
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
 
 
@@ -33,6 +34,16 @@ def on_host(backend, tensor: Tensor) -> Arrays:
         high, low = q.view(np.int8).reshape(2, *q.shape)
         q = np.int16(128) * high + low
     return q, d, sums
+
+
+def rows_on_host(backend, tensor: Tensor, rows: np.ndarray) -> Arrays:
+    """Rows of a tensor that is no weight, in their order; of a cache no more is read than lies between them."""
+    if tensor.dtype == "act":
+        return tuple(array[rows] for array in on_host(backend, tensor))
+    first, n = int(rows.min()), int(np.ptp(rows)) + 1
+    buffer, offset = tensor.base.storage
+    part = Tensor(tensor.name, tensor.dtype, (n, *tensor.shape[1:]), storage=(buffer, offset + n_bytes(tensor) // tensor.shape[0] * first))
+    return on_host(backend, part)[0][rows - first],
 
 
 def to_device(backend, tensor: Tensor, arrays: Arrays):
@@ -157,6 +168,17 @@ class Capture:
         self.operands = [on_host(self.backend, source) if arrays is None else arrays for source, arrays in zip(self.node.src, self.operands)]
         return self
 
+    def only(self, row: int) -> "Capture":
+        """What gives a row of the result, for products of matrices, whose definition takes long for all of them; itself for other ops."""
+        if self.node.op not in PRODUCTS:
+            return self
+        at, node, one = OPS[self.node.op].operands.index("x"), self.node, object.__new__(Capture)
+        x = Tensor(node.src[at].name, node.src[at].dtype, (1, *node.src[at].shape[1:]))
+        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params)
+        one.operands, one.address = list(self.operands), self.address
+        one.operands[at] = tuple(array[row:row + 1] for array in self.operands[at])
+        return one
+
     def save(self, path: Path) -> None:
         """As an archive of numpy, which `read` takes."""
         node = self.node
@@ -191,16 +213,14 @@ def kernel_of(node: Tensor, backend) -> str:
 def recompute(capture: Capture, backend) -> dict[str, Arrays]:
     """The results of a captured node by the kernel of a backend, from what it read."""
     node = capture.node
-    op, params, src, operands = node.op, node.params, node.src, capture.operands
-    if op == "cpy_rows_indirect":  # its addresses were those of another memory
-        rows = (operands[2][0][params["slot"]] - capture.address) // (n_bytes(src[0]) // src[0].shape[0])
-        op, params, src, operands = "set_rows", {}, (*src[:2], Tensor("rows", "i64", rows.shape)), [*operands[:2], (rows,)]
     made = {}
-    for source, arrays in zip(src, operands):
+    for i, (source, arrays) in enumerate(zip(node.src, capture.operands)):
+        if node.op == "cpy_rows_indirect" and i == 2:  # its addresses were those of another memory
+            arrays = arrays[0] - capture.address + backend.address(made[node.src[0].base]),
         if source.base not in made:
             made[source.base] = Tensor(source.name, source.dtype, source.shape, device=backend.device, storage=(to_device(backend, source, arrays), 0))
     also = tuple(Tensor(t.name, t.dtype, t.shape, device=backend.device, alias=made[t.base] if t.base is not t else None) for t in results(node)[1:])
-    twin = Tensor(node.name, node.dtype, node.shape, op, tuple(made[source.base] for source in src), params, backend.device, also=also)
+    twin = Tensor(node.name, node.dtype, node.shape, node.op, tuple(made[source.base] for source in node.src), node.params, backend.device, also=also)
     if scratch := backend.scratch(twin):
         twin.also += Tensor(f"{node.name}-scratch", *scratch, device=backend.device),
     mine = [tensor for tensor in twin.written if tensor.base is tensor]

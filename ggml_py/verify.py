@@ -144,8 +144,8 @@ class Verification:
 
     def report(self, model: str, difference=None) -> str:
         """JSON."""
-        rows = [{"axis": r.setting.axis, "setting": r.setting.name, "device": r.setting.device, "status": r.status, "n_tokens": r.setting.n_computed(self.windows),
-                 "digest": r.digest, "expected": r.expected, "seconds": round(r.seconds, 3),
+        rows = [{"axis": r.setting.axis, "setting": r.setting.name, "device": r.setting.device, "status": r.status,
+                 "n_tokens": r.setting.n_computed(self.windows), "digest": r.digest, "expected": r.expected, "seconds": round(r.seconds, 3),
                  "reason": r.setting.reason or r.elsewhere} for r in self.results]
         about = {"numerics": NUMERICS_VERSION, "model": model, "n_windows": len(self.windows), "n_ctx": int(self.windows.shape[1])}
         return json.dumps({**about, "confirmed": self.confirmed, "settings": rows, "first_difference": difference}, indent=1) + "\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ggml_py import NUMERICS_VERSION
+from ggml_py import NUMERICS_VERSION  # noqa: F401
 from ggml_py.graph import Graph, Tensor
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
@@ -76,7 +76,8 @@ def records() -> list[dict]:
 
 def all_digests(record: dict) -> dict[str, str]:
     """Every digest that a record holds, by name."""
-    return {**record["digests"], "axes smollm2": record["axes"]["digest"], **{f"perplexity {name}": each["digest"] for name, each in record["perplexity"].items()}}
+    return {**record["digests"], "axes smollm2": record["axes"]["digest"],
+            **{f"perplexity {name}": each["digest"] for name, each in record["perplexity"].items()}}
 
 
 def fingerprints(found: dict[str, str], groups) -> dict[str, tuple[int, str]]:

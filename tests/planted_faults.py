@@ -238,7 +238,9 @@ class Fault:
 
 
 def in_kernels(name: str, axes: str, twins) -> Fault:
-    return Fault(name, lambda device: FaultyBackend(twins() if callable(twins) else twins, device), frozenset(axes.split()), frozenset(twins() if callable(twins) else twins))
+    """twins: those of FaultyBackend, or what makes them anew."""
+    make = twins if callable(twins) else lambda: twins
+    return Fault(name, lambda device: FaultyBackend(make(), device), frozenset(axes.split()), frozenset(make()))
 
 
 FAULTS = [
@@ -246,6 +248,7 @@ FAULTS = [
     in_kernels("a tree whose shape follows the number of rows", "ubatch pieces", norms(tree_of_rows)),
     in_kernels("a scatter by atomics", "rerun", lambda: norms(arrival_order())),
     in_kernels("a contraction of multiply and add", "", {"rope": instead(contracted_rope), "rope_set_rows": instead(contracted_rope_set_rows)}),
-    in_kernels("an approximate exponential", "", {"swiglu": instead(rough_glu), "swiglu_act": instead(rough_glu_act), "mul_mat_glu": instead(rough_mul_mat_glu)}),
+    in_kernels("an approximate exponential", "",
+               {"swiglu": instead(rough_glu), "swiglu_act": instead(rough_glu_act), "mul_mat_glu": instead(rough_mul_mat_glu)}),
     in_kernels("a stale compiled kernel", "", norms(stale)),
 ]

@@ -19,7 +19,7 @@ from ggml_py.merkle import merkle_root
 from ggml_py.model import Model
 from ggml_py.perplexity import LogitsDigest, Settings
 from ggml_py.sampling import Sampling
-from planted_faults import FaultyBackend, after, made
+from planted_faults import FaultyBackend, after, instead, made
 from tiny_models import write_model
 
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,8 @@ def test_of_a_generation(folder):
 
 # Confirmed
 
-@pytest.mark.parametrize("name, said", [("ppl", "all 4 windows; PPL "), ("greedy", "all 3 windows; 70 tokens behind a prompt of 4"), ("drawn", "all 2 windows; 40 tokens")])
+@pytest.mark.parametrize("name, said", [
+    ("ppl", "all 4 windows; PPL "), ("greedy", "all 3 windows; 70 tokens behind a prompt of 4"), ("drawn", "all 2 windows; 40 tokens")])
 def test_confirmed(folder, capsys, name, said):
     code, out, _ = verify(capsys, folder, f"{name}.json")
     assert code == 0 and out.startswith(f"confirmed: {said}") and out.count("\n") == 1 and "made on" in out and "computed on" in out
@@ -187,7 +188,8 @@ def test_damage(folder, capsys):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("data, said", [(b"", "damaged: no JSON"), (b"[]", "is no attestation"), (b"[" * 100000, "damaged: no JSON"), (b"\xff", "damaged: no JSON")])
+@pytest.mark.parametrize("data, said", [
+    (b"", "damaged: no JSON"), (b"[]", "is no attestation"), (b"[" * 100000, "damaged: no JSON"), (b"\xff", "damaged: no JSON")])
 def test_no_attestation(folder, capsys, data, said):
     (folder / "changed.json").write_bytes(data)
     code, out, err = verify(capsys, folder, "changed.json")
@@ -209,8 +211,24 @@ def test_own_check_of_a_generation(folder):
     def few(*operands):
         if len(operands[-1]) == 1:
             operands[-1][0] = -operands[-1][0]
-    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(few))})) as model, pytest.raises(RuntimeError, match="chosen from other logits"):
+    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(few))})) as model, \
+            pytest.raises(RuntimeError, match="chosen from other logits"):
         attest_generation(model, [1, 2, 3], 10, Sampling(), Settings(), open("/dev/null", "w"))
+
+
+def test_ties_that_are_broken_by_another_rule(folder):
+    """Logits that are equal in pairs, and an argmax that takes the last of them: the choice of the finished text is another one."""
+    def tied(*operands):
+        operands[-1][:, 1::2] = operands[-1][:, :-1:2]
+
+    def last(x, out):
+        out[:] = x.shape[1] - 1 - x[:, ::-1].argmax(1)
+    prompt, log = [1, 2, 3], open("/dev/null", "w")
+    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(tied))})) as model:
+        assert len(attest_generation(model, prompt, 5, Sampling(), Settings(), log)["result"]["tokens"]) == 5
+    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(tied)), "argmax": instead(last)})) as model:
+        with pytest.raises(RuntimeError, match="chosen from other logits"):
+            attest_generation(model, prompt, 5, Sampling(), Settings(), log)
 
 
 # The schema

@@ -75,6 +75,10 @@ def test_settings_are_those_of_the_promise():
     assert by_axis["pieces"][0].pieces(40) == [(0, 17), (17, 34), (34, 40)] and Setting("", "", "cpu").pieces(40) == [(0, 40)]
 
 
+def test_one_window_is_not_several_sequences():
+    assert [(s.axis, s.reason) for s in settings_of(["sequences"], ["cpu"], (1, 64))] == [("default", ""), ("sequences", "the text is one window")]
+
+
 def test_unknown_axis():
     with pytest.raises(UserError, match="--axes: 'speed' is no axis; allowed: rerun, ubatch"):
         settings_of(["rerun", "speed"], ["cpu"], (1, 8))
@@ -95,7 +99,8 @@ def test_play_gives_every_row_once():
             assert logits == "all"
             return [tokens[:, None] for _, tokens in batch]
     windows = np.arange(12).reshape(3, 4)
-    for setting in Setting("", "", "cpu"), Setting("", "", "cpu", piece=3), Setting("", "", "cpu", order=(2, 0, 1), piece=3), Setting("", "", "cpu", growing=True):
+    for settings in {}, dict(piece=3), dict(order=(2, 0, 1), piece=3), dict(growing=True):
+        setting = Setting("", "", "cpu", **settings)
         found = np.full_like(windows, -1)
         for window, first, rows in play(Counting(), windows, setting):
             assert (found[window, first:first + len(rows)] == -1).all()
@@ -195,7 +200,8 @@ def test_a_silent_fall_back_is_no_pass(path, text, capsys):
 
 @pytest.mark.parametrize("argv, message", [
     (["--axes", "speed"], "--axes: 'speed' is no axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
-    (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"), (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
+    (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
     (["--reruns", "0"], "argument --reruns: must be at least 1, got 0"), (["-m", "no.gguf"], "no.gguf"),
 ])
 def test_bad_input(path, text, capsys, argv, message):

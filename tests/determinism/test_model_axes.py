@@ -1,0 +1,56 @@
+"""Models on every axis and every device that is here: one digest. Small models of every architecture; SmolLM2 in full where there is a GPU."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import smollm2
+from cuda_simulator import ROOT, no_gpu
+from ggml_py.axes import AXES, settings_of
+from ggml_py.backends import present_devices
+from ggml_py.model import Model
+from ggml_py.models import ARCHITECTURES
+from ggml_py.verify import Verification
+from tiny_models import write_model
+
+WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 150)).astype(np.int32)
+CACHES = [("f16", "f16"), ("q8_0", "f16"), ("f32", "f32")]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("types", CACHES, ids=str)
+def test_small_models(arch, types, tmp_path):
+    path = write_model(tmp_path / "m.gguf", arch, ("Q8_0", "Q8_0", "Q4_1", "F16"), qkv_bias=arch == "qwen2")
+    devices = present_devices()
+    settings = settings_of(list(AXES), devices, WINDOWS.shape, type_k=types[0], type_v=types[1])
+    with Verification(lambda device: Model.load(path, device=device), WINDOWS, settings) as verification:
+        verification.run()
+        mismatch = verification.first_mismatch()
+        assert mismatch is None, f"{mismatch.setting}\n{verification.bisect(mismatch)}"
+    assert verification.confirmed, verification.verdict()
+    assert {r.setting.axis for r in verification.results if r.status == "same"} >= {"default", *AXES} - {"launch", "noise", "device"}
+
+
+def verify_smollm2(tmp_path, *argv) -> dict:
+    command = [sys.executable, "-m", "ggml_py", "verify", "-m", str(smollm2.require()), "--json", str(tmp_path / "report.json"), *argv]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((tmp_path / "report.json").read_text())
+
+
+@pytest.mark.slow
+def test_smollm2_on_the_cpu(tmp_path):
+    report = verify_smollm2(tmp_path, "--devices", "cpu", "-c", "100", "--chunks", "2", "--reruns", "1")
+    assert report["confirmed"] and {s["axis"] for s in report["settings"] if s["status"] == "not run"} == {"launch", "noise", "device"}
+
+
+@pytest.mark.gpu
+def test_smollm2_in_full(tmp_path):
+    """The command's default: all axes on every device."""
+    reason = no_gpu()
+    if reason:
+        pytest.skip(reason)
+    report = verify_smollm2(tmp_path)
+    assert report["confirmed"] and not [s for s in report["settings"] if s["status"] == "not run"] and report["n_windows"] == 4

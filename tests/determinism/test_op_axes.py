@@ -1,0 +1,93 @@
+"""Every op of the op table, for every type of the format table that it takes: the definition's bits on every axis that an op has.
+
+On a GPU the same cases run there as well, in full and beside other work."""
+import numba
+import numpy as np
+import pytest
+
+from cuda_simulator import no_gpu
+from ggml_py.backends import open_backend
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.ops import OPS
+from ggml_py.testing import assert_bitwise_equal
+from op_cases import CASES, N, WEIGHTS, WHOLE, compute, compute_rows, op_cases, operands_of
+
+
+def test_every_op_has_a_case():
+    assert set(CASES) == set(OPS), f"tests/determinism/op_cases.py: no case, or none any more, of {', '.join(sorted(set(CASES) ^ set(OPS)))}"
+    assert {type_ for op, type_ in op_cases() if op == "mul_mat"} == set(WEIGHTS) and len(WEIGHTS) > 20
+
+
+def check(op, type_, backend, expected, name, parts):
+    found = compute_rows(op, operands_of(op, type_), backend, parts)
+    assert found.keys() == expected.keys()
+    for tensor, arrays in found.items():
+        for i, (a, b) in enumerate(zip(arrays, expected[tensor], strict=True)):
+            assert_bitwise_equal(a, b, f"{op}[{type_}] on {name}, {tensor} {i}")
+
+
+def cut(n: int, order=None) -> list[np.ndarray]:
+    """The rows in parts of n."""
+    rows = np.arange(N) if order is None else order
+    return [rows[i:i + n] for i in range(0, N, n)]
+
+
+def axes(op, type_, backend, name):
+    expected = compute(op, operands_of(op, type_), CPUBackend("reference"))
+    for _ in range(2):
+        check(op, type_, backend, expected, f"{name}, all rows", cut(N))
+    if op in WHOLE:
+        return
+    for n in 1, 7, 32:
+        check(op, type_, backend, expected, f"{name}, rows by {n}", cut(n))
+    check(op, type_, backend, expected, f"{name}, in another order", cut(10, np.random.default_rng(3).permutation(N)))
+
+
+@pytest.mark.parametrize("op, type_", op_cases())
+def test_on_the_cpu(op, type_):
+    axes(op, type_, CPUBackend(), "cpu")
+    threads, expected = numba.get_num_threads(), compute(op, operands_of(op, type_), CPUBackend("reference"))
+    try:
+        numba.set_num_threads(1)
+        check(op, type_, CPUBackend(), expected, "cpu, 1 thread", cut(N))
+    finally:
+        numba.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    reason = no_gpu()
+    if reason:
+        pytest.skip(reason)
+    backend = open_backend("cuda:0")
+    yield backend
+    backend.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op, type_", [case for case in op_cases() if case[0] != "cpy"])  # a copy between devices goes through the host
+def test_on_a_gpu(gpu, op, type_):
+    axes(op, type_, gpu, "cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [op for op in CASES if op != "cpy"])
+def test_beside_other_work(gpu, op):
+    from ggml_py.noise import Noise
+    with Noise("cuda:0"):
+        for _ in range(5):
+            axes(op, CASES[op][0][0], gpu, "cuda:0, busy")
+
+
+def test_the_comparison_can_fail():
+    class Off(CPUBackend):
+        def kernel(self, op):
+            kernel = super().kernel(op)
+
+            def faulty(x, y, out):
+                kernel(x, y, out)
+                if len(x) == 7:
+                    out[3, 5] = np.nextafter(out[3, 5], np.float32(9))
+            return faulty
+    with pytest.raises(AssertionError, match=r"^add\[\] on off, rows by 7, out 0: 5 of 20128 differ, first at \(3, 5\): 0x"):
+        axes("add", "", Off(), "off")
