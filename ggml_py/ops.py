@@ -25,7 +25,7 @@ class Op:
     into: tuple[str, ...] = ()  # operands, caches, that it writes into; the first of all operands is one and is returned
     defaults: dict = field(default_factory=dict)  # values of parameters that need not be given
     is_view: bool = False  # the result is the first operand's memory
-    also: dict = field(default_factory=dict)  # further results by name: each of an operand's dtype and shape, or that operand, if it is written into; or a rule as `result`
+    also: dict = field(default_factory=dict)  # further results by name: of an operand's dtype and shape, or that operand, if it is written into; or a rule
 
     @property
     def module(self) -> str:
@@ -182,7 +182,8 @@ def normalize(_, x):
 GATINGS = "softmax", "sigmoid", "softmax_of_chosen"
 
 
-@op("logits bias", "k gating norm factor n_group n_group_used", n_optional=1, also={"ids": lambda params, logits, *bias: ("i32", (logits.shape[0], params["k"]))})
+@op("logits bias", "k gating norm factor n_group n_group_used", n_optional=1,
+    also={"ids": lambda params, logits, *bias: ("i32", (logits.shape[0], params["k"]))})
 def topk_moe(params, logits, *bias):
     """The weights of k experts, and their ids: softmax or sigmoid of the logits, chosen by their sum with the bias in the groups that mask_groups leaves
     (n_group > 1), or, for the softmax of the chosen, by the logits; normalized or not, times factor."""

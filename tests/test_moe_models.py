@@ -146,6 +146,14 @@ def test_yarn_of_deepseek2(yarn, magnitude, scale, tmp_path):
     assert model.scale == pytest.approx(scale / 64**0.5, rel=1e-6)
 
 
+def test_cuda_refuses_them_when_they_are_loaded(tmp_path):
+    pytest.importorskip("numba_cuda")
+    from recording_target import RecordingBackend
+    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", "qwen3moe"))
+    with pytest.raises(UserError, match="^ffn_moe_probs-0: cuda: op soft_max is not implemented yet; --device cpu has it$"):
+        Model(file, RecordingBackend())
+
+
 @pytest.mark.parametrize("kind", ["deepseek2", "deepseek2-mla", "gpt-oss"])
 def test_info_knows_the_cache(kind, tmp_path):
     file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind))
@@ -196,7 +204,8 @@ def test_models_that_cannot_be_used(kind, settings, message, tmp_path):
         Model.load(write_moe_model(tmp_path / "m.gguf", kind, **settings), device="cpu")
 
 
-@pytest.mark.parametrize("n_expert, n_used, groups", [(8, 1, (0, 0)), (12, 12, (0, 0)), (60, 4, (0, 0)), (160, 6, (8, 3)), (257, 8, (0, 0)), (512, 32, (16, 4))])
+@pytest.mark.parametrize("n_expert, n_used, groups", [
+    (8, 1, (0, 0)), (12, 12, (0, 0)), (60, 4, (0, 0)), (160, 6, (8, 3)), (257, 8, (0, 0)), (512, 32, (16, 4))])
 def test_counts_of_experts(n_expert, n_used, groups, tokens, tmp_path):
     path = write_moe_model(tmp_path / "m.gguf", "bailingmoe2", ("Q8_0",), n_expert=n_expert, n_used=n_used, groups=groups, n_ff_exp=32, gating=SIGMOID)
     with Model.load(path, device="cpu") as model:

@@ -72,7 +72,8 @@ def test_topk_moe(n_expert, gating, n_threads):
     """The ops one after the other, and the CPU's one pass."""
     rng = seeded(f"topk_moe {n_expert}")
     x, bias, nothing = router_rows(n_expert, rng), numbers((1, n_expert), rng)[0], np.empty(0, f32)
-    for k, b, groups, norm, factor in ((1, nothing, (0, 0), False, 1), (8, bias, (0, 0), True, 2.5), (6, nothing, (2, 1), True, 1), (4, bias, (4, 2), False, 0.3)):
+    for k, b, groups, norm, factor in (
+            (1, nothing, (0, 0), False, 1), (8, bias, (0, 0), True, 2.5), (6, nothing, (2, 1), True, 1), (4, bias, (4, 2), False, 0.3)):
         if groups[0] and n_expert % groups[0]:
             groups = 0, 0
         compare(f"topk_moe[{n_expert}, {gating}, {k}, {groups}, {norm}]", reference_topk_moe.topk_moe(gating), topk_moe.topk_moe(gating),

@@ -567,7 +567,8 @@ def test_unknown_passes_are_named(tmp_path, capsys):
     with Model.load(write_model(tmp_path / "m.gguf"), device="cpu") as model:
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
-    allowed = "'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, rope_set_rows, topk_moe, all"
+    allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, rope_set_rows, "
+               "topk_moe, all")
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from ggml_py.quant.quantize import quantize
 
 SOFTMAX, SIGMOID = 1, 2
 DEFAULTS = dict(n_layer=2, n_embd=64, n_head=4, n_head_kv=2, head=32, n_rot=32, n_ff=96, n_vocab=70, n_ctx=256,
-                n_expert=6, n_used=2, n_ff_exp=64, n_shared=1, n_dense=1, norm=True, scale=0.0, gating=SOFTMAX, groups=(0, 0), window=20, q_lora=0, kv_lora=64, n_nope=32, head_v=32, absorbed=False, yarn=None)
+                n_expert=6, n_used=2, n_ff_exp=64, n_shared=1, n_dense=1, norm=True, scale=0.0, gating=SOFTMAX, groups=(0, 0), window=20,
+                q_lora=0, kv_lora=64, n_nope=32, head_v=32, absorbed=False, yarn=None)
 ARCHITECTURES = {
     "qwen3moe": {}, "gpt-oss": dict(n_layer=3), "glm4moe": dict(gating=SIGMOID, scale=1.5, n_rot=16),
     "bailingmoe2": dict(n_expert=8, gating=SIGMOID, scale=2.5, groups=(4, 2), n_rot=16, head=16),

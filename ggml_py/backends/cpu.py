@@ -168,7 +168,8 @@ def bind_weighted_sum(kernel, node, x, w, out):
 def bind_topk_moe(kernel, node, logits, *others):
     *bias, weights, ids = others
     p = node.params
-    return partial(kernel(p["gating"]), logits, *bias or [np.empty(0, np.float32)], p["n_group"], p["n_group_used"], p["norm"], np.float32(p["factor"]), weights, ids)
+    return partial(kernel(p["gating"]), logits, *bias or [np.empty(0, np.float32)], p["n_group"], p["n_group_used"], p["norm"], np.float32(p["factor"]),
+                   weights, ids)
 
 
 @binds("mask_groups")

@@ -74,7 +74,7 @@ class Weights:
         return name in self.file.tensors
 
     def __call__(self, name: str, *shape: int, rows: tuple[int, int] | None = None) -> Tensor:
-        """The tensor `name`, which must have this shape (numpy order): a vector, a matrix or a stack of them. rows: only those [first, last) of the matrices."""
+        """The tensor `name`, which must have this shape (numpy order): a vector, a matrix or a stack of them. rows: only those [first, last) of matrices."""
         key = name, rows
         if key not in self.loaded:
             self.loaded[key] = self._load(name, shape, rows)
@@ -184,7 +184,8 @@ class Transformer:
     def load(self) -> None:
         """Puts every weight on the device, by building the graph that reads them."""
         memory, table = self.new_memory(1, 1, "f32", "f32"), self.new_rope_table(1)
-        self.build(memory, table, 1, 1)
+        for node in self.build(memory, table, 1, 1).live():
+            self.w.backend.check(node)
         self.w.backend.free(table.storage[0])
         memory.close()
 

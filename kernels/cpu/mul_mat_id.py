@@ -1,4 +1,4 @@
-"""Products with experts: the rows are sorted by expert, each expert's are a dense product of `mul_mat`; threads share the units, (expert, row tile, columns)."""
+"""Products with experts: rows are sorted by expert, each expert's are a dense product of `mul_mat`; threads share the units, (expert, row tile, columns)."""
 from functools import lru_cache
 
 import numpy as np
@@ -57,7 +57,7 @@ def runner(is_quantized):
 
 @lru_cache(None)
 def sorted_product(format_name: str, isa: str | None = None):
-    """(words u32 [X, words of a matrix], x, bounds i64 [X + 1], out f32 [rows, m]): of sorted rows, those of an expert with its matrix. isa: as of `mul_mat`."""
+    """(words u32 [X, words of a matrix], x, bounds i64 [X + 1], out f32 [rows, m]): of sorted rows, each expert's with its matrix. isa: as of `mul_mat`."""
     address, fmt, unit = compiled_unit(format_name, isa)
     run = runner(fmt.is_quantized)
 
