@@ -141,7 +141,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield setting("cells by address", kv_write="cpy", n_ubatch=32)
             case "fusion":
                 yield from (setting(f"without {name}", no_fuse=(name,)) for name in PASSES)
-                yield setting("none", no_fuse=("all",))
-                yield setting("none, 8 at a time", no_fuse=("all",), n_ubatch=8)
+                yield setting("without any", no_fuse=("all",))
+                yield setting("without any, 8 at a time", no_fuse=("all",), n_ubatch=8)
             case "noise" if on_gpu:
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))

@@ -80,7 +80,7 @@ def test_a_fault_inside_a_fused_node(path):
     backend = FaultyBackend({"mul_mat_glu": made(after(lambda *operands: operands[-2].__iadd__(np.float32(1e-3))))})
     verification = verify(path, WINDOWS, ["fusion"], {"cpu": backend})
     without = [r for r in verification.results if r.status == "different"]
-    assert {r.setting.name for r in without} == {"without mul_mat_glu", "none", "none, 8 at a time"}
+    assert {r.setting.name for r in without} == {"without mul_mat_glu", "without any", "without any, 8 at a time"}
     for result in without:
         found = verification.bisect(result)
         culprit, = found.culprits
