@@ -24,7 +24,7 @@ Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d floa
 
 def on_host(backend, tensor: Tensor) -> Arrays:
     """A tensor's values as the kernels of the CPU take them, copied."""
-    data = backend.read(*tensor.base.storage, n_bytes(tensor))
+    data = backend.read(*tensor.base.storage, n_bytes(tensor)).result()
     cpu = CPUBackend()
     found = cpu.view(Tensor(tensor.name, tensor.dtype, tensor.shape, storage=(cpu.upload(data), 0)))
     if tensor.dtype != "act":

@@ -11,6 +11,7 @@ import numpy as np
 
 from ggml_py.axes import settings_of
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.transfers import Pending
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.kernels.cpu.mul_mat import mul_mat
 from ggml_py.kernels.cpu.set_rows import set_rows
@@ -219,10 +220,10 @@ class HastyBackend(CPUBackend):
         self.busy = len(steps) > 1
 
     def read(self, buffer, offset, n_bytes):
-        data, self.busy, busy = super().read(buffer, offset, n_bytes), False, self.busy
+        data, self.busy, busy = super().read(buffer, offset, n_bytes).result(), False, self.busy
         if busy:
             data[-64:] = self.late.integers(0, 255, min(64, data.size), np.uint8)
-        return data
+        return Pending(data)
 
     late = np.random.default_rng(0)
 

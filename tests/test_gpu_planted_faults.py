@@ -10,7 +10,8 @@ from numba import cuda
 
 from cuda_simulator import no_gpu
 from ggml_py.backends.cpu import CPUBackend
-from ggml_py.backends.cuda import CUDABackend, _check, address
+from ggml_py.backends.cuda import CUDABackend, address
+from ggml_py.backends.transfers import Pending, check_status
 from ggml_py.backends.cuda_graphs import GraphCache
 from ggml_py.kernels.cuda.launch import F32, N, SCALAR_F32, Kernel, compile_ptx
 from ggml_py.kernels.cuda.ptx import add, div, f32, i2f, i32, i64, ld, mul, sqrt, st
@@ -109,9 +110,9 @@ class HastyBackend(CUDABackend):
         from cuda.bindings import driver
         data = np.empty(n_bytes, np.uint8)
         if n_bytes:
-            _check(driver.cuMemcpyDtoHAsync(data.ctypes.data, int(buffer.handle) + offset, n_bytes, self.other.handle))
+            check_status(driver.cuMemcpyDtoHAsync(data.ctypes.data, int(buffer.handle) + offset, n_bytes, self.other.handle))
         self.other.sync()
-        return data
+        return Pending(data)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -16,6 +16,7 @@ from random_weights import random_weight
 
 N, M, K = 37, 70, 544          # rows, rows of weights, columns (two chunks and a part; whole blocks of 32)
 HEADS, HEADS_KV, DIM, CELLS = 4, 2, 64, 3 * 48
+EXPERTS, ROUTED = 3, 40         # matrices of a stack; columns of router logits
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
 
 
@@ -63,6 +64,20 @@ class Operands:
     def matrix(self) -> Operand:
         fmt = format_of(self.type)
         return Operand(self.type, (tile.pack(random_weight(fmt, M, self.k, self.rng), fmt, M, self.k).reshape(-1).view(np.uint32),), shape=(M, self.k))
+
+    def matrices(self, n: int = EXPERTS) -> Operand:
+        each = [self.matrix() for _ in range(n)]
+        return Operand(self.type, (np.concatenate([m.arrays[0] for m in each]),), shape=(n, M, self.k))
+
+    def experts(self) -> Operand:
+        """One of each token, so that rows of the result are rows of tokens."""
+        return Operand("i32", (self.rng.integers(0, EXPERTS, (N, 1)).astype(np.int32),), 0)
+
+    def biases(self) -> Operand:
+        return Operand("f32", self.x(M, EXPERTS).arrays)
+
+    def columns(self, k: int, n: int) -> Operand:
+        return Operand("i32", (self.rng.integers(0, k, (N, n)).astype(np.int32),), 0)
 
     def ids(self, most: int = M) -> Operand:
         return Operand("i32", (self.rng.integers(0, most, N).astype(np.int32),), 0)
@@ -120,6 +135,23 @@ CASES = {
                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False}),
     "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
                        {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "n_kv": 48}),
+    "soft_max": (PLAIN, lambda o: [o.x(ROUTED)], {}),
+    "sigmoid": (PLAIN, lambda o: [o.x(ROUTED)], {}),
+    "mask_groups": (PLAIN, lambda o: [o.x(ROUTED)], {"n_group": 8, "n_group_used": 3}),
+    "top_k": (PLAIN, lambda o: [o.x(ROUTED)], {"k": 5}),
+    "take_columns": (PLAIN, lambda o: [o.x(ROUTED), o.columns(ROUTED, 5)], {}),
+    "normalize": (PLAIN, lambda o: [o.x(ROUTED)], {}),
+    "topk_moe": (PLAIN, lambda o: [o.x(ROUTED), o.vector(ROUTED)],
+                 {"k": 5, "gating": "sigmoid", "norm": True, "factor": 2.5, "n_group": 8, "n_group_used": 3}),
+    "mul_mat_id": (GATES, lambda o: [o.matrices(), o.input(), o.experts()], {}),
+    "mul_mat_id_glu": (GATES, lambda o: [o.matrices(), o.matrices(), o.input(), o.experts(), o.biases(), o.biases()],
+                       {"act": "swiglu_oai", "alpha": 1.702, "limit": 7.0}),
+    "mul_mat_heads": (GATES, lambda o: [o.matrices(1), o.input()], {}),
+    "add_id": (PLAIN, lambda o: [o.x(M), o.biases(), o.experts()], {}),
+    "weighted_sum": (PLAIN, lambda o: [o.x(), o.x(1)], {}),
+    "swiglu_oai": (PLAIN, lambda o: [o.x(), o.x()], {"alpha": 1.702, "limit": 7.0}),
+    "slice_heads": (PLAIN, lambda o: [o.x(Q)], {"n_head": HEADS, "first": 8, "n": 20}),
+    "concat_heads": (PLAIN, lambda o: [o.x(Q), o.x(DIM)], {"n_head": HEADS, "n_head_y": 1}),
     "argmax": (PLAIN, lambda o: [o.x()], {}),
     "cpy": (PLAIN, lambda o: [o.x()], {}),
 }
