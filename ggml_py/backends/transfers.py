@@ -395,7 +395,7 @@ class Transfers:
 
 def _address(what: str, buffer, offset: int, n_bytes: int) -> int:
     address = int(buffer.handle)
-    if not address and buffer.size:  # of nothing it is 0 as well
+    if not address:
         raise ValueError(f"{what}: the buffer has been freed")
     if offset < 0 or n_bytes < 0 or offset + n_bytes > buffer.size:
         raise ValueError(f"{what}: bytes {offset} to {offset + n_bytes} of a buffer, allowed: 0 to {buffer.size}")
@@ -439,7 +439,7 @@ class CUDADriver:
         return capturing != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
     def allocate(self, n_bytes: int, stream):
-        return self._device(self.ordinal).allocate(n_bytes, stream=stream)
+        return self._device(self.ordinal).allocate(max(n_bytes, 1), stream=stream)  # nothing has the address of what has been freed
 
     def pinned(self, n_bytes: int):
         return self._pinned.allocate(n_bytes)
