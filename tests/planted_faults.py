@@ -14,7 +14,7 @@ from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Pending
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.kernels.cpu.mul_mat import mul_mat
-from ggml_py.kernels.cpu.set_rows import set_rows
+from ggml_py.kernels.reference.rope_set_rows import rope_set_rows
 from ggml_py.model import Model
 from ggml_py.quant.activation import quantize_activations
 from ggml_py.verify import Verification
@@ -150,14 +150,8 @@ def contracted_rope(x, pos, table, neox, out):
     out[...] = y
 
 
-def contracted_rope_set_rows(type_k, type_v):
-    def kernel(q, k, v, pos, table, neox, rows, q_out, cache_k, cache_v):
-        rotated = np.empty_like(k)
-        contracted_rope(q, pos, table, neox, q_out)
-        contracted_rope(k, pos, table, neox, rotated)
-        set_rows(type_k)(rotated.reshape(len(k), -1), rows, cache_k)
-        set_rows(type_v)(v, rows, cache_v)
-    return kernel
+def contracted_rope_set_rows(type_k, type_v, indirect):
+    return rope_set_rows(type_k, type_v, indirect, rope=contracted_rope)
 
 
 # Gated units

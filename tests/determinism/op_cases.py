@@ -132,7 +132,7 @@ CASES = {
     "cpy_rows": (CACHE, lambda o: [o.cache(), o.x(KV)], {"cell": 5}),
     "cpy_rows_indirect": (CACHE, lambda o: [o.cache(), o.x(KV), o.addresses(KV)], {"slot": 1}),
     "rope_set_rows": (["f32", "f16"], lambda o: [o.cache(), o.cache(), o.x(KV), o.x(KV), o.x(Q), o.ids(48), o.angles(), o.cells()],
-                      {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False}),
+                      {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False, "eps": 0.0, "slots": None}),
     "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
                        {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "n_kv": 48}),
     "soft_max": (PLAIN, lambda o: [o.x(ROUTED)], {}),
