@@ -153,6 +153,16 @@ class RecordedContext(Context):
         super().close()
 
 
+def named_rows(node: Tensor) -> list[tuple[int, int, int]]:
+    """Where a node names rows by their addresses: (operand that holds them, its row, operand that they are rows of)."""
+    if node.op == "cpy_rows_indirect":
+        return [(2, node.params["slot"], 0)]
+    if node.op == "rope_set_rows" and node.params["slots"] is not None:
+        slot_k, slot_v = node.params["slots"]
+        return [(7, slot_k, 1), (7, slot_v, 0)]
+    return []
+
+
 class Capture:
     """A node of a run with all that it read and wrote, on the host. Weights and caches are read by `load`: they lie where they are."""
 
@@ -162,7 +172,7 @@ class Capture:
         stays = [source.base.op is None and source.base not in inputs for source in node.src]
         self.operands = [None if here else on_host(backend, source) for here, source in zip(stays, node.src)]
         self.results = {tensor.name: on_host(backend, tensor) for tensor in results(node)}
-        self.address = backend.address(node.src[0]) if node.op == "cpy_rows_indirect" else 0
+        self.addresses = [backend.address(node.src[cache]) for *_, cache in named_rows(node)]
 
     def load(self) -> "Capture":
         self.operands = [on_host(self.backend, source) if arrays is None else arrays for source, arrays in zip(self.node.src, self.operands)]
@@ -175,7 +185,7 @@ class Capture:
         at, node, one = OPS[self.node.op].operands.index("x"), self.node, object.__new__(Capture)
         x = Tensor(node.src[at].name, node.src[at].dtype, (1, *node.src[at].shape[1:]))
         one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params)
-        one.operands, one.address = list(self.operands), self.address
+        one.operands, one.addresses = list(self.operands), self.addresses
         one.operands[at] = tuple(array[row:row + 1] for array in self.operands[at])
         return one
 
@@ -183,7 +193,7 @@ class Capture:
         """As an archive of numpy, which `read` takes."""
         node = self.node
         tensors = {tensor: i for i, tensor in enumerate(dict.fromkeys((*node.src, node, *results(node)[1:])))}
-        about = {"name": node.name, "op": node.op, "params": node.params, "kernel": self.kernel, "device": self.device, "address": self.address,
+        about = {"name": node.name, "op": node.op, "params": node.params, "kernel": self.kernel, "device": self.device, "addresses": self.addresses,
                  "n_src": len(node.src), "tensors": [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors],
                  "alias": [next((i for i, source in enumerate(node.src) if source.base is t.base), None) if t.base is not t else None for t in results(node)]}
         arrays = {f"{i}.{j}": a for i, each in enumerate((*self.operands, *self.results.values())) for j, a in enumerate(each)}
@@ -200,7 +210,7 @@ class Capture:
         for tensor, alias in zip(also, about["alias"][1:]):
             tensor.alias = None if alias is None else src[alias]
         self.node, self.operands, self.results = node, arrays[:n], {t.name: a for t, a in zip((node, *also), arrays[n:])}
-        self.address, self.kernel, self.device = about["address"], about["kernel"], about["device"]
+        self.addresses, self.kernel, self.device = about["addresses"], about["kernel"], about["device"]
         return self
 
 
@@ -215,8 +225,11 @@ def recompute(capture: Capture, backend) -> dict[str, Arrays]:
     node = capture.node
     made = {}
     for i, (source, arrays) in enumerate(zip(node.src, capture.operands)):
-        if node.op == "cpy_rows_indirect" and i == 2:  # its addresses were those of another memory
-            arrays = arrays[0] - capture.address + backend.address(made[node.src[0].base]),
+        for (operand, row, cache), address in zip(named_rows(node), capture.addresses):
+            if operand == i:  # its addresses were those of another memory
+                table = arrays[0].copy()
+                table[row] += backend.address(made[node.src[cache].base]) - address
+                arrays = table,
         if source.base not in made:
             made[source.base] = Tensor(source.name, source.dtype, source.shape, device=backend.device, storage=(to_device(backend, source, arrays), 0))
     also = tuple(Tensor(t.name, t.dtype, t.shape, device=backend.device, alias=made[t.base] if t.base is not t else None) for t in results(node)[1:])

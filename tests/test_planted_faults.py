@@ -116,3 +116,12 @@ def test_the_same_bits_are_not_bisected(path):
     with Model(GGUFFile.open(path), CPUBackend()) as model:
         a, b = Setting("default", "", "cpu"), Setting("ubatch", "", "cpu", n_ubatch=7, no_fuse=("all",), kv_write="cpy", order=(2, 1, 0), piece=31)
         assert first_difference(model, model, WINDOWS, a, b, 1) is None
+
+
+def test_rows_named_by_addresses_are_computed_again(path):
+    """A fault in a node that writes to addresses: what it read is computed again in other memory."""
+    contracted = next(fault for fault in FAULTS if fault.name == "a contraction of multiply and add")
+    with Model(GGUFFile.open(path), CPUBackend()) as model, Model(GGUFFile.open(path), contracted.backend("cpu")) as faulty:
+        setting = Setting("kv_write", "", "cpu", kv_write="cpy")
+        found = first_difference(model, faulty, WINDOWS, setting, setting, 1)
+    assert found is not None and "rope_set_rows" in str(found)

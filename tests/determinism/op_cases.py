@@ -10,7 +10,7 @@ from ggml_py.ops import OPS
 from ggml_py.quant import tile
 from ggml_py.quant.activation import quantize_activations
 from ggml_py.quant.formats import FORMATS, format_of
-from ggml_py.recording import Arrays, Capture, recompute, results
+from ggml_py.recording import Arrays, Capture, named_rows, recompute, results
 from ggml_py.storage import CACHE_TYPES
 from random_weights import random_weight
 
@@ -172,7 +172,8 @@ def operands_of(op: str, type_: str) -> list[Operand]:
 def compute(op: str, operands: list[Operand], backend) -> dict[str, Arrays]:
     """The results of an op, without scratch memory."""
     capture = Capture.__new__(Capture)
-    capture.node, capture.operands, capture.address = node_of(op, operands), [operand.arrays for operand in operands], 0
+    capture.node, capture.operands = node_of(op, operands), [operand.arrays for operand in operands]
+    capture.addresses = [0] * len(named_rows(capture.node))
     return recompute(capture, backend)
 
 
