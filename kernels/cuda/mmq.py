@@ -99,14 +99,16 @@ def hopper_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...
 
 
 class Sources(NamedTuple):
-    """How many words of the activation buffer a thread remembers: where its pieces of quads begin, of limbs, and the places of the former in a slot."""
+    """How many words of the activation buffer a thread remembers: where its pieces of quads begin, scales, limbs, and the places of the first in a slot."""
     quads: int
+    scales: int
     limbs: int
     places: int = 4
 
 
 def sources(fmt: Format, block: Block) -> Sources:
-    return Sources(block.tokens // block.n_warps, -(-3 * block.tokens // (32 * block.n_warps)) if is_late(fmt, block.quads) else 0)
+    n_threads = 32 * block.n_warps
+    return Sources(block.tokens // block.n_warps, -(-block.tokens // n_threads), -(-3 * block.tokens // n_threads) if is_late(fmt, block.quads) else 0)
 
 
 def copier(fmt: Format, block: Block):
@@ -121,8 +123,9 @@ def copier(fmt: Format, block: Block):
     wholes, rest = n_pieces // 32, n_pieces % 32
     half = -(-wholes // groups)
     first_copies, other_copies, quads_of_warp, limbs_of_thread = copies4(half), copies4(wholes - half), n_quads // n_warps, sources(fmt, block).limbs
+    scales_of_thread = sources(fmt, block).scales
     quad_words, half_words = (wgmma.ATOM_WORDS, n_quads * wgmma.ATOM_WORDS) if warpgroups else (QUAD_WORDS, 0)
-    assert groups in (1, 2) and n_quads % n_warps == 0 and tokens <= n_threads, block
+    assert groups in (1, 2) and n_quads % n_warps == 0, block
 
     @device
     def in_quad(r, piece):
@@ -142,11 +145,12 @@ def copier(fmt: Format, block: Block):
             places[c] = i32(act_at + warp * quad_words + in_quad(2 * c + limb, piece))
             for i in range(quads_of_warp):
                 offsets[c * quads_of_warp + i] = i32(plane + i32(min(i32(first + 4 * (warp + i * n_warps) + c), last)) * row_words)
-        own[0] = i32(scales + i32(min(i32(first + tid), last)) * n_chunks)
+        for i in range(scales_of_thread):
+            own[i] = i32(scales + i32(min(i32(first + tid + i * n_threads), last)) * n_chunks)
         for i in range(limbs_of_thread):
             p = i32(tid + i * n_threads)
             token = i32(p // 3)
-            own[1 + i] = i32(limbs + i32(min(i32(first + token), last)) * n_chunks * 12 + (p - 3 * token) * 4)
+            own[scales_of_thread + i] = i32(limbs + i32(min(i32(first + token), last)) * n_chunks * 12 + (p - 3 * token) * 4)
 
     @device
     def copy(tid, shared, to, words, act, chunk, n_rows, n_chunks, places, offsets, own):
@@ -164,11 +168,12 @@ def copier(fmt: Format, block: Block):
         for c in range(4):
             for i in range(quads_of_warp):
                 copy4(shared, to + places[c] + i * n_warps * quad_words, act, i64(i32(offsets[c * quads_of_warp + i] + chunk * 64)))
-        if tid < tokens:
-            copy1(shared, to + d_at + tid, act, i64(i32(own[0] + chunk)))
+        for i in range(scales_of_thread):
+            if tid + i * n_threads < tokens:
+                copy1(shared, to + d_at + tid + i * n_threads, act, i64(i32(own[i] + chunk)))
         for i in range(limbs_of_thread):
             if tid + i * n_threads < 3 * tokens:
-                copy4(shared, to + limbs_at + (tid + i * n_threads) * 4, act, i64(i32(own[1 + i] + chunk * 12)))
+                copy4(shared, to + limbs_at + (tid + i * n_threads) * 4, act, i64(i32(own[scales_of_thread + i] + chunk * 12)))
     return find, copy
 
 
@@ -176,8 +181,8 @@ def products(name: str, block: Block, finish):
     """The body of a kernel: the products with one matrix. finish: (out, i, row, total, last, *biases), what becomes of a total, i being its place in `out`."""
     fmt, warpgroups = format_of(name), block.warpgroups
     multiply, n_entries, entry = group_product.group_product(name) if warpgroups else tile_product(name, block.quads)
-    (find, start_copies), (n_offsets, n_limbs, n_places) = copier(fmt, block), sources(fmt, block)
-    n_own = 1 + n_limbs
+    (find, start_copies), (n_offsets, n_scales, n_limbs, n_places) = copier(fmt, block), sources(fmt, block)
+    n_own = n_scales + n_limbs
     at, tile_words, own_words, first_warp, first = chunk_slot(fmt, block), tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(name), first_slot(fmt, block)
     act_at, d_at, limbs_at, slot_words, tiles_at = at
     row_tiles, quads, n_threads, tokens, rows = block.row_tiles, block.quads, 32 * block.n_warps, block.tokens, block.rows

@@ -10,7 +10,7 @@ from numba import cuda
 from ...quant.formats import CHUNK
 from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
-from .ptx import as_u32, device, f32, i32, i64, ldc4, mul, sts4, u32, wait_for_previous
+from .ptx import as_u32, device, f32, i32, i64, ldc4, mul, sts4, u32
 from .quantize import N_THREADS, chunk_quantizer
 from .rms_norm import COLUMNS, MOST_THREADS, ROWS, STAGE, Source, n_threads, normed, reciprocal_of_round, reciprocal_rms
 
@@ -53,9 +53,8 @@ def round_norm_act(source: Source):
         tid = i32(cuda.threadIdx.x)
         column, row = i32(4 * tid), i64(cuda.blockIdx.x) * n_cols
         last = i32(n_cols - 4)
-        wa, wb, wc, wd = ldc4(w, min(column, last))
-        wait_for_previous()
         a, b, c, d = load4(t, row + min(column, last))
+        wa, wb, wc, wd = ldc4(w, min(column, last))
         if column > last:
             a, b, c, d = f32(0), f32(0), f32(0), f32(0)
         else:
