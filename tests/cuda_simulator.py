@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-LIMIT_SECONDS = 600
+LIMIT_SECONDS = 1500
 
 
 def run_in_simulator(file: str) -> None:
