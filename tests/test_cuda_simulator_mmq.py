@@ -67,7 +67,7 @@ def test_work():
     (("Q4_K", "Q4_K"), 14336, 4096, 1, FewShape), (("Q8_0", "Q8_0"), 14336, 4096, 512, Block(4, 2, 16)), (("Q8_0", "Q6_K"), 14336, 4096, 512, Block(4, 2, 8)),
     (("Q4_1", "Q4_1"), 1536, 576, 512, FewShape)])
 def test_glu_shape(names, n_rows, n_cols, n, expected):
-    found = mul_mat_glu.glu_shape(names, n_rows, n_cols, n, 132, LIMITS[0])
+    found = mul_mat_glu.quantized_shape(names, n_rows, n_cols, n, 132, LIMITS[0])
     assert found == expected or type(found) is expected
 
 
@@ -140,7 +140,7 @@ def simulate_mmq_few_launch_shapes(machine, name, n_rows, n_cols, n, n_tokens, n
     ("silu", ("Q8_0", "Q8_0"), 33, 288, 5, False), ("gelu", ("Q4_K", "Q6_K"), 2, 256, 2, True), ("relu", ("IQ2_XXS", "IQ3_S"), 1, 512, 1, True)], ids=str)
 def simulate_glu(machine, monkeypatch, act, types, n_rows, n_cols, n, biased, shape):
     """Gate and up of one format and of two, with a codebook each."""
-    monkeypatch.setattr(mul_mat_glu, "glu_shape", lambda *args: shape)
+    monkeypatch.setattr(mul_mat_glu, "quantized_shape", lambda *args: shape)
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
 
 

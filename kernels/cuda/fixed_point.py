@@ -72,6 +72,46 @@ class Octets(NamedTuple):
     values: Callable   # (raw, at) -> eight float32
 
 
+CHANNELS = 64  # of Q and K with one scale; of a slab of V
+
+
+def octet_loader(octets: Octets, dim: int):
+    """(p, row, channel, raw, at): the octet of a row of `dim` channels from `channel` on, zeros behind its end. row: index of its first channel."""
+    load, n_words, whole = octets.load, octets.n_words, dim % CHANNELS == 0
+
+    @device
+    def load_octet(p, row, channel, raw, at):
+        if whole or channel < dim:
+            load(p, row + channel, raw, at)
+        else:
+            for w in range(n_words):
+                raw[at + w] = u32(0)
+    return load_octet
+
+
+def key_loader(octets: Octets, dim: int):
+    """(p, row, t, raw, first): the octets of a key that lane t of four takes, two of each 64 channels."""
+    load_octet, n_words, n_blocks = octet_loader(octets, dim), octets.n_words, -(-dim // CHANNELS)
+
+    @device
+    def load_key(p, row, t, raw, first):
+        for b in range(n_blocks):
+            for half in range(2):
+                load_octet(p, row, b * CHANNELS + half * 32 + 8 * t, raw, first + (2 * b + half) * n_words)
+    return load_key
+
+
+def value_loader(octets: Octets, dim: int):
+    """(p, row, g, raw, first): the octets of a value that lane g of eight takes, one of each 64 channels."""
+    load_octet, n_words, n_slabs = octet_loader(octets, dim), octets.n_words, -(-dim // CHANNELS)
+
+    @device
+    def load_value(p, row, g, raw, first):
+        for b in range(n_slabs):
+            load_octet(p, row, b * CHANNELS + 8 * g, raw, first + b * n_words)
+    return load_value
+
+
 @device
 def _f16_load(p, i, raw, at):
     raw[at], raw[at + 1], raw[at + 2], raw[at + 3] = ld4(p, i >> 1)

@@ -18,14 +18,13 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .cooperative import cooperative
-from .fixed_point import MINUS_INFINITY, OCTETS, ZERO, fixed_point, larger_float, lifted, limbs, rest, scales
+from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
 from .flash_attn_ext_combine import PIECE, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, u32
 from .set_rows import larger
 
 THREADS, WARPS = 256, 8
-CHANNELS = 64        # of Q and K with one scale; of a slab of V
 MOST_HEADS = 8       # of a block: the rows of half a fragment
 MOST_CHANNELS = 256
 CHUNK_STRIDE = 20    # words from one lane's 16 sums to the next one's: 16 bytes of eight lanes then lie in all 32 banks
@@ -108,38 +107,16 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
     k_words, v_words, v_row, side_words, kind_words = K.n_words, V.n_words, stride(dim_v), WARPS * 2 * heads * 4 * CHUNK_STRIDE, heads * 4 * CHUNK_STRIDE
     n_k_raw, n_v_raw = 4 * n_blocks * K.n_words, 4 * n_slabs * V.n_words
     ahead = type_k == type_v == "f16" and heads < MOST_HEADS  # keys are loaded a piece ahead; else there are no registers for them
-    load_octet_k, amax_k, merge_k, pattern_k, values_k = K[2:]
-    load_octet_v, amax_v, merge_v, pattern_v, values_v = V[2:]
-
-    @device
-    def load_keys(k, at, t, raw, first):
-        """The octets of one key. at: index of the first channel."""
-        for b in range(n_blocks):
-            for half in range(2):
-                octet = first + (2 * b + half) * k_words
-                channel = b * CHANNELS + half * 32 + 8 * t
-                if dim_k % CHANNELS == 0 or channel < dim_k:
-                    load_octet_k(k, at + channel, raw, octet)
-                else:
-                    for w in range(k_words):
-                        raw[octet + w] = u32(0)
+    amax_k, merge_k, pattern_k, values_k = K[3:]
+    amax_v, merge_v, pattern_v, values_v = V[3:]
+    load_key, load_value = key_loader(K, dim_k), value_loader(V, dim_v)
 
     @device
     def load_both(k, cell, key, position, n_head_kv, head_kv, lane, raw):
         """Keys key + g and key + g + 8, or what is at the query's position where they are beyond it."""
         g, t = lane >> 2, lane & 3
-        load_keys(k, ((cell + min(key + g, position)) * n_head_kv + head_kv) * dim_k, t, raw, 0)
-        load_keys(k, ((cell + min(key + g + 8, position)) * n_head_kv + head_kv) * dim_k, t, raw, 2 * n_blocks * k_words)
-
-    @device
-    def load_values(v, at, g, raw, first):
-        for b in range(n_slabs):
-            octet = first + b * v_words
-            if dim_v % CHANNELS == 0 or b * CHANNELS + 8 * g < dim_v:
-                load_octet_v(v, at + b * CHANNELS + 8 * g, raw, octet)
-            else:
-                for w in range(v_words):
-                    raw[octet + w] = u32(0)
+        load_key(k, ((cell + min(key + g, position)) * n_head_kv + head_kv) * dim_k, t, raw, 0)
+        load_key(k, ((cell + min(key + g + 8, position)) * n_head_kv + head_kv) * dim_k, t, raw, 2 * n_blocks * k_words)
 
     @device
     def prepare_block(q, at, b, valid, lane, scale, s):
@@ -300,10 +277,10 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
         while piece < n_pieces:
             # 1. Scores of keys k0, k0 + 1, k2, k2 + 1; those beyond the query's position are read at its position, and not seen
             k0, k2 = i32(key + 2 * t), i32(key + 2 * t + 8)
-            load_values(v, ((cell + min(k0, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 0)
-            load_values(v, ((cell + min(k0 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, n_slabs * v_words)
-            load_values(v, ((cell + min(k2, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 2 * n_slabs * v_words)
-            load_values(v, ((cell + min(k2 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 3 * n_slabs * v_words)
+            load_value(v, ((cell + min(k0, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 0)
+            load_value(v, ((cell + min(k0 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, n_slabs * v_words)
+            load_value(v, ((cell + min(k2, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 2 * n_slabs * v_words)
+            load_value(v, ((cell + min(k2 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 3 * n_slabs * v_words)
             here0, here1 = ld(present, cell + min(k0, position)), ld(present, cell + min(k0 + 1, position))
             here2, here3 = ld(present, cell + min(k2, position)), ld(present, cell + min(k2 + 1, position))
             s0, s1, s2, s3 = scores(k_raw, lane, s)

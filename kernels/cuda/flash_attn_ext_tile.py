@@ -19,14 +19,13 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .cooperative import cooperative
-from .fixed_point import MINUS_INFINITY, OCTETS, ZERO, fixed_point, larger_float, lifted, limbs, rest, scales
+from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
 from .flash_attn_ext_combine import PIECE
 from .flash_attn_ext_few import amax4, four, get, limbs4, max_lane, max_pattern, put
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import add, afresh, as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul, shuffle, st4, sts, sub, syncwarp, u32
 from .set_rows import larger
 
-CHANNELS = 64       # of Q and K with one scale; of a slab of V
 ROWS = 16           # of a warp
 MOST_CHANNELS = 128
 KEYS_STRIDE = PIECE // 4 + 4  # words of a channel
@@ -72,31 +71,11 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
     n_blocks, n_slabs, tokens = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), ROWS * n_warps // heads
     k_words, v_words, k_row = K.n_words, V.n_words, k_stride(dim_k)
     n_k_raw, n_v_raw, n_outputs = 2 * n_blocks * k_words, n_slabs * v_words, 32 * n_slabs
-    load_octet_k, amax_k, merge_k, pattern_k, values_k = K[2:]
-    load_octet_v, amax_v, merge_v, pattern_v, values_v = V[2:]
+    amax_k, merge_k, pattern_k, values_k = K[3:]
+    amax_v, merge_v, pattern_v, values_v = V[3:]
+    load_key, load_value = key_loader(K, dim_k), value_loader(V, dim_v)
 
     # 1. Limbs in shared memory
-
-    @device
-    def load_key(k, at, t, raw):
-        """The octets of a key. at: index of its first channel."""
-        for b in range(n_blocks):
-            for half in range(2):
-                channel, octet = b * CHANNELS + half * 32 + 8 * t, (2 * b + half) * k_words
-                if dim_k % CHANNELS == 0 or channel < dim_k:
-                    load_octet_k(k, at + channel, raw, octet)
-                else:
-                    for w in range(k_words):
-                        raw[octet + w] = u32(0)
-
-    @device
-    def load_value(v, at, g, raw):
-        for b in range(n_slabs):
-            if dim_v % CHANNELS == 0 or b * CHANNELS + 8 * g < dim_v:
-                load_octet_v(v, at + b * CHANNELS + 8 * g, raw, b * v_words)
-            else:
-                for w in range(v_words):
-                    raw[b * v_words + w] = u32(0)
 
     @device
     def key_block(raw, b, key, lane, s):
@@ -169,13 +148,13 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
             sts(s, where.seen + key + lane, position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
         if first + key <= last:
             at, even = first + key + g, first + key + 2 * t
-            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * dim_k, t, k0)
-            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * dim_k, t, k1)
-            load_value(v, ((cell + min(even, last)) * n_head_kv + head_kv) * dim_v, g, v0)
-            load_value(v, ((cell + min(even + 1, last)) * n_head_kv + head_kv) * dim_v, g, v1)
+            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * dim_k, t, k0, 0)
+            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * dim_k, t, k1, 0)
+            load_value(v, ((cell + min(even, last)) * n_head_kv + head_kv) * dim_v, g, v0, 0)
+            load_value(v, ((cell + min(even + 1, last)) * n_head_kv + head_kv) * dim_v, g, v1, 0)
             key_limbs(k0, key + g, lane, s)
-            load_value(v, ((cell + min(even + 8, last)) * n_head_kv + head_kv) * dim_v, g, v2)
-            load_value(v, ((cell + min(even + 9, last)) * n_head_kv + head_kv) * dim_v, g, v3)
+            load_value(v, ((cell + min(even + 8, last)) * n_head_kv + head_kv) * dim_v, g, v2, 0)
+            load_value(v, ((cell + min(even + 9, last)) * n_head_kv + head_kv) * dim_v, g, v3, 0)
             key_limbs(k1, key + g + 8, lane, s)
             to = key + 2 * t
             inv = value_scale(v0, to, lane, s), value_scale(v1, to + 1, lane, s), value_scale(v2, to + 8, lane, s), value_scale(v3, to + 9, lane, s)

@@ -11,10 +11,9 @@ Integer scales are multiplied to the levels while these are unpacked (`splitter`
 float scale follows are taken by turns: one product runs while the sums of the other are followed up.
 """
 from ...quant.formats import CHUNK, format_of
-from ...quant.words import ONES, TOPS
 from .cooperative import cooperative
-from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp, u32
-from .tile_product import TileProduct, factors, form, is_late, limb_product, preparer, split_sum, splitter, token_limbs
+from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp
+from .tile_product import TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, N, N_SUMS, start, start_u, wait, wait_but_one, wait_for_all_but_one, wait_for_all_but_two
 
@@ -37,22 +36,15 @@ def group_product(name: str) -> TileProduct:
     token l % 4. d, e: local arrays int32 [N_SUMS] for sums, which stay in their registers from chunk to chunk."""
     fmt = format_of(name)
     unpack, n_entries, entry = shared_unpacker(name, 0)
-    quarter, pairs = unpack.quarter, unpack.pairs
+    pairs = unpack.pairs
     step, integer, wide, carried = form(fmt)
     d_plane, m_plane, imin_plane, _ = factors(fmt, QUADS)
     prepare, four_limbs = preparer(fmt, unpack, QUADS), splitter(fmt) if integer else None
     in_block, n_group, has_min, late = 32 // step, fmt.group, fmt.has_min, is_late(fmt, QUADS)
-    subtracted, less = not integer and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
+    row_words = level_words(fmt, unpack.quarter, not integer and fmt.zero > 0)
     ones, z, last = i32(0x01010101), i32(0), 8 * in_block - 1
     assert integer or not (pairs or wide or has_min and (step != 32 or carried)), name
     assert not integer or fmt.group == CHUNK, name
-
-    @device
-    def row_words(t, j, q):
-        a, b = quarter(t, j, q)
-        if subtracted:
-            return i32(u32((u32(a) + less) ^ TOPS)), i32(u32((u32(b) + less) ^ TOPS))
-        return a, b
 
     @device
     def fragments(lane, half, shared, tile, j):

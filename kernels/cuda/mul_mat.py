@@ -51,15 +51,20 @@ def many_shape(names: tuple[str, ...], n_rows: int, n: int, n_multiprocessors: i
     return block if n > MOST_TOKENS_FEW and block_us(block, n_rows, n, n_multiprocessors) < few_us else None
 
 
+def quantized_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
+                    warpgroups: bool = False) -> FewShape | Block:
+    """mmq for many tokens, else mmq_few, for one matrix or two of the same sizes. names: their formats."""
+    return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
+            or few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit))
+
+
 def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
                   warpgroups: bool = False) -> MMVQShape | FewShape | Block:
-    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq. Quantized ones: mmq for many tokens, else mmq_few."""
+    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq."""
     fmt = format_of(type_)
     if not fmt.is_quantized:
         return mmvq_shape(fmt, n_rows, n_cols, n, n_multiprocessors)
-    names = (fmt.name,)
-    return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
-            or few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit))
+    return quantized_shape((fmt.name,), n_rows, n_cols, n, n_multiprocessors, shared_limit, warpgroups)
 
 
 def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):

@@ -6,8 +6,8 @@ from ...quant.formats import format_of
 from .elementwise import BINARY, GLU, THREADS, binary, grid
 from .launch import F32, Kernel, Launches, N, check, factory
 from .mmq import Block, mmq_glu
-from .mmq_few import FewShape, few_shape, mmq_few_glu
-from .mul_mat import many_shape, mul_mat
+from .mmq_few import mmq_few_glu
+from .mul_mat import mul_mat, quantized_shape
 from .ptx import add, i64, ld, ldc, st
 
 
@@ -23,13 +23,6 @@ def biased_glu_kernel(act):
     return Kernel(kernel, (F32, F32, F32, F32, N), THREADS)
 
 
-def glu_shape(names: tuple[str, str], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
-              warpgroups: bool = False) -> FewShape | Block:
-    """The kernel for quantized gate and up, by the class of its shape."""
-    return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
-            or few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit))
-
-
 def mul_mat_glu(target, act, gate_type, up_type, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, scratch):
     """act: silu, gelu or relu. gate_words, up_words, x: as of mul_mat, both formats quantized or both float; gate_bias, up_bias: addresses of
     float32 [n_rows], or both None; out: address of float32 [n, n_rows]; scratch: of float32 [n, n_rows], left with anything in it."""
@@ -37,7 +30,7 @@ def mul_mat_glu(target, act, gate_type, up_type, gate_words, up_words, x, gate_b
     check("mul_mat_glu", (gate_bias is None) == (up_bias is None), "bias", "of one product only", "of both or of none")
     names = gate_type, up_type
     if all(format_of(name, "mul_mat_glu").is_quantized for name in names):
-        shape = glu_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
+        shape = quantized_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
         fused = mmq_glu if isinstance(shape, Block) else mmq_few_glu
         return fused(target, act, names, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, shape)
     gate = mul_mat(target, gate_type, gate_words, x, out, n_rows, n_cols, n)

@@ -111,6 +111,19 @@ class TileProduct(NamedTuple):
     entry: object     # (i) -> one of them
 
 
+def level_words(fmt: Format, quarter, subtracted: bool):
+    """(t, j, q) -> the two words of a quarter; subtracted: as levels, codes less the zero point (as in quant.words.unpacker), else as codes."""
+    less = TOPS - u32(fmt.zero) * ONES
+
+    @device
+    def words(t, j, q):
+        a, b = quarter(t, j, q)
+        if subtracted:
+            return i32(u32((u32(a) + less) ^ TOPS)), i32(u32((u32(b) + less) ^ TOPS))
+        return a, b
+    return words
+
+
 # Integer scales and minima
 
 def preparer(fmt: Format, unpack, n_quads: int):
@@ -217,7 +230,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
     m_plane, d_plane, imin_plane = planes.m, planes.d, planes.imin
     n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
     has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
-    zero, subtracted, less = 0 if many else fmt.zero, many and not split and fmt.zero > 0, TOPS - u32(fmt.zero) * ONES  # as in quant.words.unpacker
+    zero, row_words = 0 if many else fmt.zero, level_words(fmt, quarter, many and not split and fmt.zero > 0)
     last_row, n_sixteenths, total_type = 1 if single else 7, fmt.sub // 16, i64 if wide else i32
     assert not single or not (carried and (has_min or wide)) and (has_min <= (integer or not whole)), name
     ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
@@ -321,13 +334,6 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
     def four_rows(shared, scratch, plane, g):
         a, b, c, d = lds4(shared, scratch + 32 * plane + 4 * g)
         return i32(a), i32(b), i32(c), i32(d)
-
-    @device
-    def row_words(t, j, q):
-        a, b = quarter(t, j, q)
-        if subtracted:
-            return i32(u32((u32(a) + less) ^ TOPS)), i32(u32((u32(b) + less) ^ TOPS))
-        return a, b
 
     @device
     def fragments(lane, shared, tile, j):
