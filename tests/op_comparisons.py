@@ -4,24 +4,31 @@ import numpy as np
 from ggml_py.kernels.cuda import add_rms_norm as cuda_add_rms_norm
 from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
+from ggml_py.kernels.cuda import experts as cuda_experts
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
 from ggml_py.kernels.cuda import glu as cuda_glu
+from ggml_py.kernels.cuda import heads as cuda_heads
 from ggml_py.kernels.cuda import mul_mat_glu as cuda_mul_mat_glu
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
 from ggml_py.kernels.cuda import rope as cuda_rope
 from ggml_py.kernels.cuda import rope_set_rows as cuda_rope_set_rows
+from ggml_py.kernels.cuda import routing as cuda_routing
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
+from ggml_py.kernels.cuda import soft_max as cuda_soft_max
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
+from ggml_py.kernels.cuda import topk_moe as cuda_topk_moe
 from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
-from ggml_py.kernels.reference import add_rms_norm, argmax, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
+from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, glu, heads, mul_mat_glu, rms_norm, rms_norm_act, rope,
+                                       rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import GUARD, SPECIAL, activation_buffer, activations, chunk_limbs, reference_activations, run, seeded
 from random_weights import random_weight
+from test_moe_ops import router_rows
 
 EPS = np.float32(1e-5)
 
@@ -145,6 +152,89 @@ def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:
     table = np.stack([np.cos(angles), np.sin(angles)], axis=2).astype(np.float32)
     rope.rope(x, pos, table, neox, expected)
     compare(machine, cuda_rope.rope, (x, pos, table), expected, name, n, n_head, dim, n_rot, neox, in_place=True)
+
+
+# Mixture of experts
+
+ROW_OPS = {"soft_max": (soft_max.soft_max, cuda_soft_max.soft_max), "sigmoid": (elementwise.sigmoid, cuda_elementwise.sigmoid),
+           "normalize": (routing.normalize, cuda_routing.normalize), "mask_groups": (routing.mask_groups, cuda_routing.mask_groups)}
+
+
+def check_row_op(machine, op, n_cols, *params) -> None:
+    """op: of ROW_OPS."""
+    name = f"{op}[{n_cols}{''.join(f', {p}' for p in params)}]"
+    reference, launch_function = ROW_OPS[op]
+    x = router_rows(n_cols, seeded(name))
+    expected = np.empty_like(x)
+    reference(x, *params, expected)
+    compare(machine, launch_function, (x,), expected, name, *x.shape, *params, in_place=True)
+
+
+def check_top_k(machine, n_cols, k) -> None:
+    """And take_columns of another row, by the columns that were found, by any, and by some that there are not."""
+    name = f"top_k[{n_cols}, k={k}]"
+    rng = seeded(name)
+    x, y = router_rows(n_cols, rng), activations(12, n_cols, rng)
+    ids, values = np.empty((len(x), k), np.int32), np.empty((len(x), k), np.float32)
+    routing.top_k(x, ids)
+    found = run(machine, cuda_routing.top_k, [machine.upload(x)], ids.size, *x.shape, k).view(np.int32).reshape(ids.shape)
+    assert np.array_equal(found, ids), name
+    for columns in ids, rng.integers(0, n_cols, ids.shape).astype(np.int32):
+        routing.take_columns(y, columns, values, name)
+        compare(machine, cuda_routing.take_columns, (y, columns), values, f"take_columns {name}", *y.shape, k)
+    columns[0, 0], columns[3, -1], columns[5, 0], columns[7, -1] = -1, n_cols, np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    values[0, 0] = values[3, -1] = values[5, 0] = values[7, -1] = np.nan
+    compare(machine, cuda_routing.take_columns, (y, columns), values, f"take_columns {name}, no such columns", *y.shape, k)
+
+
+def check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor) -> None:
+    """groups: (n_group, n_group_used)."""
+    name = f"topk_moe[{gating}, {n_expert}, k={k}, biased={biased}, groups={groups}, norm={norm}, factor={factor}]"
+    rng = seeded(name)
+    x, bias = router_rows(n_expert, rng), activations(1, n_expert, rng)[0]
+    weights, ids = np.empty((len(x), k), np.float32), np.empty((len(x), k), np.int32)
+    topk_moe.topk_moe(gating)(x, bias if biased else bias[:0], *groups, norm, np.float32(factor), weights, ids)
+    at_weights, at_ids = (machine.upload(np.full(ids.size + GUARD, np.nan, np.float32)) for _ in range(2))
+    machine.run(cuda_topk_moe.topk_moe(machine.target, gating, machine.upload(x), machine.upload(bias) if biased else None, at_weights, at_ids,
+                                       *x.shape, k, *groups, norm, factor))
+    check_floats(machine, at_weights, weights, name)
+    check_floats(machine, at_ids, ids.view(np.float32), f"{name} ids")
+    machine.free()
+
+
+def check_experts(machine, n, n_used, m, n_expert=9) -> None:
+    """add_id, with ids that are experts and some that are none, and weighted_sum."""
+    name = f"experts[n={n}, n_used={n_used}, m={m}]"
+    rng = seeded(name)
+    x, b, w = edges(n * n_used, m, rng), activations(n_expert, m, rng), activations(n, n_used, rng)
+    ids, expected, total = rng.integers(0, n_expert, (n, n_used)).astype(np.int32), np.empty_like(x), np.empty((n, m), np.float32)
+    experts.add_id(x, b, ids, expected, name)
+    compare(machine, cuda_experts.add_id, (x, b, ids), expected, f"add_id {name}", *x.shape, n_expert, in_place=True)
+    ids.reshape(-1)[-4:], expected[-4:] = np.int32([np.iinfo(np.int32).min, np.iinfo(np.int32).max, -1, n_expert])[-ids.size:], np.nan
+    compare(machine, cuda_experts.add_id, (x, b, ids), expected, f"add_id {name}, no such experts", *x.shape, n_expert)
+    experts.weighted_sum(x.reshape(n, n_used, m), w, total)
+    compare(machine, cuda_experts.weighted_sum, (x, w), total, f"weighted_sum {name}", n, n_used, m)
+
+
+def check_swiglu_oai(machine, n_rows, n_cols, alpha=1.702, limit=7.0) -> None:
+    name = f"swiglu_oai[n_rows={n_rows}, n_cols={n_cols}, alpha={alpha}, limit={limit}]"
+    rng = seeded(name)
+    g, u, expected = edges(n_rows, n_cols, rng), edges(n_rows, n_cols, rng)[::-1].copy(), np.empty((n_rows, n_cols), np.float32)
+    glu.swiglu_oai(g, u, np.float32(alpha), np.float32(limit), expected)
+    compare(machine, cuda_glu.swiglu_oai, (g, u), expected, name, n_rows, n_cols, alpha, limit, in_place=True)
+
+
+def check_heads(machine, n, n_head, dim, first, count, dim_y) -> None:
+    name = f"heads[n={n}, n_head={n_head}, dim={dim}, {first}..{first + count - 1}, dim_y={dim_y}]"
+    rng = seeded(name)
+    x, y = (edges(n * n_head, d, rng).reshape(n, n_head, d) for d in (dim, dim_y))
+    expected = np.empty((n, n_head, count), np.float32)
+    heads.slice_heads(x, first, expected)
+    compare(machine, cuda_heads.slice_heads, (x,), expected, f"slice_heads {name}", n, n_head, dim, first, count)
+    expected = np.empty((n, n_head, dim + dim_y), np.float32)
+    for other in y, y[:, :1].copy():
+        heads.concat_heads(x, other, expected)
+        compare(machine, cuda_heads.concat_heads, (x, other), expected, f"concat_heads {name}", n, n_head, other.shape[1], dim, dim_y)
 
 
 # What makes activations

@@ -207,6 +207,60 @@ def bind_swiglu(launch, target, node, gate, up, out):
     return launch(target, gate, up, out, *node.shape)
 
 
+@binds("swiglu_oai")
+def bind_swiglu_oai(launch, target, node, gate, up, out):
+    return launch(target, gate, up, out, *node.shape, node.params["alpha"], node.params["limit"])
+
+
+@binds("sigmoid", "soft_max", "normalize")
+def bind_rows(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape)
+
+
+@binds("top_k")
+def bind_top_k(launch, target, node, x, out):
+    return launch(target, x, out, *node.src[0].shape, node.params["k"])
+
+
+@binds("mask_groups")
+def bind_mask_groups(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape, node.params["n_group"], node.params["n_group_used"])
+
+
+@binds("take_columns")
+def bind_take_columns(launch, target, node, x, ids, out):
+    return launch(target, x, ids, out, *node.src[0].shape, node.shape[1])
+
+
+@binds("topk_moe")
+def bind_topk_moe(launch, target, node, logits, *others):
+    *bias, weights, ids = others
+    p = node.params
+    return launch(target, p["gating"], logits, *bias or [None], weights, ids, *node.src[0].shape, p["k"], p["n_group"], p["n_group_used"], p["norm"], p["factor"])
+
+
+@binds("add_id")
+def bind_add_id(launch, target, node, x, b, ids, out):
+    return launch(target, x, b, ids, out, *node.shape, node.src[1].shape[0])
+
+
+@binds("weighted_sum")
+def bind_weighted_sum(launch, target, node, x, w, out):
+    return launch(target, x, w, out, *node.src[1].shape, node.shape[1])
+
+
+@binds("slice_heads")
+def bind_slice_heads(launch, target, node, x, out):
+    p = node.params
+    return launch(target, x, out, node.shape[0], p["n_head"], node.src[0].shape[1] // p["n_head"], p["first"], p["n"])
+
+
+@binds("concat_heads")
+def bind_concat_heads(launch, target, node, x, y, out):
+    n_head, n_head_y = node.params["n_head"], node.params["n_head_y"]
+    return launch(target, x, y, out, node.shape[0], n_head, n_head_y, node.src[0].shape[1] // n_head, node.src[1].shape[1] // n_head_y)
+
+
 @binds("rope")
 def bind_rope(launch, target, node, x, pos, table, out):
     n_head = node.params["n_head"]

@@ -219,6 +219,12 @@ def shuffle(value, source):
     return _together(_shuffled, (_as_int(i32)(value), source))
 
 
+def redux(choose):
+    def reduced(lanes):
+        return [choose(lanes)] * 32
+    return lambda value: _together(reduced, _as_int(i32)(value))
+
+
 _warps_lock = Lock()
 LIMIT_SECONDS = 60  # for a lane to wait for the others, one of which may have failed
 
