@@ -369,12 +369,14 @@ def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells,
     machine.free()
 
 
-def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None) -> None:
+def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=None, sinks=False, latent=False) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes: (sequence, position) of keys
     that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel 1 of all heads of that row.
-    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen."""
+    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen. latent: V is K's cache, of one KV head."""
     (type_k, type_v), (n_head, n_head_kv), (dim_k, dim_v), n = types, heads, dims, len(tokens)
     name = f"flash_attn_ext[{types}, tokens={tokens[:4]}.., n={n}, heads={heads}, dims={dims}, n_ctx={n_ctx}, holes={list(holes)[:4]}, special={special}{f', {shape}' if shape else ''}]"
+    given = {"window": window} if window else {}
+    name += f" {given}" * bool(given) + " sinks" * sinks + " latent" * latent
     rng = seeded(name)
     seq, pos = np.array(tokens, np.int32).T.copy()
     n_seq = int(seq.max()) + 1
@@ -396,13 +398,17 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
     for type_, x, dim in ((type_k, k, dim_k), (type_v, v, dim_v)):
         caches.append(empty_cache(type_, n_seq * n_ctx, n_head_kv * dim))
         set_rows.set_rows(type_)(x.reshape(len(cells), -1), cells.astype(np.int64), caches[-1])
+    if latent:
+        caches[1] = caches[0]
     scale, expected = np.float32(dim_k**-0.5), np.empty((n, n_head, dim_v), np.float32)
-    flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected)
+    more = {"sinks": rng.normal(0, 3, n_head).astype(np.float32)} if sinks else {}
+    flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected, **given, **more)
     if not special:
         assert np.isfinite(expected).all(), name
     scratch = np.full(piece_floats(n, n_head, n_ctx, dim_v) + GUARD, np.nan, np.float32)
     at, addresses = machine.upload(scratch), [machine.upload(a) for a in (q, *caches, seq, pos, present)]
-    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape), addresses, expected.size,
+    given.update({name: machine.upload(x) for name, x in more.items()}, **{"row_v": dim_k} if latent else {})
+    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape, **given), addresses, expected.size,
                 n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     assert np.isnan(machine.download(at, np.float32, scratch.shape)[-GUARD:]).all(), f"{name}: written behind the end of scratch"

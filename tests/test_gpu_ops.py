@@ -188,6 +188,32 @@ def test_flash_attn_ext_kernels(machine, types, heads):
         check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
 
 
+@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 290])
+def test_flash_attn_ext_windows_and_sinks(machine, types, window):
+    """gpt-oss's heads, with every kernel."""
+    shapes = [AttentionShape("any", 8, n_splits) for n_splits in (None, 2)]
+    if "f32" not in types:
+        shapes += [AttentionShape("few", 8, n_splits) for n_splits in (1, 3)] + [AttentionShape("tile", 8, n_warps=n_warps) for n_warps in (4, 8)]
+    for shape in shapes:
+        check_flash_attn_ext(machine, types, SEQUENCES, (16, 2), (64, 64), n_ctx=400, holes=HOLES, shape=shape, window=window, sinks=True)
+    check_flash_attn_ext(machine, types, one_sequence(70, 250), (64, 8), (64, 64), n_ctx=320, window=window, sinks=True)
+    check_flash_attn_ext(machine, types, one_sequence(1, 4095), (64, 8), (64, 64), n_ctx=4096, window=window)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("tokens", [SEQUENCES, one_sequence(1, 4095), one_sequence(40, 200)], ids=lambda tokens: str(len(tokens)))
+@pytest.mark.parametrize("n_head, dims", [(16, (576, 512)), (128, (576, 512)), (5, (288, 264)), (3, (96, 64)), (2, (160, 128))])
+def test_flash_attn_ext_latent(machine, type_, tokens, n_head, dims):
+    check_flash_attn_ext(machine, (type_, type_), tokens, (n_head, 1), dims, n_ctx=max(p for _, p in tokens) + 1, latent=True)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("tokens", [SEQUENCES, one_sequence(100, 450)], ids=lambda tokens: str(len(tokens)))
+def test_flash_attn_ext_of_192_channels(machine, type_, tokens):
+    check_flash_attn_ext(machine, (type_, type_), tokens, (16, 16), (192, 128), n_ctx=550)
+
+
 @pytest.mark.parametrize("types, dims", [(("f16", "f16"), (65, 63)), (("f32", "f32"), (3, 7)), (("f16", "f32"), (1, 1)), (("f32", "f16"), (127, 129))], ids=str)
 def test_flash_attn_ext_without_wide_loads(machine, types, dims):
     check_flash_attn_ext(machine, types, SEQUENCES, (6, 2), dims, n_ctx=303, holes=HOLES)

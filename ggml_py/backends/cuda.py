@@ -87,9 +87,8 @@ class CUDABackend:
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""
         from ..errors import UserError
-        given = [name for name in ("window", "n_embd_head_v") if node.params.get(name)] + ["sinks"] * (node.op == "flash_attn_ext" and len(node.src) > 6)
-        if node.op not in (*BINDERS, "cpy") or given:
-            raise UserError(f"{node.name}: cuda: op {node.op}{' with ' * bool(given)}{', '.join(given)} is not implemented yet; --device cpu has it")
+        if node.op not in (*BINDERS, "cpy"):
+            raise UserError(f"{node.name}: cuda: op {node.op} is not implemented yet; --device cpu has it")
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
@@ -298,8 +297,11 @@ def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
 
 
 @binds("flash_attn_ext")
-def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, out, scratch=None):
+def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, *others):
     n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
     n, q_cols = node.src[0].shape
+    sinks, (out, *scratch) = (others[0], others[1:]) if len(node.src) > 6 else (None, others)
+    given = {"window": node.params["window"]} if node.params["window"] else {}
     return launch(target, node.src[1].dtype, node.src[2].dtype, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, q_cols // n_head,
-                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], scratch)
+                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], *scratch, sinks=sinks,
+                  row_v=node.src[2].shape[1], **given)
