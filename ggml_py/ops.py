@@ -82,6 +82,14 @@ def mul_mat(_, w, x):
     return "f32", (x.shape[0], w.shape[0])
 
 
+@op("q k v x", also={"q": lambda params, q, k, v, x: mul_mat(params, q, x), "k": lambda params, q, k, v, x: mul_mat(params, k, x)})
+def mul_mat_qkv(params, q, k, v, x):
+    """mul_mat(v, x), and mul_mat(q, x) and mul_mat(k, x)."""
+    mul_mat(params, q, x)
+    mul_mat(params, k, x)
+    return mul_mat(params, v, x)
+
+
 def _factors(w, x) -> None:
     wanted = "act" if FORMATS[w.dtype].is_quantized else "f32"
     need(x.dtype == wanted and len(x.shape) == 2, f"x must be {wanted} for a {w.dtype} weight")

@@ -13,8 +13,8 @@ from ggml_py.kernels.cuda.rope import rope
 from ggml_py.kernels.cuda.rope_set_rows import rope_set_rows
 from ggml_py.kernels.cuda.set_rows import cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_glu, check_mul_mat_glu, check_rms_norm,
-                            check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_glu, check_mul_mat_glu, check_mul_mat_qkv,
+                            check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
 
 
 def test_in_the_simulator():
@@ -72,6 +72,13 @@ def simulate_glu(machine, op, n_rows, n_cols):
     ("silu", ("F16", "F32"), 3, 21, 2, True), ("relu", ("BF16", "BF16"), 33, 7, 1, True)], ids=str)
 def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
+
+
+@pytest.mark.parametrize("types, n_rows, n_cols, n", [
+    (("Q4_K", "Q4_K", "Q6_K"), (65, 33, 1), 256, 1), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, 3),
+    (("F16", "F32", "BF16"), (3, 1, 33), 21, 2)], ids=str)
+def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n):
+    check_mul_mat_qkv(machine, types, n_rows, n_cols, n)
 
 
 def simulate_scale(machine):

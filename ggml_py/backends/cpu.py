@@ -131,6 +131,11 @@ def bind_mul_mat(kernel, node, words, x, out):
     return partial(kernel(node.src[0].dtype), words, *(x if isinstance(x, tuple) else (x,)), out)
 
 
+@binds("mul_mat_qkv")
+def bind_mul_mat_qkv(kernel, node, q, k, v, x, out_v, out_q, out_k):
+    return partial(kernel(*(w.dtype for w in node.src[:3])), (q, k, v), x if isinstance(x, tuple) else (x,), (out_q, out_k, out_v))
+
+
 @binds("mul_mat_id")
 def bind_mul_mat_id(kernel, node, words, x, ids, out):
     return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), ids, out, node.name)

@@ -152,6 +152,13 @@ def bind_mul_mat(launch, target, node, words, x, out):
     return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
 
 
+@binds("mul_mat_qkv")
+def bind_mul_mat_qkv(launch, target, node, q, k, v, x, out_v, out_q, out_k):
+    matrices = node.src[:3]
+    return launch(target, tuple(w.dtype for w in matrices), (q, k, v), x, (out_q, out_k, out_v), tuple(w.shape[0] for w in matrices), matrices[0].shape[1],
+                  node.shape[0])
+
+
 @binds("mul_mat_glu")
 def bind_mul_mat_glu(launch, target, node, gate_words, up_words, x, *others):
     *biases, out, scratch = others
