@@ -48,7 +48,7 @@ def test_cuda_refuses_what_it_cannot_do():
         check(g.mul_mat_id(weight("F32", 8, 5, 64), x, ids, name="up"))
     cache, token = Tensor("cache", "f16", (8, 64), device="cuda:0"), g.input("seq", "i32", (3,))
     present, sinks = g.input("present", "u8", (1, 8)), g.input("sinks", "f32", (2,))
-    params = dict(n_head=2, n_head_kv=2, scale=1.0, n_kv=8, name="kqv")
+    params = dict(n_head=2, n_head_kv=2, scale=1.0, name="kqv")
     attend = lambda *more, **given: g.flash_attn_ext(x, cache, cache, token, token, present, *more, **params, **given)
     check(attend())
     with pytest.raises(UserError, match="^kqv: cuda: op flash_attn_ext with window, sinks is not implemented yet"):

@@ -163,7 +163,7 @@ def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first
     others = between(g, q, rotated, cache_k)
     if not v_first:
         cached_v = write_v()
-    a = g.flash_attn_ext(q, cached_k, cached_v, seq, pos, leaf("present", "u8", present), n_head=9, n_head_kv=3, scale=0.2, n_kv=8, name="attention")
+    a = g.flash_attn_ext(q, cached_k, cached_v, seq, pos, leaf("present", "u8", present), n_head=9, n_head_kv=3, scale=0.2, name="attention")
     g.outputs = [a, *others]
     return g
 

@@ -89,9 +89,6 @@ class CPUBackend:
         buffer, offset = tensor.base.storage
         return buffer.ctypes.data + offset
 
-    def key_bound(self, n_keys: int, n_ctx: int) -> int:
-        return n_ctx
-
     def new_graphs(self) -> None:
         return None
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..graph import Tensor
 from ..ops import OPS
 from ..storage import n_bytes
-from .cuda_graphs import GraphCache, bucket
+from .cuda_graphs import GraphCache
 from .transfers import CUDADriver, Pending, Transfers, check_status
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
@@ -108,9 +108,6 @@ class CUDABackend:
 
     def address(self, tensor: Tensor) -> int:
         return address(tensor)
-
-    def key_bound(self, n_keys: int, n_ctx: int) -> int:
-        return bucket(n_keys, n_ctx)
 
     def new_graphs(self) -> GraphCache:
         return GraphCache(self)

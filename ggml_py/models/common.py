@@ -237,7 +237,7 @@ class Transformer:
         k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
         v = b.memory.write(g, b.memory.v[il], v, name=f"v_cache-{il}")
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il), n_head=n_head, n_head_kv=n_head_kv,
-                                scale=hp.n_embd_head_k**-0.5, n_kv=b.memory.n_ctx, window=self.window(il), name=f"kqv_out-{il}")
+                                scale=hp.n_embd_head_k**-0.5, window=self.window(il), name=f"kqv_out-{il}")
 
     def sinks(self, il: int) -> tuple[Tensor, ...]:
         """(a logit for each head that takes part in the softmax without a value,), in architectures that have them."""

@@ -135,7 +135,7 @@ CASES = {
     "rope_set_rows": (["f32", "f16"], lambda o: [o.cache(), o.cache(), o.x(KV), o.x(KV), o.x(Q), o.ids(48), o.angles(), o.cells()],
                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False, "eps": 0.0, "slots": None}),
     "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
-                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "n_kv": 48}),
+                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5}),
     "soft_max": (PLAIN, lambda o: [o.x(ROUTED)], {}),
     "sigmoid": (PLAIN, lambda o: [o.x(ROUTED)], {}),
     "mask_groups": (PLAIN, lambda o: [o.x(ROUTED)], {"n_group": 8, "n_group_used": 3}),
