@@ -7,6 +7,7 @@ from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
 from ggml_py.kernels.cuda.elementwise import add
 from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
+from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
@@ -133,6 +134,9 @@ def test_refusals():
         (lambda: mul_mat_glu(None, "tanh", "Q8_0", "Q8_0", 0, 0, 0, None, None, 0, 5, 32, 1, 0), "mul_mat_glu: act is tanh, allowed: silu, gelu, relu"),
         (lambda: mul_mat_glu(None, "silu", "Q8_0", "Q8_0", 0, 0, 0, 0, None, 0, 5, 32, 1, 0),
          "mul_mat_glu: bias is of one product only, allowed: of both or of none"),
+        (lambda: mul_mat_qkv(None, ("Q8_0", "F16", "Q8_0"), (0, 0, 0), 0, (0, 0, 0), (5, 5, 5), 32, 1),
+         "mul_mat_qkv: types is Q8_0, F16, Q8_0, allowed: all quantized or all float"),
+        (lambda: mul_mat_qkv(None, ("Q8_0",) * 3, (0, 0, 0), 0, (0, 0, 0), (5, 0, 5), 32, 1), "mul_mat_qkv: n_rows is 0, allowed: at least 1"),
         (lambda: swiglu_act(None, 0, 0, 0, 65536, 5), "swiglu_act: n is 65536, allowed: 1..65535"),
         (lambda: add(None, 0, 0, 0, 4, 5, 2), "add: y_rows is 2, allowed: 1 or 4"),
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),
