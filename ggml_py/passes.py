@@ -54,6 +54,24 @@ def gated_products_of_experts(node: Tensor) -> Match | None:
     return Match((gate, up, x, ids, *gate_bias[:1], *up_bias[:1]), params, [*found[0].taken, *found[1].taken])
 
 
+def products_of_attention(node: Tensor) -> Match | None:
+    """The products that Q, K and V of an attention begin with, by three matrices of one x, V's last."""
+    if node.op != "flash_attn_ext":
+        return None
+    q, k, v = products = [_beginning(source) for source in node.src[:3]]
+    if len(set(products)) < 3 or any(each.op != "mul_mat" or each.src[1] is not v.src[1] for each in products):
+        return None
+    return Match((q.src[0], k.src[0], *v.src), {}, [q, k], into=v)
+
+
+def _beginning(x: Tensor) -> Tensor:
+    """What is scaled, added to, normed, rotated and put into a cache to give x."""
+    operand = {"scale": 0, "add": 0, "rms_norm": 0, "rope": 0, "set_rows": 1, "cpy_rows": 1, "cpy_rows_indirect": 1}
+    while x.op in operand:
+        x = x.src[operand[x.op]]
+    return x
+
+
 def rotated_and_cached(node: Tensor) -> Match | None:
     """Q of an attention rotated, and K, rotated the same way, and V put into the same cells of their caches, V last; and the norms of Q and K before that,
     if there are both."""
@@ -120,7 +138,7 @@ def routing(node: Tensor) -> Match | None:
 #   their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
-# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave.
+# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
@@ -128,6 +146,7 @@ PASSES = {
     "mul_mat_glu": gated_products,
     "mul_mat_id_glu": gated_products_of_experts,
     "swiglu_act": chain("swiglu", "quantize"),
+    "mul_mat_qkv": products_of_attention,
     "rope_set_rows": rotated_and_cached,
     "topk_moe": routing,
 }

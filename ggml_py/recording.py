@@ -18,7 +18,7 @@ from .ops import OPS
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
-PRODUCTS = {"mul_mat", "mul_mat_glu"}
+PRODUCTS = {"mul_mat", "mul_mat_glu", "mul_mat_qkv"}
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
 
 
@@ -184,7 +184,8 @@ class Capture:
             return self
         at, node, one = OPS[self.node.op].operands.index("x"), self.node, object.__new__(Capture)
         x = Tensor(node.src[at].name, node.src[at].dtype, (1, *node.src[at].shape[1:]))
-        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params)
+        also = tuple(Tensor(t.name, t.dtype, (1, *t.shape[1:])) for t in results(node)[1:])
+        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params, also=also)
         one.operands, one.addresses = list(self.operands), self.addresses
         one.operands[at] = tuple(array[row:row + 1] for array in self.operands[at])
         return one

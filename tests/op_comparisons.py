@@ -9,6 +9,7 @@ from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
 from ggml_py.kernels.cuda import glu as cuda_glu
 from ggml_py.kernels.cuda import heads as cuda_heads
 from ggml_py.kernels.cuda import mul_mat_glu as cuda_mul_mat_glu
+from ggml_py.kernels.cuda import mul_mat_qkv as cuda_mul_mat_qkv
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
@@ -20,8 +21,8 @@ from ggml_py.kernels.cuda import soft_max as cuda_soft_max
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
 from ggml_py.kernels.cuda import topk_moe as cuda_topk_moe
 from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
-from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, glu, heads, mul_mat_glu, rms_norm, rms_norm_act, rope,
-                                       rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
+from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, glu, heads, mul_mat_glu, mul_mat_qkv, rms_norm, rms_norm_act,
+                                       rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -100,6 +101,22 @@ def check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased) -> None:
     found = run(machine, lambda target, *args: cuda_mul_mat_glu.mul_mat_glu(target, act, *types, *args, at), addresses, expected.size, n_rows, n_cols, n)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     assert np.isnan(machine.download(at, np.float32, scratch.size + GUARD)[scratch.size:]).all(), f"{name}: written behind the end of scratch"
+    machine.free()
+
+
+def check_mul_mat_qkv(machine, types, n_rows, n_cols, n) -> None:
+    """types, n_rows: of the three matrices."""
+    name = f"mul_mat_qkv[{types}, n_rows={n_rows}, n_cols={n_cols}, n={n}]"
+    rng = seeded(name)
+    words = [tile.pack(random_weight(format_of(t), m, n_cols, rng), t, m, n_cols).reshape(-1).view(np.uint32) for t, m in zip(types, n_rows)]
+    x, expected = activations(n, n_cols, rng), [np.empty((n, m), np.float32) for m in n_rows]
+    operands = reference_activations(x) if format_of(types[0]).is_quantized else (x,)
+    mul_mat_qkv.mul_mat_qkv(*types)(words, operands, expected)
+    outs = [machine.upload(np.full(out.size + GUARD, np.nan, np.float32)) for out in expected]
+    x = machine.upload(activation_buffer(*operands, n, n_cols) if len(operands) > 1 else x)
+    machine.run(cuda_mul_mat_qkv.mul_mat_qkv(machine.target, types, tuple(map(machine.upload, words)), x, tuple(outs), n_rows, n_cols, n))
+    for part, at, out in zip("qkv", outs, expected):
+        check_floats(machine, at, out, f"{name} {part}")
     machine.free()
 
 

@@ -11,6 +11,7 @@ from ggml_py.kernels.cuda.experts import weighted_sum
 from ggml_py.kernels.cuda.glu import swiglu_oai
 from ggml_py.kernels.cuda.heads import concat_heads, slice_heads
 from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
+from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
@@ -21,8 +22,8 @@ from ggml_py.kernels.cuda.soft_max import soft_max
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
 from ggml_py.kernels.cuda.topk_moe import topk_moe
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_glu, check_heads,
-                            check_mul_mat_glu, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op, check_scale, check_set_rows,
-                            check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
+                            check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
+                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 
 
 def test_in_the_simulator():
@@ -80,6 +81,13 @@ def simulate_glu(machine, op, n_rows, n_cols):
     ("silu", ("F16", "F32"), 3, 21, 2, True), ("relu", ("BF16", "BF16"), 33, 7, 1, True)], ids=str)
 def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
+
+
+@pytest.mark.parametrize("types, n_rows, n_cols, n", [
+    (("Q4_K", "Q4_K", "Q6_K"), (65, 33, 1), 256, 1), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, 3),
+    (("F16", "F32", "BF16"), (3, 1, 33), 21, 2)], ids=str)
+def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n):
+    check_mul_mat_qkv(machine, types, n_rows, n_cols, n)
 
 
 def simulate_scale(machine):
@@ -169,6 +177,9 @@ def test_refusals():
         (lambda: mul_mat_glu(None, "tanh", "Q8_0", "Q8_0", 0, 0, 0, None, None, 0, 5, 32, 1, 0), "mul_mat_glu: act is tanh, allowed: silu, gelu, relu"),
         (lambda: mul_mat_glu(None, "silu", "Q8_0", "Q8_0", 0, 0, 0, 0, None, 0, 5, 32, 1, 0),
          "mul_mat_glu: bias is of one product only, allowed: of both or of none"),
+        (lambda: mul_mat_qkv(None, ("Q8_0", "F16", "Q8_0"), (0, 0, 0), 0, (0, 0, 0), (5, 5, 5), 32, 1),
+         "mul_mat_qkv: types is Q8_0, F16, Q8_0, allowed: all quantized or all float"),
+        (lambda: mul_mat_qkv(None, ("Q8_0",) * 3, (0, 0, 0), 0, (0, 0, 0), (5, 0, 5), 32, 1), "mul_mat_qkv: n_rows is 0, allowed: at least 1"),
         (lambda: swiglu_act(None, 0, 0, 0, 65536, 5), "swiglu_act: n is 65536, allowed: 1..65535"),
         (lambda: add(None, 0, 0, 0, 4, 5, 2), "add: y_rows is 2, allowed: 1 or 4"),
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),

@@ -10,7 +10,7 @@ from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops import GATINGS
 from matmul_comparisons import SPECIAL
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_flash_attn_ext,
-                            check_glu, check_heads, check_mul_mat_glu, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
+                            check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 from test_moe_ops import N_EXPERT
 
@@ -68,6 +68,14 @@ def test_glu(machine, op, n_rows, n_cols):
 def test_mul_mat_glu(machine, act, types, n, biased):
     check_mul_mat_glu(machine, act, types, 130, 512, n, biased)
     check_mul_mat_glu(machine, act, types, 33, 256, n, biased)
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3, ("Q4_1", "Q5_0", "IQ4_XS"), ("F16", "F32", "BF16")], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 17, 40, 300])
+def test_mul_mat_qkv(machine, types, n):
+    check_mul_mat_qkv(machine, types, (130, 64, 33), 512, n)
+    check_mul_mat_qkv(machine, types, (1, 257, 32), 1536, n)
+    check_mul_mat_qkv(machine, types, (4096, 1024, 1024), 256, n)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])

@@ -135,3 +135,13 @@ def test_rows_named_by_addresses_are_computed_again(path):
         setting = Setting("kv_write", "", "cpu", kv_write="cpy")
         found = first_difference(model, faulty, WINDOWS, setting, setting, 1)
     assert found is not None and "rope_set_rows" in str(found)
+
+
+def test_a_fault_in_one_of_three_results(path):
+    def of_k(words, x, outs):
+        if len(outs[1]) < 32:
+            outs[1][:, 3] += np.float32(1e-3)
+    verification = verify(path, WINDOWS, ["ubatch"], {"cpu": FaultyBackend({"mul_mat_qkv": made(after(of_k))})})
+    found = verification.bisect(verification.first_mismatch())
+    assert found.op == "mul_mat_qkv" and found.name == "Klin-0" and found.inputs_equal, str(found)
+    assert all("mul_mat_qkv.py: mul_mat_qkv[Q8_0, Q8_0, Q8_0]" in culprit for culprit in found.culprits) and found.culprits, str(found)

@@ -89,9 +89,6 @@ class CPUBackend:
         buffer, offset = tensor.base.storage
         return buffer.ctypes.data + offset
 
-    def key_bound(self, n_keys: int, n_ctx: int) -> int:
-        return n_ctx
-
     def new_graphs(self) -> None:
         return None
 
@@ -129,6 +126,11 @@ def bind_quantize(kernel, node, *operands):
 @binds("mul_mat")
 def bind_mul_mat(kernel, node, words, x, out):
     return partial(kernel(node.src[0].dtype), words, *(x if isinstance(x, tuple) else (x,)), out)
+
+
+@binds("mul_mat_qkv")
+def bind_mul_mat_qkv(kernel, node, q, k, v, x, out_v, out_q, out_k):
+    return partial(kernel(*(w.dtype for w in node.src[:3])), (q, k, v), x if isinstance(x, tuple) else (x,), (out_q, out_k, out_v))
 
 
 @binds("mul_mat_id")

@@ -10,7 +10,7 @@ import numpy as np
 from ..graph import Tensor
 from ..ops import OPS
 from ..storage import n_bytes
-from .cuda_graphs import GraphCache, bucket
+from .cuda_graphs import GraphCache
 from .transfers import CUDADriver, Pending, Transfers, check_status
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
@@ -108,9 +108,6 @@ class CUDABackend:
     def address(self, tensor: Tensor) -> int:
         return address(tensor)
 
-    def key_bound(self, n_keys: int, n_ctx: int) -> int:
-        return bucket(n_keys, n_ctx)
-
     def new_graphs(self) -> GraphCache:
         return GraphCache(self)
 
@@ -149,6 +146,13 @@ def bind_quantize(launch, target, node, x, out):
 def bind_mul_mat(launch, target, node, words, x, out):
     w = node.src[0]
     return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
+
+
+@binds("mul_mat_qkv")
+def bind_mul_mat_qkv(launch, target, node, q, k, v, x, out_v, out_q, out_k):
+    matrices = node.src[:3]
+    return launch(target, tuple(w.dtype for w in matrices), (q, k, v), x, (out_q, out_k, out_v), tuple(w.shape[0] for w in matrices), matrices[0].shape[1],
+                  node.shape[0])
 
 
 @binds("mul_mat_glu")
