@@ -1,7 +1,7 @@
 """Gated linear units beside elementwise's swiglu: out = activation(g) * u (numerics, sections 5 and 9). One thread an element."""
 from numba import cuda
 
-from .elementwise import THREADS, binary, grid
+from .elementwise import BINARY, GLU, THREADS, binary, grid
 from .launch import F32, Kernel, N, SCALAR_F32, check, factory
 from .ptx import add, device, div, exp, f32, i64, ld, mul, st
 
@@ -22,6 +22,18 @@ def swiglu_oai_kernel():
             i = i64(cuda.blockIdx.x) * n_cols + column
             st(out, i, clamped_swiglu(ld(g, i), ld(u, i), minus_alpha, limit))
     return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
+
+
+def gated_unit(activation: str, alpha: float = 0.0, limit: float = 0.0):
+    """(g, u) -> the gated linear unit of silu, gelu or relu, or swiglu_oai, which alone has constants."""
+    if activation != "swiglu_oai":
+        return BINARY[GLU[activation]]
+    minus_alpha, limit = f32(-alpha), f32(limit)
+
+    @device
+    def unit(g, u):
+        return clamped_swiglu(g, u, minus_alpha, limit)
+    return unit
 
 
 def geglu(target, g, u, out, n_rows, n_cols):
