@@ -1,6 +1,7 @@
 """One NVIDIA GPU: memory and a stream of cuda-core, and the kernels of kernels/cuda as prepared launches."""
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Callable
@@ -14,6 +15,30 @@ from .cuda_graphs import GraphCache, bucket
 from .transfers import CUDADriver, Pending, Transfers, check_status
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
+
+
+class BadIds:
+    """Where kernels leave the first id that is no expert (kernels/cuda/dispatch.py): int32 [node or 0, pair, id, -] in device memory."""
+
+    def __init__(self, backend: CUDABackend):
+        self.backend, self.buffer = backend, backend.empty(16)
+        self.nodes: dict[tuple, int] = {}  # (name, experts of a token, experts) -> number, from 1
+
+    def arguments(self, node: Tensor) -> dict:
+        """What the launch function of a node takes."""
+        key = node.name, *next(t for t in node.src if t.dtype == "i32").shape[1:], node.src[0].shape[0]
+        return {"fault": int(self.buffer.handle), "node": self.nodes.setdefault(key, len(self.nodes) + 1)}
+
+    def read(self) -> Callable[[], None]:
+        pending = self.backend.read(self.buffer, 0, 16)
+
+        def raise_error():
+            number, pair, found, _ = map(int, pending.result().view(np.int32))
+            if number:
+                self.backend.write(self.buffer, 0, np.zeros(16, np.uint8))
+                name, n_used, n_expert = list(self.nodes)[number - 1]
+                raise IndexError(f"{name}: token {pair // n_used} has expert {found} at rank {pair % n_used}, allowed: 0 to {n_expert - 1}")
+        return raise_error
 
 
 def unavailable(ordinal: int) -> str | None:
@@ -38,6 +63,8 @@ def unavailable(ordinal: int) -> str | None:
 
 class CUDABackend:
     """All work is in the order of one stream, copies included (docs/streams.md)."""
+    late_errors = frozenset(("mul_mat_id", "mul_mat_id_glu"))
+    bad_ids: BadIds | None = None  # from the first of these nodes on
 
     def __init__(self, ordinal: int = 0):
         from ..errors import UserError
@@ -100,11 +127,21 @@ class CUDABackend:
             n_head, present = node.params["n_head"], node.src[5]
             n_floats = scratch_floats(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
             return ("f32", (n_floats,)) if n_floats else None
+        if node.op in ("mul_mat_id", "mul_mat_id_glu"):
+            from ..kernels.cuda.mul_mat_id import scratch_words
+            w, (n_tokens, n_used) = node.src[0], next(t for t in node.src if t.dtype == "i32").shape
+            return "i32", (scratch_words(node.op, w.dtype, *w.shape[:2], n_tokens, n_used),)
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
     def bind(self, node: Tensor):
         launch = getattr(import_module(f"..kernels.cuda.{OPS[node.op].module}", __package__), node.op)
+        if node.op in self.late_errors:
+            self.bad_ids = self.bad_ids or BadIds(self)
+            launch = partial(launch, **self.bad_ids.arguments(node))
         return BINDERS[node.op](launch, self.target, node, *map(address, node.src), *map(address, node.written))
+
+    def read_error(self) -> Callable[[], None]:
+        return self.bad_ids.read()
 
     def address(self, tensor: Tensor) -> int:
         return address(tensor)
@@ -158,6 +195,27 @@ def bind_mul_mat_glu(launch, target, node, gate_words, up_words, x, *others):
     gate, up = node.src[:2]
     gate_bias, up_bias = biases or (None, None)
     return launch(target, node.params["act"], gate.dtype, up.dtype, gate_words, up_words, x, gate_bias, up_bias, out, *gate.shape, node.shape[0], scratch)
+
+
+@binds("mul_mat_id")
+def bind_mul_mat_id(launch, target, node, words, x, ids, out, scratch):
+    w, rows, chosen = node.src
+    return launch(target, w.dtype, words, x, ids, out, *w.shape, *chosen.shape, rows.shape[0] // chosen.shape[0], scratch)
+
+
+@binds("mul_mat_id_glu")
+def bind_mul_mat_id_glu(launch, target, node, gate_words, up_words, x, ids, *others):
+    *biases, out, scratch = others
+    (gate, up, rows, chosen), p = node.src[:4], node.params
+    gate_bias, up_bias = biases or (None, None)
+    return launch(target, p["act"], gate.dtype, up.dtype, gate_words, up_words, x, ids, gate_bias, up_bias, p["alpha"], p["limit"], out, *gate.shape,
+                  *chosen.shape, rows.shape[0] // chosen.shape[0], scratch)
+
+
+@binds("mul_mat_heads")
+def bind_mul_mat_heads(launch, target, node, words, x, out):
+    w = node.src[0]
+    return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
 
 
 @binds("get_rows")

@@ -123,6 +123,7 @@ prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte 
                                                                          # its sign eight times where s & 8; s = c >> 4i
 amax2 = _instruction("amax2", "{.reg .b32 m; and.b32 m, $2, 0x7fff7fff; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the
                                                                          # larger of a, not negative, and |b|; NaN is above all
+popc = _instruction("popc", "popc.b32 $0, $1;", "r", "r")                # the number of ones
 shr = _instruction("shr", "shr.u32 $0, $1, $2;", "u", "uu")              # 0 for shifts of 32 and more
 
 
@@ -342,8 +343,16 @@ sts, sts4, sts8 = _store_shared("sts", 4), _store4_shared("sts4"), _store_shared
 # What the lanes of a warp do together
 
 if SIMULATED:
-    syncwarp, shuffle = simulator.syncwarp, simulator.shuffle
+    syncwarp, shuffle, match = simulator.syncwarp, simulator.shuffle, simulator.match
 else:
+    @intrinsic
+    def match(typingctx, x):
+        """The lanes that have the same int32 x, as bits of an int32: of all that have it, each gets the same."""
+        _check("match", "r", x)
+        word = ir.IntType(32)
+        assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+
     @device
     def syncwarp():
         cuda.syncwarp()
