@@ -5,6 +5,7 @@ import numpy as np
 
 from ggml_py.kernels.cuda import dequantize as cuda_dequantize
 from ggml_py.kernels.cuda import get_rows as cuda_get_rows
+from ggml_py.kernels.cuda import mmq_few as cuda_mmq_few
 from ggml_py.kernels.cuda import mul_mat as cuda_mul_mat
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.reference import get_rows as reference_get_rows
@@ -101,6 +102,23 @@ def check_mul_mat(machine, type_, n_rows, n_cols, n, launch_function=cuda_mul_ma
     found = run(machine, lambda target, *args: launch_function(target, type_, *args), (machine.upload(words), machine.upload(x)),
                 n * n_rows, n_rows, n_cols, n)
     assert_bitwise_equal(found.reshape(n, n_rows), expected, name)
+    machine.free()
+
+
+def check_qkv(machine, types, n_rows, n_cols, n, shape=None) -> None:
+    """types, n_rows: of three matrices."""
+    name = f"mmq_few_qkv[{types}, n_rows={n_rows}, n_cols={n_cols}, n={n}]"
+    rng = seeded(name)
+    operands = reference_activations(activations(n, n_cols, rng))
+    words = [tile.pack(random_weight(format_of(t), m, n_cols, rng), t, m, n_cols).reshape(-1).view(np.uint32) for t, m in zip(types, n_rows)]
+    outs = [machine.upload(np.full(n * m + GUARD, np.nan, np.float32)) for m in n_rows]
+    addresses = tuple(map(machine.upload, words)), machine.upload(activation_buffer(*operands, n, n_cols)), tuple(outs)
+    machine.run(cuda_mmq_few.mmq_few_qkv(machine.target, types, *addresses, n_rows, n_cols, n, shape))
+    for type_, m, w, out in zip(types, n_rows, words, outs):
+        expected, found = np.empty((n, m), np.float32), machine.download(out, np.float32, n * m + GUARD)
+        reference_mul_mat.mul_mat(type_)(w, *operands, expected)
+        assert_bitwise_equal(found[:n * m].reshape(n, m), expected, f"{name} {type_}")
+        assert np.isnan(found[n * m:]).all(), f"{name} {type_}: written behind the end of the output"
     machine.free()
 
 

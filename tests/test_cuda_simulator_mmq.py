@@ -7,9 +7,9 @@ import pytest
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import mul_mat_glu
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, mmq, most_quads, shared_bytes
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, mmq_few, shape_of, shared_words, work
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, mmq_few, mmq_few_qkv, shape_of, shared_words, work
 from ggml_py.quant.formats import FORMATS
-from matmul_comparisons import activations, check_extremes, check_mul_mat, seeded
+from matmul_comparisons import activations, check_extremes, check_mul_mat, check_qkv, seeded
 from op_comparisons import check_mul_mat_glu
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
@@ -142,6 +142,27 @@ def simulate_glu(machine, monkeypatch, act, types, n_rows, n_cols, n, biased, sh
     """Gate and up of one format and of two, with a codebook each."""
     monkeypatch.setattr(mul_mat_glu, "quantized_shape", lambda *args: shape)
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
+
+
+@pytest.mark.parametrize("types, n_rows, n_cols, n, shape", [
+    (("Q8_0", "Q8_0", "Q8_0"), (65, 33, 1), 288, 1, (1, 2, 2, (3, 1))),       # six row tiles to three blocks
+    (("Q4_K", "Q4_K", "Q6_K"), (33, 1, 32), 512, 3, None),
+    (("Q5_1", "Q4_0", "Q8_0"), (1, 31, 97), 320, 6, (4, 2, 2, (1, 2))),       # three formats, all row tiles to one block, two groups of tokens
+    (("IQ2_XXS", "IQ3_S", "IQ2_XXS"), (2, 34, 1), 512, 1, (1, 1, 2, (2, 1))),  # codebooks
+    (("Q4_0", "Q4_0", "Q4_0"), (1, 1, 65), 32, 9, (16, 1, 1, (2, 1)))], ids=str)
+def simulate_qkv(machine, types, n_rows, n_cols, n, shape):
+    if shape:
+        n_bytes = 4 * shared_words(types, *shape[:3], min(n, shape[0]))
+        shape = FewShape(*shape, n_bytes)
+    check_qkv(machine, types, n_rows, n_cols, n, shape)
+
+
+@pytest.mark.parametrize("sizes, message", [
+    (((5, 0, 5), 32, 1), "n_rows is 0, allowed: at least 1"), (((5, 5, 5), 0, 1), "n_cols is 0, allowed: at least 1"),
+    (((5, 5, 5), 32, 0), f"n is 0, allowed: 1..{65535 * 16}")])
+def simulate_qkv_refuses(machine, sizes, message):
+    with pytest.raises(ValueError, match=f"mmq_few_qkv: {message}"):
+        mmq_few_qkv(machine.target, ("Q8_0",) * 3, (0, 0, 0), 0, (0, 0, 0), *sizes)
 
 
 @pytest.mark.parametrize("launch", [one_warp, mmq_few])

@@ -6,7 +6,7 @@ from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, block_shape, mmq, most_quads, shared_bytes
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
 from ggml_py.quant.formats import FORMATS
-from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_quantize, check_take_rows,
+from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat, check_qkv, check_quantize, check_take_rows,
                                 float16_edges, seeded)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
@@ -81,6 +81,14 @@ def test_mmq_any_block(machine, name, block):
 def test_mmq_few(machine, name, n):
     """289 rows, ten row tiles of which the last has one row; eleven chunks."""
     check_mul_mat(machine, name, 289, 2816, n, mmq_few)
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 16, 33])
+@pytest.mark.parametrize("types, n_rows, n_cols", [
+    (("Q4_K", "Q4_K", "Q6_K"), (4096, 1024, 1024), 4096), (("Q8_0", "Q8_0", "Q8_0"), (2048, 512, 513), 2048), (("Q4_1", "Q5_1", "Q4_0"), (576, 192, 192), 576),
+    (("IQ2_S", "IQ3_S", "Q4_K"), (1, 33, 31), 768)], ids=str)
+def test_qkv(machine, types, n_rows, n_cols, n):
+    check_qkv(machine, types, n_rows, n_cols, n)
 
 
 def test_launches_of_one_kernel(machine):

@@ -19,7 +19,7 @@ from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, lds, sts, syncwarp, wait_for_previous
+from .ptx import as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, lds, st, sts, syncwarp, wait_for_previous
 from .quantize import plane_words
 from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, Slot, factors, form, gate_and_store, slot, store, swizzle, table_words, takes_sums,
                            tile_product)
@@ -77,9 +77,10 @@ def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round:
     return at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
 
 
-def copier(fmt: Format, n_tokens: int):
+def copier(fmt: Format, n_tokens: int, listed: bool):
     """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's,
-    (lane, shared, to, act, chunk, first, n_valid, n, n_chunks) of the activations'."""
+    (lane, shared, to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed, those in the words
+    of shared memory from there."""
     at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
     act_at, d_at, sums_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
 
@@ -92,9 +93,13 @@ def copier(fmt: Format, n_tokens: int):
                 copy4(shared, to + lane * 4 + (n_pieces - rest) * 4, words, tile + (n_pieces - rest) * 4)
 
     @device
+    def row_of(shared, first, token):
+        return i32(lds(shared, first + token)) if listed else i32(first + token)
+
+    @device
     def copy_token(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
         lo, scales, sums, _ = plane_words(n, n_chunks)
-        limb, piece, at = lane >> 4, lane & 15, i64(first) * n_chunks
+        limb, piece, at = lane >> 4, lane & 15, i64(row_of(shared, first, 0)) * n_chunks
         copy4(shared, to + act_at + limb * 64 + ((piece ^ swizzle(limb)) << 2), act, (at + chunk) * 64 + ((lo if limb else i64(0)) + piece * 4))
         if lane == 0:
             copy1(shared, to + d_at, act, scales + at + chunk)
@@ -106,99 +111,260 @@ def copier(fmt: Format, n_tokens: int):
     def copy_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
         lo, scales, _, _ = plane_words(n, n_chunks)
         limb, piece = lane >> 4, lane & 15
-        source = (i64(first) * n_chunks + chunk) * 64 + (lo if limb else i64(0)) + piece * 4
+        plane = (lo if limb else i64(0)) + piece * 4
+        source = (i64(first) * n_chunks + chunk) * 64 + plane
         token = i32(0)
         while token < n_valid:
             r = (token & 3) * 2 + limb
+            if listed:
+                source = (i64(row_of(shared, first, token)) * n_chunks + chunk) * 64 + plane
             copy4(shared, to + act_at + (token >> 2) * QUAD_WORDS + r * 64 + ((piece ^ swizzle(r)) << 2), act, source)
             source += i64(n_chunks) * 64
             token = i32(token + 1)
         if lane < n_valid:
-            copy1(shared, to + d_at + lane, act, scales + i64(first + lane) * n_chunks + chunk)
+            copy1(shared, to + d_at + lane, act, scales + i64(row_of(shared, first, lane)) * n_chunks + chunk)
     return copy_tile, copy_token if n_tokens == 1 else copy_tokens
 
 
-def products(names: tuple[str, ...], n_tokens: int, finish):
-    """The body of a kernel for one matrix, or for two of the same sizes whose tiles are taken by turns. finish: (out, i, row, total, last, *biases), what
-    becomes of a total, i being its place in `out`; last: of the last matrix."""
-    two, alike, at, n_quads, single = len(names) == 2, len(set(names)) == 1, layout(names, n_tokens), quads_of(n_tokens), n_tokens == 1
-    first_name, last_name = format_of(names[0]), format_of(names[-1])
-    (first_tile, first_tokens), (multiply_first, n_first, entry_first) = copier(first_name, n_tokens), tile_product(names[0], n_quads, 0, single)
-    n_tables = 0 if alike else table_words(names[0])
-    (last_tile, last_tokens), (multiply_last, n_last, entry_last) = copier(last_name, n_tokens), tile_product(names[-1], n_quads, n_tables, single)
-    act_first, d_first, limbs_first, act_last, d_last, limbs_last = (at for fmt in (first_name, last_name) for at in chunk_slot(fmt, n_tokens)[:3])
-    first_warp, own_words, first_slot, slot_words, slots = at
-    n_sums, n_matrices = 4 * n_quads, len(names)
-    wait = copies_wait_but(slots - 1)
+@device
+def only(values, i):
+    return values[0]
+
+
+@device
+def of_two(values, i):
+    return values[1] if i else values[0]
+
+
+@device
+def of_three(values, i):
+    return values[0] if i == 0 else values[1] if i == 1 else values[2]
+
+
+PICK = {1: only, 2: of_two, 3: of_three}  # by the length of a tuple: (values, i) -> values[i]
+
+
+def choice(functions):
+    """(i, ...): function i of the arguments behind i."""
+    first, others = functions[0], choice(functions[1:]) if functions[1:] else functions[0]
 
     @device
-    def copy_tile(matrix, lane, shared, to, words, other_words, row_tile, chunk, n_chunks):
-        if two and matrix:
-            last_tile(lane, shared, to, other_words, row_tile, chunk, n_chunks)
+    def one(i, *args):
+        first(*args)
+
+    @device
+    def some(i, *args):
+        if i == 0:
+            first(*args)
         else:
-            first_tile(lane, shared, to, words, row_tile, chunk, n_chunks)
+            others(i - 1, *args)
+    return some if functions[1:] else one
+
+
+class Course(NamedTuple):
+    """The device functions by which a block goes from one row tile of a matrix to the next. operands: the kernel's own; place: (tile, matrix, group)."""
+    first: object    # (operands, shared) -> the block's first place
+    following: object  # (operands, place) -> the next one
+    inside: object   # (operands, shared, place) -> whether there is such a place
+    weight: object   # (operands, shared, place) -> words, row tile of them
+    tokens: object   # (operands, shared, place, n) -> first and number of the rows of activations, as for `copier`
+    leave: object    # (operands, shared, place, token, row of the tile, total): what becomes of a total
+    prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place; then nothing of a place is known before the wait
+
+
+@device
+def tiles_of(n_rows):
+    return i32((n_rows + 31) >> 5)
+
+
+def block_tokens(n_tokens):
+    """`Course.tokens` of a grid whose second dimension goes over tokens."""
+    @device
+    def tokens(operands, shared, place, n):
+        first = i32(cuda.blockIdx.y * n_tokens)
+        return first, i32(1 if n_tokens == 1 else min(n_tokens, n - first))
+    return tokens
+
+
+def by_turns(n_matrices: int, n_tokens: int, finish) -> Course:
+    """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows); finish: (out, i, row, total, last, *biases), what becomes of a
+    total, i being its place in `out`; last: of the last matrix."""
+    pick, last_matrix, several = PICK[n_matrices], n_matrices - 1, n_matrices > 1
 
     @device
-    def copy_tokens(matrix, lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
-        if two and matrix:
-            last_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks)
-        else:
-            first_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks)
+    def first(operands, shared):
+        return i32(cuda.blockIdx.x), i32(0), i32(0)
 
     @device
-    def following(tile, matrix, chunk, warp, n_warps, n_chunks):
-        """(tile, matrix, chunk) of the warp's next chunk."""
+    def following(operands, place):
+        tile, matrix, group = place
+        if several:
+            matrix = i32(matrix + 1)
+            if matrix <= last_matrix:
+                return tile, matrix, group
+        return i32(tile + cuda.gridDim.x), i32(0), group
+
+    @device
+    def inside(operands, shared, place):
+        return place[0] < tiles_of(operands[3])
+
+    @device
+    def weight(operands, shared, place):
+        return pick(operands[0], place[1]), place[0]
+
+    @device
+    def leave(operands, shared, place, token, r, total):
+        words, biases, out, n_rows = operands
+        row = i32(place[0] * 32 + r)
+        if row < n_rows:
+            i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
+            finish(out, i, row, total, place[1] == last_matrix, biases[0], biases[1])
+    return Course(first, following, inside, weight, block_tokens(n_tokens), leave)
+
+
+def in_a_row(n_matrices: int, n_tokens: int) -> Course:
+    """The tiles of one matrix behind those of another. operands: (their words, outs, n_rows)."""
+    pick, first_tokens = PICK[n_matrices], block_tokens(n_tokens)
+
+    @device
+    def within(operands, tile, matrix):
+        """The place of a tile that is counted from the matrix's first one, in the matrix that has it."""
+        n = tiles_of(pick(operands[2], matrix))
+        while matrix < n_matrices and tile >= n:
+            tile, matrix = i32(tile - n), i32(matrix + 1)
+            n = tiles_of(pick(operands[2], matrix))
+        return tile, matrix, i32(0)
+
+    @device
+    def first(operands, shared):
+        return within(operands, i32(cuda.blockIdx.x), i32(0))
+
+    @device
+    def following(operands, place):
+        return within(operands, i32(place[0] + cuda.gridDim.x), place[1])
+
+    @device
+    def inside(operands, shared, place):
+        return place[1] < n_matrices
+
+    @device
+    def weight(operands, shared, place):
+        return pick(operands[0], place[1]), place[0]
+
+    @device
+    def leave(operands, shared, place, token, r, total):
+        n_rows, row = pick(operands[2], place[1]), i32(place[0] * 32 + r)
+        if row < n_rows:
+            st(pick(operands[1], place[1]), i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row, total)
+    return Course(first, following, inside, weight, first_tokens, leave)
+
+
+@device
+def nothing(*args):
+    pass
+
+
+def codebooks(products, tables):
+    """(shared, tid, n_threads): a block writes the codebooks of `tile_product`s to where they begin."""
+    def behind(before, n, entry, first):
+        @device
+        def write(shared, tid, n_threads):
+            before(shared, tid, n_threads)
+            p = tid
+            while p < n:
+                sts(shared, first + p, entry(p))
+                p = i32(p + n_threads)
+        return write
+    write = nothing
+    for product, first in zip(products, tables):
+        if product.n_entries:
+            write = behind(write, product.n_entries, product.entry, first)
+    return write
+
+
+def multiplier(product, at: Slot):
+    """`TileProduct.multiply` of a chunk in a slot."""
+    multiply, act_at, limbs_at = product.multiply, at.act, at.limbs
+
+    @device
+    def multiply_slot(lane, shared, now, scratch, acc):
+        multiply(lane, shared, now, now + act_at, now + limbs_at, scratch, acc)
+    return multiply_slot
+
+
+def products(names: tuple[str, ...], n_tokens: int, course: Course):
+    """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: the course's; n: rows of activations."""
+    kinds, n_quads, single, pick = tuple(dict.fromkeys(names)), quads_of(n_tokens), n_tokens == 1, PICK[len(names)]
+    kind_of, fmts = tuple(i32(kinds.index(name)) for name in names), [format_of(name) for name in kinds]
+    tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
+    multipliers = [tile_product(name, n_quads, table, single) for name, table in zip(kinds, tables)]
+    first_place, following_place, inside, weight, tokens, leave, prepare = course
+    known = prepare is None  # what a block multiplies is known before the kernel before has ended
+    slots_of_kinds = [chunk_slot(fmt, n_tokens) for fmt in fmts]
+    copy_weights, copy_activations = (choice(copiers) for copiers in zip(*(copier(fmt, n_tokens, not known) for fmt in fmts)))
+    multiply, d_places, pick_kind = choice(list(map(multiplier, multipliers, slots_of_kinds))), tuple(i32(s.d) for s in slots_of_kinds), PICK[len(kinds)]
+    write_codebooks, has_codebooks = codebooks(multipliers, tables), any(product.n_entries for product in multipliers)
+    first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens)
+    n_sums, wait = 4 * n_quads, copies_wait_but(slots - 1)
+    prepare = prepare or nothing
+
+    @device
+    def copy_tile(operands, place, lane, shared, to, chunk, n_chunks):
+        words, row_tile = weight(operands, shared, place)
+        copy_weights(pick(kind_of, place[1]), lane, shared, to, words, row_tile, chunk, n_chunks)
+
+    @device
+    def copy_tokens(operands, place, lane, shared, to, act, chunk, n, n_chunks):
+        first, n_valid = tokens(operands, shared, place, n)
+        copy_activations(pick(kind_of, place[1]), lane, shared, to, act, chunk, first, n_valid, n, n_chunks)
+
+    @device
+    def following(operands, place, chunk, warp, n_warps, n_chunks):
+        """(place, chunk) of the warp's next chunk."""
         chunk = i32(chunk + n_warps)
         if chunk >= n_chunks:
-            chunk, matrix = warp, i32(matrix + 1)
-            if matrix == n_matrices:
-                matrix, tile = i32(0), i32(tile + cuda.gridDim.x)
-        return tile, matrix, chunk
+            chunk, place = warp, following_place(operands, place)
+        return place, chunk
 
     @cooperative
-    def run(words, other_words, bias, other_bias, act, out, n_rows, n_cols, n, per_round):
+    def run(operands, act, n_cols, n, per_round):
         shared = cuda.shared.array(0, types.uint32)
         acc = cuda.local.array(n_sums, f32)
         tid, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
         lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
-        first = i32(cuda.blockIdx.y * n_tokens)
-        n_valid = i32(1 if single else min(n_tokens, n - first))
-        n_chunks, n_tiles = i32((n_cols + 255) >> 8), i32((n_rows + 31) >> 5)
+        n_chunks = i32((n_cols + 255) >> 8)
         scratch = i32(first_warp + warp * own_words)
         ring = i32(scratch + first_slot)
-        side_words = i32(per_round * n_valid * 33)
+        stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)  # tokens that a chunk's sums have room for
+        side_words = i32(per_round * stride * 33)
         totals = i32(first_warp + n_warps * own_words)
-        sums = i32(totals + n_valid * 32)
+        sums = i32(totals + stride * 32)
         # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the activations has ended.
-        block_tile, to = i32(cuda.blockIdx.x), ring
-        ahead_tile, ahead_matrix, ahead_chunk = block_tile, i32(0), warp
-        for _ in range(slots):
-            if ahead_tile < n_tiles:
-                copy_tile(ahead_matrix, lane, shared, to, words, other_words, ahead_tile, ahead_chunk, n_chunks)
-            ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
-            to = i32(to + slot_words)
-        if n_first:
-            p = tid
-            while p < n_first:
-                sts(shared, p, entry_first(p))
-                p = i32(p + n_threads)
-        if n_last and not alike:
-            p = tid
-            while p < n_last:
-                sts(shared, n_tables + p, entry_last(p))
-                p = i32(p + n_threads)
+        if known:
+            ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
+            for _ in range(slots):
+                if inside(operands, shared, ahead):
+                    copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
+                ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
+                to = i32(to + slot_words)
+        write_codebooks(shared, tid, n_threads)
         wait_for_previous()
-        ahead_tile, ahead_matrix, ahead_chunk, to = block_tile, i32(0), warp, ring
+        if not known:
+            prepare(operands, shared, tid, n_threads)
+        ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
         for _ in range(slots):
-            if ahead_tile < n_tiles:
-                copy_tokens(ahead_matrix, lane, shared, to, act, ahead_chunk, first, n_valid, n, n_chunks)
+            if inside(operands, shared, ahead):
+                if not known:
+                    copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
+                copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
             copies_commit()
-            ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
+            ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
             to = i32(to + slot_words)
-        if n_first or n_last:
-            cuda.syncthreads()  # the codebooks are there
-        now, side, tile, matrix = ring, i32(0), block_tile, i32(0)
-        while tile < n_tiles:
+        if has_codebooks:
+            cuda.syncthreads()  # they are there
+        now, side, place = ring, i32(0), first_place(operands, shared)
+        while inside(operands, shared, place):
+            kind, n_valid = pick(kind_of, place[1]), tokens(operands, shared, place, n)[1]
             before = i32(0)  # chunks of earlier rounds
             while before < n_chunks:
                 in_round = i32(min(per_round, n_chunks - before))
@@ -206,29 +372,24 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
                 while w < in_round:
                     wait()
                     syncwarp()  # the chunk is there, for all lanes
-                    d_at = d_first
-                    if alike or matrix == 0:
-                        multiply_first(lane, shared, now, now + act_first, now + limbs_first, scratch, acc)
-                    else:
-                        d_at = d_last
-                        multiply_last(lane, shared, now, now + act_last, now + limbs_last, scratch, acc)
-                    place = i32(sums + side + w * n_valid * 33)
+                    multiply(kind, lane, shared, now, scratch, acc)
+                    at = i32(sums + side + w * stride * 33)
                     if single:
-                        sts(shared, place + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
+                        sts(shared, at + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
                     else:
                         for quad in range(n_quads):
                             token = i32(quad * 4 + (lane & 3))
                             if token < n_valid:
                                 for k in range(4):
-                                    sts(shared, place + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
+                                    sts(shared, at + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
                     if lane < n_valid:
-                        sts(shared, place + n_valid * 32 + lane, lds(shared, now + d_at + lane))
+                        sts(shared, at + stride * 32 + lane, lds(shared, now + pick_kind(d_places, kind) + lane))
                     syncwarp()  # all are done with the slot, which is filled anew
-                    if ahead_tile < n_tiles:
-                        copy_tile(ahead_matrix, lane, shared, now, words, other_words, ahead_tile, ahead_chunk, n_chunks)
-                        copy_tokens(ahead_matrix, lane, shared, now, act, ahead_chunk, first, n_valid, n, n_chunks)
+                    if inside(operands, shared, ahead):
+                        copy_tile(operands, ahead, lane, shared, now, ahead_chunk, n_chunks)
+                        copy_tokens(operands, ahead, lane, shared, now, act, ahead_chunk, n, n_chunks)
                     copies_commit()
-                    ahead_tile, ahead_matrix, ahead_chunk = following(ahead_tile, ahead_matrix, ahead_chunk, warp, n_warps, n_chunks)
+                    ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                     now = i32(now + slot_words)
                     if now == ring + slots * slot_words:
                         now = ring
@@ -239,47 +400,53 @@ def products(names: tuple[str, ...], n_tokens: int, finish):
                     total = f32(0)
                     if before > 0:
                         total = as_f32(lds(shared, totals + p))
-                    place, d = i32(sums + side + p), i32(sums + side + n_valid * 32 + (p >> 5))
+                    at, d = i32(sums + side + p), i32(sums + side + stride * 32 + (p >> 5))
                     w = i32(0)
                     while w + 4 <= in_round:  # the loads of four chunks are under way together
-                        a0, d0 = lds(shared, place), lds(shared, d)
-                        a1, d1 = lds(shared, place + n_valid * 33), lds(shared, d + n_valid * 33)
-                        a2, d2 = lds(shared, place + n_valid * 66), lds(shared, d + n_valid * 66)
-                        a3, d3 = lds(shared, place + n_valid * 99), lds(shared, d + n_valid * 99)
+                        a0, d0 = lds(shared, at), lds(shared, d)
+                        a1, d1 = lds(shared, at + stride * 33), lds(shared, d + stride * 33)
+                        a2, d2 = lds(shared, at + stride * 66), lds(shared, d + stride * 66)
+                        a3, d3 = lds(shared, at + stride * 99), lds(shared, d + stride * 99)
                         total = fma(as_f32(a1), as_f32(d1), fma(as_f32(a0), as_f32(d0), total))
                         total = fma(as_f32(a3), as_f32(d3), fma(as_f32(a2), as_f32(d2), total))
-                        place, d, w = i32(place + n_valid * 132), i32(d + n_valid * 132), i32(w + 4)
+                        at, d, w = i32(at + stride * 132), i32(d + stride * 132), i32(w + 4)
                     while w < in_round:
-                        total = fma(as_f32(lds(shared, place)), as_f32(lds(shared, d)), total)
-                        place, d, w = i32(place + n_valid * 33), i32(d + n_valid * 33), i32(w + 1)
+                        total = fma(as_f32(lds(shared, at)), as_f32(lds(shared, d)), total)
+                        at, d, w = i32(at + stride * 33), i32(d + stride * 33), i32(w + 1)
                     sts(shared, totals + p, as_u32(total))
-                    row = i32(tile * 32 + (p & 31))
-                    if before + in_round == n_chunks and row < n_rows:
-                        finish(out, i64(first + (p >> 5)) * n_rows + row, row, total, not two or matrix == 1, bias, other_bias)
+                    if before + in_round == n_chunks:
+                        leave(operands, shared, place, i32(p >> 5), i32(p & 31), total)
                     p = i32(p + n_threads)
                 before, side = i32(before + in_round), i32(side_words - side)
-            matrix = i32(matrix + 1)
-            if matrix == n_matrices:
-                matrix, tile = i32(0), i32(tile + cuda.gridDim.x)
+            place = following_place(operands, place)
     return run
 
 
 @factory([(fmt.name, n_tokens) for fmt in FORMATS.values() if fmt.is_quantized for n_tokens in MAX_WARPS])
 def mmq_few_kernel(name, n_tokens):
-    run = products((name,), n_tokens, store)
+    run = products((name,), n_tokens, by_turns(1, n_tokens, store))
 
     def kernel(words, act, out, n_rows, n_cols, n, per_round):  # block: row tiles from blockIdx.x by gridDim.x, tokens from blockIdx.y * n_tokens
-        run(words, words, out, out, act, out, n_rows, n_cols, n, per_round)
+        run(((words,), (out, out), out, n_rows), act, n_cols, n, per_round)
     return Kernel(kernel, (U32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
 
 
 @factory([("silu", "Q4_K", "Q4_K", False, 1), ("gelu", "IQ2_S", "IQ3_S", True, 8), ("relu", "Q8_0", "Q6_K", True, 16)])
 def mmq_few_glu_kernel(activation, gate, up, biased, n_tokens):
-    run = products((gate, up), n_tokens, gate_and_store(activation, biased))
+    run = products((gate, up), n_tokens, by_turns(2, n_tokens, gate_and_store(activation, biased)))
 
     def kernel(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n, per_round):  # blocks as in mmq_few_kernel
-        run(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n, per_round)
+        run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), act, n_cols, n, per_round)
     return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
+
+
+@factory([("Q4_K", "Q4_K", "Q4_K", 1), ("Q4_K", "Q4_K", "Q6_K", 1), ("Q8_0", "Q8_0", "Q8_0", 8), ("IQ2_S", "IQ3_S", "Q4_K", 16)])
+def mmq_few_qkv_kernel(q, k, v, n_tokens):
+    run = products((q, k, v), n_tokens, in_a_row(3, n_tokens))
+
+    def kernel(q_words, k_words, v_words, act, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n, per_round):  # blocks as in mmq_few_kernel
+        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows)), act, n_cols, n, per_round)
+    return Kernel(kernel, (U32,) * 4 + (F32,) * 3 + (N,) * 6, 32 * MAX_WARPS[n_tokens])
 
 
 @dataclass(frozen=True)
@@ -299,12 +466,17 @@ def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:
     return -(-n_chunks // n_warps) * max(LATENCY, -(-n_blocks * n_warps // SCHEDULERS))
 
 
+def chunks_of_round(n_chunks: int, n_warps: int, n: int) -> int:
+    """A whole row where the sums of n tokens are small, else whole turns of the warps."""
+    if n_chunks * sum_words(n) <= SUM_WORDS:
+        return n_chunks
+    return n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n))))
+
+
 def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int) -> FewShape:
-    """The shape with so many warps a block. A round is a whole row where its sums are small. names: formats of the matrices; n_blocks: of the grid
-    over row tiles at most."""
+    """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most."""
     n_tiles, n_chunks, n_valid = -(-n_rows // ROWS), -(-n_cols // CHUNK), min(n, n_tokens)
-    whole = n_chunks * sum_words(n_valid) <= SUM_WORDS
-    per_round = n_chunks if whole else n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n_valid))))
+    per_round = chunks_of_round(n_chunks, n_warps, n_valid)
     n_sides = 1 if per_round >= n_chunks and n_tiles <= n_blocks and len(names) == 1 else 2
     n_bytes = 4 * shared_words(names, n_tokens, n_warps, per_round, n_valid, n_sides)
     return FewShape(n_tokens, n_warps, per_round, (min(n_tiles, n_blocks), -(-n // n_tokens)), n_bytes)
@@ -347,4 +519,15 @@ def mmq_few_glu(target, activation, names, gate_words, up_words, act, gate_bias,
     shape = shape or few_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
     kernel, biased = mmq_few_glu_kernel(activation, *names, gate_bias is not None, shape.n_tokens), (gate_bias, up_bias)
     args = gate_words, up_words, *(biased if gate_bias is not None else (out, out)), act, out, n_rows, n_cols, n, shape.per_round
+    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+
+
+def mmq_few_qkv(target, names, words, act, outs, n_rows, n_cols, n, shape=None):
+    """The products of three matrices with the same activations. names: their formats; words: addresses of their tiles; outs: of float32 [n, n_rows[i]];
+    n_rows: three numbers; the rest as for `mmq_few`."""
+    for rows in n_rows:
+        checked_sizes("mmq_few_qkv", names, rows, n_cols, n)
+    all_rows = ROWS * sum(-(-rows // ROWS) for rows in n_rows)
+    shape = shape or few_shape(tuple(names), all_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
+    kernel, args = mmq_few_qkv_kernel(*names, shape.n_tokens), (*words, act, *outs, *n_rows, n_cols, n, shape.per_round)
     return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
