@@ -15,8 +15,7 @@ def weight(dtype, *shape):
     return Tensor("w", dtype, shape, device="cpu", storage=(None, 0))
 
 
-CPU_ONLY = {"mul_mat_id", "mul_mat_id_glu", "mul_mat_heads", "add_id", "weighted_sum", "soft_max", "sigmoid", "top_k", "mask_groups", "take_columns",
-            "normalize", "swiglu_oai", "topk_moe", "slice_heads", "concat_heads"}
+CPU_ONLY = {"mul_mat_id", "mul_mat_id_glu", "mul_mat_heads"}
 VIEWS = {"reshape"}  # nothing to run
 
 
