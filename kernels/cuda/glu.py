@@ -14,16 +14,6 @@ def clamped_swiglu(g, u, minus_alpha, limit):
     return mul(div(a, add(f32(1), exp(mul(minus_alpha, a)))), add(b, f32(1)))
 
 
-@factory([()])
-def swiglu_oai_kernel():
-    def kernel(g, u, out, n_cols, minus_alpha, limit):  # blocks as in elementwise
-        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if column < n_cols:
-            i = i64(cuda.blockIdx.x) * n_cols + column
-            st(out, i, clamped_swiglu(ld(g, i), ld(u, i), minus_alpha, limit))
-    return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
-
-
 def geglu(target, g, u, out, n_rows, n_cols):
     """out = gelu(g) * u. g, u, out: addresses of f32 [n_rows, n_cols]."""
     return binary(target, "geglu", g, u, out, n_rows, n_cols, n_rows)
@@ -32,6 +22,16 @@ def geglu(target, g, u, out, n_rows, n_cols):
 def reglu(target, g, u, out, n_rows, n_cols):
     """out = relu(g) * u, operands as for `geglu`."""
     return binary(target, "reglu", g, u, out, n_rows, n_cols, n_rows)
+
+
+@factory([()])
+def swiglu_oai_kernel():
+    def kernel(g, u, out, n_cols, minus_alpha, limit):  # blocks as in elementwise
+        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            i = i64(cuda.blockIdx.x) * n_cols + column
+            st(out, i, clamped_swiglu(ld(g, i), ld(u, i), minus_alpha, limit))
+    return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
 
 
 def swiglu_oai(target, g, u, out, n_rows, n_cols, alpha, limit):
