@@ -35,6 +35,7 @@ def swiglu_oai_kernel():
 
 
 def swiglu_oai(target, g, u, out, n_rows, n_cols, alpha, limit):
-    """out = g' / (1 + exp(-alpha g')) * (u' + 1), g' = g up to limit, u' = u from -limit to limit. g, u, out as for `geglu`; alpha, limit: float32, limit > 0."""
+    """out = g' / (1 + exp(-alpha g')) * (u' + 1), g' = g up to limit, u' = u from -limit to limit. g, u, out as for `geglu`; alpha, limit:
+    float32, limit > 0."""
     check("swiglu_oai", limit > 0, "limit", limit, "above 0")
     return target.launch(swiglu_oai_kernel(), grid("swiglu_oai", n_rows, n_cols), THREADS, (g, u, out, n_cols, -alpha, limit))

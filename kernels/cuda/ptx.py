@@ -367,7 +367,7 @@ def _reduction(operation):
 
     def typed(typingctx, x):
         _check(name, "r", x)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
     return intrinsic(_named(name, 1)(typed))
 
 
