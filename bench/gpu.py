@@ -160,14 +160,14 @@ def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
 def mul_mat_id_work(gpu, kernel, type_, experts, used, m, k, n, cache) -> Work:
     """Each launch routes its tokens anew. Cold: it takes the experts of the next stack, and so many stacks that more than 3 x L2 are read before one is used
     again."""
-    from ggml_py.kernels.cuda.mul_mat_id import mul_mat_id, table_words
+    from ggml_py.kernels.cuda.mul_mat_id import mul_mat_id, scratch_words
     from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
     rng, fmt = np.random.default_rng(0), FORMATS[type_]
     expert_bytes, least_bytes = m * fmt.row_bytes(k), activation_bytes(n, k) + 4 * n * used * (m + 1)
     n_likely = int(experts * (1 - (1 - used / experts)**n))
     stacks = gpu.filled(random_tiles(type_, ROWS, k, rng), Tiling(fmt, m, k, experts).n_bytes, copies_of(gpu, n_likely * expert_bytes, cache)).addresses
     ids = [routed(n, experts, used, rng) for _ in stacks]
-    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n * used * m), gpu.empty(4 * table_words(experts, n, used))
+    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n * used * m), gpu.empty(4 * scratch_words("mul_mat_id", type_, experts, m, n, used))
     gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
     launches = [mul_mat_id(gpu.target, type_, words, act, gpu.upload(each), out, experts, m, k, n, used, 1, scratch) for words, each in zip(stacks, ids)]
     n_read = sum(len(np.unique(each)) for each in ids)

@@ -188,7 +188,8 @@ def rough_mul_mat_glu(act, gate_type, up_type):
 def write_tied_model(path):
     """A model whose experts are equals in pairs to the router, and to nobody else; of three that a token uses, one is without the other of its pair."""
     n_expert, n_embd, rng = DEFAULTS["n_expert"], DEFAULTS["n_embd"], np.random.default_rng(0)
-    routers = {f"blk.{i}.ffn_gate_inp.weight": (0.3 * rng.standard_normal((n_expert // 2, n_embd))).astype(F32).repeat(2, axis=0) for i in range(DEFAULTS["n_layer"])}
+    routers = {f"blk.{i}.ffn_gate_inp.weight": (0.3 * rng.standard_normal((n_expert // 2, n_embd))).astype(F32).repeat(2, axis=0)
+               for i in range(DEFAULTS["n_layer"])}
     return write_moe_model(path, "qwen3moe", ("Q8_0", "F16"), tensors=routers, n_used=3)
 
 

@@ -37,7 +37,8 @@ ROWS = [row(), row(cache="hot", us=15), row(n=8, us=25), row(m=128256, k=4096, u
 @pytest.mark.parametrize("i, must, goal, result", [
     (0, 18.0, 16.0, "goal"), (1, None, None, None), (2, 24.0, None, "missed"), (3, 558170112 * 1e-3 / (0.95 * COPY), None, "met"),
     (4, 1.5 * M * K * 20 / 32 / 4300e3 + 4, None, "met"), (5, 30.0, 28.5, "missed"), (6, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "missed"),
-    (7, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "goal"), (8, 1200.0, None, "met"), (9, None, None, None), (10, 12.0, 9.0, "met"), (11, None, None, None)])
+    (7, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "goal"), (8, 1200.0, None, "met"),
+    (9, None, None, None), (10, 12.0, 9.0, "met"), (11, None, None, None)])
 def test_limits(i, must, goal, result):
     limit = limits(ROWS[i], ROWS, COPY)
     assert (limit is None) == (must is None)
@@ -73,7 +74,8 @@ def gpu():
     return gpu
 
 
-@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "mul_mat_id", "topk_moe", "weighted_sum", "get_rows", "dequantize", "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
+@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "mul_mat_id", "topk_moe", "weighted_sum", "get_rows", "dequantize",
+                                   "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
                                    "flash_attn_ext"])
 def test_cases_launch(gpu, suite):
     cases = gpu.selected(suite, None)

@@ -1,4 +1,5 @@
-"""rms_norm, elementwise operations, what is fused, rope, set_rows, flash_attn_ext and the small ops of experts on a GPU against kernels/reference, at real sizes."""
+"""rms_norm, elementwise operations, what is fused, rope, set_rows, flash_attn_ext and the small ops of experts on a GPU against kernels/reference, at real
+sizes."""
 from itertools import product
 
 import numpy as np
@@ -139,8 +140,8 @@ def test_routing(machine, n_expert):
 @pytest.mark.parametrize("gating", GATINGS)
 @pytest.mark.parametrize("n_expert", [1, *N_EXPERT, 384])
 def test_topk_moe(machine, gating, n_expert):
-    for k, biased, groups, norm, factor in ((1, False, (0, 0), False, 1), (8, True, (0, 0), True, 2.5), (6, False, (2, 1), True, 1), (4, True, (4, 2), False, 0.3),
-                                            (32, False, (8, 5), True, 1)):
+    for k, biased, groups, norm, factor in ((1, False, (0, 0), False, 1), (8, True, (0, 0), True, 2.5), (6, False, (2, 1), True, 1),
+                                            (4, True, (4, 2), False, 0.3), (32, False, (8, 5), True, 1)):
         divided = n_expert % max(groups[0], 1) == 0 and n_expert > groups[0]
         check_topk_moe(machine, gating, n_expert, min(k, n_expert), biased, groups if divided else (0, 0), norm, factor)
 

@@ -15,8 +15,6 @@ def weight(dtype, *shape):
     return Tensor("w", dtype, shape, device="cpu", storage=(None, 0))
 
 
-CPU_ONLY = {"add_id", "weighted_sum", "soft_max", "sigmoid", "top_k", "mask_groups", "take_columns",
-            "normalize", "swiglu_oai", "topk_moe", "slice_heads", "concat_heads"}
 VIEWS = {"reshape"}  # nothing to run
 
 
@@ -35,7 +33,7 @@ def test_every_op_is_bound_by_the_cpu():
 def test_every_op_is_bound_by_cuda():
     """But for copies, which between devices are the program's, and for those that it refuses."""
     from ggml_py.backends.cuda import BINDERS
-    assert set(BINDERS) == set(OPS) - {"cpy"} - CPU_ONLY - VIEWS
+    assert set(BINDERS) == set(OPS) - {"cpy"} - VIEWS
 
 
 def test_cuda_refuses_what_it_cannot_do():

@@ -297,7 +297,8 @@ def bind_take_columns(launch, target, node, x, ids, out):
 def bind_topk_moe(launch, target, node, logits, *others):
     *bias, weights, ids = others
     p = node.params
-    return launch(target, p["gating"], logits, *bias or [None], weights, ids, *node.src[0].shape, p["k"], p["n_group"], p["n_group_used"], p["norm"], p["factor"])
+    return launch(target, p["gating"], logits, *bias or [None], weights, ids, *node.src[0].shape, p["k"], p["n_group"], p["n_group_used"], p["norm"],
+                  p["factor"])
 
 
 @binds("add_id")

@@ -14,16 +14,6 @@ def clamped_swiglu(g, u, minus_alpha, limit):
     return mul(div(a, add(f32(1), exp(mul(minus_alpha, a)))), add(b, f32(1)))
 
 
-@factory([()])
-def swiglu_oai_kernel():
-    def kernel(g, u, out, n_cols, minus_alpha, limit):  # blocks as in elementwise
-        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if column < n_cols:
-            i = i64(cuda.blockIdx.x) * n_cols + column
-            st(out, i, clamped_swiglu(ld(g, i), ld(u, i), minus_alpha, limit))
-    return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
-
-
 def gated_unit(activation: str, alpha: float = 0.0, limit: float = 0.0):
     """(g, u) -> the gated linear unit of silu, gelu or relu, or swiglu_oai, which alone has constants."""
     if activation != "swiglu_oai":
@@ -46,7 +36,18 @@ def reglu(target, g, u, out, n_rows, n_cols):
     return binary(target, "reglu", g, u, out, n_rows, n_cols, n_rows)
 
 
+@factory([()])
+def swiglu_oai_kernel():
+    def kernel(g, u, out, n_cols, minus_alpha, limit):  # blocks as in elementwise
+        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            i = i64(cuda.blockIdx.x) * n_cols + column
+            st(out, i, clamped_swiglu(ld(g, i), ld(u, i), minus_alpha, limit))
+    return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
+
+
 def swiglu_oai(target, g, u, out, n_rows, n_cols, alpha, limit):
-    """out = g' / (1 + exp(-alpha g')) * (u' + 1), g' = g up to limit, u' = u from -limit to limit. g, u, out as for `geglu`; alpha, limit: float32, limit > 0."""
+    """out = g' / (1 + exp(-alpha g')) * (u' + 1), g' = g up to limit, u' = u from -limit to limit. g, u, out as for `geglu`; alpha, limit:
+    float32, limit > 0."""
     check("swiglu_oai", limit > 0, "limit", limit, "above 0")
     return target.launch(swiglu_oai_kernel(), grid("swiglu_oai", n_rows, n_cols), THREADS, (g, u, out, n_cols, -alpha, limit))

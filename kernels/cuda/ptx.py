@@ -342,31 +342,16 @@ sts, sts4, sts8 = _store_shared("sts", 4), _store4_shared("sts4"), _store_shared
 
 # What the lanes of a warp do together
 
-def _reduction(operation):
-    """(x) -> the largest or the smallest int32 x of the lanes, for every lane."""
-    name = f"redux_{operation}"
-    word = ir.IntType(32)
-    assembly = ir.InlineAsm(ir.FunctionType(word, [word]), f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
-
-    def typed(typingctx, x):
-        _check(name, "r", x)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
-    return intrinsic(_named(name, 1)(typed))
-
-
 if SIMULATED:
     syncwarp, shuffle, match = simulator.syncwarp, simulator.shuffle, simulator.match
-    redux_max, redux_min = simulator.redux(max), simulator.redux(min)
 else:
-    redux_max, redux_min = _reduction("max"), _reduction("min")
-
     @intrinsic
     def match(typingctx, x):
         """The lanes that have the same int32 x, as bits of an int32: of all that have it, each gets the same."""
         _check("match", "r", x)
         word = ir.IntType(32)
         assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
 
     @device
     def syncwarp():
@@ -380,6 +365,22 @@ else:
         word = ir.IntType(32)
         assembly = ir.InlineAsm(ir.FunctionType(word, [word] * 2), "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", side_effect=True)
         return types.int32(types.int32, types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+
+
+def _reduction(operation):
+    """(x) -> the largest or the smallest int32 x of the lanes, for every lane."""
+    name, word = f"redux_{operation}", ir.IntType(32)
+    if SIMULATED:
+        return simulator.redux({"max": max, "min": min}[operation])
+    assembly = ir.InlineAsm(ir.FunctionType(word, [word]), f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
+
+    def typed(typingctx, x):
+        _check(name, "r", x)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
+    return intrinsic(_named(name, 1)(typed))
+
+
+redux_max, redux_min = _reduction("max"), _reduction("min")
 
 
 # Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX ISA, "mma")

@@ -219,18 +219,18 @@ def syncwarp():
     _together(_nothing, None)
 
 
+def redux(choose):
+    def reduced(lanes):
+        return [choose(lanes)] * 32
+    return lambda value: _together(reduced, _as_int(i32)(value))
+
+
 def _shuffled(lanes):
     return [lanes[source & 31][0] for _, source in lanes]
 
 
 def shuffle(value, source):
     return _together(_shuffled, (_as_int(i32)(value), source))
-
-
-def redux(choose):
-    def reduced(lanes):
-        return [choose(lanes)] * 32
-    return lambda value: _together(reduced, _as_int(i32)(value))
 
 
 def _matched(lanes):
