@@ -71,7 +71,7 @@ def gpu():
     return gpu
 
 
-@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "get_rows", "dequantize", "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
+@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "get_rows", "dequantize", "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
                                    "flash_attn_ext"])
 def test_cases_launch(gpu, suite):
     cases = gpu.selected(suite, None)
