@@ -68,6 +68,12 @@ def mul_mat_glu():
     yield Case("mul_mat_glu", "Q4_1", dict(m=1536, k=576, n=1))  # SmolLM2-135M
 
 
+def mul_mat_qkv():
+    """m rows of Q, m_kv of K and of V."""
+    yield from (Case("mul_mat_qkv", name, dict(m=4096, m_kv=1024, k=4096, n=n)) for name in ("Q4_K", "Q8_0") for n in (1, 8))
+    yield Case("mul_mat_qkv", "Q4_1", dict(m=576, m_kv=192, k=576, n=1))  # SmolLM2-135M
+
+
 def mul_mat_id():
     yield from (Case("mul_mat_id", name, {**EXPERTS, "n": n}) for name, n in MUL_MAT_ID)
 
@@ -117,8 +123,8 @@ def flash_attn_ext():
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
 
 
-SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, mul_mat_id, topk_moe, weighted_sum, get_rows, dequantize, quantize, rms_norm,
-                                               rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
+SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_id, topk_moe, weighted_sum, get_rows, dequantize, quantize,
+                                               rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
 
 
 # Work of a case
@@ -150,6 +156,17 @@ def mul_mat_glu_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
     launches = [mul_mat_glu(gpu.target, "silu", type_, type_, gate, up, act, None, None, out, m, k, n, scratch) for gate, up in zip(gates, ups)]
     return Work(launches, 2 * m * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * m, 4 * m * k * n)
+
+
+def mul_mat_qkv_work(gpu, kernel, type_, m, m_kv, k, n, cache) -> Work:
+    from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
+    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
+    n_rows = m, m_kv, m_kv
+    words = zip(*(random_weights(gpu, type_, rows, k, cache).addresses for rows in n_rows))
+    act, outs = gpu.empty(activation_bytes(n, k)), tuple(gpu.output(n * rows) for rows in n_rows)
+    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
+    launches = [mul_mat_qkv(gpu.target, (type_,) * 3, each, act, outs, n_rows, k, n) for each in words]
+    return Work(launches, sum(n_rows) * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * sum(n_rows), 2 * sum(n_rows) * k * n)
 
 
 def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
@@ -257,7 +274,7 @@ def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
     return Work(launches, 2 * keys * cell_bytes + 2 * 4 * n * N_HEAD * HEAD, 4 * N_HEAD * HEAD * int((pos + 1).sum()))
 
 
-WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work,
+WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work, "mul_mat_qkv": mul_mat_qkv_work,
         "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work, "topk_moe of groups": topk_moe_work, "weighted_sum": weighted_sum_work,
         "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work, "quantize": quantize_work, "rms_norm": rms_norm_work,
         "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work, "flash_attn_ext": flash_attn_ext_work}

@@ -82,9 +82,11 @@ def mul_mat(_, w, x):
     return "f32", (x.shape[0], w.shape[0])
 
 
-@op("q k v x", also={"q": lambda params, q, k, v, x: mul_mat(params, q, x), "k": lambda params, q, k, v, x: mul_mat(params, k, x)})
-def mul_mat_qkv(params, q, k, v, x):
-    """mul_mat(v, x), and mul_mat(q, x) and mul_mat(k, x)."""
+@op("q k v x q_bias k_bias v_bias", n_optional=3,
+    also={"q": lambda params, q, k, v, x, *biases: mul_mat(params, q, x), "k": lambda params, q, k, v, x, *biases: mul_mat(params, k, x)})
+def mul_mat_qkv(params, q, k, v, x, *biases):
+    """mul_mat(v, x), and mul_mat(q, x) and mul_mat(k, x), the biases, where there are any, added to them."""
+    need(all(b.dtype == "f32" and b.shape == w.shape[:1] for w, b in zip((q, k, v), biases)), "biases must be f32 [m]")
     mul_mat(params, q, x)
     mul_mat(params, k, x)
     return mul_mat(params, v, x)

@@ -55,21 +55,25 @@ def gated_products_of_experts(node: Tensor) -> Match | None:
 
 
 def products_of_attention(node: Tensor) -> Match | None:
-    """The products that Q, K and V of an attention begin with, by three matrices of one x, V's last."""
+    """The products that Q, K and V of an attention begin with, by three matrices of one x, V's last; with their biases, if all have one."""
     if node.op != "flash_attn_ext":
         return None
-    q, k, v = products = [_beginning(source) for source in node.src[:3]]
+    products, sums = zip(*(_beginning(source) for source in node.src[:3]))
+    q, k, v = products
     if len(set(products)) < 3 or any(each.op != "mul_mat" or each.src[1] is not v.src[1] for each in products):
         return None
-    return Match((q.src[0], k.src[0], *v.src), {}, [q, k], into=v)
+    src = q.src[0], k.src[0], *v.src
+    if None in sums:
+        return Match(src, {}, [q, k], into=v)
+    return Match((*src, *(each.src[1] for each in sums)), {}, [*sums[:2], *products], into=sums[2])
 
 
-def _beginning(x: Tensor) -> Tensor:
-    """What is scaled, added to, normed, rotated and put into a cache to give x."""
-    operand = {"scale": 0, "add": 0, "rms_norm": 0, "rope": 0, "set_rows": 1, "cpy_rows": 1, "cpy_rows_indirect": 1}
+def _beginning(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What is scaled, added to, normed, rotated and put into a cache to give x; and what adds a row to that."""
+    operand, then = {"scale": 0, "add": 0, "rms_norm": 0, "rope": 0, "set_rows": 1, "cpy_rows": 1, "cpy_rows_indirect": 1}, None
     while x.op in operand:
-        x = x.src[operand[x.op]]
-    return x
+        x, then = x.src[operand[x.op]], x
+    return x, then if then is not None and then.op == "add" and len(then.src[1].shape) == 1 else None
 
 
 def rotated_and_cached(node: Tensor) -> Match | None:

@@ -104,17 +104,19 @@ def check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased) -> None:
     machine.free()
 
 
-def check_mul_mat_qkv(machine, types, n_rows, n_cols, n) -> None:
+def check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased) -> None:
     """types, n_rows: of the three matrices."""
-    name = f"mul_mat_qkv[{types}, n_rows={n_rows}, n_cols={n_cols}, n={n}]"
+    name = f"mul_mat_qkv[{types}, n_rows={n_rows}, n_cols={n_cols}, n={n}{', biased' * biased}]"
     rng = seeded(name)
     words = [tile.pack(random_weight(format_of(t), m, n_cols, rng), t, m, n_cols).reshape(-1).view(np.uint32) for t, m in zip(types, n_rows)]
     x, expected = activations(n, n_cols, rng), [np.empty((n, m), np.float32) for m in n_rows]
     operands = reference_activations(x) if format_of(types[0]).is_quantized else (x,)
-    mul_mat_qkv.mul_mat_qkv(*types)(words, operands, expected)
+    biases = tuple(activations(1, m, rng)[0] for m in n_rows) if biased else ()
+    mul_mat_qkv.mul_mat_qkv(*types)(words, operands, biases, expected)
     outs = [machine.upload(np.full(out.size + GUARD, np.nan, np.float32)) for out in expected]
     x = machine.upload(activation_buffer(*operands, n, n_cols) if len(operands) > 1 else x)
-    machine.run(cuda_mul_mat_qkv.mul_mat_qkv(machine.target, types, tuple(map(machine.upload, words)), x, tuple(outs), n_rows, n_cols, n))
+    machine.run(cuda_mul_mat_qkv.mul_mat_qkv(machine.target, types, tuple(map(machine.upload, words)), x, tuple(outs), n_rows, n_cols, n,
+                                             tuple(map(machine.upload, biases))))
     for part, at, out in zip("qkv", outs, expected):
         check_floats(machine, at, out, f"{name} {part}")
     machine.free()

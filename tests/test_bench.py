@@ -74,7 +74,7 @@ def gpu():
     return gpu
 
 
-@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "mul_mat_id", "topk_moe", "weighted_sum", "get_rows", "dequantize",
+@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "mul_mat_id", "topk_moe", "weighted_sum", "get_rows", "dequantize",
                                    "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
                                    "flash_attn_ext"])
 def test_cases_launch(gpu, suite):

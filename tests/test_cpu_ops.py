@@ -126,16 +126,17 @@ def test_mul_mat_glu(types, act, biased, n_threads):
                 lambda *args: kernel(*args, scratch), operands, ((n, m), f32))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("types", [("Q4_K", "Q8_0", "Q6_K"), ("F16", "F32", "BF16")], ids="-".join)
-def test_mul_mat_qkv(types, n_threads):
+def test_mul_mat_qkv(types, biased, n_threads):
     rng, n, k, n_rows = seeded(f"{types}"), 5, 512, (70, 33, 1)
     words = [tile.pack(random_weight(FORMATS[t], m, k, rng), t, m, k).reshape(-1).view(np.uint32) for t, m in zip(types, n_rows)]
     x = numbers((n, k), rng)
     q = np.empty((n, k), np.int16), np.empty((n, k // 256), f32), np.empty((n, k // 16), np.int32)
     reference_quantize.quantize(x, *q)
-    operands = words, q if FORMATS[types[0]].is_quantized else (x,)
+    operands = words, q if FORMATS[types[0]].is_quantized else (x,), tuple(numbers((1, m), rng)[0] for m in n_rows) if biased else ()
     reference, kernel = reference_mul_mat_qkv.mul_mat_qkv(*types), mul_mat_qkv.mul_mat_qkv(*types)
-    compare(f"mul_mat_qkv[{types}, threads={n_threads}]", lambda words, x, *outs: reference(words, x, outs), lambda words, x, *outs: kernel(words, x, outs),
+    compare(f"mul_mat_qkv[{types}, biased={biased}, threads={n_threads}]", lambda *args: reference(*args[:3], args[3:]), lambda *args: kernel(*args[:3], args[3:]),
             operands, *(((n, m), f32) for m in n_rows))
 
 

@@ -83,11 +83,11 @@ def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
 
 
-@pytest.mark.parametrize("types, n_rows, n_cols, n", [
-    (("Q4_K", "Q4_K", "Q6_K"), (65, 33, 1), 256, 1), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, 3),
-    (("F16", "F32", "BF16"), (3, 1, 33), 21, 2)], ids=str)
-def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n):
-    check_mul_mat_qkv(machine, types, n_rows, n_cols, n)
+@pytest.mark.parametrize("types, n_rows, n_cols, n, biased", [
+    (("Q4_K", "Q4_K", "Q6_K"), (65, 33, 1), 256, 1, True), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, 3, False), (("Q8_0",) * 3, (2, 33, 1), 32, 2, True),
+    (("F16", "F32", "BF16"), (3, 1, 33), 21, 2, True)], ids=str)
+def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased):
+    check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased)
 
 
 def simulate_scale(machine):

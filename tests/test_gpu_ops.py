@@ -73,10 +73,11 @@ def test_mul_mat_glu(machine, act, types, n, biased):
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3, ("Q4_1", "Q5_0", "IQ4_XS"), ("F16", "F32", "BF16")], ids=str)
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 17, 40, 300])
-def test_mul_mat_qkv(machine, types, n):
-    check_mul_mat_qkv(machine, types, (130, 64, 33), 512, n)
-    check_mul_mat_qkv(machine, types, (1, 257, 32), 1536, n)
-    check_mul_mat_qkv(machine, types, (4096, 1024, 1024), 256, n)
+@pytest.mark.parametrize("biased", [False, True])
+def test_mul_mat_qkv(machine, types, n, biased):
+    check_mul_mat_qkv(machine, types, (130, 64, 33), 512, n, biased)
+    check_mul_mat_qkv(machine, types, (1, 257, 32), 1536, n, biased)
+    check_mul_mat_qkv(machine, types, (4096, 1024, 1024), 256, n, biased)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])

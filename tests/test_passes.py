@@ -173,7 +173,7 @@ def three_products(weights=("Q8_0", "Q4_1", "Q5_0"), biased=(False, False, False
     def qkv(g, x, y):
         sizes = {"q": K, "kk": 96, "vvv": 96}
         made = [g.mul_mat(matrix(name, type_, n_rows=n), y, name=f"{name} product") for type_, (name, n) in zip(weights, sizes.items())]
-        return [g.add(z, vector(f"{name} bias", n)) if bias else z for z, (name, n), bias in zip(made, sizes.items(), biased)]
+        return [g.add(z, vector(f"{name} bias", n), name=f"{name} sum") if bias else z for z, (name, n), bias in zip(made, sizes.items(), biased)]
     return qkv
 
 
@@ -258,6 +258,8 @@ def run(g, no_fuse=()):
     (lambda: attention(("q8_0", "f32"), qkv=three_products(("Q8_0",) * 3)),
      ["quantize", "mul_mat_qkv", "rope", "rope", "set_rows", "set_rows", "flash_attn_ext"]),
     (lambda: attention(qkv=three_products(biased=(True, False, True)), indirect=True), ["quantize", "mul_mat_qkv", "add", "add", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products(biased=(True,) * 3)), ["quantize", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products(("F16", "F32", "F32"), (True,) * 3)), ["mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
     (all_of_k_is_read, ["quantize", "mul_mat_qkv", "add", "rope_set_rows", "flash_attn_ext"]),
 ])
 def test_fused_and_unfused_give_the_same_bits(build, fused):
@@ -579,7 +581,10 @@ def test_passes_make_ops():
      dict(act="relu", gate_type="F32", up_type="F16", gate_words="aF32", up_words="bF16", x="x", gate_bias="g bias", up_bias="u bias", out="glu",
           n_rows=M, n_cols=K, n=N, scratch="scratch")),
     (lambda: attention(qkv=three_products()), "mul_mat_qkv",
-     dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q product", "kk product", "vvv product"), n_rows=(K, 96, 96), n_cols=K, n=N))])
+     dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q product", "kk product", "vvv product"), n_rows=(K, 96, 96), n_cols=K, n=N, biases=[])),
+    (lambda: attention(qkv=three_products(biased=(True,) * 3)), "mul_mat_qkv",
+     dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q sum", "kk sum", "vvv sum"), n_rows=(K, 96, 96), n_cols=K, n=N,
+          biases=["q bias", "kk bias", "vvv bias"]))])
 def test_what_cuda_launches(build, op, expected):
     """Names stand for addresses: each must come to the parameter of the launch function that it is meant for."""
     pytest.importorskip("numba_cuda")

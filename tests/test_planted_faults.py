@@ -138,7 +138,7 @@ def test_rows_named_by_addresses_are_computed_again(path):
 
 
 def test_a_fault_in_one_of_three_results(path):
-    def of_k(words, x, outs):
+    def of_k(words, x, biases, outs):
         if len(outs[1]) < 32:
             outs[1][:, 3] += np.float32(1e-3)
     verification = verify(path, WINDOWS, ["ubatch"], {"cpu": FaultyBackend({"mul_mat_qkv": made(after(of_k))})})

@@ -130,8 +130,9 @@ def bind_mul_mat(kernel, node, words, x, out):
 
 
 @binds("mul_mat_qkv")
-def bind_mul_mat_qkv(kernel, node, q, k, v, x, out_v, out_q, out_k):
-    return partial(kernel(*(w.dtype for w in node.src[:3])), (q, k, v), x if isinstance(x, tuple) else (x,), (out_q, out_k, out_v))
+def bind_mul_mat_qkv(kernel, node, q, k, v, x, *others):
+    *biases, out_v, out_q, out_k = others
+    return partial(kernel(*(w.dtype for w in node.src[:3])), (q, k, v), x if isinstance(x, tuple) else (x,), biases, (out_q, out_k, out_v))
 
 
 @binds("mul_mat_id")

@@ -186,10 +186,11 @@ def bind_mul_mat(launch, target, node, words, x, out):
 
 
 @binds("mul_mat_qkv")
-def bind_mul_mat_qkv(launch, target, node, q, k, v, x, out_v, out_q, out_k):
+def bind_mul_mat_qkv(launch, target, node, q, k, v, x, *others):
+    *biases, out_v, out_q, out_k = others
     matrices = node.src[:3]
     return launch(target, tuple(w.dtype for w in matrices), (q, k, v), x, (out_q, out_k, out_v), tuple(w.shape[0] for w in matrices), matrices[0].shape[1],
-                  node.shape[0])
+                  node.shape[0], biases)
 
 
 @binds("mul_mat_glu")

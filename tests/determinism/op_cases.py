@@ -115,7 +115,7 @@ CASES = {
     "take_rows": (PLAIN, lambda o: [o.table(), o.ids()], {}),
     "quantize": (PLAIN, lambda o: [o.x()], {}),
     "mul_mat": (WEIGHT, lambda o: [o.matrix(), o.input()], {}),
-    "mul_mat_qkv": (GATES, lambda o: [o.matrix(), o.matrix(), o.matrix(), o.input()], {}),
+    "mul_mat_qkv": (GATES, lambda o: [o.matrix(), o.matrix(), o.matrix(), o.input(), *(o.vector(M) for _ in range(3))], {}),
     "mul_mat_glu": (GATES, lambda o: [o.matrix(), o.matrix(), o.input(), o.vector(M), o.vector(M)], {"act": "silu"}),
     "rms_norm": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
     "rms_norm_act": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
