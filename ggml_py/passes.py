@@ -120,7 +120,7 @@ def routing(node: Tensor) -> Match | None:
 #   their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
-# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave.
+# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, rope_set_rows at the attention that flash_attn_ext_act takes.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
@@ -129,6 +129,7 @@ PASSES = {
     "mul_mat_id_glu": gated_products_of_experts,
     "swiglu_act": chain("swiglu", "quantize"),
     "rope_set_rows": rotated_and_cached,
+    "flash_attn_ext_act": chain("flash_attn_ext", "quantize"),
     "topk_moe": routing,
 }
 
