@@ -6,6 +6,7 @@ from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
 from ggml_py.kernels.cuda import experts as cuda_experts
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
+from ggml_py.kernels.cuda import flash_attn_ext_act as cuda_flash_attn_ext_act
 from ggml_py.kernels.cuda import glu as cuda_glu
 from ggml_py.kernels.cuda import heads as cuda_heads
 from ggml_py.kernels.cuda import mul_mat_glu as cuda_mul_mat_glu
@@ -21,8 +22,8 @@ from ggml_py.kernels.cuda import soft_max as cuda_soft_max
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
 from ggml_py.kernels.cuda import topk_moe as cuda_topk_moe
 from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
-from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, glu, heads, mul_mat_glu, mul_mat_qkv, rms_norm, rms_norm_act,
-                                       rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
+from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, flash_attn_ext_act, glu, heads, mul_mat_glu, mul_mat_qkv,
+                                       rms_norm, rms_norm_act, rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -269,9 +270,10 @@ def edges(n: int, k: int, rng) -> np.ndarray:
     return x
 
 
-def check_act(machine, launch_function, reference, operands, name, n, k, *params, totals=()) -> None:
+def check_act(machine, launch_function, reference, operands, name, n, k, *params, totals=(), scratch=None) -> None:
     """launch_function(target, *addresses of operands, address of activations, *addresses of totals, n, k, *params) must write what
-    reference(*operands, *params, q, d, sums, *totals) does. totals: float32 arrays of further results."""
+    reference(*operands, *params, q, d, sums, *totals) does. totals: float32 arrays of further results. scratch: address and number of
+    the floats in front of a guard of NaN."""
     n_chunks = -(-k // CHUNK)
     q, d, sums = np.empty((n, n_chunks * CHUNK), np.int16), np.empty((n, n_chunks), np.float32), np.empty((n, n_chunks * 16), np.int32)
     reference(*operands, *params, q, d, sums, *totals)
@@ -285,6 +287,8 @@ def check_act(machine, launch_function, reference, operands, name, n, k, *params
         assert_bitwise_equal(found[first:first + expected.nbytes].view(expected.dtype).reshape(expected.shape), expected, f"{name} {plane}")
     for address, total in zip(at, totals):
         check_floats(machine, address, total, f"{name} total")
+    if scratch:
+        assert np.isnan(machine.download(scratch[0], np.float32, scratch[1] + GUARD)[-GUARD:]).all(), f"{name}: written behind the end of scratch"
     machine.free()
 
 
@@ -388,14 +392,15 @@ def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells,
     machine.free()
 
 
-def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=None, sinks=False, latent=False) -> None:
+def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=None, sinks=False, latent=False, act=False) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes: (sequence, position) of keys
     that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel 1 of all heads of that row.
-    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen. latent: V is K's cache, of one KV head."""
+    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen. latent: V is K's cache, of one KV head.
+    act: flash_attn_ext_act."""
     (type_k, type_v), (n_head, n_head_kv), (dim_k, dim_v), n = types, heads, dims, len(tokens)
     name = f"flash_attn_ext[{types}, tokens={tokens[:4]}.., n={n}, heads={heads}, dims={dims}, n_ctx={n_ctx}, holes={list(holes)[:4]}, special={special}{f', {shape}' if shape else ''}]"
     given = {"window": window} if window else {}
-    name += f" {given}" * bool(given) + " sinks" * sinks + " latent" * latent
+    name += " act" * act + f" {given}" * bool(given) + " sinks" * sinks + " latent" * latent
     rng = seeded(name)
     seq, pos = np.array(tokens, np.int32).T.copy()
     n_seq = int(seq.max()) + 1
@@ -424,10 +429,19 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
     flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected, **given, **more)
     if not special:
         assert np.isfinite(expected).all(), name
-    scratch = np.full(piece_floats(n, n_head, n_ctx, dim_v) + GUARD, np.nan, np.float32)
+    n_floats = cuda_flash_attn_ext_act.act_scratch_floats(n, n_head, dim_v, n_ctx) if act else piece_floats(n, n_head, n_ctx, dim_v)
+    scratch = np.full(n_floats + GUARD, np.nan, np.float32)
     at, addresses = machine.upload(scratch), [machine.upload(a) for a in (q, *caches, seq, pos, present)]
-    given.update({name: machine.upload(x) for name, x in more.items()}, **{"row_v": dim_k} if latent else {})
-    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape, **given), addresses, expected.size,
+    there = {**given, **{key: machine.upload(x) for key, x in more.items()}, **({"row_v": dim_k} if latent else {})}
+    if act:
+        def launch(target, *args):
+            *args, n, _ = args
+            return cuda_flash_attn_ext_act.flash_attn_ext_act(target, type_k, type_v, *args, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, at, **there)
+
+        def reference(q, k, v, seq, pos, present, *act):
+            flash_attn_ext_act.flash_attn_ext_act(type_k, type_v)(q, k, v, n_head_kv, seq, pos, present, scale, np.empty_like(expected), act, **given, **more)
+        return check_act(machine, launch, reference, (q, *caches, seq, pos, present), name, n, n_head * dim_v, scratch=(at, n_floats))
+    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape, **there), addresses, expected.size,
                 n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     assert np.isnan(machine.download(at, np.float32, scratch.shape)[-GUARD:]).all(), f"{name}: written behind the end of scratch"

@@ -14,10 +14,12 @@ from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_tile as tile_kernel
 from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, NO_WINDOW, AttentionShape, attention_shape, flash_attn_ext, heads_together, scratch_floats
 from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, most_pieces, piece_floats
+from ggml_py.kernels.cuda.flash_attn_ext_act import act_scratch_floats, fills_chunks, flash_attn_ext_combine_act
 from ggml_py.kernels.cuda.set_rows import TYPES
+from ggml_py.kernels.reference.quantize import quantize
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import run, seeded
-from op_comparisons import check_flash_attn_ext
+from op_comparisons import check_act, check_flash_attn_ext
 
 
 def test_in_the_simulator():
@@ -105,7 +107,7 @@ def simulate_sinks(machine, kernel):
 def simulate_latent(machine, kernel, types, n_head, dims):
     """Values in K's cache: rows longer than their heads, of octets or not; heads that do not lie in registers; several blocks of a KV head."""
     shape = AttentionShape(kernel, heads_together(n_head), 2 if kernel == "few" else None, 4)
-    check_flash_attn_ext(machine, (types, types), [(0, 1), (0, 129)], (n_head, 1), dims, 130, [(0, 7)], shape=shape, latent=True)
+    check_flash_attn_ext(machine, (types, types), [(0, 129)], (n_head, 1), dims, 130, [(0, 7)], shape=shape, latent=True)
 
 
 @numba.njit
@@ -145,6 +147,43 @@ def simulate_combine(machine, n_pieces, dim_v):
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
 
 
+@pytest.mark.parametrize("n_pieces, heads, dim_v, begin", [(1, 2, 64, 0), (40, 2, 128, 0), (33, 1, 512, 0), (3, 9, 32, 2)])
+def simulate_combine_act(machine, n_pieces, heads, dim_v, begin):
+    """More pieces than a round; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, with
+    anything in m and o; zeros of both signs."""
+    name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}]"
+    rng, n_ctx, there = seeded(name), 128 * (n_pieces + begin + 1), slice(begin, begin + n_pieces)
+    m, l = rng.normal(0, 3, (2, heads, n_pieces)).astype(np.float32)
+    l = np.abs(l) + np.float32(1)
+    o = rng.normal(0, 9, (heads, n_pieces, dim_v)).astype(np.float32)
+    o[:, :, ::3] *= np.float32(-0.0)
+    l[rng.random(l.shape) < 0.2], l[:, 0] = 0, 1
+    m[l == 0], o[l == 0] = 1000, np.nan
+    n_all = n_pieces + begin + 1
+    pieces = np.full(piece_floats(1, heads, n_ctx, dim_v), np.nan, np.float32)
+    pieces[:heads * n_all * dim_v].reshape(heads, n_all, dim_v)[:, there] = o
+    pieces[heads * n_all * dim_v:].reshape(heads, n_all, 2)[:, there] = np.stack([m, l], 2)
+    expected = np.empty((heads, dim_v), np.float32)
+    for head in range(heads):
+        combined(m[head], l[head], o[head], expected[head])
+    window = NO_WINDOW if begin == 0 else 128 * n_pieces - 7 - 5
+    check_act(machine, lambda target, pos, pieces, act, n, k: flash_attn_ext_combine_act(target, pos, pieces, None, act, n, heads, dim_v, n_ctx, window),
+              lambda pos, pieces, *act: quantize(expected.reshape(1, -1), *act), (np.array([128 * (n_pieces + begin) - 7], np.int32), pieces), name, 1, heads * dim_v)
+
+
+@pytest.mark.parametrize("heads, dims, tokens, given", [((3, 1), (16, 64), [(0, 130)], dict(sinks=True)), ((2, 2), (8, 40), [(0, 2), (1, 129)], {}),
+                                                        ((2, 1), (8, 128), [(0, 130)], dict(window=3, sinks=True))], ids=str)
+def simulate_act(machine, heads, dims, tokens, given):
+    """Combined into activations, where heads fill chunks, and quantized behind."""
+    check_flash_attn_ext(machine, ("f16", "f16"), tokens, heads, dims, 131, [(tokens[-1][0], 7)], act=True, **given)
+
+
+def simulate_act_of_many(machine, monkeypatch):
+    """One kernel gives attention, another one quantizes it."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.side_by_side", lambda n, n_ctx: False)
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, p) for p in range(3)], (4, 2), (8, 64), 5, act=True)
+
+
 # Launch values, without the simulator
 
 @pytest.mark.parametrize("group, heads", [(1, 1), (3, 3), (7, 7), (8, 8), (9, 3), (11, 1), (12, 6), (128, 8)])
@@ -181,6 +220,14 @@ def test_scratch_of_a_node(n, expected):
         ("q", "f32", (n, 32)), ("k", "f16", (600, 16)), ("v", "f16", (600, 14)), ("seq", "i32", (n,)), ("pos", "i32", (n,)), ("present", "u8", (2, 300))))
     node = Tensor("attention", "f32", (n, 28), "flash_attn_ext", (q, k, v, seq, pos, present), dict(n_head=4, n_head_kv=2, scale=0.5))
     assert CUDABackend.scratch(None, node) == (expected and ("f32", (expected,)))
+
+
+@pytest.mark.parametrize("dim_v, fills", [(32, True), (64, True), (96, False), (128, True), (256, True), (384, False), (512, True), (16, False), (80, False)])
+def test_scratch_of_activations(dim_v, fills):
+    assert fills_chunks(dim_v) == fills
+    pieces = piece_floats(1, 3, 300, dim_v)
+    assert act_scratch_floats(1, 3, dim_v, 300) == pieces + (0 if fills else 3 * dim_v)
+    assert act_scratch_floats(100, 3, dim_v, 300) == 300 * dim_v
 
 
 def test_tiles_of_small_devices():

@@ -219,6 +219,16 @@ def test_flash_attn_ext_latent(machine, type_, tokens, n_head, dims):
 
 
 @pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("heads, dims", [((9, 3), (64, 64)), ((32, 8), (128, 128)), ((4, 2), (256, 256)), ((5, 5), (80, 80)), ((3, 1), (32, 512)), ((11, 1), (64, 32))], ids=str)
+def test_flash_attn_ext_act(machine, type_, heads, dims):
+    """Pieces combined into activations, in one round and in several, and attention that is quantized behind."""
+    check_flash_attn_ext(machine, (type_, type_), SEQUENCES, heads, dims, n_ctx=302, holes=HOLES, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(1, 4500), heads, dims, n_ctx=5000, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(2, 4500), heads, dims, n_ctx=5000, window=300, sinks=True, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(50, 130), heads, dims, n_ctx=180, sinks=True, act=True)
+
+
+@pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("tokens", [SEQUENCES, one_sequence(100, 450)], ids=lambda tokens: str(len(tokens)))
 def test_flash_attn_ext_of_192_channels(machine, type_, tokens):
     check_flash_attn_ext(machine, (type_, type_), tokens, (16, 16), (192, 128), n_ctx=550)

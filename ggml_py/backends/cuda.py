@@ -121,10 +121,12 @@ class CUDABackend:
         if node.op == "argmax":
             from ..kernels.cuda.argmax import PARTS
             return "i32", (*node.shape, 2 * PARTS)
-        if node.op == "flash_attn_ext":
+        if node.op in ("flash_attn_ext", "flash_attn_ext_act"):
             from ..kernels.cuda.flash_attn_ext import scratch_floats
+            from ..kernels.cuda.flash_attn_ext_act import act_scratch_floats
             n_head, present = node.params["n_head"], node.src[5]
-            n_floats = scratch_floats(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
+            needed = scratch_floats if node.op == "flash_attn_ext" else act_scratch_floats
+            n_floats = needed(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
             return ("f32", (n_floats,)) if n_floats else None
         if node.op in ("mul_mat_id", "mul_mat_id_glu"):
             from ..kernels.cuda.mul_mat_id import scratch_words
@@ -360,7 +362,7 @@ def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
     return launch(target, node.dtype, x, dst + 8 * n * node.params["slot"], cache, n, k)
 
 
-@binds("flash_attn_ext")
+@binds("flash_attn_ext", "flash_attn_ext_act")
 def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, *others):
     n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
     n, q_cols = node.src[0].shape

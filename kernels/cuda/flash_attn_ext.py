@@ -66,14 +66,15 @@ def scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
 
 
 def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch=None, shape=None,
-                   window=NO_WINDOW, sinks=None, row_v=None):
+                   window=NO_WINDOW, sinks=None, row_v=None, combine=flash_attn_ext_combine):
     """Attention of n query tokens over their sequences' keys up to their own positions.
 
     q: address of f32 [n, n_head, dim_k]; k, v: of caches (`set_rows`) of n_head_kv * dim_k and n_head_kv * dim_v values a cell, the cell of
     (sequence, position) being sequence * n_ctx + position; seq, pos: of i32 [n]; present: of u8 [n_seq, n_ctx]; out: of f32 [n, n_head, dim_v];
     scratch: of f32 [scratch_floats], left with anything in it; shape: `attention_shape` chooses where it is not given. q, k, v, scratch lie on 16 bytes.
     Query head h reads KV head h // (n_head // n_head_kv). window: how many positions a query sees, its own and those before it; sinks: address of
-    f32 [n_head], or None; row_v: values of a cell of V's cache, where one KV head has more than dim_v of them, as K's cache has.
+    f32 [n_head], or None; row_v: values of a cell of V's cache, where one KV head has more than dim_v of them, as K's cache has. combine: the launch
+    that makes `out` of pieces.
     """
     op, row_v = "flash_attn_ext", row_v or n_head_kv * dim_v
     for what, type_, dim in (("K", type_k, dim_k), ("V", type_v, dim_v)):
@@ -96,4 +97,4 @@ def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n
         pieces = flash_attn_ext_few(target, *operands, scratch, *sizes, shape.n_splits)
     else:
         pieces = flash_attn_ext_any(target, *operands, None, scratch, *sizes, shape.n_splits)
-    return Launches((pieces, flash_attn_ext_combine(target, pos, scratch, sinks, out, n, n_head, dim_v, n_ctx, window)))
+    return Launches((pieces, combine(target, pos, scratch, sinks, out, n, n_head, dim_v, n_ctx, window)))

@@ -22,7 +22,7 @@ from .cooperative import cooperative
 from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, octet_loader, rest, scales, value_loader
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, u32
+from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32
 from .set_rows import larger
 
 THREADS, WARPS = 256, 8
@@ -37,7 +37,7 @@ class Shared(NamedTuple):
     amaxes: int   # of p', the same
     d_p: int      # f32 [8 heads]
     p: int        # f32 [heads][128]
-    q: int        # words of A [block][hi, lo][lane][4]
+    q: int        # words of A [block][half][lane][4]
     q_d: int      # f32 [block][8 heads]: d_q * scale
     sums: int     # i32 [2 slabs][warp][HH, rest][head][4 lanes][CHUNK_STRIDE]
     n_words: int
@@ -109,14 +109,14 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
     k_words, v_words, v_row, side_words, kind_words = K.n_words, V.n_words, stride(dim_v), WARPS * 2 * heads * 4 * CHUNK_STRIDE, heads * 4 * CHUNK_STRIDE
     whole = max(dim_k, dim_v) <= WHOLE
     key_words, value_words = 2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1)  # of a key and a value in registers
-    n_k_raw, n_v_raw = 2 * key_words, 4 * value_words
+    n_k_raw, n_v_raw, n_rounds = 2 * key_words, 4 * value_words, -(-64 * heads // THREADS)
     ahead = type_k == type_v == "f16" and heads < MOST_HEADS and whole  # keys are loaded a piece ahead; else there are no registers for them
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
 
     # Keys key + g and key + g + 8, values key + 2 t, key + 2 t + 1, key + 2 t + 8, key + 2 t + 9; where they are beyond the query's position, what is there.
-    # first: of the sequence's first cell, where the KV head's channels begin; row: from cell to cell
+    # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
 
     @device
     def load_keys(k, first, row, key, position, lane, raw):
@@ -127,12 +127,12 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
     @device
     def load_key_block(k, first, row, key, position, b, lane, raw):
         """64 channels of them."""
-        g, c = lane >> 2, b * CHANNELS + 8 * (lane & 3)
+        g, i = lane >> 2, 8 * b + (lane & 3)
         low, high = first + i64(min(key + g, position)) * row, first + i64(min(key + g + 8, position)) * row
-        load_k(k, low, c, raw, 0)
-        load_k(k, low, c + 32, raw, k_words)
-        load_k(k, high, c, raw, key_words)
-        load_k(k, high, c + 32, raw, key_words + k_words)
+        load_k(k, low, i, raw, 0)
+        load_k(k, low, i + 4, raw, k_words)
+        load_k(k, high, i, raw, key_words)
+        load_k(k, high, i + 4, raw, key_words + k_words)
 
     @device
     def load_values(v, first, row, key, position, lane, raw):
@@ -144,11 +144,11 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
 
     @device
     def load_value_slab(v, first, row, key, position, b, lane, raw):
-        even, c = key + 2 * (lane & 3), b * CHANNELS + 8 * (lane >> 2)
-        load_v(v, first + i64(min(even, position)) * row, c, raw, 0)
-        load_v(v, first + i64(min(even + 1, position)) * row, c, raw, value_words)
-        load_v(v, first + i64(min(even + 8, position)) * row, c, raw, 2 * value_words)
-        load_v(v, first + i64(min(even + 9, position)) * row, c, raw, 3 * value_words)
+        even, i = key + 2 * (lane & 3), 8 * b + (lane >> 2)
+        load_v(v, first + i64(min(even, position)) * row, i, raw, 0)
+        load_v(v, first + i64(min(even + 1, position)) * row, i, raw, value_words)
+        load_v(v, first + i64(min(even + 8, position)) * row, i, raw, 2 * value_words)
+        load_v(v, first + i64(min(even + 9, position)) * row, i, raw, 3 * value_words)
 
     @device
     def load_present(present, cell, key, position, lane, held):
@@ -167,8 +167,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(z, x), y), u), w), lane ^ 1), lane ^ 2)
         d, inv = scales(amax)
         x, y, u, w = limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv)
-        sts4(s, where.q + b * 256 + 4 * lane, x[0], y[0], u[0], w[0])
-        sts4(s, where.q + b * 256 + 128 + 4 * lane, x[1], y[1], u[1], w[1])
+        sts4(s, where.q + b * 256 + 4 * lane, x[0], x[1], y[0], y[1])
+        sts4(s, where.q + b * 256 + 128 + 4 * lane, u[0], u[1], w[0], w[1])
         if t == 0:
             put(s, where.q_d + b * MOST_HEADS + g, mul(d, scale))
 
@@ -179,13 +179,13 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         return a[0], b[0], a[1], b[1]
 
     @device
-    def dot(raw, first, inv, hi, lo):
-        """Sums of a block of eight keys with the queries hi, lo: HH of keys 2 t and 2 t + 1, then `rest` of both."""
+    def dot(raw, first, inv, q, p):
+        """Sums of a block of eight keys with the queries' halves q, p: HH of keys 2 t and 2 t + 1, then `rest` of both."""
         k, r = octet_limbs(raw, first, inv), octet_limbs(raw, first + k_words, inv)
-        c = mma32(hi[0], lo[0], hi[1], lo[1], k[0], k[1], z, z, z, z)
-        e = mma32(hi[0], lo[0], hi[1], lo[1], k[2], k[3], z, z, z, z)
-        c = mma32(hi[2], lo[2], hi[3], lo[3], r[0], r[1], c[0], c[1], c[2], c[3])
-        e = mma32(hi[2], lo[2], hi[3], lo[3], r[2], r[3], e[0], e[1], e[2], e[3])
+        c = mma32(q[0], q[1], q[2], q[3], k[0], k[1], z, z, z, z)
+        e = mma32(q[0], q[1], q[2], q[3], k[2], k[3], z, z, z, z)
+        c = mma32(p[0], p[1], p[2], p[3], r[0], r[1], c[0], c[1], c[2], c[3])
+        e = mma32(p[0], p[1], p[2], p[3], r[2], r[3], e[0], e[1], e[2], e[3])
         return c[0], c[1], rest(c[2] + e[0], e[2]), rest(c[3] + e[1], e[3])
 
     @device
@@ -197,9 +197,9 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
         d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
         d, inv = as_i32(d), as_i32(inv)
-        hi, lo = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
-        u = dot(raw, first, as_f32(shuffle(inv, lane & -3)), hi, lo)
-        w = dot(raw, second, as_f32(shuffle(inv, lane | 2)), hi, lo)
+        q, p = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
+        u = dot(raw, first, as_f32(shuffle(inv, lane & -3)), q, p)
+        w = dot(raw, second, as_f32(shuffle(inv, lane | 2)), q, p)
         at, q_d = 8 * (lane & 3), get(s, where.q_d + b * MOST_HEADS + (lane >> 2))  # at: a lane of key 2 t
         return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]), fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]),
                 fma(mul(fixed_point(w[0], w[2]), q_d), as_f32(shuffle(d, at + 2)), x[2]), fma(mul(fixed_point(w[1], w[3]), q_d), as_f32(shuffle(d, at + 6)), x[3]))
@@ -298,30 +298,40 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         weigh4(p_hi, p_lo, (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), (c[0], c[1], c[2], c[3]), (d[0], d[1], d[2], d[3]), inv, s, at, valid)
         weigh4(p_hi, p_lo, (a[4], a[5], a[6], a[7]), (b[4], b[5], b[6], b[7]), (c[4], c[5], c[6], c[7]), (d[4], d[5], d[6], d[7]), inv, s, at + 4, valid)
 
-    @cooperative
-    def slab(p_hi, p_lo, raw, first, b, inv, tid, s, pieces, piece, most_pieces):
-        """o of 64 channels, which begin at word `first`. piece: the first head's."""
-        lane, side = i32(tid & 31), where.sums + (b & 1) * side_words
-        weigh_slab(p_hi, p_lo, raw, first, inv, s, side + (tid >> 5) * 2 * kind_words + lane * CHUNK_STRIDE, lane < 4 * heads)
-        cuda.syncthreads()  # sums of the warps are written, those of the slab before read; so is all that the next piece writes before its sums
-        i = tid
-        while i < heads * CHANNELS:
-            head, c = i32(i >> 6), i32(i & 63)
-            if dim_v % CHANNELS == 0 or b * CHANNELS + c < dim_v:
-                at = side + (4 * head + (c >> 4)) * CHUNK_STRIDE + (c & 15)
-                hh, low = z, z
-                for w in range(WARPS):
-                    hh = i32(hh + lds(s, at + w * 2 * kind_words))
-                    low = i32(low + lds(s, at + w * 2 * kind_words + kind_words))
-                st(pieces, (piece + head * most_pieces) * v_row + b * CHANNELS + c, mul(fixed_point(hh, low), get(s, where.d_p + head)))
-            i = i32(i + THREADS)
+    @device
+    def leave_slab(p_hi, p_lo, raw, first, side, inv, tid, s):
+        """The warp's sums of 64 channels, which begin at word `first`."""
+        tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
+        at = where.sums + side * side_words + (tid >> 5) * 2 * kind_words + (tid & 31) * CHUNK_STRIDE
+        weigh_slab(p_hi, p_lo, raw, first, inv, s, at, tid & 31 < 4 * heads)
+        syncwarp()  # the work on one slab after that on the other, or it takes all registers
+
+    @device
+    def add_up(b, tid, s, pieces, piece, most_pieces):
+        """o of slabs b and b + 1, two channels a thread. piece: the first head's."""
+        r = i32(0)
+        while r < n_rounds:
+            i = i32(afresh(tid) + r * THREADS)
+            r = i32(r + 1)
+            side = i32(1 if i >= 32 * heads else 0)
+            head, c = i32((i >> 5) - side * heads), i32(2 * (i & 31))
+            channel = i32((b + side) * CHANNELS + c)
+            if (n_rounds * THREADS == 64 * heads or i < 64 * heads) and (dim_v % (2 * CHANNELS) == 0 or channel < dim_v):
+                at = where.sums + side * side_words + (4 * head + (c >> 4)) * CHUNK_STRIDE + (c & 15)
+                hh, low = lds2(s, at), lds2(s, at + kind_words)
+                for w in range(1, WARPS):
+                    more_hh, more_low = lds2(s, at + w * 2 * kind_words), lds2(s, at + w * 2 * kind_words + kind_words)
+                    hh, low = (i32(hh[0] + more_hh[0]), i32(hh[1] + more_hh[1])), (i32(low[0] + more_low[0]), i32(low[1] + more_low[1]))
+                to, d = (piece + head * most_pieces) * v_row + channel, get(s, where.d_p + head)
+                st(pieces, to, mul(fixed_point(hh[0], low[0]), d))
+                st(pieces, to + 1, mul(fixed_point(hh[1], low[1]), d))
 
     @device
     def sum8(s, i):
         even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
         return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
 
-    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, row_v, window, scale):
+    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):
         s = cuda.shared.array(0, types.int32)
         k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(4, i32)
         token = cuda.blockIdx.z
@@ -335,8 +345,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         g, t = i32(lane >> 2), i32(lane & 3)
         n_head = i32(cuda.gridDim.y * (parts * heads))
         first_head = i32((cuda.blockIdx.y * parts + cuda.blockIdx.x % parts) * heads)
-        row_k, cell = i32(cuda.gridDim.y * dim_k), i64(sequence) * n_ctx
-        first_k, first_v = cell * row_k + cuda.blockIdx.y * dim_k, cell * row_v + cuda.blockIdx.y * dim_v
+        cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
+        first_k, first_v = cell * row_k + cuda.blockIdx.y * (dim_k // 8), cell * row_v + cuda.blockIdx.y * (dim_v // 8)
 
         key = i32(piece * PIECE + warp * 16)
         if whole:
@@ -373,10 +383,13 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
             if t == 0:
                 put(s, where.maxima + warp * MOST_HEADS + g, m)
             cuda.syncthreads()  # maxima of the warps are written
+            tid = afresh(tid)
+            lane, warp, g, t = i32(tid & 31), i32(tid >> 5), i32((tid & 31) >> 2), i32(tid & 3)
             for w in range(WARPS):
                 m = larger_float(m, get(s, where.maxima + w * MOST_HEADS + g))
-            p0, p1 = exp(sub(s0, m)) if visible0 else ZERO, exp(sub(s1, m)) if visible1 else ZERO
-            p2, p3 = exp(sub(s2, m)) if visible2 else ZERO, exp(sub(s3, m)) if visible3 else ZERO
+            p0, p1, p2, p3 = exp(sub(s0, m)), exp(sub(s1, m)), exp(sub(s2, m)), exp(sub(s3, m))
+            p0, p1 = p0 if visible0 else ZERO, p1 if visible1 else ZERO
+            p2, p3 = p2 if visible2 else ZERO, p3 if visible3 else ZERO
             if g < heads:
                 to = where.p + g * PIECE + warp * 16 + 2 * t
                 put(s, to, p0)
@@ -414,20 +427,30 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
 
             # 3. o
             if whole:
-                slab(p_hi, p_lo, v_raw, 0, 0, inv, tid, s, pieces, at, most_pieces)
+                leave_slab(p_hi, p_lo, v_raw, 0, 0, inv, tid, s)
                 if n_slabs > 1:
-                    slab(p_hi, p_lo, v_raw, v_words, 1, inv, tid, s, pieces, at, most_pieces)
+                    leave_slab(p_hi, p_lo, v_raw, v_words, 1, inv, tid, s)
+                cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
+                add_up(0, tid, s, pieces, at, most_pieces)
                 if n_slabs > 2:
-                    slab(p_hi, p_lo, v_raw, 2 * v_words, 2, inv, tid, s, pieces, at, most_pieces)
-                if n_slabs > 3:
-                    slab(p_hi, p_lo, v_raw, 3 * v_words, 3, inv, tid, s, pieces, at, most_pieces)
+                    cuda.syncthreads()  # those sums are read
+                    leave_slab(p_hi, p_lo, v_raw, 2 * v_words, 0, inv, tid, s)
+                    if n_slabs > 3:
+                        leave_slab(p_hi, p_lo, v_raw, 3 * v_words, 1, inv, tid, s)
+                    cuda.syncthreads()
+                    add_up(2, tid, s, pieces, at, most_pieces)
             else:
                 b = i32(0)
                 while b < n_slabs:
                     load_value_slab(v, first_v, row_v, here_key, position, b, lane, v_raw)
-                    slab(p_hi, p_lo, v_raw, 0, b, inv, tid, s, pieces, at, most_pieces)
+                    leave_slab(p_hi, p_lo, v_raw, 0, b & 1, inv, tid, s)
                     b = i32(b + 1)
+                    if b & 1 == 0 or b == n_slabs:
+                        cuda.syncthreads()  # sums of the warps are written
+                        add_up(i32(b - 1) & -2, tid, s, pieces, at, most_pieces)
+                        cuda.syncthreads()  # and read
             if piece < n_pieces:
+                row_v = i32(afresh(cell_v) >> 3)
                 if whole and not ahead:
                     load_keys(k, first_k, row_k, key, position, lane, k_raw)
                 if whole:

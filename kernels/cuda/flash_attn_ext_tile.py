@@ -151,13 +151,13 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
             sts(s, where.seen + key + lane, position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
         if first + key <= last:
             at, even = first + key + g, first + key + 2 * t
-            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * dim_k, t, k0, 0)
-            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * dim_k, t, k1, 0)
-            load_value(v, (cell + min(even, last)) * row_v + head_kv * dim_v, g, v0, 0)
-            load_value(v, (cell + min(even + 1, last)) * row_v + head_kv * dim_v, g, v1, 0)
+            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k0, 0)
+            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k1, 0)
+            load_value(v, (cell + min(even, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v0, 0)
+            load_value(v, (cell + min(even + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v1, 0)
             key_limbs(k0, key + g, lane, s)
-            load_value(v, (cell + min(even + 8, last)) * row_v + head_kv * dim_v, g, v2, 0)
-            load_value(v, (cell + min(even + 9, last)) * row_v + head_kv * dim_v, g, v3, 0)
+            load_value(v, (cell + min(even + 8, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v2, 0)
+            load_value(v, (cell + min(even + 9, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v3, 0)
             key_limbs(k1, key + g + 8, lane, s)
             to = key + 2 * t
             inv = value_scale(v0, to, lane, s), value_scale(v1, to + 1, lane, s), value_scale(v2, to + 8, lane, s), value_scale(v3, to + 9, lane, s)
