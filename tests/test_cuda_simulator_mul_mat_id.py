@@ -158,8 +158,7 @@ def simulate_mul_mat_heads(machine, type_, launch):
 @pytest.mark.parametrize("act, types, n_rows, n_cols, biased", [
     ("silu", ("Q8_0", "Q8_0"), 33, 288, False), ("swiglu_oai", ("Q4_K", "Q6_K"), 2, 256, True), ("relu", ("IQ2_XXS", "IQ3_S"), 1, 256, True),
     ("gelu", ("F16", "F32"), 3, 64, True), ("swiglu_oai", ("F32", "F32"), 2, 32, False)], ids=str)
-def simulate_glu(machine, monkeypatch, act, types, n_rows, n_cols, biased):
-    monkeypatch.setattr(mul_mat_id, "FEW_PAIRS", 0)
+def simulate_glu(machine, act, types, n_rows, n_cols, biased):
     check_mul_mat_id_glu(machine, act, types, 3, n_rows, n_cols, [[2, 0], [2, 3], [1, 2]], 2, biased)
 
 

@@ -1,13 +1,12 @@
-"""out = act(gate x + its bias) * (up x + its bias) with the matrices of experts. Of quantized matrices in one kernel, for many pairs behind `dispatch`; of float
-ones as two products, then one thread an element, in the place of gate's product."""
+"""out = act(gate x + its bias) * (up x + its bias) with the matrices of experts. Of quantized matrices in one kernel behind `dispatch`; of float ones as
+two products, then one thread an element, in the place of gate's product."""
 from numba import cuda
 
 from .elementwise import GLU, THREADS, grid
 from .glu import gated_unit
 from .launch import F32, I32, Kernel, Launches, N, check, factory
 from .mmq import mmq_id_glu
-from .mmq_few_id import mmq_few_id_glu
-from .mul_mat_id import FEWEST_TOKENS, check_sizes, dispatched, fault_at, float_products, grouped_shape, likely_rows, table_words, takes_few
+from .mul_mat_id import FEWEST_TOKENS, check_sizes, dispatched, float_products, grouped_shape, likely_rows, table_words
 from .ptx import add, i64, ld, st
 
 ACTIVATIONS = *GLU, "swiglu_oai"
@@ -39,9 +38,6 @@ def mul_mat_id_glu(target, act, gate_type, up_type, gate_words, up_words, x, ids
     names, n_pairs, n = (gate_type, up_type), n_tokens * n_used, n_tokens * x_rows_per_token
     quantized = check_sizes("mul_mat_id_glu", names, n_expert, n_rows, n_cols, n_pairs, n_used, x_rows_per_token)
     constants = (float(alpha), float(limit)) if act == "swiglu_oai" else (0.0, 0.0)
-    if quantized and takes_few(n_expert, n_pairs):
-        return mmq_few_id_glu(target, act, names, gate_words, up_words, x, ids, gate_bias, up_bias, alpha, limit, out, n_expert, n_rows, n_cols, n_tokens,
-                              n_used, x_rows_per_token, fault_at(scratch, fault), node)
     if quantized:
         shape = grouped_shape(names, likely_rows(n_expert, n_pairs), target.shared_limit, target.warpgroups)
         table = dispatched(target, ids, n_expert, n_tokens, n_used, scratch, fault, node, shape.block.tokens)
