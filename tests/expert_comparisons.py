@@ -4,6 +4,8 @@ import numpy as np
 from ggml_py.kernels.cuda import dispatch as cuda_dispatch
 from ggml_py.kernels.cuda import mul_mat_id as cuda_mul_mat_id
 from ggml_py.kernels.cuda import mul_mat_id_glu as cuda_mul_mat_id_glu
+from ggml_py.kernels.cuda.launch import Launches
+from ggml_py.kernels.cuda.mmq import GroupedShape, mmq_id
 from ggml_py.kernels.reference import dispatch, mul_mat_id, mul_mat_id_glu
 from ggml_py.quant import tile
 from ggml_py.quant.formats import format_of
@@ -57,6 +59,15 @@ def scratch(machine, n_words):
     def check(name):
         assert (machine.download(at, np.int32, n_words + GUARD)[n_words:] == -7).all(), f"{name}: written behind the end of scratch"
     return at, check
+
+
+def in_blocks(block, n_resident=1):
+    """mul_mat_id in blocks of one kind."""
+    def launch(target, type_, words, x, ids, out, n_expert, n_rows, n_cols, n_tokens, n_used, b, at):
+        table = cuda_mul_mat_id.dispatched(target, ids, n_expert, n_tokens, n_used, at, None, 1, block.tokens)
+        sizes = n_expert, n_rows, n_cols, n_tokens, n_used, b
+        return Launches((table, mmq_id(target, type_, words, x, at, out, *sizes, GroupedShape(block, n_resident))))
+    return launch
 
 
 def check_mul_mat_id(machine, type_, n_expert, n_rows, n_cols, ids, b=1, launch_function=cuda_mul_mat_id.mul_mat_id) -> None:

@@ -9,10 +9,10 @@ from hypothesis import example, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from cuda_simulator import SimulatedMachine, run_in_simulator  # noqa: E402
-from expert_comparisons import check_dispatch, check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu  # noqa: E402
+from expert_comparisons import check_dispatch, check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, in_blocks  # noqa: E402
 from ggml_py.kernels.cuda import mul_mat_id  # noqa: E402
 from ggml_py.kernels.cuda.dispatch import MOST_EXPERTS, dispatch, dispatch_table  # noqa: E402
-from ggml_py.kernels.cuda.mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident  # noqa: E402
+from ggml_py.kernels.cuda.mmq import Block, GroupedShape, grouped_bytes, mmq_heads, resident  # noqa: E402
 from ggml_py.kernels.cuda.mmq_few import RESERVED  # noqa: E402
 from ggml_py.kernels.cuda.mul_mat_id import FEWEST_TOKENS, grouped_shape, likely_rows  # noqa: E402
 from ggml_py.quant.formats import FORMATS  # noqa: E402
@@ -111,15 +111,6 @@ def test_dispatch_checks(n_expert, n_pairs, message):
 
 # Products
 
-def with_block(block):
-    """mul_mat_id in blocks of one kind, one a multiprocessor."""
-    def launch(target, type_, words, x, ids, out, n_expert, n_rows, n_cols, n_tokens, n_used, b, scratch):
-        table = mul_mat_id.dispatched(target, ids, n_expert, n_tokens, n_used, scratch, None, 1, block.tokens)
-        products = mmq_id(target, type_, words, x, scratch, out, n_expert, n_rows, n_cols, n_tokens, n_used, b, GroupedShape(block, 1))
-        return mul_mat_id.Launches((table, products))
-    return launch
-
-
 @pytest.mark.parametrize("type_, n_rows, n_cols, block", [
     ("Q4_K", 33, 256, Block(1, 1, 8)), ("Q8_0", 2, 288, Block(1, 1, 4)), ("Q6_K", 40, 256, Block(2, 1, 4)), ("Q5_1", 2, 32, Block(1, 1, 4)),
     ("IQ2_XS", 2, 256, Block(1, 1, 4)), ("Q2_K", 1, 256, Block(1, 1, 4)), ("NVFP4", 1, 64, Block(1, 1, 4)), ("Q1_0", 2, 256, Block(1, 1, 4)),
@@ -127,14 +118,14 @@ def with_block(block):
 def simulate_mul_mat_id(machine, type_, n_rows, n_cols, block):
     """An expert without rows, one with more than an item's; more items than blocks; ids that are no experts."""
     ids = [[1, 0], [1, 1], [1, 9]] if block.quads < 8 else [[1, 1]] * 17 + [[0, 1], [3, -1]]
-    check_mul_mat_id(machine, type_, 4, n_rows, n_cols, ids, launch_function=with_block(block))
+    check_mul_mat_id(machine, type_, 4, n_rows, n_cols, ids, launch_function=in_blocks(block))
 
 
 @pytest.mark.parametrize("type_, n_cols", [("Q8_0", 288), ("Q4_K", 512), ("Q6_K", 256), ("NVFP4", 64), ("Q2_K", 256), ("IQ2_XS", 256)])
 @pytest.mark.parametrize("quads", [4, 12])
 def simulate_warpgroups(machine, type_, n_cols, quads):
     """Half a warpgroup, of which the simulator asks for warps only."""
-    check_mul_mat_id(machine, type_, 3, 31, n_cols, [[2, 0], [2, 2]], launch_function=with_block(Block(1, 1, quads, True)))
+    check_mul_mat_id(machine, type_, 3, 31, n_cols, [[2, 0], [2, 2]], launch_function=in_blocks(Block(1, 1, quads, True)))
 
 
 @pytest.mark.parametrize("b", [1, 2, 4])

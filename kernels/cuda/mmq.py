@@ -125,6 +125,7 @@ class Part(NamedTuple):
     source: object     # (shared, number, last) -> row of the activations, whose last one is `last`; beyond the last token that of the last
     targets: object    # (shared) -> where the numbers of what is stored begin
     target: object     # (shared, number) -> row of the result, beyond the last token no less than their number
+    n_tokens: object = None  # (shared) -> how many tokens there are; without it activations are copied for as many as a block takes
 
 
 def dense(block: Block) -> Part:
@@ -154,8 +155,8 @@ def dense(block: Block) -> Part:
 
 
 def grouped(block: Block, at: int) -> Part:
-    """Of an item of work (`taker`), which lies in shared memory from word `at` on: row block, matrix, then tokens' sources, then their targets."""
-    tokens, last_source = block.tokens, at + 1 + block.tokens
+    """Of an item of work (`taker`), which lies in shared memory from word `at` on: row block, matrix, tokens, then their sources, then their targets."""
+    first_source, first_target = at + 3, at + 3 + block.tokens
 
     @device
     def row_block(shared):
@@ -167,24 +168,28 @@ def grouped(block: Block, at: int) -> Part:
 
     @device
     def sources_from(shared):
-        return i32(at + 2)
+        return i32(first_source)
 
     @device
     def source(shared, number, last):
-        return i32(lds(shared, min(number, last_source)))  # a block may have more threads than tokens
+        return i32(lds(shared, min(number, first_target - 1)))  # a block may have more threads than tokens
 
     @device
     def targets_from(shared):
-        return i32(at + 2 + tokens)
+        return i32(first_target)
 
     @device
     def target(shared, number):
         return i32(lds(shared, number))
-    return Part(row_block, matrix, sources_from, source, targets_from, target)
+
+    @device
+    def n_tokens(shared):
+        return i32(lds(shared, at + 2))
+    return Part(row_block, matrix, sources_from, source, targets_from, target, n_tokens)
 
 
 def item_words(block: Block) -> int:
-    return 2 + 2 * block.tokens
+    return 3 + 2 * block.tokens
 
 
 def taker(block: Block, at: int, heads: bool):
@@ -208,6 +213,7 @@ def taker(block: Block, at: int, heads: bool):
         if tid == 0:
             sts(shared, at, row_block)
             sts(shared, at + 1, matrix)
+            sts(shared, at + 2, n)
         i = tid
         while i < tokens:
             row = i32(first + min(i, n - 1))
@@ -218,8 +224,8 @@ def taker(block: Block, at: int, heads: bool):
                 pair = ld(table, order + row)
                 token = i32(pair // n_used)
                 source = i32(token * x_rows + i32(pair - token * n_used) % x_rows)
-            sts(shared, at + 2 + i, source)
-            sts(shared, at + 2 + tokens + i, pair if i < n else n_pairs)
+            sts(shared, at + 3 + i, source)
+            sts(shared, at + 3 + tokens + i, pair if i < n else n_pairs)
             i = i32(i + n_threads)
     return count, take
 
@@ -229,7 +235,8 @@ def copier(fmt: Format, block: Block, part: Part):
 
     find: (tid, shared, n_rows, n_chunks, n, places, offsets, own): what does not change with the chunk. copy: (tid, shared, to, words, act, chunk, n_rows,
     n_chunks, places, offsets, own)."""
-    row_block, matrix, sources_from, source_of = part[:4]
+    row_block, matrix, sources_from, source_of, _, _, tokens_of = part
+    partial = tokens_of is not None
     row_tiles, n_warps, tokens, warpgroups = block.row_tiles, block.n_warps, block.tokens, block.warpgroups
     groups, n_quads, n_threads = n_warps // row_tiles, tokens // QUAD, 32 * n_warps
     at, n_pieces, tile_words = chunk_slot(fmt, block), tile_bytes(fmt) // 16, tile_bytes(fmt) // 4
@@ -280,8 +287,14 @@ def copier(fmt: Format, block: Block, part: Part):
         if rest:
             if group == groups - 1 and lane < rest:
                 copy4(shared, place + wholes * 128, words, source + wholes * 128)
+        end = i32(tokens)
+        if partial:
+            end = tokens_of(shared)
         for c in range(4):
             for i in range(quads_of_warp):
+                if partial:  # what is multiplied in the places of other tokens is not looked at
+                    if i32(4 * (warp + i * n_warps) + c) >= end:
+                        continue
                 copy4(shared, to + places[c] + i * n_warps * quad_words, act, i64(i32(offsets[c * quads_of_warp + i] + chunk * 64)))
         for i in range(scales_of_thread):
             if tid + i * n_threads < tokens:
@@ -304,7 +317,7 @@ def products(name: str, block: Block, finish, part: Part):
     row_tiles, quads, n_threads, tokens, rows = block.row_tiles, block.quads, 32 * block.n_warps, block.tokens, block.rows
     slots, last_slot, wait = block.slots, first + (block.slots - 1) * slot_words, copies_wait_but(block.slots - 2)
     n_rows_lane = 2 if warpgroups else 4  # of a lane, eight rows apart
-    row_block, matrix, _, _, targets_from, target_of = part
+    row_block, matrix, _, _, targets_from, target_of, _ = part
     log_rows, n_sums, n_products = n_rows_lane.bit_length() - 1, n_rows_lane * quads, 4 * quads
 
     @device
