@@ -146,12 +146,18 @@ def test_yarn_of_deepseek2(yarn, magnitude, scale, tmp_path):
     assert model.scale == pytest.approx(scale / 64**0.5, rel=1e-6)
 
 
-def test_cuda_refuses_them_when_they_are_loaded(tmp_path):
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_cuda_launches_them(kind, tmp_path):
+    """Every node is bound, to addresses in memory that is there; the routing is one kernel, or several."""
     pytest.importorskip("numba_cuda")
     from recording_target import RecordingBackend
-    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", "qwen3moe"))
-    with pytest.raises(UserError, match="^ffn_moe_gate-0: cuda: op mul_mat_id is not implemented yet; --device cpu has it$"):
-        Model(file, RecordingBackend())
+    path, routing = write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "F16")), {}
+    with Model(GGUFFile.open(path), RecordingBackend()) as model:
+        for no_fuse in (), ("all",):
+            with model.new_context(n_ctx=32, no_fuse=no_fuse) as context:
+                context.decode([1, 2, 3])
+                routing[no_fuse] = {launch.name.split("[")[0] for launch in model.backend.stream.take()} & {"topk_moe", "top_k", "take_columns", "weighted_sum"}
+    assert routing == {(): {"topk_moe", "weighted_sum"}, ("all",): {"top_k", "take_columns", "weighted_sum"}}
 
 
 @pytest.mark.parametrize("kind", ["deepseek2", "deepseek2-mla", "gpt-oss"])

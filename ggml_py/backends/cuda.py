@@ -114,7 +114,7 @@ class CUDABackend:
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""
         from ..errors import UserError
-        if node.op not in (*BINDERS, "cpy"):
+        if node.op not in (*BINDERS, "cpy") and not node.is_view:
             raise UserError(f"{node.name}: cuda: op {node.op} is not implemented yet; --device cpu has it")
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:

@@ -29,8 +29,7 @@ def write(path, kind):
 @pytest.mark.parametrize("types", CACHES, ids=str)
 def test_small_models(kind, types, tmp_path):
     path = write(tmp_path / "m.gguf", kind)
-    devices = ["cpu"] if kind in WITH_EXPERTS else present_devices()  # CUDA has no kernels for experts yet
-    settings = settings_of(list(AXES), devices, WINDOWS.shape, type_k=types[0], type_v=types[1])
+    settings = settings_of(list(AXES), present_devices(), WINDOWS.shape, type_k=types[0], type_v=types[1])
     with Verification(lambda device: Model.load(path, device=device), WINDOWS, settings) as verification:
         verification.run()
         mismatch = verification.first_mismatch()
