@@ -142,7 +142,8 @@ def routing(node: Tensor) -> Match | None:
 #   their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
-# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes.
+# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes, which looks at the
+# attention that flash_attn_ext_act takes.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
@@ -152,6 +153,7 @@ PASSES = {
     "swiglu_act": chain("swiglu", "quantize"),
     "mul_mat_qkv": products_of_attention,
     "rope_set_rows": rotated_and_cached,
+    "flash_attn_ext_act": chain("flash_attn_ext", "quantize"),
     "topk_moe": routing,
 }
 

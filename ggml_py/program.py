@@ -68,6 +68,7 @@ class Program:
             self.staged.append((tensor, self.staging[offset:offset + n_bytes(tensor)].view(DTYPES[tensor.dtype]).reshape(tensor.shape)))
         for tensor, place in self.plan.placements.items():
             tensor.storage = arenas.buffers[tensor.device], place.offset + (self.input_bytes if tensor.device == self.input_device else 0)
+        self.late = list(dict.fromkeys(backend for node in nodes if node.op in (backend := backends[node.device]).late_errors))
         self.generation = arenas.generation
         self.nodes = nodes
         self.refused = refusal(nodes)
@@ -107,7 +108,7 @@ class Program:
 
     def run(self, values: dict[str, np.ndarray], graphs=None, key=None) -> list[np.ndarray]:
         """values: one array for each input, of its dtype and shape. graphs: what replays the steps, under the key, or None.
-        Returns the outputs as arrays of their own."""
+        Returns the outputs as arrays of their own. IndexError for an id that is no expert, naming its node."""
         for tensor, staged in self.staged:
             value = values[tensor.name]
             if value.shape != tensor.shape:
@@ -122,8 +123,10 @@ class Program:
                 graphs.refuse(self.refused)
         else:
             graphs.run(key, parts[0][1])
-        return [self._read(tensor) for tensor in self.outputs]
+        pending, errors = [self._read(tensor) for tensor in self.outputs], [backend.read_error() for backend in self.late]
+        for raise_error in errors:
+            raise_error()
+        return [data.result().view(DTYPES[tensor.dtype]).reshape(tensor.shape) for data, tensor in zip(pending, self.outputs)]
 
-    def _read(self, tensor: Tensor) -> np.ndarray:
-        dtype = DTYPES[tensor.dtype]
-        return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor)).result().view(dtype).reshape(tensor.shape)
+    def _read(self, tensor: Tensor):
+        return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor))

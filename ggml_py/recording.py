@@ -166,10 +166,10 @@ def named_rows(node: Tensor) -> list[tuple[int, int, int]]:
 class Capture:
     """A node of a run with all that it read and wrote, on the host. Weights and caches are read by `load`: they lie where they are."""
 
-    def __init__(self, node: Tensor, batch: Batch, backend, inputs: list[Tensor]):
-        """inputs: those of the graph."""
+    def __init__(self, node: Tensor, batch: Batch, backend, passing: set[Tensor]):
+        """passing: the graph's inputs and all that its nodes write, whose memory is others' later."""
         self.node, self.batch, self.backend, self.device, self.kernel = node, batch, backend, backend.device, kernel_of(node, backend)
-        stays = [source.base.op is None and source.base not in inputs for source in node.src]
+        stays = [source.base not in passing for source in node.src]
         self.operands = [None if here else on_host(backend, source) for here, source in zip(stays, node.src)]
         self.results = {tensor.name: on_host(backend, tensor) for tensor in results(node)}
         self.addresses = [backend.address(node.src[cache]) for *_, cache in named_rows(node)]

@@ -215,6 +215,26 @@ def the_cache_is_read_between():
     return attention(("f32", "f16"), between=lambda g, q, k, cache: [g.scale(cache, factor=2.0)])
 
 
+def attention_and_product(**given):
+    g = attention(**given)
+    g.outputs = [g.mul_mat(matrix("output"), g.outputs[0], name="output")]
+    return g
+
+
+def attention_is_read_elsewhere():
+    g = attention_and_product(rows_of_v="other rows")
+    g.outputs.append(g.scale(g.outputs[0].src[1].src[0], factor=2.0))
+    return g
+
+
+def the_cache_is_written_before_attention_is_quantized():
+    g = attention(rows_of_v="other rows")
+    a, = g.outputs
+    g.set_rows(a.src[1].base, g.nodes[0], leaf("rows again", "i64", CELLS), name="written")
+    g.outputs = [g.mul_mat(matrix("output"), a, name="output")]
+    return g
+
+
 def ops(g):
     return [node.op for node in g.live()]
 
@@ -250,6 +270,9 @@ def run(g, no_fuse=()):
       for types in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))),
     (q_is_read_after, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext", "scale"]),
     (lambda: attention(("f16", "f32"), indirect=True), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
+    (attention_and_product, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext_act", "mul_mat"]),
+    (lambda: attention_and_product(types=("f32", "f32"), rows_of_v="other rows"),
+     ["mul_mat", "mul_mat", "rope", "rope", "set_rows", "set_rows", "flash_attn_ext_act", "mul_mat"]),
     (normed_heads, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
     (only_q_is_normed, ["mul_mat", "mul_mat", "rms_norm", "rope_set_rows", "flash_attn_ext"]),
     (norms_differ, ["mul_mat", "mul_mat", "rms_norm", "rms_norm", "rope_set_rows", "flash_attn_ext"]),
@@ -511,7 +534,8 @@ def v_on_another_device():
     a_bias_in_one_product, a_bias_of_rows, float_and_quantized_products, products_of_two_inputs, a_product_is_read_elsewhere, a_product_is_an_output,
     a_product_is_read_without_its_bias, a_product_is_scaled, one_side_is_no_product, products_on_two_devices, product_operand_written_between,
     lambda: attention(("q8_0", "f16")), lambda: attention(("f16", "q8_0")), lambda: attention(neox=(True, False)), lambda: attention(rows_of_v="other rows"),
-    lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between])
+    lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between,
+    attention_is_read_elsewhere, the_cache_is_written_before_attention_is_quantized])
 def test_left_alone(build):
     g, plain = build(), build()
     before = ops(g)
@@ -645,7 +669,7 @@ def test_unknown_passes_are_named(tmp_path, capsys):
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
     allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, mul_mat_qkv, "
-               "rope_set_rows, topk_moe, all")
+               "rope_set_rows, flash_attn_ext_act, topk_moe, all")
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err

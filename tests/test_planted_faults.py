@@ -14,7 +14,7 @@ from ggml_py.ops import OPS
 from ggml_py.perplexity import Settings
 from ggml_py.sampling import Sampling
 from fake_model import FakeTokenizer
-from planted_faults import FAULTS, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, made, norm, norms, verify
+from planted_faults import FAULTS, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, made, norm, norms, verify, write_tied_model
 from tiny_models import write_model
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
@@ -26,6 +26,11 @@ def path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "m.gguf", "llama", ("Q8_0",), n_embd=288, n_ff=160)
 
 
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory):
+    return write_tied_model(tmp_path_factory.mktemp("models") / "m.gguf")
+
+
 def test_a_twin_without_a_fault(path):
     """The twins' own arithmetic is the definition's but for the products of the sum, which are rounded: it is no axis that sees that, but the device does."""
     assert verify(path, WINDOWS, ON_CPU, {"cpu": FaultyBackend(norms(norm))}).confirmed
@@ -33,7 +38,8 @@ def test_a_twin_without_a_fault(path):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_caught_and_named(path, fault, tmp_path):
+def test_caught_and_named(path, tied_path, fault, tmp_path):
+    path = tied_path if fault.tied else path
     verification = verify(path, WINDOWS, ON_CPU, {"cpu": fault.backend("cpu")})
     caught = caught_by(verification)
     assert fault.axes <= caught if fault.axes else not caught, caught
@@ -44,6 +50,10 @@ def test_caught_and_named(path, fault, tmp_path):
     assert found.op in fault.ops and found.inputs_equal, str(found)
     assert any(f"{OPS[op].module}.py: {op}" in culprit for culprit in found.culprits for op in fault.ops), str(found)
     assert {path.name for path in (tmp_path / "dump").iterdir()} >= {"default.npz", "other.npz", "run.py"}
+
+
+def test_experts_without_a_fault(tied_path):
+    assert verify(tied_path, WINDOWS, ON_CPU, {"cpu": CPUBackend()}).confirmed
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.axes], ids=lambda fault: fault.name)

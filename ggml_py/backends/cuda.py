@@ -1,6 +1,7 @@
 """One NVIDIA GPU: memory and a stream of cuda-core, and the kernels of kernels/cuda as prepared launches."""
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Callable
@@ -14,6 +15,30 @@ from .cuda_graphs import GraphCache
 from .transfers import CUDADriver, Pending, Transfers, check_status
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
+
+
+class BadIds:
+    """Where kernels leave the first id that is no expert (kernels/cuda/dispatch.py): int32 [node or 0, pair, id, -] in device memory."""
+
+    def __init__(self, backend: CUDABackend):
+        self.backend, self.buffer = backend, backend.empty(16)
+        self.nodes: dict[tuple, int] = {}  # (name, experts of a token, experts) -> number, from 1
+
+    def arguments(self, node: Tensor) -> dict:
+        """What the launch function of a node takes."""
+        key = node.name, *next(t for t in node.src if t.dtype == "i32").shape[1:], node.src[0].shape[0]
+        return {"fault": int(self.buffer.handle), "node": self.nodes.setdefault(key, len(self.nodes) + 1)}
+
+    def read(self) -> Callable[[], None]:
+        pending = self.backend.read(self.buffer, 0, 16)
+
+        def raise_error():
+            number, pair, found, _ = map(int, pending.result().view(np.int32))
+            if number:
+                self.backend.write(self.buffer, 0, np.zeros(16, np.uint8))
+                name, n_used, n_expert = list(self.nodes)[number - 1]
+                raise IndexError(f"{name}: token {pair // n_used} has expert {found} at rank {pair % n_used}, allowed: 0 to {n_expert - 1}")
+        return raise_error
 
 
 def unavailable(ordinal: int) -> str | None:
@@ -38,6 +63,8 @@ def unavailable(ordinal: int) -> str | None:
 
 class CUDABackend:
     """All work is in the order of one stream, copies included (docs/streams.md)."""
+    late_errors = frozenset(("mul_mat_id", "mul_mat_id_glu"))
+    bad_ids: BadIds | None = None  # from the first of these nodes on
 
     def __init__(self, ordinal: int = 0):
         from ..errors import UserError
@@ -87,24 +114,35 @@ class CUDABackend:
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""
         from ..errors import UserError
-        given = [name for name in ("window", "n_embd_head_v") if node.params.get(name)] + ["sinks"] * (node.op == "flash_attn_ext" and len(node.src) > 6)
-        if node.op not in (*BINDERS, "cpy") or given:
-            raise UserError(f"{node.name}: cuda: op {node.op}{' with ' * bool(given)}{', '.join(given)} is not implemented yet; --device cpu has it")
+        if node.op not in (*BINDERS, "cpy"):
+            raise UserError(f"{node.name}: cuda: op {node.op} is not implemented yet; --device cpu has it")
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
             from ..kernels.cuda.argmax import PARTS
             return "i32", (*node.shape, 2 * PARTS)
-        if node.op == "flash_attn_ext":
+        if node.op in ("flash_attn_ext", "flash_attn_ext_act"):
             from ..kernels.cuda.flash_attn_ext import scratch_floats
+            from ..kernels.cuda.flash_attn_ext_act import act_scratch_floats
             n_head, present = node.params["n_head"], node.src[5]
-            n_floats = scratch_floats(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
+            needed = scratch_floats if node.op == "flash_attn_ext" else act_scratch_floats
+            n_floats = needed(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
             return ("f32", (n_floats,)) if n_floats else None
+        if node.op in ("mul_mat_id", "mul_mat_id_glu"):
+            from ..kernels.cuda.mul_mat_id import scratch_words
+            w, (n_tokens, n_used) = node.src[0], next(t for t in node.src if t.dtype == "i32").shape
+            return "i32", (scratch_words(node.op, w.dtype, *w.shape[:2], n_tokens, n_used),)
         return (node.dtype, node.shape) if node.op == "mul_mat_glu" else None
 
     def bind(self, node: Tensor):
         launch = getattr(import_module(f"..kernels.cuda.{OPS[node.op].module}", __package__), node.op)
+        if node.op in self.late_errors:
+            self.bad_ids = self.bad_ids or BadIds(self)
+            launch = partial(launch, **self.bad_ids.arguments(node))
         return BINDERS[node.op](launch, self.target, node, *map(address, node.src), *map(address, node.written))
+
+    def read_error(self) -> Callable[[], None]:
+        return self.bad_ids.read()
 
     def address(self, tensor: Tensor) -> int:
         return address(tensor)
@@ -165,6 +203,27 @@ def bind_mul_mat_glu(launch, target, node, gate_words, up_words, x, *others):
     return launch(target, node.params["act"], gate.dtype, up.dtype, gate_words, up_words, x, gate_bias, up_bias, out, *gate.shape, node.shape[0], scratch)
 
 
+@binds("mul_mat_id")
+def bind_mul_mat_id(launch, target, node, words, x, ids, out, scratch):
+    w, rows, chosen = node.src
+    return launch(target, w.dtype, words, x, ids, out, *w.shape, *chosen.shape, rows.shape[0] // chosen.shape[0], scratch)
+
+
+@binds("mul_mat_id_glu")
+def bind_mul_mat_id_glu(launch, target, node, gate_words, up_words, x, ids, *others):
+    *biases, out, scratch = others
+    (gate, up, rows, chosen), p = node.src[:4], node.params
+    gate_bias, up_bias = biases or (None, None)
+    return launch(target, p["act"], gate.dtype, up.dtype, gate_words, up_words, x, ids, gate_bias, up_bias, p["alpha"], p["limit"], out, *gate.shape,
+                  *chosen.shape, rows.shape[0] // chosen.shape[0], scratch)
+
+
+@binds("mul_mat_heads")
+def bind_mul_mat_heads(launch, target, node, words, x, out):
+    w = node.src[0]
+    return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
+
+
 @binds("get_rows")
 def bind_get_rows(launch, target, node, words, ids, out):
     return launch(target, node.src[0].dtype, words, ids, out, *node.shape)
@@ -212,6 +271,61 @@ def bind_swiglu(launch, target, node, gate, up, out):
     return launch(target, gate, up, out, *node.shape)
 
 
+@binds("swiglu_oai")
+def bind_swiglu_oai(launch, target, node, gate, up, out):
+    return launch(target, gate, up, out, *node.shape, node.params["alpha"], node.params["limit"])
+
+
+@binds("sigmoid", "soft_max", "normalize")
+def bind_rows(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape)
+
+
+@binds("top_k")
+def bind_top_k(launch, target, node, x, out):
+    return launch(target, x, out, *node.src[0].shape, node.params["k"])
+
+
+@binds("mask_groups")
+def bind_mask_groups(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape, node.params["n_group"], node.params["n_group_used"])
+
+
+@binds("take_columns")
+def bind_take_columns(launch, target, node, x, ids, out):
+    return launch(target, x, ids, out, *node.src[0].shape, node.shape[1])
+
+
+@binds("topk_moe")
+def bind_topk_moe(launch, target, node, logits, *others):
+    *bias, weights, ids = others
+    p = node.params
+    return launch(target, p["gating"], logits, *bias or [None], weights, ids, *node.src[0].shape, p["k"], p["n_group"], p["n_group_used"], p["norm"],
+                  p["factor"])
+
+
+@binds("add_id")
+def bind_add_id(launch, target, node, x, b, ids, out):
+    return launch(target, x, b, ids, out, *node.shape, node.src[1].shape[0])
+
+
+@binds("weighted_sum")
+def bind_weighted_sum(launch, target, node, x, w, out):
+    return launch(target, x, w, out, *node.src[1].shape, node.shape[1])
+
+
+@binds("slice_heads")
+def bind_slice_heads(launch, target, node, x, out):
+    p = node.params
+    return launch(target, x, out, node.shape[0], p["n_head"], node.src[0].shape[1] // p["n_head"], p["first"], p["n"])
+
+
+@binds("concat_heads")
+def bind_concat_heads(launch, target, node, x, y, out):
+    n_head, n_head_y = node.params["n_head"], node.params["n_head_y"]
+    return launch(target, x, y, out, node.shape[0], n_head, n_head_y, node.src[0].shape[1] // n_head, node.src[1].shape[1] // n_head_y)
+
+
 @binds("rope")
 def bind_rope(launch, target, node, x, pos, table, out):
     n_head = node.params["n_head"]
@@ -248,9 +362,12 @@ def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
     return launch(target, node.dtype, x, dst + 8 * n * node.params["slot"], cache, n, k)
 
 
-@binds("flash_attn_ext")
-def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, out, scratch=None):
+@binds("flash_attn_ext", "flash_attn_ext_act")
+def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, *others):
     n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
     n, q_cols = node.src[0].shape
+    sinks, (out, *scratch) = (others[0], others[1:]) if len(node.src) > 6 else (None, others)
+    given = {"window": node.params["window"]} if node.params["window"] else {}
     return launch(target, node.src[1].dtype, node.src[2].dtype, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, q_cols // n_head,
-                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], scratch)
+                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], *scratch, sinks=sinks,
+                  row_v=node.src[2].shape[1], **given)

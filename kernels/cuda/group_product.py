@@ -1,4 +1,4 @@
-"""A weight tile's chunk (32 rows x 256 columns) times 64 tokens on Hopper's tensor cores, half of it by each of two warps (docs/numerics.md, section 3).
+"""A weight tile's chunk (32 rows x 256 columns) times up to 64 tokens on Hopper's tensor cores, half of it by each of two warps (docs/numerics.md, section 3).
 
 What `tile_product` does for many tokens, by `wgmma` in the place of `mma.sync`: a warp has 16 rows, lane l rows l / 4 and l / 4 + 8 of them; a quad of
 tokens is an atom of `wgmma` for each 128 columns. While a product runs, the warp unpacks the next block of 32 columns, or multiplies the sums of
@@ -15,10 +15,9 @@ from .cooperative import cooperative
 from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp
 from .tile_product import TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
-from .wgmma import ATOM_WORDS, N, N_SUMS, start, start_u, wait, wait_but_one, wait_for_all_but_one, wait_for_all_but_two
+from .wgmma import ATOM_WORDS, products, wait_for_all_but_one, wait_for_all_but_two
 
-QUADS = N // 8                   # eight columns of a product each
-HALF_WORDS = QUADS * ATOM_WORDS  # of 128 columns of the activations
+MOST_QUADS = 16  # whose sums registers hold; scales and minima are prepared as for so many, however few there are
 
 
 @device
@@ -31,16 +30,18 @@ def in_order(lane, a, b):
     return w if odd else v, v if odd else w
 
 
-def group_product(name: str) -> TileProduct:
+def group_product(name: str, n_quads: int) -> TileProduct:
     """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half + l / 4 + 8 k and
-    token l % 4. d, e: local arrays int32 [N_SUMS] for sums, which stay in their registers from chunk to chunk."""
+    token l % 4. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk to chunk. n_quads: even."""
     fmt = format_of(name)
+    start, start_u, wait, wait_but_one = products(8 * n_quads)
+    half_words = n_quads * ATOM_WORDS  # of 128 columns of the activations
     unpack, n_entries, entry = shared_unpacker(name, 0)
     pairs = unpack.pairs
     step, integer, wide, carried = form(fmt)
-    d_plane, m_plane, imin_plane, _ = factors(fmt, QUADS)
-    prepare, four_limbs = preparer(fmt, unpack, QUADS), splitter(fmt) if integer else None
-    in_block, n_group, has_min, late = 32 // step, fmt.group, fmt.has_min, is_late(fmt, QUADS)
+    d_plane, m_plane, imin_plane, _ = factors(fmt, MOST_QUADS)
+    prepare, four_limbs = preparer(fmt, unpack, MOST_QUADS), splitter(fmt) if integer else None
+    in_block, n_group, has_min, late = 32 // step, fmt.group, fmt.has_min, is_late(fmt, MOST_QUADS)
     row_words = level_words(fmt, unpack.quarter, not integer and fmt.zero > 0)
     ones, z, last = i32(0x01010101), i32(0), 8 * in_block - 1
     assert integer or not (pairs or wide or has_min and (step != 32 or carried)), name
@@ -59,7 +60,7 @@ def group_product(name: str) -> TileProduct:
 
     @device
     def place(act, j):
-        return i32(act + (j >> 2) * HALF_WORDS + ((j & 3) << 3))
+        return i32(act + (j >> 2) * half_words + ((j & 3) << 3))
 
     @device
     def two_rows(lane, half, shared, scratch, plane):
@@ -102,14 +103,14 @@ def group_product(name: str) -> TileProduct:
     def follow(d, lane, half, shared, act, scratch, i, acc):
         """The sums of the i-th scale."""
         f = two_rows(lane, half, shared, scratch, i)
-        for quad in range(QUADS):
+        for quad in range(n_quads):
             for k in range(2):
                 s, o = 4 * quad + 2 * k, 2 * quad + k
                 acc[o] = fma(i2f(i32((d[s] << 7) + d[s + 1])), as_f32(f[k]), acc[o])
         if has_min:
             m, r, matrix = two_rows(lane, half, shared, scratch, m_plane + i), lane & 7, lane >> 3
-            first = act + (i >> 2) * HALF_WORDS + (matrix >> 1) * ATOM_WORDS + r * 32 + (((2 * (i & 3) + (matrix & 1)) ^ r) << 2)
-            for pair in range(QUADS // 2):
+            first = act + (i >> 2) * half_words + (matrix >> 1) * ATOM_WORDS + r * 32 + (((2 * (i & 3) + (matrix & 1)) ^ r) << 2)
+            for pair in range(n_quads // 2):
                 b = ldmatrix4(shared, first + 2 * pair * ATOM_WORDS)
                 for n in range(2):
                     c = mma32(ones, ones, ones, ones, b[2 * n], b[2 * n + 1], z, z, z, z)
@@ -127,7 +128,7 @@ def group_product(name: str) -> TileProduct:
         if late:
             i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
             i0, i1 = i[2] if half else i[0], i[3] if half else i[1]
-        for quad in range(QUADS):
+        for quad in range(n_quads):
             s = 4 * quad
             acc[2 * quad] = fma(split_sum(high[s], high[s + 1], low[s], low[s + 1]), as_f32(d[0]), f32(0))
             acc[2 * quad + 1] = fma(split_sum(high[s + 2], high[s + 3], low[s + 2], low[s + 3]), as_f32(d[1]), f32(0))
@@ -156,7 +157,7 @@ def group_product(name: str) -> TileProduct:
         else:
             w = taken(lane, half, shared, tile, i)
             start_block(d, shared, act, i, w, z)
-            for o in range(2 * QUADS):
+            for o in range(2 * n_quads):
                 acc[o] = f32(0)
             prepare(lane, shared, tile, scratch)
             syncwarp()  # the factors are there

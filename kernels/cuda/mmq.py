@@ -14,8 +14,9 @@ from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import group_product, wgmma
 from .cooperative import cooperative
-from .launch import F32, HOPPER, Kernel, N, U32, check, factory
-from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, lds, sts
+from .dispatch import ITEMS, dispatch_table
+from .launch import F32, HOPPER, I32, Kernel, N, U32, check, factory
+from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, sts
 from .quantize import plane_words
 from .tile_product import QUAD, QUAD_WORDS, Form, Slot, factors, form, gate_and_store, is_late, slot, store, swizzle, table_words, tile_product
 
@@ -23,7 +24,7 @@ from .tile_product import QUAD, QUAD_WORDS, Form, Slot, factors, form, gate_and_
 @dataclass(frozen=True)
 class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each tile and group.
-    With warpgroups, for compute capability 9.0 alone: two warps for each tile, 16 quads. slots: chunks in shared memory."""
+    With warpgroups, for compute capability 9.0 alone: two warps for each tile, an even number of quads. slots: chunks in shared memory."""
     row_tiles: int
     groups: int
     quads: int
@@ -33,6 +34,11 @@ class Block:
     @property
     def n_warps(self) -> int:
         return self.row_tiles * (2 if self.warpgroups else self.groups)
+
+    @property
+    def prepared_quads(self) -> int:
+        """Quads for which a warp prepares scales and minima."""
+        return group_product.MOST_QUADS if self.warpgroups else self.quads
 
     @property
     def rows(self) -> int:
@@ -47,7 +53,7 @@ class Block:
 
 
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
-HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.QUADS, True, 3) for row_tiles in (4, 2))
+HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
 
 
 def most_quads(fmt: Format) -> int:
@@ -56,7 +62,7 @@ def most_quads(fmt: Format) -> int:
 
 
 def chunk_slot(fmt: Format, block: Block) -> Slot:
-    at = slot(fmt, block.row_tiles, block.groups * block.quads, is_late(fmt, block.quads))
+    at = slot(fmt, block.row_tiles, block.groups * block.quads, is_late(fmt, block.prepared_quads))
     if not block.warpgroups:
         return at
     n_act = at.d - at.act  # first, so that atoms are aligned
@@ -64,7 +70,7 @@ def chunk_slot(fmt: Format, block: Block) -> Slot:
 
 
 def scratch_words(fmt: Format, block: Block) -> int:
-    return factors(fmt, block.quads).n_words
+    return factors(fmt, block.prepared_quads).n_words
 
 
 def first_slot(fmt: Format, block: Block) -> int:
@@ -108,14 +114,129 @@ class Sources(NamedTuple):
 
 def sources(fmt: Format, block: Block) -> Sources:
     n_threads = 32 * block.n_warps
-    return Sources(block.tokens // block.n_warps, -(-block.tokens // n_threads), -(-3 * block.tokens // n_threads) if is_late(fmt, block.quads) else 0)
+    return Sources(block.tokens // block.n_warps, -(-block.tokens // n_threads), -(-3 * block.tokens // n_threads) if is_late(fmt, block.prepared_quads) else 0)
 
 
-def copier(fmt: Format, block: Block):
+class Part(NamedTuple):
+    """Device functions that tell which part of a product a block computes. Its tokens are named by numbers that count up from `sources` and `targets`."""
+    row_block: object  # (shared) -> which of the blocks of rows
+    matrix: object     # (shared) -> which of the matrices behind each other in memory
+    sources: object    # (shared) -> where the tokens' numbers begin
+    source: object     # (shared, number, last) -> row of the activations, whose last one is `last`; beyond the last token that of the last
+    targets: object    # (shared) -> where the numbers of what is stored begin
+    target: object     # (shared, number) -> row of the result, beyond the last token no less than their number
+    n_tokens: object = None  # (shared) -> how many tokens there are; without it activations are copied for as many as a block takes
+
+
+def dense(block: Block) -> Part:
+    """Rows from blockIdx.x * rows and tokens from blockIdx.y * tokens of one matrix."""
+    tokens = block.tokens
+
+    @device
+    def row_block(shared):
+        return cuda.blockIdx.x
+
+    @device
+    def matrix(shared):
+        return i32(0)
+
+    @device
+    def first(shared):
+        return i32(cuda.blockIdx.y * tokens)
+
+    @device
+    def source(shared, number, last):
+        return i32(min(number, last))
+
+    @device
+    def target(shared, number):
+        return number
+    return Part(row_block, matrix, first, source, first, target)
+
+
+def grouped(block: Block, at: int) -> Part:
+    """Of an item of work (`taker`), which lies in shared memory from word `at` on: row block, matrix, tokens, then their sources, then their targets."""
+    first_source, first_target = at + 3, at + 3 + block.tokens
+
+    @device
+    def row_block(shared):
+        return i32(lds(shared, at))
+
+    @device
+    def matrix(shared):
+        return i32(lds(shared, at + 1))
+
+    @device
+    def sources_from(shared):
+        return i32(first_source)
+
+    @device
+    def source(shared, number, last):
+        return i32(lds(shared, min(number, first_target - 1)))  # a block may have more threads than tokens
+
+    @device
+    def targets_from(shared):
+        return i32(first_target)
+
+    @device
+    def target(shared, number):
+        return i32(lds(shared, number))
+
+    @device
+    def n_tokens(shared):
+        return i32(lds(shared, at + 2))
+    return Part(row_block, matrix, sources_from, source, targets_from, target, n_tokens)
+
+
+def item_words(block: Block) -> int:
+    return 3 + 2 * block.tokens
+
+
+def taker(block: Block, at: int, heads: bool):
+    """(count, take) of items of work: an expert and some of its rows, by the table of `dispatch`, or a head and some tokens.
+
+    count: (table, n_matrices, n_pairs). take: (tid, shared, table, item, row_block, order, n_matrices, n_pairs, n_used, x_rows) writes one as `grouped`
+    reads it. x_rows: rows of the activations for each token, of which rank j takes row j % x_rows."""
+    tokens, n_threads = block.tokens, 32 * block.n_warps
+
+    @device
+    def count(table, n_matrices, n_pairs):
+        return i32((n_pairs // n_matrices + tokens - 1) // tokens * n_matrices) if heads else ld(table, 0)
+
+    @device
+    def take(tid, shared, table, item, row_block, order, n_matrices, n_pairs, n_used, x_rows):
+        if heads:
+            matrix, first = i32(item % n_matrices), i32(item // n_matrices * tokens)
+            n = i32(min(tokens, n_pairs // n_matrices - first))
+        else:
+            matrix, first, n, _ = ld4(table, ITEMS + 4 * item)
+        if tid == 0:
+            sts(shared, at, row_block)
+            sts(shared, at + 1, matrix)
+            sts(shared, at + 2, n)
+        i = tid
+        while i < tokens:
+            row = i32(first + min(i, n - 1))
+            if heads:
+                pair = i32(row * n_matrices + matrix)
+                source = pair
+            else:
+                pair = ld(table, order + row)
+                token = i32(pair // n_used)
+                source = i32(token * x_rows + i32(pair - token * n_used) % x_rows)
+            sts(shared, at + 3 + i, source)
+            sts(shared, at + 3 + tokens + i, pair if i < n else n_pairs)
+            i = i32(i + n_threads)
+    return count, take
+
+
+def copier(fmt: Format, block: Block, part: Part):
     """(find, copy) of the copies of a chunk, of which each warp starts a part of its tile and some tokens. Rows and tokens beyond the last repeat it.
 
-    find: (tid, n_rows, n_chunks, n, places, offsets, own): what does not change with the chunk. copy: (tid, shared, to, words, act, chunk, n_rows,
+    find: (tid, shared, n_rows, n_chunks, n, places, offsets, own): what does not change with the chunk. copy: (tid, shared, to, words, act, chunk, n_rows,
     n_chunks, places, offsets, own)."""
+    row_block, matrix, sources_from, source_of, _, _, tokens_of = part
+    partial = tokens_of is not None
     row_tiles, n_warps, tokens, warpgroups = block.row_tiles, block.n_warps, block.tokens, block.warpgroups
     groups, n_quads, n_threads = n_warps // row_tiles, tokens // QUAD, 32 * n_warps
     at, n_pieces, tile_words = chunk_slot(fmt, block), tile_bytes(fmt) // 16, tile_bytes(fmt) // 4
@@ -135,28 +256,29 @@ def copier(fmt: Format, block: Block):
         return r * 64 + ((piece ^ swizzle(r)) << 2)
 
     @device
-    def find(tid, n_rows, n_chunks, n, places, offsets, own):
+    def find(tid, shared, n_rows, n_chunks, n, places, offsets, own):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         lo, scales, _, limbs = plane_words(n, n_chunks)
-        first, last, row_words = i32(cuda.blockIdx.y * tokens), i32(n - 1), i32(n_chunks * 64)
+        first, last, row_words = sources_from(shared), i32(n - 1), i32(n_chunks * 64)
         limb, piece = lane >> 4, lane & 15
         plane = i32((lo if limb else i64(0)) + piece * 4)
         for c in range(4):
             places[c] = i32(act_at + warp * quad_words + in_quad(2 * c + limb, piece))
             for i in range(quads_of_warp):
-                offsets[c * quads_of_warp + i] = i32(plane + i32(min(i32(first + 4 * (warp + i * n_warps) + c), last)) * row_words)
+                offsets[c * quads_of_warp + i] = i32(plane + source_of(shared, i32(first + 4 * (warp + i * n_warps) + c), last) * row_words)
         for i in range(scales_of_thread):
-            own[i] = i32(scales + i32(min(i32(first + tid + i * n_threads), last)) * n_chunks)
+            own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last) * n_chunks)
         for i in range(limbs_of_thread):
             p = i32(tid + i * n_threads)
             token = i32(p // 3)
-            own[scales_of_thread + i] = i32(limbs + i32(min(i32(first + token), last)) * n_chunks * 12 + (p - 3 * token) * 4)
+            own[scales_of_thread + i] = i32(limbs + source_of(shared, i32(first + token), last) * n_chunks * 12 + (p - 3 * token) * 4)
 
     @device
     def copy(tid, shared, to, words, act, chunk, n_rows, n_chunks, places, offsets, own):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         tile, group = i32(warp % row_tiles), i32(warp // row_tiles)
-        source = (i64(min(cuda.blockIdx.x * row_tiles + tile, (n_rows - 1) >> 5)) * n_chunks + chunk) * tile_words + lane * 4
+        row_tile = i64(min(row_block(shared) * row_tiles + tile, (n_rows - 1) >> 5)) + matrix(shared) * ((n_rows + 31) >> 5)
+        source = (row_tile * n_chunks + chunk) * tile_words + lane * 4
         place = to + tiles_at + tile * tile_words + lane * 4
         if group == 0:
             first_copies(shared, place, words, source)
@@ -165,8 +287,14 @@ def copier(fmt: Format, block: Block):
         if rest:
             if group == groups - 1 and lane < rest:
                 copy4(shared, place + wholes * 128, words, source + wholes * 128)
+        end = i32(tokens)
+        if partial:
+            end = tokens_of(shared)
         for c in range(4):
             for i in range(quads_of_warp):
+                if partial:  # what is multiplied in the places of other tokens is not looked at
+                    if i32(4 * (warp + i * n_warps) + c) >= end:
+                        continue
                 copy4(shared, to + places[c] + i * n_warps * quad_words, act, i64(i32(offsets[c * quads_of_warp + i] + chunk * 64)))
         for i in range(scales_of_thread):
             if tid + i * n_threads < tokens:
@@ -177,21 +305,23 @@ def copier(fmt: Format, block: Block):
     return find, copy
 
 
-def products(name: str, block: Block, finish):
-    """The body of a kernel: the products with one matrix. finish: (out, i, row, total, last, *biases), what becomes of a total, i being its place in `out`."""
+def products(name: str, block: Block, finish, part: Part):
+    """The body of a kernel: the products with one matrix. finish: (out, i, row, total, last, *biases), what becomes of a total, i being its place in `out`,
+    row that of a bias."""
     fmt, warpgroups = format_of(name), block.warpgroups
-    multiply, n_entries, entry = group_product.group_product(name) if warpgroups else tile_product(name, block.quads)
-    (find, start_copies), (n_offsets, n_scales, n_limbs, n_places) = copier(fmt, block), sources(fmt, block)
+    multiply, n_entries, entry = group_product.group_product(name, block.quads) if warpgroups else tile_product(name, block.quads)
+    (find, start_copies), (n_offsets, n_scales, n_limbs, n_places) = copier(fmt, block, part), sources(fmt, block)
     n_own = n_scales + n_limbs
     at, tile_words, own_words, first_warp, first = chunk_slot(fmt, block), tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(name), first_slot(fmt, block)
     act_at, d_at, limbs_at, slot_words, tiles_at = at
     row_tiles, quads, n_threads, tokens, rows = block.row_tiles, block.quads, 32 * block.n_warps, block.tokens, block.rows
     slots, last_slot, wait = block.slots, first + (block.slots - 1) * slot_words, copies_wait_but(block.slots - 2)
     n_rows_lane = 2 if warpgroups else 4  # of a lane, eight rows apart
-    log_rows, n_sums, n_products = n_rows_lane.bit_length() - 1, n_rows_lane * quads, wgmma.N_SUMS
+    row_block, matrix, _, _, targets_from, target_of, _ = part
+    log_rows, n_sums, n_products = n_rows_lane.bit_length() - 1, n_rows_lane * quads, 4 * quads
 
     @device
-    def part(warp):
+    def place_of(warp):
         """(tile, half of it, group of tokens) of a warp."""
         return (warp >> 1, warp & 1, i32(0)) if warpgroups else (i32(warp % row_tiles), i32(0), i32(warp // row_tiles))
 
@@ -199,11 +329,11 @@ def products(name: str, block: Block, finish):
     def copy(tid, shared, to, words, act, chunk, n_rows, n_chunks, n, places, offsets, own):
         if not warpgroups:  # there are no registers to remember it
             tid = afresh(tid)
-            find(tid, afresh(n_rows), afresh(n_chunks), afresh(n), places, offsets, own)
+            find(tid, shared, afresh(n_rows), afresh(n_chunks), afresh(n), places, offsets, own)
         start_copies(tid, shared, to, words, act, chunk, n_rows, n_chunks, places, offsets, own)
 
     @cooperative
-    def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n):
+    def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):
         shared = cuda.shared.array(0, types.uint32)
         total, acc = cuda.local.array(n_sums, f32), cuda.local.array(n_sums, f32)
         tid, n_chunks = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8)
@@ -220,7 +350,7 @@ def products(name: str, block: Block, finish):
                 d[o], e[o] = i32(0), i32(0)
         places, offsets, own = cuda.local.array(n_places, i32), cuda.local.array(n_offsets, i32), cuda.local.array(n_own, i32)
         if warpgroups:
-            find(tid, n_rows, n_chunks, n, places, offsets, own)
+            find(tid, shared, n_rows, n_chunks, n, places, offsets, own)
         chunk, copied, now, free = i32(0), i32(0), i32(first), i32(first)
         while copied < slots - 1:  # the copies run ahead by so many chunks
             if copied < n_chunks:
@@ -238,7 +368,7 @@ def products(name: str, block: Block, finish):
             if not warpgroups:
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
-            tile, half, group = part(warp)
+            tile, half, group = place_of(warp)
             first_quad, scratch = i32(group * quads), i32(first_warp + warp * own_words)
             tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
             if warpgroups:
@@ -258,17 +388,17 @@ def products(name: str, block: Block, finish):
             chunk, now = i32(chunk + 1), i32(now + slot_words if now < last_slot else first)
         # The totals go through a slot that is free, so that what becomes of them is a loop, with registers for few.
         lane, warp = i32(tid & 31), i32(tid >> 5)
-        tile, half, group = part(warp)
+        tile, half, group = place_of(warp)
         kept = i32(now + warp * n_sums * 32 + lane)
         for o in range(n_sums):
             sts(shared, kept + 32 * o, as_u32(total[o]))
-        first_row = i32(cuda.blockIdx.x * rows + tile * 32 + half * 16 + (lane >> 2))
-        first_token = i32(cuda.blockIdx.y * tokens + group * quads * 4 + (lane & 3))
+        first_row = i32(row_block(shared) * rows + tile * 32 + half * 16 + (lane >> 2))
+        first_token = i32(targets_from(shared) + group * quads * 4 + (lane & 3))
         o, end = i32(0), afresh(n_sums)
         while o < end:
-            row, token = i32(first_row + 8 * (o & (n_rows_lane - 1))), i32(first_token + (o >> log_rows) * 4)
-            if row < n_rows and token < n:
-                finish(out, i64(token) * n_rows + row, row, as_f32(lds(shared, kept + 32 * o)), last, bias, other_bias)
+            row, token = i32(first_row + 8 * (o & (n_rows_lane - 1))), target_of(shared, i32(first_token + (o >> log_rows) * 4))
+            if row < n_rows and token < n_out:
+                finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows + row), as_f32(lds(shared, kept + 32 * o)), last, bias, other_bias)
             o = i32(o + 1)
     return run
 
@@ -280,10 +410,10 @@ QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
 @factory(SMALL_TESTED[:1] + [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (Block(4, 2, most_quads(fmt)), HOPPER_BLOCKS[0])] + SMALL_TESTED[1:])
 def mmq_kernel(name, *block):
     block = Block(*block)
-    run = products(name, block, store)
+    run = products(name, block, store, dense(block))
 
     def kernel(words, act, out, n_rows, n_cols, n):  # block: rows from blockIdx.x * rows, tokens from blockIdx.y * tokens
-        run(words, out, out, act, out, True, n_rows, n_cols, n)
+        run(words, out, out, act, out, True, n_rows, n_cols, n, n)
     return Kernel(kernel, (U32, U32, F32, N, N, N), 32 * block.n_warps, arch=HOPPER if block.warpgroups else None)
 
 
@@ -292,13 +422,79 @@ def mmq_kernel(name, *block):
           ("silu", "Q4_1", "Q4_1", True, *astuple(BLOCKS[3]))])
 def mmq_glu_kernel(activation, gate, up, biased, *block):
     block, finish = Block(*block), gate_and_store(activation, biased)
-    first, last = products(gate, block, finish), products(up, block, finish)
+    first, last = (products(name, block, finish, dense(block)) for name in (gate, up))
 
     def kernel(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n):  # blocks as in mmq_kernel
-        first(gate_words, gate_bias, up_bias, act, out, False, n_rows, n_cols, n)
+        first(gate_words, gate_bias, up_bias, act, out, False, n_rows, n_cols, n, n)
         cuda.syncthreads()  # all are done with the last chunk
-        last(up_words, gate_bias, up_bias, act, out, True, n_rows, n_cols, n)
+        last(up_words, gate_bias, up_bias, act, out, True, n_rows, n_cols, n, n)
     return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N), 32 * block.n_warps, arch=HOPPER if block.warpgroups else None)
+
+
+# Matrices of experts, or of heads: blocks take items of work one after the other
+
+def resident(block: Block) -> int:
+    """Blocks of a multiprocessor whose registers it holds: 255 a thread, less for few tokens of warpgroups."""
+    return {4: 4, 8: 3}.get(block.quads, 2) * 4 // block.n_warps if block.warpgroups else max(1, 8 // block.n_warps)
+
+
+def grouped_bytes(names: tuple[str, ...], block: Block) -> int:
+    """Bytes of shared memory: an item lies behind all else."""
+    return shared_bytes(names, block) + 4 * item_words(block)
+
+
+def grouped_products(names: tuple[str, ...], block: Block, finish, heads: bool):
+    """The body of a kernel. finish: as of `products`, out being [pairs, rows]."""
+    at, n_threads, rows = shared_bytes(names, block) // 4, 32 * block.n_warps, block.rows
+    part, (count, take) = grouped(block, at), taker(block, at, heads)
+    two, first, last = len(names) == 2, products(names[0], block, finish, part), products(names[-1], block, finish, part)
+
+    @cooperative
+    def run(words, other_words, bias, other_bias, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
+        shared = cuda.shared.array(0, types.uint32)
+        n_row_blocks = i32((n_rows + (rows - 1)) // rows)
+        item, end = i32(cuda.blockIdx.x), i32(count(table, n_matrices, n_pairs) * n_row_blocks)
+        while item < end:
+            work = i32(item // n_row_blocks)
+            take(i32(cuda.threadIdx.x), shared, table, work, i32(item - work * n_row_blocks), order, n_matrices, n_pairs, n_used, x_rows)
+            cuda.syncthreads()  # the item is there
+            if two:
+                first(words, bias, other_bias, act, out, False, n_rows, n_cols, n, n_pairs)
+                cuda.syncthreads()  # all are done with the last chunk
+            last(other_words, bias, other_bias, act, out, True, n_rows, n_cols, n, n_pairs)
+            cuda.syncthreads()  # and with the item
+            item = i32(item + cuda.gridDim.x)
+    return run
+
+
+GROUPED_TESTED = [(name, heads, *astuple(block)) for name, heads, block in (
+    ("Q4_0", False, Block(4, 1, 4)), *((fmt.name, False, Block(2, 1, 4, True, 3) if warpgroups_pay(fmt) else Block(4, 1, 8)) for fmt in QUANTIZED),
+    ("Q4_K", False, Block(2, 1, 8, True, 3)), ("Q8_0", False, Block(2, 1, 12, True)), ("Q6_K", False, Block(2, 1, 16, True)),
+    ("Q4_K", True, Block(2, 1, 4, True)), ("Q4_1", True, Block(2, 1, 4)), ("Q6_K", False, Block(4, 2, 8)))]
+GROUPED_GLU_TESTED = [(*case, *astuple(block)) for *case, block in (
+    ("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, Block(4, 1, 4)), ("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, Block(2, 1, 12, True)),
+    ("gelu", "Q8_0", "Q6_K", True, 0.0, 0.0, Block(2, 1, 4, True, 3)), ("swiglu_oai", "MXFP4", "MXFP4", True, 1.702, 7.0, Block(2, 1, 8, True)),
+    ("swiglu_oai", "MXFP4", "MXFP4", True, 1.702, 7.0, Block(2, 1, 4)))]
+
+
+@factory(GROUPED_TESTED)
+def mmq_id_kernel(name, heads, *block):
+    block = Block(*block)
+    run = grouped_products((name,), block, store, heads)
+
+    def kernel(words, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):  # items from blockIdx.x by gridDim.x
+        run(words, words, out, out, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows)
+    return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), 32 * block.n_warps, resident(block), HOPPER if block.warpgroups else None)
+
+
+@factory(GROUPED_GLU_TESTED)
+def mmq_id_glu_kernel(activation, gate, up, biased, alpha, limit, *block):
+    block = Block(*block)
+    run = grouped_products((gate, up), block, gate_and_store(activation, biased, alpha, limit), False)
+
+    def kernel(gate_words, up_words, gate_bias, up_bias, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):  # as in mmq_id_kernel
+        run(gate_words, up_words, gate_bias, up_bias, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows)
+    return Kernel(kernel, (U32, U32, F32, F32, U32, I32, F32, *[N] * 8), 32 * block.n_warps, resident(block), HOPPER if block.warpgroups else None)
 
 
 def largest_block(target, names) -> Block:
@@ -333,3 +529,53 @@ def mmq_glu(target, activation, names, gate_words, up_words, act, gate_bias, up_
     grid, biased = launch_grid("mmq_glu", names, block, n_rows, n_cols, n), gate_bias is not None
     args = gate_words, up_words, *((gate_bias, up_bias) if biased else (out, out)), act, out, n_rows, n_cols, n
     return target.launch(mmq_glu_kernel(activation, *names, biased, *astuple(block)), grid, 32 * block.n_warps, args, shared_bytes(names, block))
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """Launch of mmq_id: its block, and how many of them a multiprocessor holds."""
+    block: Block
+    n_resident: int
+
+
+def launch_items(op, names, n_matrices, n_rows, n_cols, n, n_pairs, shape, n_items, n_multiprocessors):
+    """(grid, threads, bytes of shared memory) of blocks that take items of work one after the other."""
+    launch_grid(op, names, shape.block, n_rows, n_cols, n)
+    check(op, n_matrices * n_rows < 1 << 31, "n_matrices * n_rows", n_matrices * n_rows, f"less than {1 << 31}")
+    n_blocks = n_items * -(-n_rows // shape.block.rows)
+    check(op, n_blocks < 1 << 31 and n_pairs < 1 << 28, "n_pairs", n_pairs, f"less than {1 << 28}, and of blocks less than {1 << 31}")
+    return min(n_blocks, shape.n_resident * n_multiprocessors), 32 * shape.block.n_warps, grouped_bytes(names, shape.block)
+
+
+def mmq_id(target, format_name, words, act, table, out, n_expert, n_rows, n_cols, n_tokens, n_used, x_rows, shape):
+    """words: address of the tiles of n_expert matrices [n_rows, n_cols], act: of the activation buffer of `quantize` of n_tokens * x_rows rows, table: of
+    what `dispatch` writes for the tokens of shape.block, all on 16 bytes; out: of float32 [n_tokens * n_used, n_rows]."""
+    names, n_pairs = (format_name,), n_tokens * n_used
+    at = dispatch_table(n_expert, n_pairs, shape.block.tokens)
+    launched = launch_items("mmq_id", names, n_expert, n_rows, n_cols, n_tokens * x_rows, n_pairs, shape, at.n_items, target.n_multiprocessors)
+    return _launch(target, mmq_id_kernel(format_name, False, *astuple(shape.block)), launched,
+                   (words, act, table, out, at.order, n_expert, n_rows, n_cols, n_tokens * x_rows, n_pairs, n_used, x_rows))
+
+
+def mmq_heads(target, format_name, words, act, out, n_head, n_rows, n_cols, n, shape):
+    """Row i of out with matrix i % n_head. words, act: as of `mmq_id`, act of n rows; out: address of float32 [n, n_rows]."""
+    names, n_items = (format_name,), n_head * -(-n // n_head // shape.block.tokens)
+    launched = launch_items("mmq_heads", names, n_head, n_rows, n_cols, n, n, shape, n_items, target.n_multiprocessors)
+    return _launch(target, mmq_id_kernel(format_name, True, *astuple(shape.block)), launched, (words, act, out, out, 0, n_head, n_rows, n_cols, n, n, 1, 1))
+
+
+def mmq_id_glu(target, activation, names, gate_words, up_words, act, table, gate_bias, up_bias, constants, out, n_expert, n_rows, n_cols, n_tokens, n_used,
+               x_rows, shape):
+    """out = activation(gate x + its bias) * (up x + its bias), or swiglu_oai of them; constants: (alpha, limit). names: formats of gate and up; biases: addresses
+    of float32 [n_expert, n_rows], or both None; the rest as for `mmq_id`."""
+    n_pairs, biased = n_tokens * n_used, gate_bias is not None
+    at = dispatch_table(n_expert, n_pairs, shape.block.tokens)
+    launched = launch_items("mmq_id_glu", names, n_expert, n_rows, n_cols, n_tokens * x_rows, n_pairs, shape, at.n_items, target.n_multiprocessors)
+    return _launch(target, mmq_id_glu_kernel(activation, *names, biased, *constants, *astuple(shape.block)), launched,
+                   (gate_words, up_words, *((gate_bias, up_bias) if biased else (out, out)), act, table, out, at.order, n_expert, n_rows, n_cols,
+                    n_tokens * x_rows, n_pairs, n_used, x_rows))
+
+
+def _launch(target, kernel, launched, args):
+    grid, n_threads, n_bytes = launched
+    return target.launch(kernel, grid, n_threads, args, n_bytes)

@@ -263,7 +263,7 @@ def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
 
 
 @device
-def nothing(shared, tid, n_threads):
+def nothing(*args):
     pass
 
 
@@ -338,7 +338,7 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course):
         n_chunks = i32((n_cols + 255) >> 8)
         scratch = i32(first_warp + warp * own_words)
         ring = i32(scratch + first_slot)
-        stride = i32(1 if single else n_tokens) if not known else tokens(operands, shared, 0, n)[1]  # tokens that a chunk's sums have room for
+        stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)  # tokens that a chunk's sums have room for
         side_words = i32(per_round * stride * 33)
         totals = i32(first_warp + n_warps * own_words)
         sums = i32(totals + stride * 32)
@@ -470,12 +470,17 @@ def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:
     return -(-n_chunks // n_warps) * max(LATENCY, -(-n_blocks * n_warps // SCHEDULERS))
 
 
+def chunks_of_round(n_chunks: int, n_warps: int, n: int) -> int:
+    """A whole row where the sums of n tokens are small, else whole turns of the warps."""
+    if n_chunks * sum_words(n) <= SUM_WORDS:
+        return n_chunks
+    return n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n))))
+
+
 def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int) -> FewShape:
-    """The shape with so many warps a block. A round is a whole row where its sums are small. names: formats of the matrices; n_blocks: of the grid
-    over row tiles at most."""
+    """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most."""
     n_tiles, n_chunks, n_valid = -(-n_rows // ROWS), -(-n_cols // CHUNK), min(n, n_tokens)
-    whole = n_chunks * sum_words(n_valid) <= SUM_WORDS
-    per_round = n_chunks if whole else n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n_valid))))
+    per_round = chunks_of_round(n_chunks, n_warps, n_valid)
     n_sides = 1 if per_round >= n_chunks and n_tiles <= n_blocks and len(names) == 1 else 2
     n_bytes = 4 * shared_words(names, n_tokens, n_warps, per_round, n_valid, n_sides)
     return FewShape(n_tokens, n_warps, per_round, (min(n_tiles, n_blocks), -(-n // n_tokens)), n_bytes)

@@ -8,11 +8,13 @@ from numba import cuda
 
 from ...quant.formats import FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
-from .launch import F32, Kernel, N, U32, factory
-from .ptx import add, device, f32, fma, i64, ld, ld4, st, wait_for_previous
+from .cooperative import cooperative
+from .launch import F32, I32, Kernel, N, U32, factory
+from .ptx import add, device, f32, fma, i32, i64, ld, ld4, st, wait_for_previous
 from .weights import float_values
 
 TOKENS = 1, 2, 4  # of a block
+FLOATS = [fmt for fmt in FORMATS.values() if fmt.planes and not fmt.is_quantized]
 
 
 def max_warps(fmt: Format, n_tokens: int) -> int:
@@ -56,31 +58,33 @@ def chunk_sums(fmt: Format, n_tokens: int):
     return dot
 
 
-@factory([(fmt.name, n) for fmt in FORMATS.values() if fmt.planes and not fmt.is_quantized for n in TOKENS])
-def mmvq_kernel(name, n_tokens):
-    fmt = format_of(name)
-    dot, tile_words, most_warps = chunk_sums(fmt, n_tokens), tile_bytes(fmt) // 4, max_warps(fmt, n_tokens)
+def products(fmt: Format, n_tokens: int, waits: bool = True):
+    """The body of a kernel, for the rows of a tile: (words, x, out, row_tile, tiles, n_rows, n_cols, first, n, first_out, n_out): tokens from row `first` of x,
+    of n, to row first_out of out, of n_out; tiles: those of the matrices before. waits: for the kernel before, which the kernel then need not."""
+    dot, tile_words = chunk_sums(fmt, n_tokens), tile_bytes(fmt) // 4
     n_owned, per_round = n_tokens * ROWS, chunks_per_round(n_tokens)
     n_parts = 2 * per_round * n_owned
 
-    def kernel(words, x, out, n_rows, n_cols, n):  # block: rows of tile blockIdx.x, tokens from blockIdx.y * n_tokens
+    @cooperative
+    def run(words, x, out, row_tile, tiles, n_rows, n_cols, first, n, first_out, n_out):
         parts = cuda.shared.array(n_parts, f32)    # [round % 2][chunk][token][row]
         totals = cuda.shared.array(n_owned, f32)   # [token][row]
         acc = cuda.local.array(n_tokens, f32)
         tid, n_threads = cuda.threadIdx.x, cuda.blockDim.x
         lane, warp, n_warps = tid & 31, tid >> 5, n_threads >> 5
-        row_tile, first, n_chunks = cuda.blockIdx.x, cuda.blockIdx.y * n_tokens, (n_cols + 255) >> 8
+        n_chunks = (n_cols + 255) >> 8
         p = tid  # while loops: a range with a step divides
         while p < n_owned:  # the thread that sets a total is the only one to touch it: no barrier
             totals[p] = f32(0)
             p += n_threads
-        wait_for_previous()  # for the activations
+        if waits:
+            wait_for_previous()  # for the activations
         before, side = 0, 0  # chunks of earlier rounds
         while before < n_chunks:
             slot = warp
             while slot < per_round and before + slot < n_chunks:
                 chunk = before + slot
-                tile = (i64(row_tile) * n_chunks + chunk) * tile_words
+                tile = (i64(tiles + row_tile) * n_chunks + chunk) * tile_words
                 dot((words, tile, lane), x, acc, chunk, first, n, n_cols)
                 for c in range(n_tokens):
                     parts[((side + slot) * n_tokens + c) * 32 + lane] = acc[c]
@@ -97,11 +101,38 @@ def mmvq_kernel(name, n_tokens):
             before, side = before + per_round, per_round - side
         p = tid
         while p < n_owned:
-            row, token = row_tile * 32 + (p & 31), first + (p >> 5)
-            if row < n_rows and token < n:
+            row, token = row_tile * 32 + (p & 31), first_out + (p >> 5)
+            if row < n_rows and token < n_out:
                 st(out, i64(token) * n_rows + row, totals[p])
             p += n_threads
-    return Kernel(kernel, (U32, F32, F32, N, N, N), most_warps * 32)
+    return run
+
+
+@factory([(fmt.name, n) for fmt in FLOATS for n in TOKENS])
+def mmvq_kernel(name, n_tokens):
+    fmt = format_of(name)
+    run = products(fmt, n_tokens)
+
+    def kernel(words, x, out, n_rows, n_cols, n):  # block: rows of tile blockIdx.x, tokens from blockIdx.y * n_tokens
+        first = cuda.blockIdx.y * n_tokens
+        run(words, x, out, cuda.blockIdx.x, 0, n_rows, n_cols, first, n, first, n)
+    return Kernel(kernel, (U32, F32, F32, N, N, N), max_warps(fmt, n_tokens) * 32)
+
+
+@factory([(fmt.name, heads) for fmt in FLOATS for heads in (False, True)])
+def mmvq_id_kernel(name, heads):
+    fmt = format_of(name)
+    run = products(fmt, 1, False)  # where weights lie depends on ids
+
+    def kernel(words, x, ids, out, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):  # block: pair blockIdx.x, rows of tile blockIdx.y
+        pair, matrix = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x % n_matrices)
+        source = pair
+        if not heads:
+            token = i32(pair // n_used)
+            matrix, source = ld(ids, pair), i32(token * x_rows + i32(pair - token * n_used) % x_rows)
+        if 0 <= matrix < n_matrices:
+            run(words, x, out, i32(cuda.blockIdx.y), i32(matrix * ((n_rows + 31) >> 5)), n_rows, n_cols, source, n, pair, n_pairs)
+    return Kernel(kernel, (U32, F32, I32, F32, *[N] * 7), max_warps(fmt, 1) * 32)
 
 
 def chunks_per_round(n_tokens: int) -> int:

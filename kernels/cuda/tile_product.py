@@ -24,7 +24,7 @@ from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
 from .cooperative import cooperative
-from .elementwise import BINARY, GLU
+from .glu import gated_unit
 from .ptx import (add, afresh, as_f32, as_u32, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
                   st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
@@ -543,9 +543,9 @@ def store(out, i, row, total, last, bias, other_bias):
     st(out, i, total)
 
 
-def gate_and_store(activation, biased):
-    """Of two matrices, gate and up, one after the other: out = activation(gate) * up."""
-    glu = BINARY[GLU[activation]]
+def gate_and_store(activation, biased, alpha=0.0, limit=0.0):
+    """Of two matrices, gate and up, one after the other: out = activation(gate) * up, or swiglu_oai with its constants."""
+    glu = gated_unit(activation, alpha, limit)
 
     @device
     def finish(out, i, row, total, last, gate_bias, up_bias):

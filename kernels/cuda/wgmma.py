@@ -1,5 +1,5 @@
-"""Products of a warpgroup on Hopper's tensor cores: D = A B or D + A B of int8, A 64 x 32 in registers, B 32 x 128 in shared memory
-(PTX ISA, "wgmma": m64n128k32, target sm_90a).
+"""Products of a warpgroup on Hopper's tensor cores: D = A B or D + A B of int8, A 64 x 32 in registers, B 32 x n in shared memory
+(PTX ISA, "wgmma": m64n8k32 to m64n256k32, target sm_90a).
 
 A and D are fragments as of `ptx.mma32`, warp w of the four with rows 16 w .. 16 w + 15; D in eights of columns: D[4 i + k] of a lane is C[k] of the
 columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes on 1024 bytes, piece p of 16 bytes of row r at place p ^ r
@@ -8,14 +8,15 @@ columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes
 A product runs on while the warps do: between `start` and `wait` neither D nor A may be touched, and B must stay. What was copied to shared memory is
 seen behind `fence`.
 """
+from functools import lru_cache
+from typing import NamedTuple
+
 from llvmlite import ir
 from numba import types
 
 from .ptx import SIMULATED, _check, _effect, _named, _shared_address
 
-N = 128              # columns of B
 ATOM_WORDS = 256     # eight columns
-N_SUMS = N // 2      # int32 of a lane
 DESCRIPTOR = 1 << 62 | (8 * 128 >> 4) << 32 | 1 << 16  # 128-byte swizzle, atoms 1024 bytes apart
 
 if SIMULATED:
@@ -26,30 +27,38 @@ else:
 fence = _effect("fence", "fence.proxy.async.shared::cta;")   # copies to shared memory, which a thread waited for, are seen by products
 
 
-def _elements(context, builder, array_type, array):
+class Products(NamedTuple):
+    """The intrinsics of products with n columns of B, whose D is a local array of n / 2 int32."""
+    start: object                 # (d, array, index, a0, a1, a2, a3, keep): starts D = A B, or D + A B if keep; B begins at array[index]
+    start_u: object               # the same with A of uint8
+    wait: object                  # (d): behind it D is what the product left there
+    wait_but_one: object          # the same, but for the product started last
+
+
+def _elements(context, builder, array_type, array, n_sums):
     data = context.make_array(array_type)(context, builder, array).data
-    return [builder.gep(data, [ir.IntType(32)(i)]) for i in range(N_SUMS)]
+    return [builder.gep(data, [ir.IntType(32)(i)]) for i in range(n_sums)]
 
 
 def _tied(builder, pointers, text, extra, constraints):
-    """Assembly whose operands 0 .. N_SUMS - 1 are read and written: they stay in the registers they are in."""
-    word = ir.IntType(32)
+    """Assembly whose first operands are read and written: they stay in the registers they are in."""
+    word, n_sums = ir.IntType(32), len(pointers)
     operands = [builder.load(p) for p in pointers]
-    kind = ir.FunctionType(ir.LiteralStructType([word] * N_SUMS), [word] * N_SUMS + [e.type for e in extra])
-    assembly = ir.InlineAsm(kind, text, ",".join(["=r"] * N_SUMS + [str(i) for i in range(N_SUMS)] + constraints + ["~{memory}"]), True)
+    kind = ir.FunctionType(ir.LiteralStructType([word] * n_sums), [word] * n_sums + [e.type for e in extra])
+    assembly = ir.InlineAsm(kind, text, ",".join(["=r"] * n_sums + [str(i) for i in range(n_sums)] + constraints + ["~{memory}"]), True)
     value = builder.call(assembly, operands + extra)
     for i, p in enumerate(pointers):
         builder.store(builder.extract_value(value, i), p)
 
 
-def _start(name, a_type):
-    """(d, array, index, a0, a1, a2, a3, keep): starts D = A B, or D + A B if keep. d: local array int32 [N_SUMS]; B begins at array[index]."""
+def _start(name, a_type, n):
     if SIMULATED:
-        return simulator.group_product(a_type, N)
-    results = ", ".join(f"${i}" for i in range(N_SUMS))
-    a, b, keep = ", ".join(f"${i}" for i in range(2 * N_SUMS, 2 * N_SUMS + 4)), f"${2 * N_SUMS + 4}", f"${2 * N_SUMS + 5}"
+        return simulator.group_product(a_type, n)
+    n_sums = n // 2
+    results = ", ".join(f"${i}" for i in range(n_sums))
+    a, b, keep = ", ".join(f"${i}" for i in range(2 * n_sums, 2 * n_sums + 4)), f"${2 * n_sums + 4}", f"${2 * n_sums + 5}"
     text = (f"{{ .reg .pred keep; setp.ne.b32 keep, {keep}, 0; wgmma.fence.sync.aligned; "
-            f"wgmma.mma_async.sync.aligned.m64n{N}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, {b}, keep; wgmma.commit_group.sync.aligned; }}")
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, {b}, keep; wgmma.commit_group.sync.aligned; }}")
 
     def typed(typingctx, d, array, index, a0, a1, a2, a3, keep):
         for t in (index, a0, a1, a2, a3, keep):
@@ -58,28 +67,29 @@ def _start(name, a_type):
         def codegen(context, builder, signature, args):
             long = ir.IntType(64)
             address = builder.zext(builder.lshr(_shared_address(context, builder, signature.args[1], args[1], args[2]), ir.IntType(32)(4)), long)
-            _tied(builder, _elements(context, builder, signature.args[0], args[0]), text,
+            _tied(builder, _elements(context, builder, signature.args[0], args[0], n_sums), text,
                   [*args[3:7], builder.or_(address, long(DESCRIPTOR)), args[7]], ["r"] * 4 + ["l", "r"])
             return context.get_dummy_value()
         return types.void(d, array, types.int64, *[types.int32] * 5), codegen
     return intrinsic(_named(name, 8)(typed))
 
 
-start, start_u = _start("start", "s8"), _start("start_u", "u8")  # A of int8, of uint8
-
-
-def _wait(but):
-    """(d): behind it D is what the product left there. but: products started last that it does not wait for."""
+def _wait(but, n):
+    """but: products started last that it does not wait for."""
     if SIMULATED:
         return lambda d: None
 
     def typed(typingctx, d):
         def codegen(context, builder, signature, args):
-            _tied(builder, _elements(context, builder, signature.args[0], args[0]), f"wgmma.wait_group.sync.aligned {but};", [], [])
+            _tied(builder, _elements(context, builder, signature.args[0], args[0], n // 2), f"wgmma.wait_group.sync.aligned {but};", [], [])
             return context.get_dummy_value()
         return types.void(d), codegen
     return intrinsic(_named("wait", 1)(typed))
 
 
-wait, wait_but_one = _wait(0), _wait(1)
+@lru_cache(None)
+def products(n: int) -> Products:
+    return Products(_start("start", "s8", n), _start("start_u", "u8", n), _wait(0, n), _wait(1, n))
+
+
 wait_for_all_but_one, wait_for_all_but_two = (_effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};") for n in (1, 2))

@@ -109,7 +109,7 @@ KV, Q = HEADS_KV * DIM, HEADS * DIM
 WEIGHT, CACHE, PLAIN = WEIGHTS, list(CACHE_TYPES), [""]
 GATES = ["Q4_K", "Q8_0", "F16"]  # mul_mat has them all
 
-# op -> (types that it is tried with, its operands, its parameters)
+# op, and what a further case of it is -> (types that it is tried with, its operands, its parameters)
 CASES = {
     "get_rows": (WEIGHT, lambda o: [o.matrix(), o.ids()], {}),
     "take_rows": (PLAIN, lambda o: [o.table(), o.ids()], {}),
@@ -136,6 +136,12 @@ CASES = {
                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False, "eps": 0.0, "slots": None}),
     "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
                        {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5}),
+    "flash_attn_ext: window, sinks": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
+                                      {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 20}),
+    "flash_attn_ext: latent": (CACHE, lambda o: [o.x(HEADS * KV), *[o.cache()] * 2, o.ids(3), o.ids(48), o.present()],
+                               {"n_head": HEADS, "n_head_kv": 1, "scale": KV**-0.5, "n_embd_head_v": DIM}),
+    "flash_attn_ext_act": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
+                           {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 30}),
     "soft_max": (PLAIN, lambda o: [o.x(ROUTED)], {}),
     "sigmoid": (PLAIN, lambda o: [o.x(ROUTED)], {}),
     "mask_groups": (PLAIN, lambda o: [o.x(ROUTED)], {"n_group": 8, "n_group_used": 3}),
@@ -159,8 +165,12 @@ CASES = {
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
 
 
+def op_of(case: str) -> str:
+    return case.split(":")[0]
+
+
 def op_cases():
-    """(op, type) of every case."""
+    """(op, and what a further case of it is, type) of every case."""
     return [(op, type_) for op, (types, _, _) in CASES.items() for type_ in types]
 
 
@@ -179,7 +189,8 @@ def compute(op: str, operands: list[Operand], backend) -> dict[str, Arrays]:
 
 
 def node_of(op: str, operands: list[Operand]) -> Tensor:
-    return Graph().apply(op, *(operand.tensor(name) for name, operand in zip(OPS[op].operands, operands)), name="out", **CASES[op][2])
+    name = op_of(op)
+    return Graph().apply(name, *(operand.tensor(name) for name, operand in zip(OPS[name].operands, operands)), name="out", **CASES[op][2])
 
 
 def compute_rows(op: str, operands: list[Operand], backend, parts: list[np.ndarray]) -> dict[str, Arrays]:
