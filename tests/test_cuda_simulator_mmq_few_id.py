@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu
+from ggml_py.kernels.cuda import mmq_few_id, mul_mat_id
 from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape
-from ggml_py.kernels.cuda.mmq_few_id import id_shape, id_shape_of, mmq_few_heads, mmq_few_id, padded, table_words
+from ggml_py.kernels.cuda.mmq_few_id import id_shape, id_shape_of, padded, table_words
 from ggml_py.quant.formats import FORMATS
-from id_comparisons import check_mmq_few_heads, check_mmq_few_id, check_mmq_few_id_glu, drawn_ids
 from matmul_comparisons import seeded
 
 LIMIT = 227 << 10
@@ -49,6 +50,14 @@ def shape_for(names, n_rows, n_cols, n_pairs, n_tokens, n_warps, n_blocks):
     return id_shape_of(names, -(-n_rows // 32) * n_pairs, n_cols, n_pairs, n_tokens, min(n_warps, -(-n_cols // 256)), n_blocks)
 
 
+def few(shape=None, fault=None):
+    """mmq_few_id in a shape. fault: address of what is left of ids that are no experts."""
+    def launch(target, type_, words, x, ids, out, *sizes_and_scratch):
+        *sizes, scratch = sizes_and_scratch
+        return mmq_few_id.mmq_few_id(target, type_, words, x, ids, out, *sizes, scratch if fault is None else fault, 5, shape)
+    return launch
+
+
 FORMS = [("Q8_0", 33, 288), ("Q4_0", 2, 288), ("Q5_1", 2, 32), ("NVFP4", 1, 64), ("Q1_0", 2, 128), ("TQ2_0", 2, 256), ("Q2_K", 1, 256), ("Q3_K", 3, 256),
          ("IQ2_XS", 2, 256), ("Q6_K", 2, 256), ("Q4_K", 33, 512), ("MXFP4", 2, 64)]
 
@@ -56,65 +65,75 @@ FORMS = [("Q8_0", 33, 288), ("Q4_0", 2, 288), ("Q5_1", 2, 32), ("NVFP4", 1, 64),
 @pytest.mark.parametrize("name, n_rows, n_cols", FORMS)
 def simulate_one_token(machine, name, n_rows, n_cols):
     """More row tiles than blocks."""
-    check_mmq_few_id(machine, name, 4, n_rows, n_cols, np.int32([[2, 0, 3]]), 1, shape_for((name,), n_rows, n_cols, 3, 1, 2, 2))
+    check_mul_mat_id(machine, name, 4, n_rows, n_cols, [[2, 0, 3]], 1, few(shape_for((name,), n_rows, n_cols, 3, 1, 2, 2)))
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols", FORMS[:1] + FORMS[-2:])
 def simulate_tokens(machine, name, n_rows, n_cols):
-    check_mmq_few_id(machine, name, 4, n_rows, n_cols, np.int32([[2, 0], [0, 3], [3, 0]]), 2, shape_for((name,), n_rows, n_cols, 6, 4, 2, 2))
+    check_mul_mat_id(machine, name, 4, n_rows, n_cols, [[2, 0], [0, 3], [3, 0]], 2, few(shape_for((name,), n_rows, n_cols, 6, 4, 2, 2)))
 
 
-@pytest.mark.parametrize("ids, n_tokens", [
-    ([[1, 1, 1, 1]], 1), ([[9, 0, -1, 2]], 1), ([[3, -2147483648]], 1),             # the same expert, and no experts, at the first rank and behind it
-    ([[0], [0], [0], [0], [0], [0], [0], [0], [0]], 4),                             # two full groups of one expert and a part
-    ([[1, 1], [0, 1], [1, 0]], 4), ([[2, 1], [3, 2], [-1, 2147483647]], 4), ([[3], [3]], 4), ([[5], [1]], 8)], ids=str)
-def simulate_any_ids(machine, ids, n_tokens):
-    """Of three experts; no matrix is read beyond them."""
-    ids = np.int32(ids)
-    check_mmq_few_id(machine, "Q8_0", 3, 5, 64, ids, 1, shape_for(("Q8_0",), 5, 64, ids.size, n_tokens, 1, 3))
+@pytest.mark.parametrize("ids, n_tokens, first", [
+    ([[1, 1, 1, 1]], 1, None), ([[0, 9, -1, 2]], 1, 1), ([[3, -2147483648]], 1, 0),  # the same expert; no experts
+    ([[0]] * 9, 4, None), ([[0]] * 8, 4, None),                                        # full groups of one expert, and a part
+    ([[1, 1], [0, 1], [1, 0]], 4, None), ([[2, 1], [0, 2], [-1, 2147483647]], 4, 4), ([[2], [-1], [3]], 4, 1), ([[3], [3]], 4, 0), ([[5], [1]], 8, 0)],
+    ids=str)
+def simulate_any_ids(machine, ids, n_tokens, first):
+    """Of three experts; no matrix is read beyond them, and the first pair that has none is left in `fault`, but for an earlier one."""
+    for left in ([0, 0, 0, 0], [1, 2, 3, 4]):
+        fault = machine.upload(np.int32(left))
+        check_mul_mat_id(machine, "Q8_0", 3, 5, 64, ids, 1, few(shape_for(("Q8_0",), 5, 64, np.size(ids), n_tokens, 1, 3), fault))
+        expected = left if first is None or left[0] else [5, first, np.ravel(ids)[first], 0]
+        assert list(machine.download(fault, np.int32, 4)) == expected
 
 
 @pytest.mark.parametrize("n_blocks, n_warps", [(1, 1), (1, 3), (2, 2), (5, 1), (7, 2)])
 def simulate_launch_shapes(machine, n_blocks, n_warps):
     """The bits do not depend on the shape of the launch: three row tiles, some groups, three chunks."""
-    ids = drawn_ids(5, 3, 6, seeded("launch shapes"))
-    check_mmq_few_id(machine, "Q4_0", 6, 65, 576, ids, 3, shape_for(("Q4_0",), 65, 576, ids.size, 4, n_warps, n_blocks))
+    ids = seeded("launch shapes").integers(0, 6, (5, 3))
+    check_mul_mat_id(machine, "Q4_0", 6, 65, 576, ids, 3, few(shape_for(("Q4_0",), 65, 576, ids.size, 4, n_warps, n_blocks)))
 
 
 def simulate_rounds(machine):
-    """Rounds of a warp's single chunk."""
-    ids, n_bytes = np.int32([[0, 1], [1, 0], [1, 2]]), 64 << 10
-    check_mmq_few_id(machine, "Q8_0", 3, 33, 800, ids, 1, FewShape(4, 1, 1, (2, 1), n_bytes))
+    """Four rounds of a single chunk."""
+    n_bytes = 4 * (mmq_few_id.shared_words(("Q8_0",), 4, 1, 1, 4) + table_words(6, 4))
+    check_mul_mat_id(machine, "Q8_0", 3, 33, 800, [[0, 1], [1, 0], [1, 2]], 1, few(FewShape(4, 1, 1, (2, 1), n_bytes)))
 
 
 @pytest.mark.parametrize("act, types, n_rows, n_cols, ids, b, biased, n_tokens", [
     ("silu", ("Q8_0", "Q8_0"), 33, 288, [[2, 0, 1]], 1, False, 1), ("silu", ("Q4_K", "Q6_K"), 2, 256, [[0, 1], [1, 2], [7, 1]], 2, False, 4),
     ("gelu", ("Q4_0", "Q4_0"), 40, 64, [[1, 0], [1, 2]], 1, True, 4), ("swiglu_oai", ("MXFP4", "Q8_0"), 33, 64, [[1, -1]], 2, True, 1),
     ("swiglu_oai", ("MXFP4", "MXFP4"), 3, 288, [[1], [2], [1]], 1, True, 8)], ids=str)
-def simulate_glu(machine, act, types, n_rows, n_cols, ids, b, biased, n_tokens):
-    ids = np.int32(ids)
-    check_mmq_few_id_glu(machine, act, types, 3, n_rows, n_cols, ids, b, biased, shape_for(types, n_rows, n_cols, ids.size, n_tokens, 2, 3))
+def simulate_glu(machine, monkeypatch, act, types, n_rows, n_cols, ids, b, biased, n_tokens):
+    monkeypatch.setattr(mmq_few_id, "id_shape", lambda *args: shape_for(types, n_rows, n_cols, np.size(ids), n_tokens, 2, 3))
+    check_mul_mat_id_glu(machine, act, types, 3, n_rows, n_cols, ids, b, biased)
 
 
 @pytest.mark.parametrize("name, n_head, n_rows, n_cols, n, n_tokens", [("Q8_0", 3, 33, 288, 1, 1), ("Q4_0", 2, 34, 64, 5, 4), ("Q5_1", 3, 2, 32, 2, 4)])
 def simulate_heads(machine, name, n_head, n_rows, n_cols, n, n_tokens):
-    check_mmq_few_heads(machine, name, n_head, n_rows, n_cols, n, shape_for((name,), n_rows, n_cols, n * n_head, n_tokens, 1, 4))
+    shape = shape_for((name,), n_rows, n_cols, n * n_head, n_tokens, 1, 4)
+    check_mul_mat_heads(machine, name, n_head, n_rows, n_cols, n, lambda *args: mmq_few_id.mmq_few_heads(*args, shape=shape))
 
 
 def simulate_chosen_shape(machine):
-    check_mmq_few_id(machine, "Q8_0", 4, 33, 64, np.int32([[2, 0], [1, 2]]))
-    check_mmq_few_heads(machine, "Q8_0", 2, 33, 64, 1)
+    check_mul_mat_id(machine, "Q8_0", 4, 33, 64, [[2, 0], [1, 2]])
+    check_mul_mat_heads(machine, "Q8_0", 2, 33, 64, 1)
 
 
 @pytest.mark.parametrize("sizes, message", [
     ((4, 5, 32, 1, 2, 3), "x_rows_per_token is 3, allowed: divisors of n_used, 2"), ((4, 5, 32, 129, 8, 1), "n_tokens \\* n_used is 1032, allowed: 1..1024"),
     ((0, 5, 32, 1, 2, 1), "n_expert is 0"), ((4, 0, 32, 1, 2, 1), "n_rows is 0"), ((4, 5, 32, 1, 0, 1), "n_used is 0")])
-def simulate_refuses(machine, sizes, message):
+def test_refuses(sizes, message):
     with pytest.raises(ValueError, match=f"mmq_few_id: {message}"):
-        mmq_few_id(machine.target, "Q8_0", 0, 0, 0, 0, *sizes, 0)
+        mmq_few_id.mmq_few_id(None, "Q8_0", 0, 0, 0, 0, *sizes, 0)
     with pytest.raises(ValueError, match="mmq_few_heads: n is 5, allowed: multiples of n_head, 2"):
-        mmq_few_heads(machine.target, "Q8_0", 0, 0, 0, 2, 5, 32, 5)
+        mmq_few_id.mmq_few_heads(None, "Q8_0", 0, 0, 0, 2, 5, 32, 5)
 
 
 def test_table_words():
     assert [padded(n) for n in (1, 4, 5)] == [4, 4, 8] and (table_words(8, 1), table_words(9, 4)) == (16, 76)
+
+
+@pytest.mark.parametrize("n_matrices, n_pairs, expected", [(128, 256, True), (128, 264, False), (8, 64, True), (8, 256, False), (4, 65, False), (1, 16, True)])
+def test_where_few_is_taken(n_matrices, n_pairs, expected):
+    assert mul_mat_id.takes_few(n_matrices, n_pairs) == expected
