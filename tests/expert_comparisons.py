@@ -112,8 +112,11 @@ def check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, ids, b=1
     expected[~known] = np.nan
     at, check = scratch(machine, cuda_mul_mat_id.scratch_words("mul_mat_id_glu", types[0], n_expert, n_rows, n, u))
     addresses = [machine.upload(a) for a in (*words, x, ids, *biases)] + [None, None] * (not biased)
-    found = run(machine, lambda target, *args: cuda_mul_mat_id_glu.mul_mat_id_glu(target, act, *types, *args[:-1], ALPHA, LIMIT, args[-1], n_expert, n_rows, n_cols,
-                                                                                  n, u, b, at), addresses, expected.size)
+
+    def launch(target, *args):
+        *operands, out = args
+        return cuda_mul_mat_id_glu.mul_mat_id_glu(target, act, *types, *operands, ALPHA, LIMIT, out, n_expert, n_rows, n_cols, n, u, b, at)
+    found = run(machine, launch, addresses, expected.size)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     check(name)
     machine.free()

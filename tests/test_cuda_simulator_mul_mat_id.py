@@ -48,7 +48,8 @@ def test_grouped_shapes_fit(name, limit, warpgroups):
         assert all(shape.n_resident >= 2 for shape in shapes[:2]) and [s.block.tokens for s in shapes[:2]] == [16, 16]
 
 
-@pytest.mark.parametrize("n_expert, n_pairs, expected", [(128, 8, True), (128, 256, True), (128, 1024, False), (8, 32, True), (8, 33, False), (512, 2048, False)])
+@pytest.mark.parametrize("n_expert, n_pairs, expected", [
+    (128, 8, True), (128, 256, True), (128, 1024, False), (8, 32, True), (8, 33, False), (512, 2048, False)])
 def test_is_few(n_expert, n_pairs, expected):
     assert mul_mat_id.is_few(n_expert, n_pairs) == expected
 

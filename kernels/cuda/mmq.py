@@ -566,8 +566,8 @@ def mmq_heads(target, format_name, words, act, out, n_head, n_rows, n_cols, n, s
 
 def mmq_id_glu(target, activation, names, gate_words, up_words, act, table, gate_bias, up_bias, constants, out, n_expert, n_rows, n_cols, n_tokens, n_used,
                x_rows, shape):
-    """out = activation(gate x + its bias) * (up x + its bias), or swiglu_oai of them; constants: (alpha, limit). names: formats of gate and up; biases: addresses
-    of float32 [n_expert, n_rows], or both None; the rest as for `mmq_id`."""
+    """out = activation(gate x + its bias) * (up x + its bias), or swiglu_oai of them; constants: (alpha, limit). names: formats of gate and up; biases:
+    addresses of float32 [n_expert, n_rows], or both None; the rest as for `mmq_id`."""
     n_pairs, biased = n_tokens * n_used, gate_bias is not None
     at = dispatch_table(n_expert, n_pairs, shape.block.tokens)
     launched = launch_items("mmq_id_glu", names, n_expert, n_rows, n_cols, n_tokens * x_rows, n_pairs, shape, at.n_items, target.n_multiprocessors)
