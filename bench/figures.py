@@ -33,6 +33,22 @@ MATRIX_MATRIX = {
     "IQ2_XXS": (189, 230, 380),
     "Q6_K":    (141, 190, 320),
 }
+EXPERTS = dict(experts=128, used=8, m=768, k=2048)  # matrices and how many a token uses; rows and columns of one
+#                llama.cpp us, hot and without routing; must and goal us, cold and with the dispatch
+MUL_MAT_ID = {
+    ("Q4_K", 1): (8.0, 8.0, 5.0),
+    ("Q4_K", 4): (12.5, 12.0, 9.0),
+    ("Q4_K", 8): (23.2, 20.0, 15.0),
+    ("Q4_K", 32): (137, 60.0, 40.0),
+    ("Q4_K", 128): (304, 90.0, 50.0),
+    ("Q4_K", 512): (348, 130.0, 80.0),
+    ("Q8_0", 1): (9.2, 9.0, 6.0),
+    ("Q8_0", 4): (17.0, 16.0, 12.0),
+    ("Q8_0", 8): (33.5, 28.0, 22.0),
+    ("Q8_0", 32): (137, 80.0, 60.0),
+    ("Q8_0", 128): (279, 110.0, 70.0),
+    ("Q8_0", 512): (324, 140.0, 90.0),
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,16 @@ def limits(row: Row, rows: list[Row], copy_GB_s: float) -> Limits | None:
             return Limits(row.n_ops / must / 1e6, row.n_ops / goal / 1e6, f"{must} and {goal} TOP/s")
         if n > 512 and (first := find(rows, row, n=512)):
             return Limits(first.us * n / 512, None, "TOP/s of 512 columns")
+    if found := _of_experts(row):
+        return Limits(*found[1:], "of the type and tokens")
     return None
+
+
+def _of_experts(row: Row) -> tuple[float, float, float] | None:
+    """The line of MUL_MAT_ID."""
+    sizes = dict(row.sizes)
+    n = sizes.pop("n", None)
+    return MUL_MAT_ID.get((row.type, n)) if (row.kernel, row.cache, sizes) == ("mul_mat_id", "cold", EXPERTS) else None
 
 
 def _one_column(type_: str) -> Limits | None:
@@ -109,6 +134,8 @@ def _one_column(type_: str) -> Limits | None:
 
 def llama_cpp(row: Row) -> str:
     """llama.cpp's figure for a row, or nothing."""
+    if found := _of_experts(row):
+        return f"{found[0]} us"
     if row.sizes.get("m") == M and row.sizes.get("k") == K:
         if row.kernel == "mmvq" and row.sizes["n"] == 1 and row.type in MATRIX_VECTOR:
             return f"{MATRIX_VECTOR[row.type][0]} us"

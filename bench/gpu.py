@@ -16,11 +16,13 @@ from typing import Callable, NamedTuple
 import checkout  # noqa: F401
 import numpy as np
 
-from figures import K, M, Row, limits, verdict
+from figures import EXPERTS, K, M, MUL_MAT_ID, Row, limits, verdict
 from ggml_py.quant.formats import FORMATS, format_of
+from ggml_py.quant.tile import ROWS, Tiling
 from gpu_timing import DryRun, GPU, copies_of, random_floats, random_weights
 from random_weights import random_weight
 from records import conditions, dump
+from weights import random_tiles
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
 QUANTIZED = [name for name in WEIGHTS if FORMATS[name].is_quantized]
@@ -66,6 +68,26 @@ def mul_mat_glu():
     yield Case("mul_mat_glu", "Q4_1", dict(m=1536, k=576, n=1))  # SmolLM2-135M
 
 
+def mul_mat_qkv():
+    """m rows of Q, m_kv of K and of V."""
+    yield from (Case("mul_mat_qkv", name, dict(m=4096, m_kv=1024, k=4096, n=n)) for name in ("Q4_K", "Q8_0") for n in (1, 8))
+    yield Case("mul_mat_qkv", "Q4_1", dict(m=576, m_kv=192, k=576, n=1))  # SmolLM2-135M
+
+
+def mul_mat_id():
+    yield from (Case("mul_mat_id", name, {**EXPERTS, "n": n}) for name, n in MUL_MAT_ID)
+
+
+def topk_moe():
+    """Qwen3-30B-A3B's routing, and DeepSeek-V3's with a bias and 4 of 8 groups."""
+    yield from (Case(kernel, "f32", dict(experts=n_expert, used=8, n=n), "hot")
+                for kernel, n_expert in (("topk_moe", 128), ("topk_moe of groups", 256)) for n in (1, 512))
+
+
+def weighted_sum():
+    yield from (Case("weighted_sum", "f32", dict(used=8, k=2048, n=n), "hot") for n in (1, 512))
+
+
 def get_rows():
     yield from (Case("get_rows", name, dict(m=M, k=K, n=M)) for name in WEIGHTS)  # a whole tensor
     yield from (Case("get_rows", name, dict(m=128256, k=4096, n=512)) for name in ("Q8_0", "Q6_K", "Q4_K"))
@@ -101,7 +123,8 @@ def flash_attn_ext():
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
 
 
-SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, get_rows, dequantize, quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
+SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_id, topk_moe, weighted_sum, get_rows, dequantize, quantize,
+                                               rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
 
 
 # Work of a case
@@ -133,6 +156,53 @@ def mul_mat_glu_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
     launches = [mul_mat_glu(gpu.target, "silu", type_, type_, gate, up, act, None, None, out, m, k, n, scratch) for gate, up in zip(gates, ups)]
     return Work(launches, 2 * m * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * m, 4 * m * k * n)
+
+
+def mul_mat_qkv_work(gpu, kernel, type_, m, m_kv, k, n, cache) -> Work:
+    from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
+    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
+    n_rows = m, m_kv, m_kv
+    words = zip(*(random_weights(gpu, type_, rows, k, cache).addresses for rows in n_rows))
+    act, outs = gpu.empty(activation_bytes(n, k)), tuple(gpu.output(n * rows) for rows in n_rows)
+    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
+    launches = [mul_mat_qkv(gpu.target, (type_,) * 3, each, act, outs, n_rows, k, n) for each in words]
+    return Work(launches, sum(n_rows) * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * sum(n_rows), 2 * sum(n_rows) * k * n)
+
+
+def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
+    """int32 [n, used]: different experts for each token, uniform at random."""
+    return np.argsort(rng.random((n, experts)), axis=1)[:, :used].astype(np.int32)
+
+
+def mul_mat_id_work(gpu, kernel, type_, experts, used, m, k, n, cache) -> Work:
+    """Each launch routes its tokens anew. Cold: it takes the experts of the next stack, and so many stacks that more than 3 x L2 are read before one is used
+    again."""
+    from ggml_py.kernels.cuda.mul_mat_id import mul_mat_id, scratch_words
+    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
+    rng, fmt = np.random.default_rng(0), FORMATS[type_]
+    expert_bytes, least_bytes = m * fmt.row_bytes(k), activation_bytes(n, k) + 4 * n * used * (m + 1)
+    n_likely = int(experts * (1 - (1 - used / experts)**n))
+    stacks = gpu.filled(random_tiles(type_, ROWS, k, rng), Tiling(fmt, m, k, experts).n_bytes, copies_of(gpu, n_likely * expert_bytes, cache)).addresses
+    ids = [routed(n, experts, used, rng) for _ in stacks]
+    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n * used * m), gpu.empty(4 * scratch_words("mul_mat_id", type_, experts, m, n, used))
+    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
+    launches = [mul_mat_id(gpu.target, type_, words, act, gpu.upload(each), out, experts, m, k, n, used, 1, scratch) for words, each in zip(stacks, ids)]
+    n_read = sum(len(np.unique(each)) for each in ids)
+    return Work(launches, n_read * expert_bytes // len(ids) + least_bytes, 2 * m * k * n * used)
+
+
+def topk_moe_work(gpu, kernel, type_, experts, used, n, cache) -> Work:
+    from ggml_py.kernels.cuda.topk_moe import topk_moe
+    logits, weights, ids = random_floats(gpu, n, experts), gpu.output(n * used), gpu.empty(4 * n * used)
+    groups = ("sigmoid", logits, random_floats(gpu, 1, experts), weights, ids, n, experts, used, 8, 4) if "groups" in kernel else (
+        "softmax", logits, None, weights, ids, n, experts, used, 0, 0)
+    return Work([topk_moe(gpu.target, *groups, True, 1.0)], 4 * n * (experts + 2 * used))
+
+
+def weighted_sum_work(gpu, kernel, type_, used, k, n, cache) -> Work:
+    from ggml_py.kernels.cuda.experts import weighted_sum
+    launch = weighted_sum(gpu.target, random_floats(gpu, n * used, k), random_floats(gpu, n, used), gpu.output(n * k), n, used, k)
+    return Work([launch], 4 * n * (used * k + used + k))
 
 
 def both(first, second):
@@ -204,8 +274,9 @@ def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
     return Work(launches, 2 * keys * cell_bytes + 2 * 4 * n * N_HEAD * HEAD, 4 * N_HEAD * HEAD * int((pos + 1).sum()))
 
 
-WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work, "get_rows": get_rows_work,
-        "dequantize f32": dequantize_work, "dequantize f16": dequantize_work, "quantize": quantize_work, "rms_norm": rms_norm_work,
+WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work, "mul_mat_qkv": mul_mat_qkv_work,
+        "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work, "topk_moe of groups": topk_moe_work, "weighted_sum": weighted_sum_work,
+        "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work, "quantize": quantize_work, "rms_norm": rms_norm_work,
         "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work, "flash_attn_ext": flash_attn_ext_work}
 
 

@@ -9,6 +9,8 @@ from figures import INT8_TOP_S, K, M, Row, limits, llama_cpp, verdict
 
 RESULTS, DOCS = checkout.ROOT / "bench" / "results", checkout.ROOT / "docs"
 SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)": ("mmq", "quantize + mmq"), "Gate and up in one kernel": ("mul_mat_glu",),
+            "Q, K and V in one kernel": ("mul_mat_qkv",),
+            "Mixture of experts": ("mul_mat_id", "topk_moe", "topk_moe of groups", "weighted_sum"),
             "Weights, dequantized": ("get_rows", "dequantize f32", "dequantize f16"), "Attention": ("flash_attn_ext",),
             "Other kernels": ("quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act")}
 INTRODUCTION = """\

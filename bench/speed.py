@@ -22,11 +22,12 @@ from records import conditions, dump
 
 
 class Figure(NamedTuple):
-    """t/s of a test on one H200: what llama.cpp reaches, what must be and what should be."""
+    """t/s of a test on one H200: what llama.cpp reaches, what must be and what should be, and what ik_llama.cpp reaches where it was measured."""
     test: Test
     llama_cpp: float
     must: float
     goal: float
+    ik_llama_cpp: float | None = None
 
 
 TABLE = {
@@ -35,6 +36,8 @@ TABLE = {
     ("llama-3-8b", "Q8_0"): [Figure(Test(0, 128), 254, 370, 440), Figure(Test(4096, 0), 11323, 13000, 22000)],
     ("smollm2-135m", "Q4_1"): [Figure(Test(0, 128), 959, 2000, 4000), Figure(Test(512, 0), 54800, 60000, 120000),
                                Figure(Test(4096, 0), 58600, 70000, 120000)],
+    ("qwen3-30b-a3b", "Q4_K"): [Figure(Test(0, 128), 312, 450, 800, 237), Figure(Test(512, 0), 12282, 14000, 20000, 6417),
+                                Figure(Test(4096, 0), 11675, 13500, 25000, 6890)],
 }
 
 
@@ -64,7 +67,7 @@ def written(folder: Path, shape: str, type_: str) -> Path:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--models", type=Path, required=True, help="a folder with room for 13 GB; /dev/shm keeps them in memory")
+    p.add_argument("--models", type=Path, required=True, help="a folder with room for 31 GB; /dev/shm keeps them in memory")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", help="models, such as llama-3-8b:Q4_K,smollm2-135m:Q4_1")
     p.add_argument("--device", default="cuda:0")
@@ -91,7 +94,8 @@ def main() -> int:
         for result, figure in zip(writer.results, figures):
             known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure)}
             rows.append({"model": name, **known, **asdict(result), "model_filename": path.name})
-            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, llama.cpp {figure.llama_cpp}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
+            others = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
+            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {others}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
         options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
     return 0
 

@@ -139,6 +139,9 @@ def decode_one_by_one(context, tokens: np.ndarray) -> None:
         context.decode(tokens[i:i + 1])
 
 
+WARM_UPS = 2  # the first loads kernels, the second captures graphs
+
+
 def run_test(context, test: Test, tokens: np.ndarray, n_batch: int, n_repetitions: int, warm_up: bool) -> list[int]:
     """ns of each repetition.   tokens: int32 [test.n_ctx]"""
     depth, prompt, generated = np.split(tokens, np.cumsum([test.n_depth, test.n_prompt]))
@@ -150,7 +153,7 @@ def run_test(context, test: Test, tokens: np.ndarray, n_batch: int, n_repetition
         decode_prompt(context, prompt, n_batch)
         decode_one_by_one(context, generated)
         return time.perf_counter_ns() - start
-    if warm_up:
+    for _ in range(WARM_UPS if warm_up else 0):
         repetition()
     return [repetition() for _ in range(n_repetitions)]
 

@@ -91,7 +91,8 @@ class _Side:
         return False
 
     def capture(self, node: Tensor, batch: Batch, backend) -> Capture:
-        return Capture(node, batch, backend, self.context.current.inputs)
+        program = self.context.current
+        return Capture(node, batch, backend, {*program.inputs, *(tensor for each in program.nodes for tensor in each.written)})
 
     def hold(self, node: Tensor, batch: Batch, backend) -> None:
         self.held[node] = self.capture(node, batch, backend)

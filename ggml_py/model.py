@@ -171,9 +171,8 @@ class Context:
 
     def _run(self, tokens, seq, pos, rows, greedy) -> list[np.ndarray]:
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
-        n_kv = self.model.backend.key_bound(int(pos.max()) + 1, self.n_ctx)
         shape = len(tokens), len(rows), greedy and len(rows) > 0
-        return self.program(*shape).run(values, n_kv, self.graphs, Key(*shape, n_kv, *self.settings))
+        return self.program(*shape).run(values, self.graphs, Key(*shape, *self.settings))
 
     def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound."""

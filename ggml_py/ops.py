@@ -82,6 +82,16 @@ def mul_mat(_, w, x):
     return "f32", (x.shape[0], w.shape[0])
 
 
+@op("q k v x q_bias k_bias v_bias", n_optional=3,
+    also={"q": lambda params, q, k, v, x, *biases: mul_mat(params, q, x), "k": lambda params, q, k, v, x, *biases: mul_mat(params, k, x)})
+def mul_mat_qkv(params, q, k, v, x, *biases):
+    """mul_mat(v, x), and mul_mat(q, x) and mul_mat(k, x), the biases, where there are any, added to them."""
+    need(all(b.dtype == "f32" and b.shape == w.shape[:1] for w, b in zip((q, k, v), biases)), "biases must be f32 [m]")
+    mul_mat(params, q, x)
+    mul_mat(params, k, x)
+    return mul_mat(params, v, x)
+
+
 def _factors(w, x) -> None:
     wanted = "act" if FORMATS[w.dtype].is_quantized else "f32"
     need(x.dtype == wanted and len(x.shape) == 2, f"x must be {wanted} for a {w.dtype} weight")
@@ -390,10 +400,9 @@ def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, dst, *norms):
     return cpy_rows_indirect({"slot": slot_v}, cache_v, v, dst)
 
 
-@op("q k v seq pos present sinks", "n_head n_head_kv scale n_kv window n_embd_head_v", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0})
+@op("q k v seq pos present sinks", "n_head n_head_kv scale window n_embd_head_v", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0})
 def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
-    """n_kv: every pos is below it, so that no key at n_kv or later is visible; launches are shaped by it, bits are not. window: positions that a query
-    sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k, only so many channels; 0 for all."""
+    """window: positions that a query sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k, only so many channels; 0 for all."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv, f"q {q.shape} and k {k.shape} do not have heads of one size")
@@ -402,10 +411,15 @@ def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     need(not params["n_embd_head_v"] or n_head_kv == 1 and 0 < head_v <= v.shape[1], f"n_embd_head_v is {head_v}, of {n_head_kv} heads in {v.shape[1]} columns")
     need(k.shape[0] == v.shape[0] == prod(present.shape), f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
     need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
-    need(0 < params["n_kv"] <= present.shape[1], f"n_kv is {params['n_kv']}, of {present.shape[1]} positions")
     need(params["window"] >= 0, f"window is {params['window']}, must be positive, or 0 for none")
     need(all(s.dtype == "f32" and s.shape == (n_head,) for s in sinks), f"sinks must be f32 [{n_head}]")
     return "f32", (n, head_v * n_head)
+
+
+@op("q k v seq pos present sinks", "n_head n_head_kv scale n_kv window n_embd_head_v", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0})
+def flash_attn_ext_act(params, *operands):
+    """quantize(flash_attn_ext(...))."""
+    return "act", flash_attn_ext(params, *operands)[1]
 
 
 @op("x")

@@ -54,6 +54,28 @@ def gated_products_of_experts(node: Tensor) -> Match | None:
     return Match((gate, up, x, ids, *gate_bias[:1], *up_bias[:1]), params, [*found[0].taken, *found[1].taken])
 
 
+def products_of_attention(node: Tensor) -> Match | None:
+    """The products that Q, K and V of an attention begin with, by three matrices of one x, V's last; with their biases, if all have one."""
+    if node.op != "flash_attn_ext":
+        return None
+    products, sums = zip(*(_beginning(source) for source in node.src[:3]))
+    q, k, v = products
+    if len(set(products)) < 3 or any(each.op != "mul_mat" or each.src[1] is not v.src[1] for each in products):
+        return None
+    src = q.src[0], k.src[0], *v.src
+    if None in sums:
+        return Match(src, {}, [q, k], into=v)
+    return Match((*src, *(each.src[1] for each in sums)), {}, [*sums[:2], *products], into=sums[2])
+
+
+def _beginning(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What is scaled, added to, normed, rotated and put into a cache to give x; and what adds a row to that."""
+    operand, then = {"scale": 0, "add": 0, "rms_norm": 0, "rope": 0, "set_rows": 1, "cpy_rows": 1, "cpy_rows_indirect": 1}, None
+    while x.op in operand:
+        x, then = x.src[operand[x.op]], x
+    return x, then if then is not None and then.op == "add" and len(then.src[1].shape) == 1 else None
+
+
 def rotated_and_cached(node: Tensor) -> Match | None:
     """Q of an attention rotated, and K, rotated the same way, and V put into the same cells of their caches, V last; and the norms of Q and K before that,
     if there are both."""
@@ -120,7 +142,8 @@ def routing(node: Tensor) -> Match | None:
 #   their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
-# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave.
+# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes, which looks at the
+# attention that flash_attn_ext_act takes.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
@@ -128,7 +151,9 @@ PASSES = {
     "mul_mat_glu": gated_products,
     "mul_mat_id_glu": gated_products_of_experts,
     "swiglu_act": chain("swiglu", "quantize"),
+    "mul_mat_qkv": products_of_attention,
     "rope_set_rows": rotated_and_cached,
+    "flash_attn_ext_act": chain("flash_attn_ext", "quantize"),
     "topk_moe": routing,
 }
 

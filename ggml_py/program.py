@@ -1,4 +1,5 @@
 """A graph made ready to run many times: operands resolved to memory, every node bound to a kernel of its device's backend."""
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -71,7 +72,6 @@ class Program:
         self.generation = arenas.generation
         self.nodes = nodes
         self.refused = refusal(nodes)
-        self._steps: dict[int | None, list] = {}
 
     def off_device(self) -> tuple[int, int]:
         """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
@@ -84,19 +84,12 @@ class Program:
         parts = ", ".join(f"{len(part.nodes)} on {part.device}" for part in self.splits)
         return f"nodes: {parts}; off {self.input_device}: {computed} nodes, {copied} copies\n{self.plan.report()}"
 
-    def steps(self, n_kv: int | None = None) -> list[tuple]:
-        """(backend, steps of its nodes) for each run of nodes on one device. n_kv: of nodes that have it, instead of the one they were made with;
-        only these are bound for each, all others once. A value's steps are always the same list."""
-        if n_kv not in self._steps:
-            others = next(iter(self._steps.values()), None)
-            self._steps[n_kv] = [(self.backends[part.device], [
-                self._bind(node, n_kv) if others is None or "n_kv" in node.params else others[i][1][j] for j, node in enumerate(part.nodes)])
-                for i, part in enumerate(self.splits)]
-        return self._steps[n_kv]
+    @cached_property
+    def steps(self) -> list[tuple]:
+        """(backend, steps of its nodes) for each run of nodes on one device, bound when they are first wanted."""
+        return [(self.backends[part.device], [self._bind(node) for node in part.nodes]) for part in self.splits]
 
-    def _bind(self, node: Tensor, n_kv: int | None):
-        if n_kv and "n_kv" in node.params:
-            node.params = {**node.params, "n_kv": n_kv}
+    def _bind(self, node: Tensor):
         backend = self.backends[node.device]
         if _crosses(node):
             return self._transfer(node, self.backends[node.src[0].base.device], backend)
@@ -113,8 +106,8 @@ class Program:
                 backend.write(*node.storage, source_backend.read(*source.storage, n_bytes(source)).result())
         return transfer
 
-    def run(self, values: dict[str, np.ndarray], n_kv: int | None = None, graphs=None, key=None) -> list[np.ndarray]:
-        """values: one array for each input, of its dtype and shape. n_kv: as of `steps`. graphs: what replays the steps, under the key, or None.
+    def run(self, values: dict[str, np.ndarray], graphs=None, key=None) -> list[np.ndarray]:
+        """values: one array for each input, of its dtype and shape. graphs: what replays the steps, under the key, or None.
         Returns the outputs as arrays of their own. IndexError for an id that is no expert, naming its node."""
         for tensor, staged in self.staged:
             value = values[tensor.name]
@@ -122,7 +115,7 @@ class Program:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
             staged[...] = value
         self.backends[self.input_device].write(*self.inputs[0].storage, self.staging)
-        parts = self.steps(n_kv)
+        parts = self.steps
         if graphs is None or self.refused:
             for backend, steps in parts:
                 backend.run(steps)

@@ -18,7 +18,7 @@ from .ops import OPS
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
-PRODUCTS = {"mul_mat", "mul_mat_glu"}
+PRODUCTS = {"mul_mat", "mul_mat_glu", "mul_mat_qkv"}
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
 
 
@@ -166,10 +166,10 @@ def named_rows(node: Tensor) -> list[tuple[int, int, int]]:
 class Capture:
     """A node of a run with all that it read and wrote, on the host. Weights and caches are read by `load`: they lie where they are."""
 
-    def __init__(self, node: Tensor, batch: Batch, backend, inputs: list[Tensor]):
-        """inputs: those of the graph."""
+    def __init__(self, node: Tensor, batch: Batch, backend, passing: set[Tensor]):
+        """passing: the graph's inputs and all that its nodes write, whose memory is others' later."""
         self.node, self.batch, self.backend, self.device, self.kernel = node, batch, backend, backend.device, kernel_of(node, backend)
-        stays = [source.base.op is None and source.base not in inputs for source in node.src]
+        stays = [source.base not in passing for source in node.src]
         self.operands = [None if here else on_host(backend, source) for here, source in zip(stays, node.src)]
         self.results = {tensor.name: on_host(backend, tensor) for tensor in results(node)}
         self.addresses = [backend.address(node.src[cache]) for *_, cache in named_rows(node)]
@@ -184,7 +184,8 @@ class Capture:
             return self
         at, node, one = OPS[self.node.op].operands.index("x"), self.node, object.__new__(Capture)
         x = Tensor(node.src[at].name, node.src[at].dtype, (1, *node.src[at].shape[1:]))
-        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params)
+        also = tuple(Tensor(t.name, t.dtype, (1, *t.shape[1:])) for t in results(node)[1:])
+        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params, also=also)
         one.operands, one.addresses = list(self.operands), self.addresses
         one.operands[at] = tuple(array[row:row + 1] for array in self.operands[at])
         return one

@@ -64,7 +64,7 @@ def scratch(machine, n_words):
 def in_blocks(block, n_resident=1):
     """mul_mat_id in blocks of one kind."""
     def launch(target, type_, words, x, ids, out, n_expert, n_rows, n_cols, n_tokens, n_used, b, at):
-        table = cuda_mul_mat_id.dispatched(target, ids, n_expert, n_tokens, n_used, at, None, 1, block.tokens)
+        table = cuda_dispatch.dispatch(target, ids, at, n_expert, n_tokens * n_used, block.tokens, cuda_mul_mat_id.own_fault(at), 1)
         sizes = n_expert, n_rows, n_cols, n_tokens, n_used, b
         return Launches((table, mmq_id(target, type_, words, x, at, out, *sizes, GroupedShape(block, n_resident))))
     return launch

@@ -4,24 +4,33 @@ import numpy as np
 from ggml_py.kernels.cuda import add_rms_norm as cuda_add_rms_norm
 from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
+from ggml_py.kernels.cuda import experts as cuda_experts
 from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
+from ggml_py.kernels.cuda import flash_attn_ext_act as cuda_flash_attn_ext_act
 from ggml_py.kernels.cuda import glu as cuda_glu
+from ggml_py.kernels.cuda import heads as cuda_heads
 from ggml_py.kernels.cuda import mul_mat_glu as cuda_mul_mat_glu
+from ggml_py.kernels.cuda import mul_mat_qkv as cuda_mul_mat_qkv
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda import rms_norm_act as cuda_rms_norm_act
 from ggml_py.kernels.cuda import rope as cuda_rope
 from ggml_py.kernels.cuda import rope_set_rows as cuda_rope_set_rows
+from ggml_py.kernels.cuda import routing as cuda_routing
 from ggml_py.kernels.cuda import set_rows as cuda_set_rows
+from ggml_py.kernels.cuda import soft_max as cuda_soft_max
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
+from ggml_py.kernels.cuda import topk_moe as cuda_topk_moe
 from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
-from ggml_py.kernels.reference import add_rms_norm, argmax, elementwise, flash_attn_ext, glu, mul_mat_glu, rms_norm, rms_norm_act, rope, rope_set_rows, set_rows, swiglu_act
+from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, flash_attn_ext_act, glu, heads, mul_mat_glu, mul_mat_qkv,
+                                       rms_norm, rms_norm_act, rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import GUARD, SPECIAL, activation_buffer, activations, chunk_limbs, reference_activations, run, seeded
 from random_weights import random_weight
+from test_moe_ops import router_rows
 
 EPS = np.float32(1e-5)
 
@@ -96,6 +105,24 @@ def check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased) -> None:
     machine.free()
 
 
+def check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased) -> None:
+    """types, n_rows: of the three matrices."""
+    name = f"mul_mat_qkv[{types}, n_rows={n_rows}, n_cols={n_cols}, n={n}{', biased' * biased}]"
+    rng = seeded(name)
+    words = [tile.pack(random_weight(format_of(t), m, n_cols, rng), t, m, n_cols).reshape(-1).view(np.uint32) for t, m in zip(types, n_rows)]
+    x, expected = activations(n, n_cols, rng), [np.empty((n, m), np.float32) for m in n_rows]
+    operands = reference_activations(x) if format_of(types[0]).is_quantized else (x,)
+    biases = tuple(activations(1, m, rng)[0] for m in n_rows) if biased else ()
+    mul_mat_qkv.mul_mat_qkv(*types)(words, operands, biases, expected)
+    outs = [machine.upload(np.full(out.size + GUARD, np.nan, np.float32)) for out in expected]
+    x = machine.upload(activation_buffer(*operands, n, n_cols) if len(operands) > 1 else x)
+    machine.run(cuda_mul_mat_qkv.mul_mat_qkv(machine.target, types, tuple(map(machine.upload, words)), x, tuple(outs), n_rows, n_cols, n,
+                                             tuple(map(machine.upload, biases))))
+    for part, at, out in zip("qkv", outs, expected):
+        check_floats(machine, at, out, f"{name} {part}")
+    machine.free()
+
+
 def check_binary(machine, op, n_rows, n_cols, y_rows) -> None:
     """op: add or mul."""
     name = f"{op}[n_rows={n_rows}, n_cols={n_cols}, y_rows={y_rows}]"
@@ -147,6 +174,89 @@ def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:
     compare(machine, cuda_rope.rope, (x, pos, table), expected, name, n, n_head, dim, n_rot, neox, in_place=True)
 
 
+# Mixture of experts
+
+ROW_OPS = {"soft_max": (soft_max.soft_max, cuda_soft_max.soft_max), "sigmoid": (elementwise.sigmoid, cuda_elementwise.sigmoid),
+           "normalize": (routing.normalize, cuda_routing.normalize), "mask_groups": (routing.mask_groups, cuda_routing.mask_groups)}
+
+
+def check_row_op(machine, op, n_cols, *params) -> None:
+    """op: of ROW_OPS."""
+    name = f"{op}[{n_cols}{''.join(f', {p}' for p in params)}]"
+    reference, launch_function = ROW_OPS[op]
+    x = router_rows(n_cols, seeded(name))
+    expected = np.empty_like(x)
+    reference(x, *params, expected)
+    compare(machine, launch_function, (x,), expected, name, *x.shape, *params, in_place=True)
+
+
+def check_top_k(machine, n_cols, k) -> None:
+    """And take_columns of another row, by the columns that were found, by any, and by some that there are not."""
+    name = f"top_k[{n_cols}, k={k}]"
+    rng = seeded(name)
+    x, y = router_rows(n_cols, rng), activations(12, n_cols, rng)
+    ids, values = np.empty((len(x), k), np.int32), np.empty((len(x), k), np.float32)
+    routing.top_k(x, ids)
+    found = run(machine, cuda_routing.top_k, [machine.upload(x)], ids.size, *x.shape, k).view(np.int32).reshape(ids.shape)
+    assert np.array_equal(found, ids), name
+    for columns in ids, rng.integers(0, n_cols, ids.shape).astype(np.int32):
+        routing.take_columns(y, columns, values, name)
+        compare(machine, cuda_routing.take_columns, (y, columns), values, f"take_columns {name}", *y.shape, k)
+    columns[0, 0], columns[3, -1], columns[5, 0], columns[7, -1] = -1, n_cols, np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    values[0, 0] = values[3, -1] = values[5, 0] = values[7, -1] = np.nan
+    compare(machine, cuda_routing.take_columns, (y, columns), values, f"take_columns {name}, no such columns", *y.shape, k)
+
+
+def check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor) -> None:
+    """groups: (n_group, n_group_used)."""
+    name = f"topk_moe[{gating}, {n_expert}, k={k}, biased={biased}, groups={groups}, norm={norm}, factor={factor}]"
+    rng = seeded(name)
+    x, bias = router_rows(n_expert, rng), activations(1, n_expert, rng)[0]
+    weights, ids = np.empty((len(x), k), np.float32), np.empty((len(x), k), np.int32)
+    topk_moe.topk_moe(gating)(x, bias if biased else bias[:0], *groups, norm, np.float32(factor), weights, ids)
+    at_weights, at_ids = (machine.upload(np.full(ids.size + GUARD, np.nan, np.float32)) for _ in range(2))
+    machine.run(cuda_topk_moe.topk_moe(machine.target, gating, machine.upload(x), machine.upload(bias) if biased else None, at_weights, at_ids,
+                                       *x.shape, k, *groups, norm, factor))
+    check_floats(machine, at_weights, weights, name)
+    check_floats(machine, at_ids, ids.view(np.float32), f"{name} ids")
+    machine.free()
+
+
+def check_experts(machine, n, n_used, m, n_expert=9) -> None:
+    """add_id, with ids that are experts and some that are none, and weighted_sum."""
+    name = f"experts[n={n}, n_used={n_used}, m={m}]"
+    rng = seeded(name)
+    x, b, w = edges(n * n_used, m, rng), activations(n_expert, m, rng), activations(n, n_used, rng)
+    ids, expected, total = rng.integers(0, n_expert, (n, n_used)).astype(np.int32), np.empty_like(x), np.empty((n, m), np.float32)
+    experts.add_id(x, b, ids, expected, name)
+    compare(machine, cuda_experts.add_id, (x, b, ids), expected, f"add_id {name}", *x.shape, n_expert, in_place=True)
+    ids.reshape(-1)[-4:], expected[-4:] = np.int32([np.iinfo(np.int32).min, np.iinfo(np.int32).max, -1, n_expert])[-ids.size:], np.nan
+    compare(machine, cuda_experts.add_id, (x, b, ids), expected, f"add_id {name}, no such experts", *x.shape, n_expert)
+    experts.weighted_sum(x.reshape(n, n_used, m), w, total)
+    compare(machine, cuda_experts.weighted_sum, (x, w), total, f"weighted_sum {name}", n, n_used, m)
+
+
+def check_swiglu_oai(machine, n_rows, n_cols, alpha=1.702, limit=7.0) -> None:
+    name = f"swiglu_oai[n_rows={n_rows}, n_cols={n_cols}, alpha={alpha}, limit={limit}]"
+    rng = seeded(name)
+    g, u, expected = edges(n_rows, n_cols, rng), edges(n_rows, n_cols, rng)[::-1].copy(), np.empty((n_rows, n_cols), np.float32)
+    glu.swiglu_oai(g, u, np.float32(alpha), np.float32(limit), expected)
+    compare(machine, cuda_glu.swiglu_oai, (g, u), expected, name, n_rows, n_cols, alpha, limit, in_place=True)
+
+
+def check_heads(machine, n, n_head, dim, first, count, dim_y) -> None:
+    name = f"heads[n={n}, n_head={n_head}, dim={dim}, {first}..{first + count - 1}, dim_y={dim_y}]"
+    rng = seeded(name)
+    x, y = (edges(n * n_head, d, rng).reshape(n, n_head, d) for d in (dim, dim_y))
+    expected = np.empty((n, n_head, count), np.float32)
+    heads.slice_heads(x, first, expected)
+    compare(machine, cuda_heads.slice_heads, (x,), expected, f"slice_heads {name}", n, n_head, dim, first, count)
+    expected = np.empty((n, n_head, dim + dim_y), np.float32)
+    for other in y, y[:, :1].copy():
+        heads.concat_heads(x, other, expected)
+        compare(machine, cuda_heads.concat_heads, (x, other), expected, f"concat_heads {name}", n, n_head, other.shape[1], dim, dim_y)
+
+
 # What makes activations
 
 def edges(n: int, k: int, rng) -> np.ndarray:
@@ -160,9 +270,10 @@ def edges(n: int, k: int, rng) -> np.ndarray:
     return x
 
 
-def check_act(machine, launch_function, reference, operands, name, n, k, *params, totals=()) -> None:
+def check_act(machine, launch_function, reference, operands, name, n, k, *params, totals=(), scratch=None) -> None:
     """launch_function(target, *addresses of operands, address of activations, *addresses of totals, n, k, *params) must write what
-    reference(*operands, *params, q, d, sums, *totals) does. totals: float32 arrays of further results."""
+    reference(*operands, *params, q, d, sums, *totals) does. totals: float32 arrays of further results. scratch: address and number of
+    the floats in front of a guard of NaN."""
     n_chunks = -(-k // CHUNK)
     q, d, sums = np.empty((n, n_chunks * CHUNK), np.int16), np.empty((n, n_chunks), np.float32), np.empty((n, n_chunks * 16), np.int32)
     reference(*operands, *params, q, d, sums, *totals)
@@ -176,6 +287,8 @@ def check_act(machine, launch_function, reference, operands, name, n, k, *params
         assert_bitwise_equal(found[first:first + expected.nbytes].view(expected.dtype).reshape(expected.shape), expected, f"{name} {plane}")
     for address, total in zip(at, totals):
         check_floats(machine, address, total, f"{name} total")
+    if scratch:
+        assert np.isnan(machine.download(scratch[0], np.float32, scratch[1] + GUARD)[-GUARD:]).all(), f"{name}: written behind the end of scratch"
     machine.free()
 
 
@@ -279,12 +392,15 @@ def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells,
     machine.free()
 
 
-def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None) -> None:
+def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=None, sinks=False, latent=False, act=False) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes: (sequence, position) of keys
     that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel 1 of all heads of that row.
-    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen."""
+    Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is chosen. latent: V is K's cache, of one KV head.
+    act: flash_attn_ext_act."""
     (type_k, type_v), (n_head, n_head_kv), (dim_k, dim_v), n = types, heads, dims, len(tokens)
     name = f"flash_attn_ext[{types}, tokens={tokens[:4]}.., n={n}, heads={heads}, dims={dims}, n_ctx={n_ctx}, holes={list(holes)[:4]}, special={special}{f', {shape}' if shape else ''}]"
+    given = {"window": window} if window else {}
+    name += " act" * act + f" {given}" * bool(given) + " sinks" * sinks + " latent" * latent
     rng = seeded(name)
     seq, pos = np.array(tokens, np.int32).T.copy()
     n_seq = int(seq.max()) + 1
@@ -306,13 +422,26 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
     for type_, x, dim in ((type_k, k, dim_k), (type_v, v, dim_v)):
         caches.append(empty_cache(type_, n_seq * n_ctx, n_head_kv * dim))
         set_rows.set_rows(type_)(x.reshape(len(cells), -1), cells.astype(np.int64), caches[-1])
+    if latent:
+        caches[1] = caches[0]
     scale, expected = np.float32(dim_k**-0.5), np.empty((n, n_head, dim_v), np.float32)
-    flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected)
+    more = {"sinks": rng.normal(0, 3, n_head).astype(np.float32)} if sinks else {}
+    flash_attn_ext.flash_attn_ext(type_k, type_v)(q, *caches, n_head_kv, seq, pos, present, scale, expected, **given, **more)
     if not special:
         assert np.isfinite(expected).all(), name
-    scratch = np.full(piece_floats(n, n_head, n_ctx, dim_v) + GUARD, np.nan, np.float32)
+    n_floats = cuda_flash_attn_ext_act.act_scratch_floats(n, n_head, dim_v, n_ctx) if act else piece_floats(n, n_head, n_ctx, dim_v)
+    scratch = np.full(n_floats + GUARD, np.nan, np.float32)
     at, addresses = machine.upload(scratch), [machine.upload(a) for a in (q, *caches, seq, pos, present)]
-    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape), addresses, expected.size,
+    there = {**given, **{key: machine.upload(x) for key, x in more.items()}, **({"row_v": dim_k} if latent else {})}
+    if act:
+        def launch(target, *args):
+            *args, n, _ = args
+            return cuda_flash_attn_ext_act.flash_attn_ext_act(target, type_k, type_v, *args, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, at, **there)
+
+        def reference(q, k, v, seq, pos, present, *act):
+            flash_attn_ext_act.flash_attn_ext_act(type_k, type_v)(q, k, v, n_head_kv, seq, pos, present, scale, np.empty_like(expected), act, **given, **more)
+        return check_act(machine, launch, reference, (q, *caches, seq, pos, present), name, n, n_head * dim_v, scratch=(at, n_floats))
+    found = run(machine, lambda target, *args: cuda_flash_attn_ext.flash_attn_ext(target, type_k, type_v, *args, at, shape, **there), addresses, expected.size,
                 n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     assert np.isnan(machine.download(at, np.float32, scratch.shape)[-GUARD:]).all(), f"{name}: written behind the end of scratch"

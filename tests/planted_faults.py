@@ -14,10 +14,13 @@ from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Pending
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.kernels.cpu.mul_mat import mul_mat
+from ggml_py.kernels.reference.experts import weighted_sum
 from ggml_py.kernels.reference.rope_set_rows import rope_set_rows
+from ggml_py.kernels.reference.topk_moe import topk_moe
 from ggml_py.model import Model
 from ggml_py.quant.activation import quantize_activations
 from ggml_py.verify import Verification
+from tiny_moe_models import DEFAULTS, write_moe_model
 
 F32 = np.float32
 
@@ -180,6 +183,36 @@ def rough_mul_mat_glu(act, gate_type, up_type):
     return kernel
 
 
+# Experts
+
+def write_tied_model(path):
+    """A model whose experts are equals in pairs to the router, and to nobody else; of three that a token uses, one is without the other of its pair."""
+    n_expert, n_embd, rng = DEFAULTS["n_expert"], DEFAULTS["n_embd"], np.random.default_rng(0)
+    routers = {f"blk.{i}.ffn_gate_inp.weight": (0.3 * rng.standard_normal((n_expert // 2, n_embd))).astype(F32).repeat(2, axis=0)
+               for i in range(DEFAULTS["n_layer"])}
+    return write_moe_model(path, "qwen3moe", ("Q8_0", "F16"), tensors=routers, n_used=3)
+
+
+def unstable_top_k():
+    """Of equal values the one that comes first, each time in another order."""
+    rng = np.random.default_rng(0)
+
+    def top_k(x, ids):
+        order = rng.permutation(x.shape[1])
+        ids[...] = order[np.argsort(-x[:, order], axis=1, kind="stable")[:, :ids.shape[1]]]
+    return {"top_k": instead(top_k), "topk_moe": instead(lambda gating: topk_moe(gating, top_k=top_k))}
+
+
+def experts_as_they_come():
+    """The outputs of a token's experts are added in another order each time."""
+    rng = np.random.default_rng(0)
+
+    def shuffled_sum(x, w, out):
+        order = rng.permutation(w.shape[1])
+        weighted_sum(np.ascontiguousarray(x[:, order]), np.ascontiguousarray(w[:, order]), out)
+    return {"weighted_sum": instead(shuffled_sum)}
+
+
 # What is not in kernels
 
 class StaleGraphs:
@@ -225,17 +258,18 @@ class HastyBackend(CPUBackend):
 @dataclass(frozen=True)
 class Fault:
     """backend: makes one with the fault, of a device's name. axes: those of one device that must catch it, none if only other devices, or goldens, see it.
-    ops: of the node that bisection must name."""
+    ops: of the node that bisection must name. tied: in a model of `write_tied_model`."""
     name: str
     backend: Callable
     axes: frozenset[str]
     ops: frozenset[str]
+    tied: bool = False
 
 
-def in_kernels(name: str, axes: str, twins) -> Fault:
+def in_kernels(name: str, axes: str, twins, tied: bool = False) -> Fault:
     """twins: those of FaultyBackend, or what makes them anew."""
     make = twins if callable(twins) else lambda: twins
-    return Fault(name, lambda device: FaultyBackend(make(), device), frozenset(axes.split()), frozenset(make()))
+    return Fault(name, lambda device: FaultyBackend(make(), device), frozenset(axes.split()), frozenset(make()), tied)
 
 
 FAULTS = [
@@ -246,4 +280,6 @@ FAULTS = [
     in_kernels("an approximate exponential", "",
                {"swiglu": instead(rough_glu), "swiglu_act": instead(rough_glu_act), "mul_mat_glu": instead(rough_mul_mat_glu)}),
     in_kernels("a stale compiled kernel", "", norms(stale)),
+    in_kernels("a top-k with unstable ties", "rerun", unstable_top_k, tied=True),
+    in_kernels("an expert sum in arrival order", "rerun", experts_as_they_come, tied=True),
 ]

@@ -1,7 +1,7 @@
-"""compute-sanitizer over the kernel tests on a GPU: python tests/sanitize.py [memcheck racecheck initcheck synccheck]
+"""compute-sanitizer over the kernel tests on a GPU: python tests/sanitize.py [memcheck racecheck initcheck synccheck] [-n PROCESSES]
 
-Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run. The tests are those of every kernel and of one format of each
-form, and decode steps, eager and replayed, at sizes that keep all four tools within minutes.
+Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run. The tests are those of every kernel, of one format of each form, a
+few cases of each, and decode steps, eager and replayed, so that all four tools take minutes. (pytest has this file as a plugin.)
 """
 import argparse
 import os
@@ -9,18 +9,36 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from random import Random
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "initcheck": [], "synccheck": []}
 FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
-FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py", "tests/test_gpu_graphs.py"
+FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py", "tests/test_gpu_mul_mat_id.py", "tests/test_gpu_graphs.py"
 SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"
              " or gpu_graphs and (verification or arena)"
+             " or gpu_mul_mat_id and not models and not any_ids and not 8192 and not 65536 and (test_dispatch or rows_on"
+             f" or test_mul_mat_id and ({' or '.join(FORMS)}))"
              f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or test_dequantize or {' or '.join(FORMS)})")
+MOST = 9  # cases of a test
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")
 CLEAN = re.compile(r"0 errors\b|0 hazards displayed \(0 errors, 0 warnings\)")
 PASSED = re.compile(r"^\d+ passed\b", re.MULTILINE)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keeps MOST cases of each test, drawn at random, always the same. Those that `-k` leaves out are gone by then."""
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = {item for each in cases.values() for item in Random(0).sample(each, min(MOST, len(each)))}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def compute_sanitizer() -> str | None:
@@ -33,6 +51,11 @@ def compute_sanitizer() -> str | None:
         pass
     found = [shutil.which("compute-sanitizer", path=str(folder)) for folder in (*folders, "/usr/local/cuda/bin")]
     return next(filter(None, found), None) or shutil.which("compute-sanitizer")
+
+
+def environment() -> dict[str, str]:
+    """Of the tests' process, which finds the project and this file."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))}
 
 
 def problem(returncode: int, output: str) -> str | None:
@@ -51,7 +74,9 @@ def problem(returncode: int, output: str) -> str | None:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("tools", nargs="*", metavar="TOOL", help="of memcheck, racecheck, initcheck, synccheck; all by default")
-    tools = p.parse_args().tools or list(TOOLS)
+    p.add_argument("-n", type=int, default=0, metavar="PROCESSES", help="that share the tests of a tool; all in one by default")
+    options = p.parse_args()
+    tools = options.tools or list(TOOLS)
     if not set(tools) <= set(TOOLS):
         p.error(f"unknown tool {', '.join(sorted(set(tools) - set(TOOLS)))}; known: {', '.join(TOOLS)}")
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -61,12 +86,12 @@ def main() -> int:
         p.error(f"no GPU to check kernels on: {reason}")
     if not sanitizer:
         p.error("no compute-sanitizer: it is in the CUDA toolkit, and in the Python package nvidia-cuda-sanitizer-api")
+    shared = ["-n", str(options.n), "--dist", "worksteal"] if options.n else []
     failed = False
     for tool in tools:
-        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "99",
-                   sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTION, *FILES]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "99", "--target-processes", "all",
+                   sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sanitize", *shared, "-k", SELECTION, *FILES]
+        done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         wrong = problem(done.returncode, done.stdout)
         if wrong:
             print(done.stdout[-20000:])

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "bench"))
 
 pytest.importorskip("figures", reason="needs the checkout")
 import report  # noqa: E402
-from figures import K, M, Row, limits, llama_cpp, verdict  # noqa: E402
+from figures import EXPERTS, K, M, Row, limits, llama_cpp, verdict  # noqa: E402
 from tiny_models import write_model  # noqa: E402
 
 COPY = 4000.0
@@ -29,13 +29,16 @@ def row(kernel="mmvq", type_="Q8_0", m=M, k=K, n=1, cache="cold", us=16.0):
 
 ROWS = [row(), row(cache="hot", us=15), row(n=8, us=25), row(m=128256, k=4096, us=140), row(type_="Q4_1", us=9.0), row(type_="F16", us=31),
         row("mmq", n=512, us=300), row("quantize + mmq", n=512, us=140), row("mmq", n=2048, us=1100),
-        Row("rms_norm", "f32", dict(n=1, k=4096), "hot", 3.0, 2.9, 3.2, 49152, 0)]
+        Row("rms_norm", "f32", dict(n=1, k=4096), "hot", 3.0, 2.9, 3.2, 49152, 0),
+        Row("mul_mat_id", "Q4_K", dict(EXPERTS, n=4), "cold", 10.0, 9.0, 11.0, 1 << 24, 1 << 27),
+        Row("mul_mat_id", "Q4_K", dict(EXPERTS, n=5), "cold", 10.0, 9.0, 11.0, 1 << 24, 1 << 27)]
 
 
 @pytest.mark.parametrize("i, must, goal, result", [
     (0, 18.0, 16.0, "goal"), (1, None, None, None), (2, 24.0, None, "missed"), (3, 558170112 * 1e-3 / (0.95 * COPY), None, "met"),
     (4, 1.5 * M * K * 20 / 32 / 4300e3 + 4, None, "met"), (5, 30.0, 28.5, "missed"), (6, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "missed"),
-    (7, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "goal"), (8, 1200.0, None, "met"), (9, None, None, None)])
+    (7, 2 * M * K * 512 / 250e6, 2 * M * K * 512 / 400e6, "goal"), (8, 1200.0, None, "met"),
+    (9, None, None, None), (10, 12.0, 9.0, "met"), (11, None, None, None)])
 def test_limits(i, must, goal, result):
     limit = limits(ROWS[i], ROWS, COPY)
     assert (limit is None) == (must is None)
@@ -45,7 +48,7 @@ def test_limits(i, must, goal, result):
 
 
 def test_figures_of_llama_cpp():
-    assert [llama_cpp(row) for row in ROWS] == ["22.8 us", "22.8 us", "", "", "", "29.5 us", "191 TFLOP/s", "", "", ""]
+    assert [llama_cpp(row) for row in ROWS] == ["22.8 us", "22.8 us", "", "", "", "29.5 us", "191 TFLOP/s", "", "", "", "12.5 us", ""]
 
 
 def test_line():
@@ -71,7 +74,8 @@ def gpu():
     return gpu
 
 
-@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "get_rows", "dequantize", "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
+@pytest.mark.parametrize("suite", ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "mul_mat_id", "topk_moe", "weighted_sum", "get_rows", "dequantize",
+                                   "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
                                    "flash_attn_ext"])
 def test_cases_launch(gpu, suite):
     cases = gpu.selected(suite, None)
@@ -155,9 +159,9 @@ def test_time(gpu, monkeypatch, us, n_rounds):
 
 def test_page():
     page = report.page({"h200": {**RECORD, "rows": [vars(row) for row in ROWS]}}, {})
-    assert "5 of 8 limits met, 2 of 4 goals reached. Missed: mmvq q8_0 [m=4096, k=14336, n=8, cold]; mmvq f16" in page
+    assert "6 of 9 limits met, 2 of 5 goals reached. Missed: mmvq q8_0 [m=4096, k=14336, n=8, cold]; mmvq f16" in page
     assert "| mmvq | Q8_0 | m=4096 k=14336 n=1 | cold | 16.0 | 15.5 to 17.0 | 62.4 | 3899 | 97 % | 7.3 | 22.8 us | 18.0 | 16.0 | goal | of the type |" in page
-    assert page.count("\n## ") == 2 and page.count("\n### ") == 3 and page.count("\n![") == 3
+    assert page.count("\n## ") == 2 and page.count("\n### ") == 4 and page.count("\n![") == 3
     assert "On a CPU: not measured yet.\n\nOn a GPU: not measured yet.\n" in page
 
 

@@ -169,7 +169,7 @@ def test_a_repetition(clock, n_prompt, n_gen, depth, warm_up):
     samples = benchmark.run_test(clock, test, np.array(tokens), n_batch=4, n_repetitions=3, warm_up=warm_up)
     pieces = lambda first, n: [(tokens[first:first + n][i:i + 4], "last" if i + 4 >= n else "none") for i in range(0, n, 4)]
     repetition = [depth, *pieces(depth, n_prompt), *(([token], "last") for token in tokens[depth + n_prompt:])]
-    assert clock.calls == pieces(0, depth) + (3 + warm_up) * repetition
+    assert clock.calls == pieces(0, depth) + (3 + warm_up * benchmark.WARM_UPS) * repetition
     assert samples == 3 * [1000 * (len(repetition) - 1) + 10 * (n_prompt + n_gen)]
     assert clock.tokens == tokens
 
@@ -464,7 +464,7 @@ def test_speed(tmp_path, monkeypatch, capsys):
 
 def test_speed_has_every_row_of_the_table():
     speed = pytest.importorskip("speed", reason="needs the checkout")
-    assert sum(map(len, speed.TABLE.values())) == 11
+    assert sum(map(len, speed.TABLE.values())) == 14
     assert all(figure.llama_cpp < figure.must < figure.goal for figures in speed.TABLE.values() for figure in figures)
     for (shape, _), figures in speed.TABLE.items():
         assert all(figure.test.n_ctx <= speed.synth.SHAPES[shape].n_ctx for figure in figures)

@@ -8,7 +8,7 @@ import pytest
 from random_weights import random_weight
 
 from ggml_py.kernels import arith
-from ggml_py.kernels.cpu import (add_rms_norm, argmax, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, quantize, rms_norm, rms_norm_act, rope, set_rows,
+from ggml_py.kernels.cpu import (add_rms_norm, argmax, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, mul_mat_qkv, quantize, rms_norm, rms_norm_act, rope, set_rows,
                                  swiglu_act)
 from ggml_py.kernels.reference import add_rms_norm as reference_add_rms_norm
 from ggml_py.kernels.reference import argmax as reference_argmax
@@ -17,6 +17,7 @@ from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import get_rows as reference_get_rows
 from ggml_py.kernels.reference import glu as reference_glu
 from ggml_py.kernels.reference import mul_mat_glu as reference_mul_mat_glu
+from ggml_py.kernels.reference import mul_mat_qkv as reference_mul_mat_qkv
 from ggml_py.kernels.reference import quantize as reference_quantize
 from ggml_py.kernels.reference import rms_norm as reference_rms_norm
 from ggml_py.kernels.reference import rms_norm_act as reference_rms_norm_act
@@ -123,6 +124,20 @@ def test_mul_mat_glu(types, act, biased, n_threads):
         scratch = np.empty((n, m), f32)
         compare(f"mul_mat_glu[{act}, {types}, n={n}, m={m}, k={k}, biased={biased}, threads={n_threads}]", lambda *args: reference(*args, scratch),
                 lambda *args: kernel(*args, scratch), operands, ((n, m), f32))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("types", [("Q4_K", "Q8_0", "Q6_K"), ("F16", "F32", "BF16")], ids="-".join)
+def test_mul_mat_qkv(types, biased, n_threads):
+    rng, n, k, n_rows = seeded(f"{types}"), 5, 512, (70, 33, 1)
+    words = [tile.pack(random_weight(FORMATS[t], m, k, rng), t, m, k).reshape(-1).view(np.uint32) for t, m in zip(types, n_rows)]
+    x = numbers((n, k), rng)
+    q = np.empty((n, k), np.int16), np.empty((n, k // 256), f32), np.empty((n, k // 16), np.int32)
+    reference_quantize.quantize(x, *q)
+    operands = words, q if FORMATS[types[0]].is_quantized else (x,), tuple(numbers((1, m), rng)[0] for m in n_rows) if biased else ()
+    reference, kernel = reference_mul_mat_qkv.mul_mat_qkv(*types), mul_mat_qkv.mul_mat_qkv(*types)
+    compare(f"mul_mat_qkv[{types}, biased={biased}, threads={n_threads}]", lambda *args: reference(*args[:3], args[3:]), lambda *args: kernel(*args[:3], args[3:]),
+            operands, *(((n, m), f32) for m in n_rows))
 
 
 def test_quantize_special_blocks(n_threads):

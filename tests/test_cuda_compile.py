@@ -45,7 +45,8 @@ def violations(ptx: str) -> list[str]:
 
 
 LAUNCH, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
-WEIGHTS = {"words", "gate_words", "up_words", "q_words", "k_words", "v_words", "gate_bias", "up_bias"}  # parameters of kernels that wait where they say: what only copies write
+# Parameters of kernels that wait where they say: what only copies write
+WEIGHTS = {"words", "gate_words", "up_words", "q_words", "k_words", "v_words", "gate_bias", "up_bias", "q_bias", "k_bias", "v_bias"}
 GLOBAL = re.compile(r"\b(ld|st|prefetch)\.global|\bcp\.async\.(c[ag]\b|bulk)")
 
 

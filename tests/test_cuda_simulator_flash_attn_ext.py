@@ -12,12 +12,14 @@ from ggml_py.kernels.arith import div, exp, fma, mul, sub
 from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_tile as tile_kernel
-from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape, attention_shape, flash_attn_ext, heads_together, scratch_floats
-from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, piece_floats
+from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, NO_WINDOW, AttentionShape, attention_shape, flash_attn_ext, heads_together, scratch_floats
+from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, most_pieces, piece_floats
+from ggml_py.kernels.cuda.flash_attn_ext_act import act_scratch_floats, fills_chunks, flash_attn_ext_combine_act
 from ggml_py.kernels.cuda.set_rows import TYPES
+from ggml_py.kernels.reference.quantize import quantize
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import run, seeded
-from op_comparisons import check_flash_attn_ext
+from op_comparisons import check_act, check_flash_attn_ext
 
 
 def test_in_the_simulator():
@@ -84,6 +86,30 @@ def simulate_special(machine, kernel, type_, special):
     check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1, 4))
 
 
+@pytest.mark.parametrize("kernel, types, heads, dims", [
+    ("few", ("f16", "f16"), (3, 1), (32, 64)), ("few", ("q8_0", "q8_0"), (4, 2), (32, 32)), ("any", ("f32", "f32"), (2, 1), (9, 9)), ("any", ("f16", "q8_0"), (2, 2), (8, 16)),
+    ("tile", ("f16", "f16"), (8, 1), (64, 64))], ids=str)
+@pytest.mark.parametrize("window", [1, 127, 131])
+def simulate_window_and_sinks(machine, kernel, types, heads, dims, window):
+    """Queries that see one key, no key of their first piece, and both ends of a window; more pieces than blocks; holes."""
+    tokens = [(1, 0), (0, 300), (1, 129)] if kernel == "tile" else [(0, 300)]
+    shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2 if kernel == "few" or types[0] == "f32" else None, 4)
+    check_flash_attn_ext(machine, types, tokens, heads, dims, 301, [(0, 290), (0, 175)], shape=shape, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("kernel", ["few", "any", "tile"])
+def simulate_sinks(machine, kernel):
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 130)], (4, 2), (32, 16), 131, shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, 4), sinks=True)
+
+
+@pytest.mark.parametrize("kernel, types, n_head, dims", [("few", "f16", 9, (288, 264)), ("few", "q8_0", 3, (288, 256)), ("few", "f16", 2, (72, 64)), ("any", "f16", 2, (12, 8)),
+                                                         ("any", "f32", 2, (72, 64)), ("tile", "q8_0", 2, (160, 128))], ids=str)
+def simulate_latent(machine, kernel, types, n_head, dims):
+    """Values in K's cache: rows longer than their heads, of octets or not; heads that do not lie in registers; several blocks of a KV head."""
+    shape = AttentionShape(kernel, heads_together(n_head), 2 if kernel == "few" else None, 4)
+    check_flash_attn_ext(machine, (types, types), [(0, 129)], (n_head, 1), dims, 130, [(0, 7)], shape=shape, latent=True)
+
+
 @numba.njit
 def combined(m, l, o, out):
     """Section 8 of numerics. m, l: f32 [n]; o: f32 [n, Dv]."""
@@ -117,8 +143,45 @@ def simulate_combine(machine, n_pieces, dim_v):
     for head in range(2):
         combined(m[head], l[head], o[head], expected[head])
     addresses = [machine.upload(np.array([128 * n_pieces - 7], np.int32)), machine.upload(pieces)]
-    found = run(machine, lambda target, pos, pieces, out, *sizes: flash_attn_ext_combine(target, pos, pieces, out, *sizes), addresses, expected.size, 1, 2, dim_v, n_ctx)
+    found = run(machine, lambda target, pos, pieces, out, *sizes: flash_attn_ext_combine(target, pos, pieces, None, out, *sizes), addresses, expected.size, 1, 2, dim_v, n_ctx, NO_WINDOW)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
+
+
+@pytest.mark.parametrize("n_pieces, heads, dim_v, begin", [(1, 2, 64, 0), (40, 2, 128, 0), (33, 1, 512, 0), (3, 9, 32, 2)])
+def simulate_combine_act(machine, n_pieces, heads, dim_v, begin):
+    """More pieces than a round; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, with
+    anything in m and o; zeros of both signs."""
+    name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}]"
+    rng, n_ctx, there = seeded(name), 128 * (n_pieces + begin + 1), slice(begin, begin + n_pieces)
+    m, l = rng.normal(0, 3, (2, heads, n_pieces)).astype(np.float32)
+    l = np.abs(l) + np.float32(1)
+    o = rng.normal(0, 9, (heads, n_pieces, dim_v)).astype(np.float32)
+    o[:, :, ::3] *= np.float32(-0.0)
+    l[rng.random(l.shape) < 0.2], l[:, 0] = 0, 1
+    m[l == 0], o[l == 0] = 1000, np.nan
+    n_all = n_pieces + begin + 1
+    pieces = np.full(piece_floats(1, heads, n_ctx, dim_v), np.nan, np.float32)
+    pieces[:heads * n_all * dim_v].reshape(heads, n_all, dim_v)[:, there] = o
+    pieces[heads * n_all * dim_v:].reshape(heads, n_all, 2)[:, there] = np.stack([m, l], 2)
+    expected = np.empty((heads, dim_v), np.float32)
+    for head in range(heads):
+        combined(m[head], l[head], o[head], expected[head])
+    window = NO_WINDOW if begin == 0 else 128 * n_pieces - 7 - 5
+    check_act(machine, lambda target, pos, pieces, act, n, k: flash_attn_ext_combine_act(target, pos, pieces, None, act, n, heads, dim_v, n_ctx, window),
+              lambda pos, pieces, *act: quantize(expected.reshape(1, -1), *act), (np.array([128 * (n_pieces + begin) - 7], np.int32), pieces), name, 1, heads * dim_v)
+
+
+@pytest.mark.parametrize("heads, dims, tokens, given", [((3, 1), (16, 64), [(0, 130)], dict(sinks=True)), ((2, 2), (8, 40), [(0, 2), (1, 129)], {}),
+                                                        ((2, 1), (8, 128), [(0, 130)], dict(window=3, sinks=True))], ids=str)
+def simulate_act(machine, heads, dims, tokens, given):
+    """Combined into activations, where heads fill chunks, and quantized behind."""
+    check_flash_attn_ext(machine, ("f16", "f16"), tokens, heads, dims, 131, [(tokens[-1][0], 7)], act=True, **given)
+
+
+def simulate_act_of_many(machine, monkeypatch):
+    """One kernel gives attention, another one quantizes it."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.side_by_side", lambda n, n_ctx: False)
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, p) for p in range(3)], (4, 2), (8, 64), 5, act=True)
 
 
 # Launch values, without the simulator
@@ -135,7 +198,10 @@ def test_heads_together(group, heads):
     (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1)),
     (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),     # one block a multiprocessor
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
-    (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
+    (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32)),
+    (("f32", "f32"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
+    (("f16", "f16"), 512, (16, 1), (576, 512), 4096, AttentionShape("any", 8)),
+    (("f16", "f16"), 512, (16, 16), (192, 128), 4096, AttentionShape("tile", 1, n_warps=4)),
     (("f16", "f16"), 1, (4, 4), (65, 64), 128, AttentionShape("any", 1, 1)),
     (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4)),
     (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),
@@ -143,7 +209,7 @@ def test_heads_together(group, heads):
     (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
     (("q8_0", "f16"), 512, (9, 3), (64, 64), 4096, AttentionShape("tile", 3, n_warps=4))], ids=str)
 def test_attention_shape(types, n, heads, dims, n_ctx, shape):
-    assert attention_shape(*types, n, *heads, *dims, n_ctx, 132, 227 << 10) == shape
+    assert attention_shape(*types, n, *heads, *dims, n_ctx, heads[1] * dims[1], NO_WINDOW, 132, 227 << 10) == shape
     assert scratch_floats(n, heads[0], dims[1], n_ctx) == (piece_floats(n, heads[0], n_ctx, dims[1]) if shape.n_splits else 0)
 
 
@@ -156,8 +222,29 @@ def test_scratch_of_a_node(n, expected):
     assert CUDABackend.scratch(None, node) == (expected and ("f32", (expected,)))
 
 
+@pytest.mark.parametrize("dim_v, fills", [(32, True), (64, True), (96, False), (128, True), (256, True), (384, False), (512, True), (16, False), (80, False)])
+def test_scratch_of_activations(dim_v, fills):
+    assert fills_chunks(dim_v) == fills
+    pieces = piece_floats(1, 3, 300, dim_v)
+    assert act_scratch_floats(1, 3, dim_v, 300) == pieces + (0 if fills else 3 * dim_v)
+    assert act_scratch_floats(100, 3, dim_v, 300) == 300 * dim_v
+
+
 def test_tiles_of_small_devices():
-    assert attention_shape("f16", "f16", 2048, 32, 8, 128, 128, 4096, 132, 99 << 10).n_warps == 4
+    assert attention_shape("f16", "f16", 2048, 32, 8, 128, 128, 4096, 1024, NO_WINDOW, 132, 99 << 10).n_warps == 4
+    assert attention_shape("f16", "f16", 2048, 16, 16, 192, 128, 4096, 2048, NO_WINDOW, 132, 99 << 10).kernel == "any"
+
+
+def test_rows_that_are_not_octets():
+    assert attention_shape("f16", "f16", 1, 4, 1, 72, 64, 4096, 72, NO_WINDOW, 132, 99 << 10).kernel == "few"
+    assert attention_shape("f16", "f16", 1, 4, 1, 72, 64, 4096, 76, NO_WINDOW, 132, 99 << 10).kernel == "any"
+
+
+@pytest.mark.parametrize("window", [1, 2, 127, 128, 129, 130, 257])
+def test_pieces_that_a_window_reaches(window):
+    reached = max((p >> 7) - (max(0, p - window + 1) >> 7) + 1 for p in range(1000))
+    assert most_pieces(4096, window) == reached and most_pieces(100, window) == 1
+    assert attention_shape("f16", "f16", 1, 64, 8, 64, 64, 4096, 512, window, 132, 99 << 10).n_splits == reached
 
 
 @pytest.mark.parametrize("layout, most", [
@@ -171,12 +258,16 @@ def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
 
 
 def test_refusals():
-    def attention(type_k="f16", type_v="f16", n=1, n_head=4, n_head_kv=2, dim_k=64, dim_v=64):
-        flash_attn_ext(None, type_k, type_v, *[0] * 7, n, n_head, n_head_kv, dim_k, dim_v, 256, 0.125)
+    def attention(type_k="f16", type_v="f16", n=1, n_head=4, n_head_kv=2, dim_k=64, dim_v=64, **given):
+        flash_attn_ext(None, type_k, type_v, *[0] * 7, n, n_head, n_head_kv, dim_k, dim_v, 256, 0.125, **given)
     for refused, message in [
         (lambda: attention(type_v="bf16"), "flash_attn_ext: type of V is bf16, allowed: f32, f16, q8_0"),
         (lambda: attention(dim_k=577), "flash_attn_ext: head size of K is 577, allowed: 1 to 576"),
         (lambda: attention(type_k="q8_0", dim_k=24), "flash_attn_ext: row of K is 48, allowed: a multiple of 32 for q8_0"),
+        (lambda: attention(window=0), "flash_attn_ext: window is 0, allowed: at least 1"),
+        (lambda: attention(row_v=192), "flash_attn_ext: row of V is 192, allowed: 128, or more for one KV head"),
+        (lambda: attention(n_head_kv=1, row_v=56), "flash_attn_ext: row of V is 56, allowed: 64, or more for one KV head"),
+        (lambda: attention(type_v="q8_0", n_head_kv=1, dim_v=32, row_v=72), "flash_attn_ext: row of V is 72, allowed: a multiple of 32 for q8_0"),
         (lambda: attention(n_head=5), "flash_attn_ext: n_head is 5, allowed: a multiple of n_head_kv = 2"),
     ]:
         with pytest.raises(ValueError) as error:

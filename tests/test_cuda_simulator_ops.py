@@ -1,4 +1,5 @@
-"""rms_norm, elementwise operations, what is fused, rope and set_rows in numba's CUDA simulator; and what their launch functions refuse."""
+"""rms_norm, elementwise operations, what is fused, rope, set_rows and the small ops of experts in numba's CUDA simulator; and what their launch functions
+refuse."""
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
@@ -6,15 +7,23 @@ from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
 from ggml_py.kernels.cuda.elementwise import add
+from ggml_py.kernels.cuda.experts import weighted_sum
+from ggml_py.kernels.cuda.glu import swiglu_oai
+from ggml_py.kernels.cuda.heads import concat_heads, slice_heads
 from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
+from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
 from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
 from ggml_py.kernels.cuda.rope import rope
 from ggml_py.kernels.cuda.rope_set_rows import rope_set_rows
+from ggml_py.kernels.cuda.routing import mask_groups, top_k
 from ggml_py.kernels.cuda.set_rows import cpy_rows_indirect, set_rows
+from ggml_py.kernels.cuda.soft_max import soft_max
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_glu, check_mul_mat_glu, check_rms_norm,
-                            check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
+from ggml_py.kernels.cuda.topk_moe import topk_moe
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_glu, check_heads,
+                            check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
+                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 
 
 def test_in_the_simulator():
@@ -74,6 +83,13 @@ def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
 
 
+@pytest.mark.parametrize("types, n_rows, n_cols, n, biased", [
+    (("Q4_K", "Q4_K", "Q6_K"), (65, 33, 1), 256, 1, True), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, 3, False), (("Q8_0",) * 3, (2, 33, 1), 32, 2, True),
+    (("F16", "F32", "BF16"), (3, 1, 33), 21, 2, True)], ids=str)
+def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased):
+    check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased)
+
+
 def simulate_scale(machine):
     check_scale(machine, 2, 257, 0.1)
 
@@ -110,6 +126,41 @@ def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox, normed, ind
     check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4, normed, indirect)
 
 
+@pytest.mark.parametrize("op, n_cols, params", [
+    ("soft_max", 5, ()), ("soft_max", 60, ()), ("soft_max", 257, ()), ("soft_max", 512, ()), ("sigmoid", 257, ()), ("normalize", 5, ()), ("normalize", 40, ()),
+    ("mask_groups", 60, (4, 2)), ("mask_groups", 160, (8, 3)), ("mask_groups", 2, (1, 1)), ("mask_groups", 256, (128, 5))], ids=str)
+def simulate_row_op(machine, op, n_cols, params):
+    check_row_op(machine, op, n_cols, *params)
+
+
+@pytest.mark.parametrize("n_cols, k", [(1, 1), (8, 8), (60, 4), (257, 2), (512, 3)])
+def simulate_top_k(machine, n_cols, k):
+    check_top_k(machine, n_cols, k)
+
+
+@pytest.mark.parametrize("gating, n_expert, k, biased, groups, norm, factor", [
+    ("softmax", 8, 2, False, (0, 0), True, 1), ("sigmoid", 60, 6, True, (4, 2), True, 2.5), ("softmax_of_chosen", 32, 4, False, (0, 0), False, 1),
+    ("softmax", 160, 3, True, (8, 3), False, 16), ("sigmoid", 257, 2, True, (0, 0), True, 0.3), ("softmax_of_chosen", 40, 32, True, (0, 0), True, 1),
+    ("softmax", 512, 2, False, (1, 1), False, 1)])
+def simulate_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor):
+    check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor)
+
+
+@pytest.mark.parametrize("n, n_used, m", [(1, 1, 1), (2, 8, 33), (3, 9, 257)])
+def simulate_experts(machine, n, n_used, m):
+    check_experts(machine, n, n_used, m)
+
+
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 1), (4, 40), (1, 257)])
+def simulate_swiglu_oai(machine, n_rows, n_cols):
+    check_swiglu_oai(machine, n_rows, n_cols)
+
+
+@pytest.mark.parametrize("n, n_head, dim, first, count, dim_y", [(1, 1, 1, 0, 1, 1), (3, 5, 24, 6, 11, 10), (1, 2, 192, 128, 64, 3)])
+def simulate_heads(machine, n, n_head, dim, first, count, dim_y):
+    check_heads(machine, n, n_head, dim, first, count, dim_y)
+
+
 # Launch values, without the simulator
 
 @pytest.mark.parametrize("n_cols, threads", [(1, 128), (512, 128), (513, 256), (576, 256), (1024, 256), (4096, 1024), (4097, 1024), (1 << 20, 1024)])
@@ -126,12 +177,27 @@ def test_refusals():
         (lambda: mul_mat_glu(None, "tanh", "Q8_0", "Q8_0", 0, 0, 0, None, None, 0, 5, 32, 1, 0), "mul_mat_glu: act is tanh, allowed: silu, gelu, relu"),
         (lambda: mul_mat_glu(None, "silu", "Q8_0", "Q8_0", 0, 0, 0, 0, None, 0, 5, 32, 1, 0),
          "mul_mat_glu: bias is of one product only, allowed: of both or of none"),
+        (lambda: mul_mat_qkv(None, ("Q8_0", "F16", "Q8_0"), (0, 0, 0), 0, (0, 0, 0), (5, 5, 5), 32, 1),
+         "mul_mat_qkv: types is Q8_0, F16, Q8_0, allowed: all quantized or all float"),
+        (lambda: mul_mat_qkv(None, ("Q8_0",) * 3, (0, 0, 0), 0, (0, 0, 0), (5, 0, 5), 32, 1), "mul_mat_qkv: n_rows is 0, allowed: at least 1"),
         (lambda: swiglu_act(None, 0, 0, 0, 65536, 5), "swiglu_act: n is 65536, allowed: 1..65535"),
         (lambda: add(None, 0, 0, 0, 4, 5, 2), "add: y_rows is 2, allowed: 1 or 4"),
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),
         (lambda: set_rows(None, "q4_0", 0, 0, 0, 1, 32), "set_rows: type is q4_0, allowed: f32, f16, q8_0"),
         (lambda: set_rows(None, "q8_0", 0, 0, 0, 1, 40), "set_rows: k is 40, allowed: a multiple of 32 for q8_0"),
         (lambda: rope_set_rows(None, "q8_0", "f16", 0, 0, 0, (), 0, 0, 0, False, *[0] * 5, 1, 1, 1, 32, 32, True, 32), "rope_set_rows: type of K is q8_0, allowed: f32, f16"),
+        (lambda: soft_max(None, 0, 0, 3, 513), "soft_max: n_cols is 513, allowed: 1..512"),
+        (lambda: top_k(None, 0, 0, 3, 8, 9), "top_k: k is 9, allowed: 1..8"),
+        (lambda: mask_groups(None, 0, 0, 3, 8, 8, 1), "mask_groups: n_group is 8, allowed: groups of two or more equal ones of 8 columns"),
+        (lambda: mask_groups(None, 0, 0, 3, 8, 4, 5), "mask_groups: n_group_used is 5, allowed: 1..4"),
+        (lambda: topk_moe(None, "tanh", 0, None, 0, 0, 1, 8, 2, 0, 0, True, 1), "topk_moe: gating is tanh, allowed: softmax, sigmoid, softmax_of_chosen"),
+        (lambda: topk_moe(None, "softmax", 0, None, 0, 0, 1, 64, 33, 0, 0, True, 1), "topk_moe: k is 33, allowed: 1..32"),
+        (lambda: topk_moe(None, "softmax", 0, None, 0, 0, 1, 60, 6, 8, 3, True, 1),
+         "topk_moe: n_group is 8, allowed: groups of two or more equal ones of 60 columns"),
+        (lambda: weighted_sum(None, 0, 0, 0, 3, 0, 5), "weighted_sum: n_used is 0, allowed: at least 1"),
+        (lambda: swiglu_oai(None, 0, 0, 0, 1, 1, 1.7, 0), "swiglu_oai: limit is 0, allowed: above 0"),
+        (lambda: slice_heads(None, 0, 0, 1, 2, 8, 4, 5), "slice_heads: channels is 4..8, allowed: 0..7"),
+        (lambda: concat_heads(None, 0, 0, 0, 1, 4, 2, 8, 8), "concat_heads: n_head_y is 2, allowed: 1 or 4"),
         (lambda: cpy_rows_indirect(None, "q8_0", 0, 0, 0, 0, 32), "cpy_rows_indirect: n is 0, allowed: at least 1"),
     ]:
         with pytest.raises(ValueError) as error:

@@ -1,4 +1,4 @@
-"""CUDA graphs on a GPU: replays give the bits of eager steps and of the recorded digests, over edges of buckets, evictions and moved arenas; stale ones do not."""
+"""CUDA graphs on a GPU: replays give the bits of eager steps and of the recorded digests, over edges of pieces of keys, evictions and moved arenas; stale ones do not."""
 import numpy as np
 import pytest
 
@@ -52,7 +52,7 @@ def both(model, play, **settings):
 
 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0"), ("f32", "f32"), ("q8_0", "f32")], ids=str)
-def test_over_edges_of_buckets(tiny, types, kv_write):
+def test_over_edges_of_pieces(tiny, types, kv_write):
     """Tokens at positions 250 to 269, 505 to 524 and 765 to 769."""
     def play(context):
         found, done = [], 0
@@ -62,7 +62,7 @@ def test_over_edges_of_buckets(tiny, types, kv_write):
             done = start + n
         return found
     counters = both(tiny, play, n_ctx=800, type_k=types[0], type_v=types[1], kv_write=kv_write)
-    assert counters.captures == 4 and counters.replays >= 45 - 4 - 1
+    assert counters.captures == 1 and counters.replays == 45 - 1
 
 
 def test_verification_and_several_sequences(tiny, kv_write):
@@ -150,22 +150,3 @@ def test_perplexity_is_replayed_too(smol):
             found.append(context.decode(tokens, logits="all"))
         return found
     assert both(smol, play, n_ctx=512, n_ubatch=128).replays >= 8
-
-
-def test_closed_contexts_leave_nothing(tiny):
-    from cuda.bindings import driver
-
-    def free():
-        tiny.backend.stream.sync()
-        status, n_bytes, _ = driver.cuMemGetInfo()
-        assert status == driver.CUresult.CUDA_SUCCESS
-        return n_bytes
-    before = None
-    for i in range(60):
-        with tiny.new_context(n_ctx=256) as context:
-            for _ in range(4):
-                context.decode([1])
-            assert context.graphs.counters.captures == 1
-        if i == 9:
-            before = free()
-    assert before - free() < 64 << 20

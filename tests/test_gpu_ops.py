@@ -1,4 +1,5 @@
-"""rms_norm, elementwise operations, what is fused, rope, set_rows and flash_attn_ext on a GPU against kernels/reference, at real sizes."""
+"""rms_norm, elementwise operations, what is fused, rope, set_rows, flash_attn_ext and the small ops of experts on a GPU against kernels/reference, at real
+sizes."""
 from itertools import product
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
 from ggml_py.kernels.cuda.set_rows import TYPES
+from ggml_py.ops import GATINGS
 from matmul_comparisons import SPECIAL
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_flash_attn_ext, check_glu, check_mul_mat_glu, check_rms_norm,
-                            check_rms_norm_act, check_rope, check_rope_set_rows, check_scale, check_set_rows, check_swiglu_act)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_flash_attn_ext,
+                            check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
+                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
+from test_moe_ops import N_EXPERT
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +71,15 @@ def test_mul_mat_glu(machine, act, types, n, biased):
     check_mul_mat_glu(machine, act, types, 33, 256, n, biased)
 
 
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3, ("Q4_1", "Q5_0", "IQ4_XS"), ("F16", "F32", "BF16")], ids=str)
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 17, 40, 300])
+@pytest.mark.parametrize("biased", [False, True])
+def test_mul_mat_qkv(machine, types, n, biased):
+    check_mul_mat_qkv(machine, types, (130, 64, 33), 512, n, biased)
+    check_mul_mat_qkv(machine, types, (1, 257, 32), 1536, n, biased)
+    check_mul_mat_qkv(machine, types, (4096, 1024, 1024), 256, n, biased)
+
+
 @pytest.mark.parametrize("op", ["add", "mul"])
 @pytest.mark.parametrize("n_rows, n_cols, y_rows", [(1, 1, 1), (3, 255, 1), (300, 1536, 300), (300, 1537, 1), (2, 100003, 2)])
 def test_binary(machine, op, n_rows, n_cols, y_rows):
@@ -113,6 +126,42 @@ def test_rope_set_rows(machine, types, normed, indirect, neox, n, heads, dims, n
     check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n + 9, normed, indirect)
 
 
+@pytest.mark.parametrize("n_expert", [1, *N_EXPERT, 384])
+def test_routing(machine, n_expert):
+    for op in "soft_max", "sigmoid", "normalize":
+        check_row_op(machine, op, n_expert)
+    for k in sorted({1, min(8, n_expert), min(32, n_expert), n_expert}):
+        check_top_k(machine, n_expert, k)
+        check_row_op(machine, "normalize", k)
+    for n_group in (n for n in (1, 2, 4, 8, n_expert // 2) if n and n_expert % n == 0 and n_expert > n):
+        for used in sorted({1, (n_group + 1) // 2, n_group}):
+            check_row_op(machine, "mask_groups", n_expert, n_group, used)
+
+
+@pytest.mark.parametrize("gating", GATINGS)
+@pytest.mark.parametrize("n_expert", [1, *N_EXPERT, 384])
+def test_topk_moe(machine, gating, n_expert):
+    for k, biased, groups, norm, factor in ((1, False, (0, 0), False, 1), (8, True, (0, 0), True, 2.5), (6, False, (2, 1), True, 1),
+                                            (4, True, (4, 2), False, 0.3), (32, False, (8, 5), True, 1)):
+        divided = n_expert % max(groups[0], 1) == 0 and n_expert > groups[0]
+        check_topk_moe(machine, gating, n_expert, min(k, n_expert), biased, groups if divided else (0, 0), norm, factor)
+
+
+@pytest.mark.parametrize("n, n_used, m", [(1, 1, 1), (1, 8, 2048), (7, 6, 2048), (300, 4, 255), (5, 32, 257), (2, 9, 100003)])
+def test_experts(machine, n, n_used, m):
+    check_experts(machine, n, n_used, m, n_expert=60)
+
+
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 1), (8, 255), (300, 1536), (300, 1537), (2, 100003)])
+def test_swiglu_oai(machine, n_rows, n_cols):
+    check_swiglu_oai(machine, n_rows, n_cols)
+
+
+@pytest.mark.parametrize("n, n_head, dim, first, count, dim_y", [(1, 1, 1, 0, 1, 1), (7, 16, 192, 128, 64, 64), (300, 128, 128, 0, 77, 64), (3, 5, 24, 6, 11, 10)])
+def test_heads(machine, n, n_head, dim, first, count, dim_y):
+    check_heads(machine, n, n_head, dim, first, count, dim_y)
+
+
 def one_sequence(n, first=0):
     return [(0, p) for p in range(first, first + n)]
 
@@ -147,6 +196,42 @@ def test_flash_attn_ext_kernels(machine, types, heads):
         shapes += [AttentionShape("few", group, n_splits) for n_splits in (1, 2, 3)] + [AttentionShape("tile", group, n_warps=n_warps) for n_warps in (4, 8)]
     for dims, shape in product([(64, 64), (128, 128), (96, 32)], shapes):
         check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
+
+
+@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 290])
+def test_flash_attn_ext_windows_and_sinks(machine, types, window):
+    """gpt-oss's heads, with every kernel."""
+    shapes = [AttentionShape("any", 8, n_splits) for n_splits in (None, 2)]
+    if "f32" not in types:
+        shapes += [AttentionShape("few", 8, n_splits) for n_splits in (1, 3)] + [AttentionShape("tile", 8, n_warps=n_warps) for n_warps in (4, 8)]
+    for shape in shapes:
+        check_flash_attn_ext(machine, types, SEQUENCES, (16, 2), (64, 64), n_ctx=400, holes=HOLES, shape=shape, window=window, sinks=True)
+    check_flash_attn_ext(machine, types, one_sequence(70, 250), (64, 8), (64, 64), n_ctx=320, window=window, sinks=True)
+    check_flash_attn_ext(machine, types, one_sequence(1, 4095), (64, 8), (64, 64), n_ctx=4096, window=window)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("tokens", [SEQUENCES, one_sequence(1, 4095), one_sequence(40, 200)], ids=lambda tokens: str(len(tokens)))
+@pytest.mark.parametrize("n_head, dims", [(16, (576, 512)), (128, (576, 512)), (5, (288, 264)), (3, (96, 64)), (2, (160, 128))])
+def test_flash_attn_ext_latent(machine, type_, tokens, n_head, dims):
+    check_flash_attn_ext(machine, (type_, type_), tokens, (n_head, 1), dims, n_ctx=max(p for _, p in tokens) + 1, latent=True)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("heads, dims", [((9, 3), (64, 64)), ((32, 8), (128, 128)), ((4, 2), (256, 256)), ((5, 5), (80, 80)), ((3, 1), (32, 512)), ((11, 1), (64, 32))], ids=str)
+def test_flash_attn_ext_act(machine, type_, heads, dims):
+    """Pieces combined into activations, in one round and in several, and attention that is quantized behind."""
+    check_flash_attn_ext(machine, (type_, type_), SEQUENCES, heads, dims, n_ctx=302, holes=HOLES, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(1, 4500), heads, dims, n_ctx=5000, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(2, 4500), heads, dims, n_ctx=5000, window=300, sinks=True, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(50, 130), heads, dims, n_ctx=180, sinks=True, act=True)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("tokens", [SEQUENCES, one_sequence(100, 450)], ids=lambda tokens: str(len(tokens)))
+def test_flash_attn_ext_of_192_channels(machine, type_, tokens):
+    check_flash_attn_ext(machine, (type_, type_), tokens, (16, 16), (192, 128), n_ctx=550)
 
 
 @pytest.mark.parametrize("types, dims", [(("f16", "f16"), (65, 63)), (("f32", "f32"), (3, 7)), (("f16", "f32"), (1, 1)), (("f32", "f16"), (127, 129))], ids=str)

@@ -1,8 +1,10 @@
 """Faults that only a GPU has: work in flight, memory that others write, graphs that remember addresses.
 
 Each is caught, and named where there is a node to name."""
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.cuda import CUDABackend, address
 from ggml_py.backends.transfers import Pending, check_status
 from ggml_py.backends.cuda_graphs import GraphCache
-from ggml_py.kernels.cuda.launch import F32, N, SCALAR_F32, Kernel, compile_ptx
+from ggml_py.kernels.cuda.launch import F32, I32, N, SCALAR_F32, Kernel, compile_ptx
 from ggml_py.kernels.cuda.ptx import add, div, f32, i2f, i32, i64, ld, mul, sqrt, st
-from planted_faults import caught_by, verify
+from ggml_py.ops import OPS
+from planted_faults import caught_by, verify, write_tied_model
 from tiny_models import write_model
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
@@ -63,22 +66,82 @@ def unguarded_rms_norm(x, w, out, n_cols, eps):
         i = i32(i + THREADS)
 
 
-KERNELS = {function.__name__: Kernel(function, (F32, F32, F32, N, SCALAR_F32), THREADS, name=f"{function.__name__} {SOURCE}")
-           for function in (scattered_rms_norm, unguarded_rms_norm)}
+def racing_top_k(x, ids, n_cols, k):
+    """A warp a column, from the last on, counts the larger values; of equal ones each takes the next place as it arrives."""
+    arrived = cuda.shared.array(32, i32)
+    row, column = i64(cuda.blockIdx.x), i32(n_cols - 1 - cuda.threadIdx.x // 32)
+    if cuda.threadIdx.x < n_cols:
+        arrived[cuda.threadIdx.x] = i32(0)
+    cuda.syncthreads()
+    if cuda.threadIdx.x % 32 == 0:
+        place, other = i32(0), i32(0)
+        while other < n_cols:
+            place = i32(place + (1 if ld(x, row * n_cols + other) > ld(x, row * n_cols + column) else 0))
+            other = i32(other + 1)
+        place = i32(place + cuda.atomic.add(arrived, place, i32(1)))
+        if place < k:
+            st(ids, row * k + place, column)
 
 
-class FaultyNorms(CUDABackend):
-    """Every rms_norm is a kernel of KERNELS; models are run without the passes that fuse norms."""
+def scattered_weighted_sum(x, w, out, n_used, n_cols):
+    """A warp an expert adds its output as it arrives."""
+    total = cuda.shared.array(32, f32)
+    token, lane, rank = i64(cuda.blockIdx.x), i32(cuda.threadIdx.x % 32), i32(cuda.threadIdx.x // 32)
+    column = i32(cuda.blockIdx.y * 32 + lane)
+    if rank == 0:
+        total[lane] = f32(0)
+    cuda.syncthreads()
+    if column < n_cols:
+        row = token * n_used + (n_used - 1 - rank)
+        cuda.atomic.add(total, lane, mul(ld(x, row * n_cols + column), ld(w, row)))
+    cuda.syncthreads()
+    if rank == 0 and column < n_cols:
+        st(out, token * n_cols + column, total[lane])
 
-    def __init__(self, name: str):
+
+@dataclass(frozen=True)
+class Twin:
+    """Of the kernel of an op. launch: (target, kernel, node, *addresses of operands and of the result) -> launch."""
+    op: str
+    kernel: Kernel
+    launch: Callable
+
+
+def launch_norm(target, kernel, node, x, w, out):
+    return target.launch(kernel, node.shape[0], THREADS, (x, w, out, node.shape[1], node.params["eps"]))
+
+
+def launch_top_k(target, kernel, node, x, out):
+    n, n_cols = node.src[0].shape
+    return target.launch(kernel, n, 32 * n_cols, (x, out, n_cols, node.shape[1]))
+
+
+def launch_weighted_sum(target, kernel, node, x, w, out):
+    (n, n_used), n_cols = node.src[1].shape, node.shape[1]
+    return target.launch(kernel, (n, -(-n_cols // 32)), 32 * n_used, (x, w, out, n_used, n_cols))
+
+
+def twin(op, function, parameters, launch) -> Twin:
+    return Twin(op, Kernel(function, parameters, 1024, name=f"{function.__name__} {SOURCE}"), launch)
+
+
+NORMS = {function.__name__: twin("rms_norm", function, (F32, F32, F32, N, SCALAR_F32), launch_norm) for function in (scattered_rms_norm, unguarded_rms_norm)}
+OF_EXPERTS = {"racing_top_k": twin("top_k", racing_top_k, (F32, I32, N, N), launch_top_k),
+              "scattered_weighted_sum": twin("weighted_sum", scattered_weighted_sum, (F32, F32, F32, N, N), launch_weighted_sum)}
+TWINS = NORMS | OF_EXPERTS
+
+
+class FaultyBackend(CUDABackend):
+    """Every node of an op runs the twin; models are run without the passes that fuse it."""
+
+    def __init__(self, twin: Twin):
         super().__init__(0)
-        self.faulty = KERNELS[name]
+        self.twin = twin
 
     def bind(self, node):
-        if node.op != "rms_norm":
+        if node.op != self.twin.op:
             return super().bind(node)
-        x, w, out = (address(tensor) for tensor in (*node.src, node))
-        return self.target.launch(self.faulty, node.shape[0], THREADS, (x, w, out, node.shape[1], node.params["eps"]))
+        return self.twin.launch(self.target, self.twin.kernel, node, *map(address, (*node.src, node)))
 
 
 class StaleGraphs(GraphCache):
@@ -115,10 +178,10 @@ class HastyBackend(CUDABackend):
         return Pending(data)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", TWINS)
 def test_the_kernels_compile(name):
-    ptx = compile_ptx(KERNELS[name], (9, 0))
-    assert ("atom" in ptx) == (name == "scattered_rms_norm") and ("bar.sync" in ptx) == (name == "scattered_rms_norm")
+    ptx = compile_ptx(TWINS[name].kernel, (9, 0))
+    assert ("atom" in ptx) == ("bar.sync" in ptx) == (name != "unguarded_rms_norm")
 
 
 @pytest.fixture(scope="module")
@@ -129,18 +192,33 @@ def path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "m.gguf", "llama", ("Q8_0",), n_embd=2048, n_ff=160)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", KERNELS)
-def test_norms(path, name, monkeypatch):
-    """A scatter by atomics; a missing barrier. The definition has another order of additions, so that the other device always sees the first; reruns and
-    noise see what comes and goes."""
+def check_twin(path, twin: Twin, monkeypatch):
+    """The definition has another order, so that the other device always sees it; reruns and noise see what comes and goes."""
     from ggml_py import axes
     unfused = axes.Setting
     monkeypatch.setattr(axes, "Setting", lambda *args, **settings: unfused(*args, **{"no_fuse": ("all",), **settings}))
-    verification = verify(path, WINDOWS, ["rerun", "noise", "device"], {"cpu": CPUBackend(), "cuda:0": FaultyNorms(name)}, reruns=5)
+    verification = verify(path, WINDOWS, ["rerun", "noise", "device"], {"cpu": CPUBackend(), "cuda:0": FaultyBackend(twin)}, reruns=5)
     assert caught_by(verification) >= {"device"}
     found = verification.bisect(verification.first_mismatch())
-    assert found is None or found.op == "rms_norm" and any("rms_norm.py: rms_norm on cuda:0" in culprit for culprit in found.culprits), str(found)
+    culprit = f"{OPS[twin.op].module}.py: {twin.op} on cuda:0"
+    assert found is None or found.op == twin.op and any(culprit in each for each in found.culprits), str(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NORMS)
+def test_norms(path, name, monkeypatch):
+    """A scatter by atomics; a missing barrier."""
+    check_twin(path, NORMS[name], monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_experts(name, monkeypatch, tmp_path):
+    """A top-k with unstable ties; an expert sum in arrival order."""
+    reason = no_gpu()
+    if reason:
+        pytest.skip(reason)
+    check_twin(write_tied_model(tmp_path / "m.gguf"), OF_EXPERTS[name], monkeypatch)
 
 
 @pytest.mark.gpu

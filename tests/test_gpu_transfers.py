@@ -114,8 +114,9 @@ def test_late_model(machine, tmp_path, monkeypatch):
         assert all(np.array_equal(a, b) for a, b in zip(wanted, found))
 
 
-def test_contexts_leak_nothing(tmp_path):
-    """Contexts made, used and closed: the pool's used bytes are what they were, free device memory too but for what drivers keep."""
+def test_contexts_leak_nothing(tmp_path, record_property):
+    """Contexts made, used and closed, with graphs captured and replayed: the pool's used bytes are what they were, free device memory too but for what
+    drivers keep. The figures are printed (pytest -rP) and recorded in the report."""
     from cuda.bindings import driver
     from ggml_py import Model
 
@@ -128,12 +129,14 @@ def test_contexts_leak_nothing(tmp_path):
         return device.memory_resource.attributes.used_mem_current, free
 
     def use(i):
-        context = model.new_context(n_ctx=64, n_ubatch=16)
-        if i % 2:
-            context.close()  # with copies and kernels in flight: those of its caches and tables
-            return
-        assert np.array_equal(context.decode([1, 2, 3, 4, 5]), logits)
-        context.close()
+        """One in two is closed with copies and kernels in flight, those of its caches and tables."""
+        with model.new_context(n_ctx=64, n_ubatch=16) as context:
+            if i % 2:
+                return
+            assert np.array_equal(context.decode([1, 2, 3, 4, 5]), logits)
+            for token in 6, 7, 8:
+                context.decode([token], logits="argmax")
+            assert (context.graphs.counters.captures, context.graphs.counters.replays) == (1, 2)
 
     with Model.load(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32")), device="cuda:0") as model:
         with model.new_context(n_ctx=64) as context:
@@ -141,9 +144,15 @@ def test_contexts_leak_nothing(tmp_path):
         for i in range(4):
             use(i)
         used, free = memory()
+        begin = time.perf_counter()
         for i in range(N_CONTEXTS):
             use(i)
         used_after, free_after = memory()
+        found = {"n_contexts": N_CONTEXTS, "seconds": round(time.perf_counter() - begin, 1), "used_before": used, "used_after": used_after,
+                 "free_before": free, "free_after": free_after}
+        for name, value in found.items():
+            record_property(name, value)
+        print(", ".join(f"{name}: {value:,}" for name, value in found.items()))
         assert used_after == used
         assert abs(free_after - free) <= SPREAD
         assert model.backend.transfers.statistics.n_to_host >= 1 + N_CONTEXTS // 2

@@ -150,7 +150,7 @@ def test_cuda_refuses_them_when_they_are_loaded(tmp_path):
     pytest.importorskip("numba_cuda")
     from recording_target import RecordingBackend
     file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", "qwen3moe"))
-    with pytest.raises(UserError, match="^ffn_moe_probs-0: cuda: op soft_max is not implemented yet; --device cpu has it$"):
+    with pytest.raises(UserError, match="^ffn_moe_gate-0: cuda: op mul_mat_id is not implemented yet; --device cpu has it$"):
         Model(file, RecordingBackend())
 
 

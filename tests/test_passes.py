@@ -115,7 +115,7 @@ def sum_has_two_norms():
 def products(g, x, types=("Q8_0", "Q4_1"), biased=(False, False)):
     """Of one x, with a weight of each type."""
     made = [g.mul_mat(matrix(f"{'ab'[i]}{type_}", type_), x, name="gu"[i]) for i, type_ in enumerate(types)]
-    return [g.add(y, vector("bias", M)) if bias else y for y, bias in zip(made, biased)]
+    return [g.add(y, vector(f"{y.name} bias", M)) if bias else y for y, bias in zip(made, biased)]
 
 
 def glu(op="swiglu", types=("Q8_0", "Q4_1"), biased=(False, False)):
@@ -134,12 +134,16 @@ def product_with_itself():
 CELLS = np.array([0, 3, 5])
 
 
+def q_as_it_is(g, x, y):
+    return x, *(g.mul_mat(matrix(name, "F32", n_rows=96), y, name=name) for name in "kv")
+
+
 def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, norms=(None, None), indirect=False,
-              between=lambda g, q, k, cache: []):
+              between=lambda g, q, k, cache: [], qkv=q_as_it_is):
     """Nine heads of Q and three of K and V, put into three of eight cells. norms: eps of those of Q and K. between: (graph, rotated Q and K, cache of K) -> outputs, made after K is written
-    and before V is."""
+    and before V is. qkv: (graph, x, y) -> Q, K, V."""
     g, x, y = start()
-    k, v = (g.mul_mat(matrix(name, "F32", n_rows=96), y, name=name) for name in "kv")
+    x, k, v = qkv(g, x, y)
     pos, seq = leaf("pos", "i32", CELLS.astype(np.int32)), leaf("seq", "i32", np.zeros(N, np.int32))
     rows = {name: leaf(name, "i64", CELLS) for name in ("rows", "other rows")}
     present = np.isin(np.arange(8), CELLS).astype(np.uint8)[None]
@@ -159,9 +163,26 @@ def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first
     others = between(g, q, rotated, cache_k)
     if not v_first:
         cached_v = write_v()
-    a = g.flash_attn_ext(q, cached_k, cached_v, seq, pos, leaf("present", "u8", present), n_head=9, n_head_kv=3, scale=0.2, n_kv=8, name="attention")
+    a = g.flash_attn_ext(q, cached_k, cached_v, seq, pos, leaf("present", "u8", present), n_head=9, n_head_kv=3, scale=0.2, name="attention")
     g.outputs = [a, *others]
     return g
+
+
+def three_products(weights=("Q8_0", "Q4_1", "Q5_0"), biased=(False, False, False)):
+    """Q, K and V as an attention begins with them, by weights of the given types."""
+    def qkv(g, x, y):
+        sizes = {"q": K, "kk": 96, "vvv": 96}
+        made = [g.mul_mat(matrix(name, type_, n_rows=n), y, name=f"{name} product") for type_, (name, n) in zip(weights, sizes.items())]
+        return [g.add(z, vector(f"{name} bias", n), name=f"{name} sum") if bias else z for z, (name, n), bias in zip(made, sizes.items(), biased)]
+    return qkv
+
+
+def all_of_k_is_read():
+    """K's product may have other readers, behind V's."""
+    def qkv(g, x, y):
+        q, k, v = three_products()(g, x, y)
+        return q, k, g.add(v, k)
+    return attention(qkv=qkv)
 
 
 def q_is_read_after():
@@ -192,6 +213,26 @@ def rotated_k_is_read():
 
 def the_cache_is_read_between():
     return attention(("f32", "f16"), between=lambda g, q, k, cache: [g.scale(cache, factor=2.0)])
+
+
+def attention_and_product(**given):
+    g = attention(**given)
+    g.outputs = [g.mul_mat(matrix("output"), g.outputs[0], name="output")]
+    return g
+
+
+def attention_is_read_elsewhere():
+    g = attention_and_product(rows_of_v="other rows")
+    g.outputs.append(g.scale(g.outputs[0].src[1].src[0], factor=2.0))
+    return g
+
+
+def the_cache_is_written_before_attention_is_quantized():
+    g = attention(rows_of_v="other rows")
+    a, = g.outputs
+    g.set_rows(a.src[1].base, g.nodes[0], leaf("rows again", "i64", CELLS), name="written")
+    g.outputs = [g.mul_mat(matrix("output"), a, name="output")]
+    return g
 
 
 def ops(g):
@@ -229,9 +270,20 @@ def run(g, no_fuse=()):
       for types in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))),
     (q_is_read_after, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext", "scale"]),
     (lambda: attention(("f16", "f32"), indirect=True), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
+    (attention_and_product, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext_act", "mul_mat"]),
+    (lambda: attention_and_product(types=("f32", "f32"), rows_of_v="other rows"),
+     ["mul_mat", "mul_mat", "rope", "rope", "set_rows", "set_rows", "flash_attn_ext_act", "mul_mat"]),
     (normed_heads, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
     (only_q_is_normed, ["mul_mat", "mul_mat", "rms_norm", "rope_set_rows", "flash_attn_ext"]),
     (norms_differ, ["mul_mat", "mul_mat", "rms_norm", "rms_norm", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products()), ["quantize", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products(("F32", "BF16", "F16")), norms=(1e-5, 1e-5)), ["mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(("q8_0", "f32"), qkv=three_products(("Q8_0",) * 3)),
+     ["quantize", "mul_mat_qkv", "rope", "rope", "set_rows", "set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products(biased=(True, False, True)), indirect=True), ["quantize", "mul_mat_qkv", "add", "add", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products(biased=(True,) * 3)), ["quantize", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
+    (lambda: attention(qkv=three_products(("F16", "F32", "F32"), (True,) * 3)), ["mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
+    (all_of_k_is_read, ["quantize", "mul_mat_qkv", "add", "rope_set_rows", "flash_attn_ext"]),
 ])
 def test_fused_and_unfused_give_the_same_bits(build, fused):
     g, plain = build(), build()
@@ -432,13 +484,58 @@ def product_operand_written_between():
     return g
 
 
+def q_is_biased_before_k_is_made():
+    """The bias is not in the op, and what it reads is made too late."""
+    def qkv(g, x, y):
+        q = g.add(g.mul_mat(matrix("q", n_rows=K), y), vector("bias"))
+        return q, *(g.mul_mat(matrix(name, n_rows=96), y) for name in ("kk", "vvv"))
+    return attention(("q8_0", "q8_0"), qkv=qkv)
+
+
+def float_and_quantized_q():
+    return attention(("q8_0", "q8_0"), qkv=three_products(("F32", "Q8_0", "Q8_0")))
+
+
+def v_of_another_input():
+    def qkv(g, x, y):
+        return *three_products(("F32",) * 2)(g, x, y), g.mul_mat(matrix("vvv", "F32", n_rows=96), x)
+    return attention(("q8_0", "q8_0"), qkv=qkv)
+
+
+def k_and_v_are_one_product():
+    def qkv(g, x, y):
+        q, k = three_products(("F32",) * 2)(g, x, y)
+        return q, k, k
+    return attention(("q8_0", "q8_0"), qkv=qkv)
+
+
+def v_is_made_first():
+    def qkv(g, x, y):
+        v = g.mul_mat(matrix("vvv", "F32", n_rows=96), y)
+        return *three_products(("F32",) * 2)(g, x, y), v
+    return attention(("q8_0", "q8_0"), qkv=qkv)
+
+
+def v_on_another_device():
+    def qkv(g, x, y):
+        w = matrix("vvv", "F32", n_rows=96)
+        q, k = three_products(("F32",) * 2)(g, x, y)
+        g.device = w.device = "other"
+        v = g.mul_mat(w, y)
+        g.device = "cpu"
+        return q, k, v
+    return attention(("q8_0", "q8_0"), qkv=qkv)
+
+
 @pytest.mark.parametrize("build", [
+    q_is_biased_before_k_is_made, float_and_quantized_q, v_of_another_input, k_and_v_are_one_product, v_is_made_first, v_on_another_device,
     also_a_float_product, also_an_output, norm_is_an_output, float_weights, norm_of_heads, two_devices, operand_written_between,
     sum_read_before_its_norm, sum_with_one_row, sum_on_another_device, term_written_between,
     a_bias_in_one_product, a_bias_of_rows, float_and_quantized_products, products_of_two_inputs, a_product_is_read_elsewhere, a_product_is_an_output,
     a_product_is_read_without_its_bias, a_product_is_scaled, one_side_is_no_product, products_on_two_devices, product_operand_written_between,
     lambda: attention(("q8_0", "f16")), lambda: attention(("f16", "q8_0")), lambda: attention(neox=(True, False)), lambda: attention(rows_of_v="other rows"),
-    lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between])
+    lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between,
+    attention_is_read_elsewhere, the_cache_is_written_before_attention_is_quantized])
 def test_left_alone(build):
     g, plain = build(), build()
     before = ops(g)
@@ -505,8 +602,13 @@ def test_passes_make_ops():
     (glu, "mul_mat_glu", dict(act="silu", gate_type="Q8_0", up_type="Q4_1", gate_words="aQ8_0", up_words="bQ4_1", x="x-act", gate_bias=None, up_bias=None,
                               out="glu", n_rows=M, n_cols=K, n=N, scratch="scratch")),
     (lambda: glu("reglu", ("F32", "F16"), (True, True)), "mul_mat_glu",
-     dict(act="relu", gate_type="F32", up_type="F16", gate_words="aF32", up_words="bF16", x="x", gate_bias="gate_bias", up_bias="up_bias", out="glu",
-          n_rows=M, n_cols=K, n=N, scratch="scratch"))])
+     dict(act="relu", gate_type="F32", up_type="F16", gate_words="aF32", up_words="bF16", x="x", gate_bias="g bias", up_bias="u bias", out="glu",
+          n_rows=M, n_cols=K, n=N, scratch="scratch")),
+    (lambda: attention(qkv=three_products()), "mul_mat_qkv",
+     dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q product", "kk product", "vvv product"), n_rows=(K, 96, 96), n_cols=K, n=N, biases=[])),
+    (lambda: attention(qkv=three_products(biased=(True,) * 3)), "mul_mat_qkv",
+     dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q sum", "kk sum", "vvv sum"), n_rows=(K, 96, 96), n_cols=K, n=N,
+          biases=["q bias", "kk bias", "vvv bias"]))])
 def test_what_cuda_launches(build, op, expected):
     """Names stand for addresses: each must come to the parameter of the launch function that it is meant for."""
     pytest.importorskip("numba_cuda")
@@ -516,7 +618,6 @@ def test_what_cuda_launches(build, op, expected):
     fuse(g)
     node = next(node for node in g.live() if node.op == op)
     names = [source.name for source in (*node.src, *node.written)]
-    names[3:5] = OPS[op].operands[3:len(node.src)] or names[3:5]  # both biases are called alike
     if CUDABackend.scratch(None, node):
         names.append("scratch")
 
@@ -541,7 +642,7 @@ def test_each_pass_is_switched_off_alone():
 
 @pytest.mark.parametrize("arch, types, never", [
     ("llama", ("Q8_0",), set()), ("qwen2", ("Q8_0", "Q5_1", "Q4_0"), set()),
-    ("qwen3", ("Q4_1", "Q8_0", "F16", "Q5_0"), {"mul_mat_glu"})])  # of gate and up one is float and the other quantized
+    ("qwen3", ("Q4_1", "Q8_0", "F16", "Q5_0"), {"mul_mat_glu", "mul_mat_qkv"})])  # some are float and others quantized
 def test_models(arch, types, never, tmp_path):
     """Prompts and single tokens, with and without logits, whatever is fused."""
     tokens = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
@@ -567,8 +668,8 @@ def test_unknown_passes_are_named(tmp_path, capsys):
     with Model.load(write_model(tmp_path / "m.gguf"), device="cpu") as model:
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
-    allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, rope_set_rows, "
-               "topk_moe, all")
+    allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, mul_mat_qkv, "
+               "rope_set_rows, flash_attn_ext_act, topk_moe, all")
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from ggml_py.ops import OPS
 from ggml_py.perplexity import Settings
 from ggml_py.sampling import Sampling
 from fake_model import FakeTokenizer
-from planted_faults import FAULTS, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, made, norm, norms, verify
+from planted_faults import FAULTS, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, made, norm, norms, verify, write_tied_model
 from tiny_models import write_model
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
@@ -26,6 +26,11 @@ def path(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("models") / "m.gguf", "llama", ("Q8_0",), n_embd=288, n_ff=160)
 
 
+@pytest.fixture(scope="module")
+def tied_path(tmp_path_factory):
+    return write_tied_model(tmp_path_factory.mktemp("models") / "m.gguf")
+
+
 def test_a_twin_without_a_fault(path):
     """The twins' own arithmetic is the definition's but for the products of the sum, which are rounded: it is no axis that sees that, but the device does."""
     assert verify(path, WINDOWS, ON_CPU, {"cpu": FaultyBackend(norms(norm))}).confirmed
@@ -33,7 +38,8 @@ def test_a_twin_without_a_fault(path):
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_caught_and_named(path, fault, tmp_path):
+def test_caught_and_named(path, tied_path, fault, tmp_path):
+    path = tied_path if fault.tied else path
     verification = verify(path, WINDOWS, ON_CPU, {"cpu": fault.backend("cpu")})
     caught = caught_by(verification)
     assert fault.axes <= caught if fault.axes else not caught, caught
@@ -44,6 +50,10 @@ def test_caught_and_named(path, fault, tmp_path):
     assert found.op in fault.ops and found.inputs_equal, str(found)
     assert any(f"{OPS[op].module}.py: {op}" in culprit for culprit in found.culprits for op in fault.ops), str(found)
     assert {path.name for path in (tmp_path / "dump").iterdir()} >= {"default.npz", "other.npz", "run.py"}
+
+
+def test_experts_without_a_fault(tied_path):
+    assert verify(tied_path, WINDOWS, ON_CPU, {"cpu": CPUBackend()}).confirmed
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.axes], ids=lambda fault: fault.name)
@@ -125,3 +135,13 @@ def test_rows_named_by_addresses_are_computed_again(path):
         setting = Setting("kv_write", "", "cpu", kv_write="cpy")
         found = first_difference(model, faulty, WINDOWS, setting, setting, 1)
     assert found is not None and "rope_set_rows" in str(found)
+
+
+def test_a_fault_in_one_of_three_results(path):
+    def of_k(words, x, biases, outs):
+        if len(outs[1]) < 32:
+            outs[1][:, 3] += np.float32(1e-3)
+    verification = verify(path, WINDOWS, ["ubatch"], {"cpu": FaultyBackend({"mul_mat_qkv": made(after(of_k))})})
+    found = verification.bisect(verification.first_mismatch())
+    assert found.op == "mul_mat_qkv" and found.name == "Klin-0" and found.inputs_equal, str(found)
+    assert all("mul_mat_qkv.py: mul_mat_qkv[Q8_0, Q8_0, Q8_0]" in culprit for culprit in found.culprits) and found.culprits, str(found)

@@ -23,6 +23,7 @@ def random_bytes(rng, n: int) -> np.ndarray:
 
 @contextmanager
 def transfers_of(machine, i: int = 0, ring_bytes: int = RING):
+    gc.collect()  # garbage of earlier checks has pinned memory, and to free that waits for all that is late
     transfers = Transfers(machine.drivers[i], machine.stream(i), ring_bytes)
     yield transfers
     transfers.close()

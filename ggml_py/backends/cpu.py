@@ -90,9 +90,6 @@ class CPUBackend:
         buffer, offset = tensor.base.storage
         return buffer.ctypes.data + offset
 
-    def key_bound(self, n_keys: int, n_ctx: int) -> int:
-        return n_ctx
-
     def new_graphs(self) -> None:
         return None
 
@@ -100,7 +97,7 @@ class CPUBackend:
         pass
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        return (node.dtype, node.shape) if node.op in ("mul_mat_glu", "mul_mat_id_glu") else None
+        return ("f32", node.shape) if node.op in ("mul_mat_glu", "mul_mat_id_glu", "flash_attn_ext_act") else None
 
     def bind(self, node: Tensor) -> Callable[[], None]:
         return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), *map(self.view, node.written))
@@ -130,6 +127,12 @@ def bind_quantize(kernel, node, *operands):
 @binds("mul_mat")
 def bind_mul_mat(kernel, node, words, x, out):
     return partial(kernel(node.src[0].dtype), words, *(x if isinstance(x, tuple) else (x,)), out)
+
+
+@binds("mul_mat_qkv")
+def bind_mul_mat_qkv(kernel, node, q, k, v, x, *others):
+    *biases, out_v, out_q, out_k = others
+    return partial(kernel(*(w.dtype for w in node.src[:3])), (q, k, v), x if isinstance(x, tuple) else (x,), biases, (out_q, out_k, out_v))
 
 
 @binds("mul_mat_id")
@@ -275,14 +278,15 @@ def bind_cpy_rows_indirect(kernel, node, cache, x, dst, out):
     return partial(kernel(node.dtype), x, dst[node.params["slot"]], cache)
 
 
-@binds("flash_attn_ext")
+@binds("flash_attn_ext", "flash_attn_ext_act")
 def bind_flash_attn_ext(kernel, node, q, k, v, seq, pos, present, *others):
-    *sinks, out = others
+    sinks, results = others[:len(node.src) - 6], others[len(node.src) - 6:]
+    *act, out = results  # activations, and what is scratch for them
     n_head, given = node.params["n_head"], {"window": node.params["window"]} if node.params["window"] else {}
     given.update(zip(("sinks",), sinks))
     q, out = (a.reshape(len(a), n_head, a.shape[1] // n_head) for a in (q, out))
     return partial(kernel(node.src[1].dtype, node.src[2].dtype), q, k, v, node.params["n_head_kv"], seq, pos, present, np.float32(node.params["scale"]), out,
-                   **given)
+                   *act, **given)
 
 
 @binds("cpy")

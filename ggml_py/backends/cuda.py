@@ -11,7 +11,7 @@ import numpy as np
 from ..graph import Tensor
 from ..ops import OPS
 from ..storage import n_bytes
-from .cuda_graphs import GraphCache, bucket
+from .cuda_graphs import GraphCache
 from .transfers import CUDADriver, Pending, Transfers, check_status
 
 BINDERS: dict[str, Callable] = {}  # op -> function of (launch function, target, node, *addresses of operands and of results) that gives a launch
@@ -114,18 +114,19 @@ class CUDABackend:
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""
         from ..errors import UserError
-        given = [name for name in ("window", "n_embd_head_v") if node.params.get(name)] + ["sinks"] * (node.op == "flash_attn_ext" and len(node.src) > 6)
-        if node.op not in (*BINDERS, "cpy") or given:
-            raise UserError(f"{node.name}: cuda: op {node.op}{' with ' * bool(given)}{', '.join(given)} is not implemented yet; --device cpu has it")
+        if node.op not in (*BINDERS, "cpy"):
+            raise UserError(f"{node.name}: cuda: op {node.op} is not implemented yet; --device cpu has it")
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
             from ..kernels.cuda.argmax import PARTS
             return "i32", (*node.shape, 2 * PARTS)
-        if node.op == "flash_attn_ext":
+        if node.op in ("flash_attn_ext", "flash_attn_ext_act"):
             from ..kernels.cuda.flash_attn_ext import scratch_floats
+            from ..kernels.cuda.flash_attn_ext_act import act_scratch_floats
             n_head, present = node.params["n_head"], node.src[5]
-            n_floats = scratch_floats(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
+            needed = scratch_floats if node.op == "flash_attn_ext" else act_scratch_floats
+            n_floats = needed(node.shape[0], n_head, node.shape[1] // n_head, present.shape[1])
             return ("f32", (n_floats,)) if n_floats else None
         if node.op in ("mul_mat_id", "mul_mat_id_glu"):
             from ..kernels.cuda.mul_mat_id import scratch_words
@@ -145,9 +146,6 @@ class CUDABackend:
 
     def address(self, tensor: Tensor) -> int:
         return address(tensor)
-
-    def key_bound(self, n_keys: int, n_ctx: int) -> int:
-        return bucket(n_keys, n_ctx)
 
     def new_graphs(self) -> GraphCache:
         return GraphCache(self)
@@ -187,6 +185,14 @@ def bind_quantize(launch, target, node, x, out):
 def bind_mul_mat(launch, target, node, words, x, out):
     w = node.src[0]
     return launch(target, w.dtype, words, x, out, *w.shape, node.shape[0])
+
+
+@binds("mul_mat_qkv")
+def bind_mul_mat_qkv(launch, target, node, q, k, v, x, *others):
+    *biases, out_v, out_q, out_k = others
+    matrices = node.src[:3]
+    return launch(target, tuple(w.dtype for w in matrices), (q, k, v), x, (out_q, out_k, out_v), tuple(w.shape[0] for w in matrices), matrices[0].shape[1],
+                  node.shape[0], biases)
 
 
 @binds("mul_mat_glu")
@@ -265,6 +271,61 @@ def bind_swiglu(launch, target, node, gate, up, out):
     return launch(target, gate, up, out, *node.shape)
 
 
+@binds("swiglu_oai")
+def bind_swiglu_oai(launch, target, node, gate, up, out):
+    return launch(target, gate, up, out, *node.shape, node.params["alpha"], node.params["limit"])
+
+
+@binds("sigmoid", "soft_max", "normalize")
+def bind_rows(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape)
+
+
+@binds("top_k")
+def bind_top_k(launch, target, node, x, out):
+    return launch(target, x, out, *node.src[0].shape, node.params["k"])
+
+
+@binds("mask_groups")
+def bind_mask_groups(launch, target, node, x, out):
+    return launch(target, x, out, *node.shape, node.params["n_group"], node.params["n_group_used"])
+
+
+@binds("take_columns")
+def bind_take_columns(launch, target, node, x, ids, out):
+    return launch(target, x, ids, out, *node.src[0].shape, node.shape[1])
+
+
+@binds("topk_moe")
+def bind_topk_moe(launch, target, node, logits, *others):
+    *bias, weights, ids = others
+    p = node.params
+    return launch(target, p["gating"], logits, *bias or [None], weights, ids, *node.src[0].shape, p["k"], p["n_group"], p["n_group_used"], p["norm"],
+                  p["factor"])
+
+
+@binds("add_id")
+def bind_add_id(launch, target, node, x, b, ids, out):
+    return launch(target, x, b, ids, out, *node.shape, node.src[1].shape[0])
+
+
+@binds("weighted_sum")
+def bind_weighted_sum(launch, target, node, x, w, out):
+    return launch(target, x, w, out, *node.src[1].shape, node.shape[1])
+
+
+@binds("slice_heads")
+def bind_slice_heads(launch, target, node, x, out):
+    p = node.params
+    return launch(target, x, out, node.shape[0], p["n_head"], node.src[0].shape[1] // p["n_head"], p["first"], p["n"])
+
+
+@binds("concat_heads")
+def bind_concat_heads(launch, target, node, x, y, out):
+    n_head, n_head_y = node.params["n_head"], node.params["n_head_y"]
+    return launch(target, x, y, out, node.shape[0], n_head, n_head_y, node.src[0].shape[1] // n_head, node.src[1].shape[1] // n_head_y)
+
+
 @binds("rope")
 def bind_rope(launch, target, node, x, pos, table, out):
     n_head = node.params["n_head"]
@@ -301,9 +362,12 @@ def bind_cpy_rows_indirect(launch, target, node, cache, x, dst, out):
     return launch(target, node.dtype, x, dst + 8 * n * node.params["slot"], cache, n, k)
 
 
-@binds("flash_attn_ext")
-def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, out, scratch=None):
+@binds("flash_attn_ext", "flash_attn_ext_act")
+def bind_flash_attn_ext(launch, target, node, q, k, v, seq, pos, present, *others):
     n_head, n_head_kv = node.params["n_head"], node.params["n_head_kv"]
     n, q_cols = node.src[0].shape
+    sinks, (out, *scratch) = (others[0], others[1:]) if len(node.src) > 6 else (None, others)
+    given = {"window": node.params["window"]} if node.params["window"] else {}
     return launch(target, node.src[1].dtype, node.src[2].dtype, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, q_cols // n_head,
-                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], scratch)
+                  node.shape[1] // n_head, node.src[5].shape[1], node.params["scale"], *scratch, sinks=sinks,
+                  row_v=node.src[2].shape[1], **given)

@@ -1,9 +1,9 @@
 """CUDA graphs: the launches of a step as one, captured once and replayed (docs/graphs.md).
 
 A graph holds the kernels, grids, sizes and addresses of the step that it was captured from. So a step may be replayed only where nothing of these changes:
-what differs from token to token is data in device memory (ids, positions, cells, presence of keys), and the number of keys, which shapes the launches of
-attention, counts by `bucket`. A cache finds graphs by a `Key` of everything that shapes launches, and replays one for the very steps that it was captured
-from; if they were bound anew since, as after the arena grew, it captures them again.
+what differs from token to token is data in device memory (ids, positions, cells, presence of keys), and how many keys there are, kernels read from the
+positions. A cache finds graphs by a `Key` of everything that shapes launches, and replays one for the very steps that it was captured from; if they were
+bound anew since, as after the arena grew, it captures them again.
 """
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -11,17 +11,7 @@ from typing import Callable, NamedTuple
 
 from ..graph import Tensor
 
-GRAPHS = 32       # that a cache keeps
-KEYS = 256        # in a piece of n_kv
-LEADING_BITS = 3  # of the number of pieces; the others are zero, so that n_kv is at most a quarter larger than it need be
-
-
-def bucket(n_keys: int, n_ctx: int) -> int:
-    """The n_kv that launches are shaped for where keys at positions below n_keys may be visible: 256, 512, ... 2048, 2560, 3072, 3584, 4096, 5120, ...
-    or n_ctx; there are 24 of them up to 32768."""
-    pieces = -(-n_keys // KEYS)
-    step = 1 << max(0, (pieces - 1).bit_length() - LEADING_BITS)
-    return min(-(-pieces // step) * step * KEYS, n_ctx)
+GRAPHS = 32  # that a cache keeps
 
 
 class Key(NamedTuple):
@@ -29,7 +19,6 @@ class Key(NamedTuple):
     n_tokens: int
     n_outputs: int
     greedy: bool
-    n_kv: int
     no_fuse: frozenset[str]
     type_k: str
     type_v: str

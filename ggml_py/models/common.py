@@ -237,7 +237,7 @@ class Transformer:
         k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
         v = b.memory.write(g, b.memory.v[il], v, name=f"v_cache-{il}")
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il), n_head=n_head, n_head_kv=n_head_kv,
-                                scale=hp.n_embd_head_k**-0.5, n_kv=b.memory.n_ctx, window=self.window(il), name=f"kqv_out-{il}")
+                                scale=hp.n_embd_head_k**-0.5, window=self.window(il), name=f"kqv_out-{il}")
 
     def sinks(self, il: int) -> tuple[Tensor, ...]:
         """(a logit for each head that takes part in the softmax without a value,), in architectures that have them."""
@@ -252,22 +252,28 @@ class Transformer:
         return x
 
     def qkv(self, b: Batch, il: int, h: Tensor) -> list[Tensor]:
-        """Q, K and V from three matrices, or from the rows of one."""
+        """Q, K and V from three matrices, or from the rows of one. The products come first: one op can make them all."""
         hp, p = self.hp, f"blk.{il}.attn_"
         sizes = dict(q=hp.n_head[il] * hp.n_embd_head_k, k=hp.n_head_kv[il] * hp.n_embd_head_k, v=hp.n_head_kv[il] * hp.n_embd_head_v)
-        if p + "qkv.weight" not in self.w:
-            return [self.linear(b, h, p + part, n, name=f"{part.upper()}lin-{il}") for part, n in sizes.items()]
         total, first, parts = sum(sizes.values()), 0, []
         for part, n in sizes.items():
-            bias = next((name for name in (f"{p}qkv.bias", f"{p}{part}.bias") if name in self.w), None)
-            y = self.linear(b, h, p + "qkv", total, rows=(first, first + n), bias=bias, name=f"{part.upper()}lin-{il}")
-            parts.append(y)
+            if p + "qkv.weight" in self.w:
+                bias = next((name for name in (f"{p}qkv.bias", f"{p}{part}.bias") if name in self.w), None)
+                parts.append((f"{p}qkv", total, f"{part.upper()}lin-{il}", (first, first + n), bias))
+            else:
+                parts.append((p + part, n, f"{part.upper()}lin-{il}", None, None))
             first += n
-        return parts
+        products = [self.product(b, h, *part[:4]) for part in parts]
+        return [self.scaled_and_biased(b, y, *part) for y, part in zip(products, parts)]
 
     def linear(self, b: Batch, x: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None = None, bias: str | None = None) -> Tensor:
         """W x, times `base.scale` and plus `base.bias` where the file has them. rows: only those of W (and of a bias as long as W)."""
-        y = b.g.mul_mat(self.w(f"{base}.weight", n_out, x.shape[1], rows=rows), x, name=name)
+        return self.scaled_and_biased(b, self.product(b, x, base, n_out, name, rows), base, n_out, name, rows, bias)
+
+    def product(self, b: Batch, x: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None) -> Tensor:
+        return b.g.mul_mat(self.w(f"{base}.weight", n_out, x.shape[1], rows=rows), x, name=name)
+
+    def scaled_and_biased(self, b: Batch, y: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None, bias: str | None) -> Tensor:
         if f"{base}.scale" in self.w:
             y = b.g.scale(y, factor=float(self.w.vector(f"{base}.scale", 1)[0]), name=f"{name}_scaled")
         bias = bias or f"{base}.bias"

@@ -86,7 +86,7 @@ class Deepseek2(MixtureOfExperts):
         q = g.concat_heads(q, q_rot, n_head=n_head, n_head_y=n_head, name=f"Qcur-{il}")
         k = g.concat_heads(c, k_rot, n_head=1, n_head_y=1, name=f"Kcur-{il}")
         k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
-        o = g.flash_attn_ext(q, k, k, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=1, scale=self.scale, n_kv=b.memory.n_ctx,
+        o = g.flash_attn_ext(q, k, k, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=1, scale=self.scale,
                              n_embd_head_v=self.kv_lora, name=f"kqv_latent-{il}")
         return self.each_head(b, o, f"blk.{il}.attn_v_b", n_head, self.head_v, f"kqv_out-{il}")
 
@@ -107,5 +107,5 @@ class Deepseek2(MixtureOfExperts):
         k = g.concat_heads(k, k_rot, n_head=n_head, n_head_y=1, name=f"Kcur-{il}")
         k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
         v = b.memory.write(g, b.memory.v[il], v, name=f"v_cache-{il}")
-        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head, scale=self.scale, n_kv=b.memory.n_ctx,
+        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head, scale=self.scale,
                                 name=f"kqv_out-{il}")

@@ -9,7 +9,7 @@ quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
 mul_mat_glu  gate, up and their activation
 get_rows, dequantize   rows and whole tensors as floats
-rms_norm_act, add_rms_norm, swiglu_act   what makes activations, fused with quantize
+rms_norm_act, add_rms_norm, swiglu_act, flash_attn_ext_act   what makes activations, fused with quantize
 rms_norm, elementwise, glu, rope, set_rows   everything else of a layer but
 flash_attn_ext   attention: the choice among flash_attn_ext_few (pieces side by side, which _combine puts together) and _tile (many queries), on tensor
              cores, and _any (every type and head size); fixed_point: limbs in registers

@@ -13,12 +13,18 @@ NAN_RANK, LEAST_RANK, MAGNITUDE = i32(0x7fffffff), i32(-0x80000000), i32(0x7ffff
 
 
 @device
-def rank(x):
-    """An integer in the order of floats; above that of -infinity, LEAST_RANK apart."""
+def order(x):
+    """An integer in the order of floats, of those that are no NaN; above LEAST_RANK."""
     bits = as_i32(x)
-    if x != x:
-        return NAN_RANK
-    return bits if bits >= 0 else i32(0) if bits == LEAST_RANK else i32(bits ^ MAGNITUDE)
+    r = bits if bits >= 0 else i32(bits ^ MAGNITUDE)
+    return i32(0) if bits == LEAST_RANK else r
+
+
+@device
+def rank(x):
+    """The same, a NaN above all."""
+    r = order(x)
+    return NAN_RANK if x != x else r
 
 
 def best_of(n_threads):

@@ -1,4 +1,4 @@
-"""add, mul, scale and the gated linear units: one result an element (numerics, section 5), one thread an element.
+"""add, mul, scale, sigmoid and the gated linear units: one result an element (numerics, section 5), one thread an element.
 
 Blocks of the grid: x = row, y = 256 columns. `out` may be one of the operands.
 """
@@ -49,6 +49,16 @@ def scale_kernel():
     return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
 
 
+@factory([()])
+def sigmoid_kernel():
+    def kernel(x, out, n_cols):
+        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            i = i64(cuda.blockIdx.x) * n_cols + column
+            st(out, i, ptx.sigmoid(ld(x, i)))
+    return Kernel(kernel, (F32, F32, N), THREADS)
+
+
 def grid(op, n_rows, n_cols):
     check(op, n_rows >= 1, "n_rows", n_rows, "at least 1")
     check(op, 1 <= n_cols <= MOST_COLUMNS, "n_cols", n_cols, f"1 to {MOST_COLUMNS}")
@@ -79,3 +89,8 @@ def swiglu(target, g, u, out, n_rows, n_cols):
 def scale(target, x, out, n_rows, n_cols, a):
     """out = x * a. x, out: addresses of f32 [n_rows, n_cols]; a: float32."""
     return target.launch(scale_kernel(), grid("scale", n_rows, n_cols), THREADS, (x, out, n_cols, a))
+
+
+def sigmoid(target, x, out, n_rows, n_cols):
+    """out = 1 / (1 + exp(-x)). x, out: addresses of f32 [n_rows, n_cols]."""
+    return target.launch(sigmoid_kernel(), grid("sigmoid", n_rows, n_cols), THREADS, (x, out, n_cols))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...quant.activation import LIMIT
 from .launch import U16, U32
-from .ptx import add, amax2, as_f32, as_i32, device, div, f16_to_f32, f32, fma, i2f, i32, ld, ld4, mul, prmt, sub, u32
+from .ptx import add, amax2, as_f32, as_i32, device, div, f16_high_to_f32, f16_to_f32, f32, fma, i2f, i32, ld, ld4, mul, prmt, sub, u32
 from .set_rows import BLOCK_HALVES, INFINITY_BITS, NAN, SMALLEST, larger
 
 FULL, HIGH, ZERO = f32(LIMIT), f32(16384), f32(0)
@@ -62,7 +62,7 @@ def fixed_point(hh, rest):
 # Eight values of a cache in registers: what is read, `amax` of it, and the values
 
 class Octets(NamedTuple):
-    """raw: array of words in registers, an octet from `at` on. i: index of a value, counted through all rows, a multiple of 8."""
+    """raw: array of words in registers, an octet from `at` on. i: index of an octet, counted through all rows."""
     pointer: object    # type of the kernel's parameter
     n_words: int
     load: Callable     # (pointer, i, raw, at)
@@ -76,13 +76,13 @@ CHANNELS = 64  # of Q and K with one scale; of a slab of V
 
 
 def octet_loader(octets: Octets, dim: int):
-    """(p, row, channel, raw, at): the octet of a row of `dim` channels from `channel` on, zeros behind its end. row: index of its first channel."""
-    load, n_words, whole = octets.load, octets.n_words, dim % CHANNELS == 0
+    """(p, row, i, raw, at): octet i of a row of `dim` channels, zeros behind its end. row: index of its first octet."""
+    load, n_words, whole, n = octets.load, octets.n_words, dim % CHANNELS == 0, dim // 8
 
     @device
-    def load_octet(p, row, channel, raw, at):
-        if whole or channel < dim:
-            load(p, row + channel, raw, at)
+    def load_octet(p, row, i, raw, at):
+        if whole or i < n:
+            load(p, row + i, raw, at)
         else:
             for w in range(n_words):
                 raw[at + w] = u32(0)
@@ -97,7 +97,7 @@ def key_loader(octets: Octets, dim: int):
     def load_key(p, row, t, raw, first):
         for b in range(n_blocks):
             for half in range(2):
-                load_octet(p, row, b * CHANNELS + half * 32 + 8 * t, raw, first + (2 * b + half) * n_words)
+                load_octet(p, row, 8 * b + 4 * half + t, raw, first + (2 * b + half) * n_words)
     return load_key
 
 
@@ -108,13 +108,13 @@ def value_loader(octets: Octets, dim: int):
     @device
     def load_value(p, row, g, raw, first):
         for b in range(n_slabs):
-            load_octet(p, row, b * CHANNELS + 8 * g, raw, first + b * n_words)
+            load_octet(p, row, 8 * b + g, raw, first + b * n_words)
     return load_value
 
 
 @device
 def _f16_load(p, i, raw, at):
-    raw[at], raw[at + 1], raw[at + 2], raw[at + 3] = ld4(p, i >> 1)
+    raw[at], raw[at + 1], raw[at + 2], raw[at + 3] = ld4(p, i << 2)
 
 
 @device
@@ -135,7 +135,7 @@ def _f16_pattern(state):
 
 @device
 def _f16_pair(w):
-    return f16_to_f32(w), f16_to_f32(u32(w) >> u32(16))
+    return f16_to_f32(w), f16_high_to_f32(w)
 
 
 @device
@@ -147,8 +147,8 @@ def _f16_values(raw, at):
 @device
 def _q8_0_load(p, i, raw, at):
     """Words: four levels, four levels, d."""
-    block = (i >> 5) * BLOCK_HALVES
-    first = block + 1 + ((i & 31) >> 1)
+    block = (i >> 2) * BLOCK_HALVES
+    first = block + 1 + ((i & 3) << 2)
     raw[at] = prmt(ld(p, first), ld(p, first + 1), 0x5410)
     raw[at + 1] = prmt(ld(p, first + 2), ld(p, first + 3), 0x5410)
     raw[at + 2] = u32(ld(p, block))

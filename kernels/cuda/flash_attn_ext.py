@@ -9,7 +9,7 @@ from . import flash_attn_ext_few as few
 from . import flash_attn_ext_tile as tile
 from .fixed_point import OCTETS
 from .flash_attn_ext_any import flash_attn_ext_any
-from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, piece_floats
+from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, most_pieces, piece_floats
 from .flash_attn_ext_few import flash_attn_ext_few
 from .flash_attn_ext_tile import flash_attn_ext_tile
 from .launch import Launches, check
@@ -17,6 +17,7 @@ from .set_rows import TYPES
 
 MOST_CHANNELS = 576
 MOST_HEADS = 8         # of a block
+NO_WINDOW = 2**31 - 1
 # Tokens whose pieces are computed side by side: those of a full context are so many floats. FEW_TOKENS always, up to MANY_TOKENS while there are no
 # more than MOST_PIECES (a head's, of all tokens).
 FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
@@ -42,21 +43,21 @@ def side_by_side(n: int, n_ctx: int) -> bool:
     return n <= FEW_TOKENS or n <= MANY_TOKENS and n * -(-n_ctx // PIECE) <= MOST_PIECES
 
 
-def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: int, dim_k: int, dim_v: int, n_ctx: int, n_multiprocessors: int,
-                    shared_limit: int) -> AttentionShape:
-    """Few tokens: as many blocks as are resident at once, at most one for each piece of a full context. Many: tiles of 8 warps where shared memory holds
+def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: int, dim_k: int, dim_v: int, n_ctx: int, row_v: int, window: int,
+                    n_multiprocessors: int, shared_limit: int) -> AttentionShape:
+    """Few tokens: as many blocks as are resident at once, at most one for each piece that a query sees. Many: tiles of 8 warps where shared memory holds
     one and there is one for nearly every multiprocessor, else of 4. The tensor cores' kernels take heads of whole octets of channels in a f16 or q8_0 cache."""
     heads = heads_together(n_head // n_head_kv)
-    fast, most = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == 0, max(dim_k, dim_v)
+    fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == row_v % 8 == 0
     if not side_by_side(n, n_ctx):
-        if not fast or most > tile.MOST_CHANNELS:
+        if not (fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and 4 * tile.shared_layout(dim_k, dim_v, 4).n_words <= shared_limit):
             return AttentionShape("any", heads)
         n_blocks = -(-n // (8 * tile.ROWS // heads)) * (n_head // heads)
         eight = 4 * tile.shared_layout(dim_k, dim_v, 8).n_words <= shared_limit and 4 * n_blocks >= 3 * n_multiprocessors
         return AttentionShape("tile", heads, n_warps=8 if eight else 4)
-    fast = fast and most <= few.MOST_CHANNELS
+    fast = fast and max(dim_k, dim_v) <= few.MOST_CHANNELS
     resident = (few.resident(dim_k, dim_v) if fast else ANY_RESIDENT) * n_multiprocessors
-    return AttentionShape("few" if fast else "any", heads, min(-(-n_ctx // PIECE), max(1, resident // (n * (n_head // heads)))))
+    return AttentionShape("few" if fast else "any", heads, min(most_pieces(n_ctx, window), max(1, resident // (n * (n_head // heads)))))
 
 
 def scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
@@ -64,26 +65,36 @@ def scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
     return piece_floats(n, n_head, n_ctx, dim_v) if side_by_side(n, n_ctx) else 0
 
 
-def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch=None, shape=None):
+def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch=None, shape=None,
+                   window=NO_WINDOW, sinks=None, row_v=None, combine=flash_attn_ext_combine):
     """Attention of n query tokens over their sequences' keys up to their own positions.
 
     q: address of f32 [n, n_head, dim_k]; k, v: of caches (`set_rows`) of n_head_kv * dim_k and n_head_kv * dim_v values a cell, the cell of
     (sequence, position) being sequence * n_ctx + position; seq, pos: of i32 [n]; present: of u8 [n_seq, n_ctx]; out: of f32 [n, n_head, dim_v];
     scratch: of f32 [scratch_floats], left with anything in it; shape: `attention_shape` chooses where it is not given. q, k, v, scratch lie on 16 bytes.
-    Query head h reads KV head h // (n_head // n_head_kv).
+    Query head h reads KV head h // (n_head // n_head_kv). window: how many positions a query sees, its own and those before it; sinks: address of
+    f32 [n_head], or None; row_v: values of a cell of V's cache, where one KV head has more than dim_v of them, as K's cache has. combine: the launch
+    that makes `out` of pieces.
     """
-    op = "flash_attn_ext"
+    op, row_v = "flash_attn_ext", row_v or n_head_kv * dim_v
     for what, type_, dim in (("K", type_k, dim_k), ("V", type_v, dim_v)):
         check(op, type_ in TYPES, f"type of {what}", type_, ", ".join(TYPES))
         check(op, 1 <= dim <= MOST_CHANNELS, f"head size of {what}", dim, f"1 to {MOST_CHANNELS}")
-        check(op, type_ != "q8_0" or n_head_kv * dim % 32 == 0, f"row of {what}", n_head_kv * dim, "a multiple of 32 for q8_0")
+        row = row_v if what == "V" else n_head_kv * dim
+        check(op, type_ != "q8_0" or row % 32 == 0, f"row of {what}", row, "a multiple of 32 for q8_0")
     check(op, n >= 1, "n", n, "at least 1")
+    check(op, window >= 1, "window", window, "at least 1")
+    check(op, row_v == n_head_kv * dim_v or n_head_kv == 1 and row_v > dim_v, "row of V", row_v, f"{n_head_kv * dim_v}, or more for one KV head")
     check(op, n_head_kv >= 1 and n_head % n_head_kv == 0, "n_head", n_head, f"a multiple of n_head_kv = {n_head_kv}")
-    shape = shape or attention_shape(type_k, type_v, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, target.n_multiprocessors, target.shared_limit)
-    operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, shape.heads)
+    shape = shape or attention_shape(type_k, type_v, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, target.n_multiprocessors,
+                                     target.shared_limit)
+    operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, shape.heads)
     if shape.kernel == "tile":
-        return flash_attn_ext_tile(target, *operands, out, *sizes, shape.n_warps)
+        return flash_attn_ext_tile(target, *operands, sinks, out, *sizes, shape.n_warps)
     if shape.n_splits is None:
-        return flash_attn_ext_any(target, *operands, out, *sizes, None)
-    pieces = (flash_attn_ext_few if shape.kernel == "few" else flash_attn_ext_any)(target, *operands, scratch, *sizes, shape.n_splits)
-    return Launches((pieces, flash_attn_ext_combine(target, pos, scratch, out, n, n_head, dim_v, n_ctx)))
+        return flash_attn_ext_any(target, *operands, sinks, out, *sizes, None)
+    if shape.kernel == "few":
+        pieces = flash_attn_ext_few(target, *operands, scratch, *sizes, shape.n_splits)
+    else:
+        pieces = flash_attn_ext_any(target, *operands, None, scratch, *sizes, shape.n_splits)
+    return Launches((pieces, combine(target, pos, scratch, sinks, out, n, n_head, dim_v, n_ctx, window)))

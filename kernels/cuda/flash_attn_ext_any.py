@@ -16,7 +16,7 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .fixed_point import MINUS_INFINITY, ZERO, amax_of, fixed_point, larger_float, scales
-from .flash_attn_ext_combine import PIECE, statistics_at, stride
+from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at, stride
 from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, factory
 from .ptx import add, as_f32, as_i32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ldc, lds, lds4, mul, prmt, st, sts, sts8, sub, u32
 from .set_rows import cached, larger
@@ -365,17 +365,19 @@ def fixed_values(octet, where: Shared, dim, heads):
     return key_scale, weigh
 
 
-@factory([("f16", "f16", 64, 64, 3, False), ("q8_0", "q8_0", 80, 80, 1, False), ("f32", "f32", 64, 64, 3, True), ("f16", "q8_0", 10, 8, 4, False),
-          ("q8_0", "f32", 128, 128, 8, True), ("f32", "f16", 65, 63, 2, True), ("f16", "f16", 576, 512, 8, True)])
-def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split):
+@factory([("f16", "f16", 64, 64, 3, False, False), ("q8_0", "q8_0", 80, 80, 1, False, True), ("f32", "f32", 64, 64, 3, True, False),
+          ("f16", "q8_0", 10, 8, 4, False, False), ("q8_0", "f32", 128, 128, 8, True, False), ("f32", "f16", 65, 63, 2, True, False),
+          ("f32", "f32", 576, 512, 8, False, False), ("f16", "f16", 576, 512, 8, True, False)])
+def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_there, whole_octets=True):
+    """whole_octets: rows of V are, as heads of dim_v channels may be."""
     where = shared_layout(type_k, type_v, dim_k, dim_v, heads)
-    q_row, k_row, v_row = cached("f32", dim_k), cached(type_k, dim_k), cached(type_v, dim_v)
+    q_row, k_row, v_row = cached("f32", dim_k), cached(type_k, dim_k), cached(type_v, dim_v if whole_octets else 1)
     prepare, score = chain_scores(k_row.octet, where, dim_k, heads) if type_k == "f32" else fixed_scores(k_row.octet, q_row.octet, where, dim_k, heads)
     key_scale, weigh = chain_values(where, dim_v, heads) if type_v == "f32" else fixed_values(v_row.octet, where, dim_v, heads)
 
     v_stride = stride(dim_v)
 
-    def kernel(q, k, v, seq, pos, present, out, n_ctx, scale, n_splits):  # out: the pieces if split
+    def kernel(q, k, v, seq, pos, present, sinks, out, n_ctx, step_v, window, scale, n_splits):  # out: the pieces if split
         s = cuda.shared.array(0, types.int32)
         t = cuda.threadIdx.x
         token = (cuda.gridDim.x - 1 - cuda.blockIdx.x) // n_splits  # the last positions have most pieces: they go first
@@ -386,17 +388,17 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split):
             put(s, where.outputs + i, ZERO)
         M, L = MINUS_INFINITY, ZERO  # of head t, where t < heads
         position, cell = ldc(pos, token), i64(ldc(seq, token)) * n_ctx
-        step_k, step_v = n_head_kv * dim_k, n_head_kv * dim_v
+        step_k = n_head_kv * dim_k
 
         n, n_head = cuda.gridDim.x // n_splits, cuda.gridDim.y * cuda.gridDim.z * heads
         most_pieces, statistics = (n_ctx + PIECE - 1) // PIECE, statistics_at(n, n_head, n_ctx, dim_v)
 
-        for first in range(cuda.blockIdx.x % n_splits * PIECE, position + 1, n_splits * PIECE):
+        for first in range((first_piece(position, window) + cuda.blockIdx.x % n_splits) * PIECE, position + 1, n_splits * PIECE):
             piece = heads_before * most_pieces + first // PIECE  # of the first head
             if split:
                 for i in range(t, heads * dim_v, PIECE):
                     put(s, where.outputs + i, MINUS_ZERO)
-            visible = first + t <= position and ldc(present, cell + min(first + t, position)) != 0
+            visible = position - window < first + t <= position and ldc(present, cell + min(first + t, position)) != 0
             sts8(s, 4 * where.visible + t, 1 if visible else 0)
             cuda.syncthreads()  # visible keys are known; the queries are prepared
             any_visible = i32(0)
@@ -461,17 +463,24 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split):
 
         if not split:
             if t < heads:
+                if sinks_there:
+                    a, L = sink(M, L, ldc(sinks, (head_kv * cuda.gridDim.z + cuda.blockIdx.z) * heads + t))
+                    put(s, where.rescale_new + t, a)
                 put(s, where.rescale_old + t, L)
             cuda.syncthreads()
             for i in range(t, heads * dim_v, PIECE):
-                st(out, heads_before * dim_v + i, div(get(s, where.outputs + i), get(s, where.rescale_old + i // dim_v)))
-    return Kernel(kernel, (F32, k_row.pointer, v_row.pointer, I32, I32, U8, F32, N, SCALAR_F32, N), n_threads=PIECE)
+                O = get(s, where.outputs + i)
+                if sinks_there:
+                    O = mul(O, get(s, where.rescale_new + i // dim_v))
+                st(out, heads_before * dim_v + i, div(O, get(s, where.rescale_old + i // dim_v)))
+    return Kernel(kernel, (F32, k_row.pointer, v_row.pointer, I32, I32, U8, F32, F32, N, N, N, SCALAR_F32, N), n_threads=PIECE)
 
 
-def flash_attn_ext_any(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, heads, n_splits):
+def flash_attn_ext_any(target, type_k, type_v, q, k, v, seq, pos, present, sinks, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
+                       n_splits):
     """Arguments of `flash_attn_ext`; heads of a block. n_splits blocks share the pieces of a token's heads, whose results they leave in `out` for
-    `flash_attn_ext_combine`; None: one block, and out is out."""
-    kernel = flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, n_splits is not None)
+    `flash_attn_ext_combine`, sinks being None; None: one block, and out is out."""
+    kernel = flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, n_splits is not None, sinks is not None, row_v % 8 == 0)
     grid = n * (n_splits or 1), n_head_kv, n_head // n_head_kv // heads
-    shared = 4 * shared_layout(type_k, type_v, dim_k, dim_v, heads).n_words
-    return target.launch(kernel, grid, PIECE, (q, k, v, seq, pos, present, out, n_ctx, scale, n_splits or 1), shared)
+    args = q, k, v, seq, pos, present, q if sinks is None else sinks, out, n_ctx, row_v, window, scale, n_splits or 1
+    return target.launch(kernel, grid, PIECE, args, 4 * shared_layout(type_k, type_v, dim_k, dim_v, heads).n_words)

@@ -1,8 +1,8 @@
 """The combination of pieces in position order (numerics, section 8), where blocks have computed them side by side.
 
-`pieces`, float32, on 16 bytes: o [n, n_head, pieces of n_ctx keys, Dv rounded up to 4], then (m, l) [n, n_head, pieces of n_ctx keys, 2]. Of a token, so many
-pieces are there as its position says. A piece without a visible key has l = 0, one with a visible key never (its largest p is 1, or NaN): it is
-left out as (a, mul(l, b), mul(o, b)) = (1, -0, -0), with which fma gives what was there, the sign of a zero included.
+`pieces`, float32, on 16 bytes: o [n, n_head, pieces of n_ctx keys, Dv rounded up to 4], then (m, l) [n, n_head, pieces of n_ctx keys, 2]. Of a token, those
+are there that its position and the window reach. A piece without a visible key has l = 0, one with a visible key never (its largest p is 1, or NaN): it is
+left out as (a, mul(l, b), mul(o, b)) = (1, -0, -0), with which fma gives what was there, the sign of a zero included. A sink comes last.
 
 A block of 256 threads is a head of a token and 32 channels, in rounds of 256 pieces. thread = piece: M, as the maximum of all m up to there, which has no order;
 a, b and mul(l, b). Threads of four channels, for 32 pieces at a time: mul(o, b), loaded before that, into shared memory. thread = channel: the chain.
@@ -32,6 +32,25 @@ stride_there = device(stride)
 
 
 @device
+def first_piece(position, window):
+    """The first one with a key that a query at a position sees."""
+    return i32(max(0, i32(position - window) + 1) >> 7)
+
+
+def most_pieces(n_ctx: int, window: int) -> int:
+    """That a query sees keys of."""
+    return min(-(-n_ctx // PIECE), (window - 2) // PIECE + 2)
+
+
+@device
+def sink(M, L, s):
+    """(a, L) with the sink logit s: outputs are multiplied by a."""
+    new_M = larger_float(M, s)
+    a = exp(sub(M, new_M))
+    return a, fma(L, a, exp(sub(s, new_M)))
+
+
+@device
 def statistics_at(n, n_head, n_ctx, dim_v):
     """Where (m, l) begin."""
     return i64(n) * n_head * ((n_ctx + PIECE - 1) // PIECE) * stride_there(dim_v)
@@ -42,15 +61,17 @@ def piece_floats(n: int, n_head: int, n_ctx: int, dim_v: int) -> int:
     return n * n_head * -(-n_ctx // PIECE) * (stride(dim_v) + 2)
 
 
-@factory([()])
-def flash_attn_ext_combine_kernel():
-    def kernel(pos, pieces, out, n_ctx, dim_v):
+@factory([(False,), (True,)])
+def flash_attn_ext_combine_kernel(sinks_there):
+    def kernel(pos, pieces, sinks, out, n_ctx, dim_v, window):
         s = cuda.shared.array(N_WORDS, types.int32)
         x = cuda.local.array(LOADED, f32)
         tid = i32(cuda.threadIdx.x)
         token, head, n_head = i32(cuda.blockIdx.z), i32(cuda.blockIdx.y), i32(cuda.gridDim.y)
-        n_pieces = i32((ld(pos, token) >> 7) + 1)
-        row = (i64(token) * n_head + head) * ((n_ctx + PIECE - 1) // PIECE)
+        position = ld(pos, token)
+        begin = first_piece(position, window)
+        n_pieces = i32((position >> 7) + 1 - begin)
+        row = (i64(token) * n_head + head) * ((n_ctx + PIECE - 1) // PIECE) + begin
         statistics, v_row = statistics_at(cuda.gridDim.z, n_head, n_ctx, dim_v), stride_there(dim_v)
         channel, mine = i32(cuda.blockIdx.x * CHANNELS + 4 * (tid & 7)), i32(cuda.blockIdx.x * CHANNELS + tid)
         M, L, O = MINUS_INFINITY, ZERO, ZERO  # M: of all earlier rounds
@@ -104,11 +125,15 @@ def flash_attn_ext_combine_kernel():
                     j = i32(j + 1)
             first = i32(first + ROUND)
         if tid < CHANNELS and mine < dim_v:
+            if sinks_there:
+                a, L = sink(M, L, ld(sinks, head))
+                O = mul(O, a)
             st(out, (i64(token) * n_head + head) * dim_v + mine, div(O, L))
-    return Kernel(kernel, (I32, F32, F32, N, N), THREADS)
+    return Kernel(kernel, (I32, F32, F32, F32, N, N, N), THREADS)
 
 
-def flash_attn_ext_combine(target, pos, pieces, out, n, n_head, dim_v, n_ctx):
-    """pos: address of i32 [n]; pieces: above; out: of f32 [n, n_head, dim_v]."""
+def flash_attn_ext_combine(target, pos, pieces, sinks, out, n, n_head, dim_v, n_ctx, window):
+    """pos: address of i32 [n]; pieces: above; sinks: of f32 [n_head], or None; out: of f32 [n, n_head, dim_v]."""
     grid = -(-dim_v // CHANNELS), n_head, n
-    return target.launch(flash_attn_ext_combine_kernel(), grid, THREADS, (pos, pieces, out, n_ctx, dim_v))
+    args = pos, pieces, out if sinks is None else sinks, out, n_ctx, dim_v, window
+    return target.launch(flash_attn_ext_combine_kernel(sinks is not None), grid, THREADS, args)

@@ -1,8 +1,8 @@
 """Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8).
 
-A block of 8 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every `gridDim.x`-th piece of 128 keys. What each
-piece gives, (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has so many pieces as its position says, which the kernel reads; blocks
-without one exit at once, so a launch holds no number that grows.
+A block of 8 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
+(m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its position and the window reach, which the kernel reads; blocks
+without one exit at once, so a launch holds no number that grows. All that a block reads first it asks for at once: nothing waits but for the position.
 
 A warp has 16 keys, and no key or value passes through shared memory. Lane l = 4 g + t
 
@@ -11,6 +11,7 @@ A warp has 16 keys, and no key or value passes through shared memory. Lane l = 4
     3. has of those four keys the channels 8 g .. of each 64: a word of B for each
 
 In 2. the warps exchange maxima, p for the tree of sums, and amaxes; in 3. they leave integer sums, which threads add up, one for each output.
+Heads of more than 256 channels (latent attention) do not lie in registers as a whole: they come 64 channels at a time, values for their amax and once more.
 """
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,15 +19,15 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .cooperative import cooperative
-from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
-from .flash_attn_ext_combine import PIECE, statistics_at, stride
+from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, octet_loader, rest, scales, value_loader
+from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, u32
+from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32
 from .set_rows import larger
 
 THREADS, WARPS = 256, 8
 MOST_HEADS = 8       # of a block: the rows of half a fragment
-MOST_CHANNELS = 256
+MOST_CHANNELS, WHOLE = 576, 256  # that are taken, and that lie in registers as a whole
 CHUNK_STRIDE = 20    # words from one lane's 16 sums to the next one's: 16 bytes of eight lanes then lie in all 32 banks
 
 
@@ -36,7 +37,7 @@ class Shared(NamedTuple):
     amaxes: int   # of p', the same
     d_p: int      # f32 [8 heads]
     p: int        # f32 [heads][128]
-    q: int        # words of A [block][hi, lo][lane][4]
+    q: int        # words of A [block][half][lane][4]
     q_d: int      # f32 [block][8 heads]: d_q * scale
     sums: int     # i32 [2 slabs][warp][HH, rest][head][4 lanes][CHUNK_STRIDE]
     n_words: int
@@ -99,24 +100,61 @@ def limbs4(x, inv):
     return limbs(lifted(x[0], inv), lifted(x[1], inv), lifted(x[2], inv), lifted(x[3], inv))
 
 
-@factory([("f16", "f16", 64, 64, 3), ("f16", "f16", 128, 128, 4), ("q8_0", "q8_0", 128, 128, 8), ("f16", "q8_0", 80, 72, 1), ("q8_0", "f16", 256, 256, 8),
-          ("f16", "f16", 256, 256, 6)])
-def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
+@factory([("f16", "f16", 64, 64, 3, 1), ("f16", "f16", 128, 128, 4, 1), ("q8_0", "q8_0", 128, 128, 8, 2), ("f16", "q8_0", 80, 72, 1, 1),
+          ("q8_0", "f16", 256, 256, 8, 1), ("f16", "f16", 256, 256, 6, 1), ("q8_0", "q8_0", 576, 512, 8, 16), ("f16", "f16", 576, 512, 8, 2)])
+def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
+    """parts: blocks of the heads of a KV head."""
     K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads)
     n_blocks, n_slabs, z = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), i32(0)
     k_words, v_words, v_row, side_words, kind_words = K.n_words, V.n_words, stride(dim_v), WARPS * 2 * heads * 4 * CHUNK_STRIDE, heads * 4 * CHUNK_STRIDE
-    n_k_raw, n_v_raw = 4 * n_blocks * K.n_words, 4 * n_slabs * V.n_words
-    ahead = type_k == type_v == "f16" and heads < MOST_HEADS  # keys are loaded a piece ahead; else there are no registers for them
+    whole = max(dim_k, dim_v) <= WHOLE
+    key_words, value_words = 2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1)  # of a key and a value in registers
+    n_k_raw, n_v_raw, n_rounds = 2 * key_words, 4 * value_words, -(-64 * heads // THREADS)
+    ahead = type_k == type_v == "f16" and heads < MOST_HEADS and whole  # keys are loaded a piece ahead; else there are no registers for them
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
-    load_key, load_value = key_loader(K, dim_k), value_loader(V, dim_v)
+    load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
+
+    # Keys key + g and key + g + 8, values key + 2 t, key + 2 t + 1, key + 2 t + 8, key + 2 t + 9; where they are beyond the query's position, what is there.
+    # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
 
     @device
-    def load_both(k, cell, key, position, n_head_kv, head_kv, lane, raw):
-        """Keys key + g and key + g + 8, or what is at the query's position where they are beyond it."""
+    def load_keys(k, first, row, key, position, lane, raw):
         g, t = lane >> 2, lane & 3
-        load_key(k, ((cell + min(key + g, position)) * n_head_kv + head_kv) * dim_k, t, raw, 0)
-        load_key(k, ((cell + min(key + g + 8, position)) * n_head_kv + head_kv) * dim_k, t, raw, 2 * n_blocks * k_words)
+        load_key(k, first + i64(min(key + g, position)) * row, t, raw, 0)
+        load_key(k, first + i64(min(key + g + 8, position)) * row, t, raw, key_words)
+
+    @device
+    def load_key_block(k, first, row, key, position, b, lane, raw):
+        """64 channels of them."""
+        g, i = lane >> 2, 8 * b + (lane & 3)
+        low, high = first + i64(min(key + g, position)) * row, first + i64(min(key + g + 8, position)) * row
+        load_k(k, low, i, raw, 0)
+        load_k(k, low, i + 4, raw, k_words)
+        load_k(k, high, i, raw, key_words)
+        load_k(k, high, i + 4, raw, key_words + k_words)
+
+    @device
+    def load_values(v, first, row, key, position, lane, raw):
+        g, even = lane >> 2, key + 2 * (lane & 3)
+        load_value(v, first + i64(min(even, position)) * row, g, raw, 0)
+        load_value(v, first + i64(min(even + 1, position)) * row, g, raw, value_words)
+        load_value(v, first + i64(min(even + 8, position)) * row, g, raw, 2 * value_words)
+        load_value(v, first + i64(min(even + 9, position)) * row, g, raw, 3 * value_words)
+
+    @device
+    def load_value_slab(v, first, row, key, position, b, lane, raw):
+        even, i = key + 2 * (lane & 3), 8 * b + (lane >> 2)
+        load_v(v, first + i64(min(even, position)) * row, i, raw, 0)
+        load_v(v, first + i64(min(even + 1, position)) * row, i, raw, value_words)
+        load_v(v, first + i64(min(even + 8, position)) * row, i, raw, 2 * value_words)
+        load_v(v, first + i64(min(even + 9, position)) * row, i, raw, 3 * value_words)
+
+    @device
+    def load_present(present, cell, key, position, lane, held):
+        even = key + 2 * (lane & 3)
+        held[0], held[1] = ld(present, cell + min(even, position)), ld(present, cell + min(even + 1, position))
+        held[2], held[3] = ld(present, cell + min(even + 8, position)), ld(present, cell + min(even + 9, position))
 
     @device
     def prepare_block(q, at, b, valid, lane, scale, s):
@@ -129,8 +167,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
         amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(z, x), y), u), w), lane ^ 1), lane ^ 2)
         d, inv = scales(amax)
         x, y, u, w = limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv)
-        sts4(s, where.q + b * 256 + 4 * lane, x[0], y[0], u[0], w[0])
-        sts4(s, where.q + b * 256 + 128 + 4 * lane, x[1], y[1], u[1], w[1])
+        sts4(s, where.q + b * 256 + 4 * lane, x[0], x[1], y[0], y[1])
+        sts4(s, where.q + b * 256 + 128 + 4 * lane, u[0], u[1], w[0], w[1])
         if t == 0:
             put(s, where.q_d + b * MOST_HEADS + g, mul(d, scale))
 
@@ -141,26 +179,27 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
         return a[0], b[0], a[1], b[1]
 
     @device
-    def dot(raw, first, inv, hi, lo):
-        """Sums of a block of eight keys with the queries hi, lo: HH of keys 2 t and 2 t + 1, then `rest` of both."""
+    def dot(raw, first, inv, q, p):
+        """Sums of a block of eight keys with the queries' halves q, p: HH of keys 2 t and 2 t + 1, then `rest` of both."""
         k, r = octet_limbs(raw, first, inv), octet_limbs(raw, first + k_words, inv)
-        c = mma32(hi[0], lo[0], hi[1], lo[1], k[0], k[1], z, z, z, z)
-        e = mma32(hi[0], lo[0], hi[1], lo[1], k[2], k[3], z, z, z, z)
-        c = mma32(hi[2], lo[2], hi[3], lo[3], r[0], r[1], c[0], c[1], c[2], c[3])
-        e = mma32(hi[2], lo[2], hi[3], lo[3], r[2], r[3], e[0], e[1], e[2], e[3])
+        c = mma32(q[0], q[1], q[2], q[3], k[0], k[1], z, z, z, z)
+        e = mma32(q[0], q[1], q[2], q[3], k[2], k[3], z, z, z, z)
+        c = mma32(p[0], p[1], p[2], p[3], r[0], r[1], c[0], c[1], c[2], c[3])
+        e = mma32(p[0], p[1], p[2], p[3], r[2], r[3], e[0], e[1], e[2], e[3])
         return c[0], c[1], rest(c[2] + e[0], e[2]), rest(c[3] + e[1], e[3])
 
     @device
-    def add_block(raw, b, lane, s, x):
-        """Adds block b to the scores of a lane's four keys. Of keys g and g + 8, which lie with four lanes, two of these divide for one."""
-        first, second = 2 * b * k_words, 2 * (n_blocks + b) * k_words
+    def add_block(raw, first, b, lane, s, x):
+        """Adds block b, which begins at word `first`, to the scores of a lane's four keys. Of keys g and g + 8, which lie with four lanes, two of these
+        divide for one."""
+        second = first + key_words
         one, two = amax_k(amax_k(z, raw, first), raw, first + k_words), amax_k(amax_k(z, raw, second), raw, second + k_words)
         state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
         d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
         d, inv = as_i32(d), as_i32(inv)
-        hi, lo = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
-        u = dot(raw, first, as_f32(shuffle(inv, lane & -3)), hi, lo)
-        w = dot(raw, second, as_f32(shuffle(inv, lane | 2)), hi, lo)
+        q, p = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
+        u = dot(raw, first, as_f32(shuffle(inv, lane & -3)), q, p)
+        w = dot(raw, second, as_f32(shuffle(inv, lane | 2)), q, p)
         at, q_d = 8 * (lane & 3), get(s, where.q_d + b * MOST_HEADS + (lane >> 2))  # at: a lane of key 2 t
         return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]), fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]),
                 fma(mul(fixed_point(w[0], w[2]), q_d), as_f32(shuffle(d, at + 2)), x[2]), fma(mul(fixed_point(w[1], w[3]), q_d), as_f32(shuffle(d, at + 6)), x[3]))
@@ -168,13 +207,27 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
     @device
     def scores(raw, lane, s):
         """Of head g with a lane's four keys."""
-        x = add_block(raw, 0, lane, s, (ZERO, ZERO, ZERO, ZERO))
+        x = add_block(raw, 0, 0, lane, s, (ZERO, ZERO, ZERO, ZERO))
         if n_blocks > 1:
-            x = add_block(raw, 1, lane, s, x)
+            x = add_block(raw, 2 * k_words, 1, lane, s, x)
         if n_blocks > 2:
-            x = add_block(raw, 2, lane, s, x)
+            x = add_block(raw, 4 * k_words, 2, lane, s, x)
         if n_blocks > 3:
-            x = add_block(raw, 3, lane, s, x)
+            x = add_block(raw, 6 * k_words, 3, lane, s, x)
+        return x
+
+    @cooperative
+    def scores_by_block(k, first, row, key, position, lane, s):
+        raw, following = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
+        load_key_block(k, first, row, key, position, 0, lane, following)
+        x, b = (ZERO, ZERO, ZERO, ZERO), i32(0)
+        while b < n_blocks:
+            for i in range(n_k_raw):
+                raw[i] = following[i]
+            if b + 1 < n_blocks:
+                load_key_block(k, first, row, key, position, b + 1, lane, following)
+            x = add_block(raw, 0, b, lane, s, x)
+            b = i32(b + 1)
         return x
 
     @device
@@ -190,15 +243,30 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
         return merge_v(state, shuffle(state, lane ^ 16))
 
     @device
+    def key_amaxes(raw, lane):
+        return key_amax(raw, 0, lane), key_amax(raw, value_words, lane), key_amax(raw, 2 * value_words, lane), key_amax(raw, 3 * value_words, lane)
+
+    @cooperative
+    def key_amaxes_by_slab(v, first, row, key, position, lane):
+        raw = cuda.local.array(n_v_raw, u32)
+        a, b, c, d, i = z, z, z, z, i32(0)
+        while i < n_slabs:
+            load_value_slab(v, first, row, key, position, i, lane, raw)
+            a, b = amax_v(a, raw, 0), amax_v(b, raw, value_words)
+            c, d = amax_v(c, raw, 2 * value_words), amax_v(d, raw, 3 * value_words)
+            i = i32(i + 1)
+        return (merge_v(a, shuffle(a, lane ^ 16)), merge_v(b, shuffle(b, lane ^ 16)),
+                merge_v(c, shuffle(c, lane ^ 16)), merge_v(d, shuffle(d, lane ^ 16)))
+
+    @device
     def of_four(x, t):
         x = as_i32(x)
         return as_f32(shuffle(x, t)), as_f32(shuffle(x, t + 4)), as_f32(shuffle(x, t + 8)), as_f32(shuffle(x, t + 12))
 
     @device
-    def key_scales(raw, lane):
+    def key_scales(amaxes, lane):
         """d_v and 16256 / amax of a lane's four keys, whose channels lie with the lanes of one t. Each divides for one of them, key g & 3."""
-        a, b = key_amax(raw, 0, lane), key_amax(raw, n_slabs * v_words, lane)
-        c, d = key_amax(raw, 2 * n_slabs * v_words, lane), key_amax(raw, 3 * n_slabs * v_words, lane)
+        a, b, c, d = amaxes
         mine, other = (c if lane & 8 else a, d if lane & 8 else b), (a if lane & 8 else c, b if lane & 8 else d)
         x, y = merge_v(mine[0], shuffle(other[0], lane ^ 8)), merge_v(mine[1], shuffle(other[1], lane ^ 8))
         d_v, inv = scales(pattern_v(merge_v(y if lane & 4 else x, shuffle(x if lane & 4 else y, lane ^ 4))))
@@ -225,72 +293,86 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
 
     @device
     def weigh_slab(p_hi, p_lo, raw, first, inv, s, at, valid):
-        a, b = values_v(raw, first), values_v(raw, first + n_slabs * v_words)
-        c, d = values_v(raw, first + 2 * n_slabs * v_words), values_v(raw, first + 3 * n_slabs * v_words)
+        a, b = values_v(raw, first), values_v(raw, first + value_words)
+        c, d = values_v(raw, first + 2 * value_words), values_v(raw, first + 3 * value_words)
         weigh4(p_hi, p_lo, (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), (c[0], c[1], c[2], c[3]), (d[0], d[1], d[2], d[3]), inv, s, at, valid)
         weigh4(p_hi, p_lo, (a[4], a[5], a[6], a[7]), (b[4], b[5], b[6], b[7]), (c[4], c[5], c[6], c[7]), (d[4], d[5], d[6], d[7]), inv, s, at + 4, valid)
 
-    @cooperative
-    def slab(p_hi, p_lo, raw, b, inv, tid, s, pieces, piece, most_pieces):
-        """o of 64 channels. piece: the first head's."""
-        lane, side = i32(tid & 31), where.sums + (b & 1) * side_words
-        weigh_slab(p_hi, p_lo, raw, b * v_words, inv, s, side + (tid >> 5) * 2 * kind_words + lane * CHUNK_STRIDE, lane < 4 * heads)
-        cuda.syncthreads()  # sums of the warps are written, those of the slab before read; so is all that the next piece writes before its sums
-        i = tid
-        while i < heads * CHANNELS:
-            head, c = i32(i >> 6), i32(i & 63)
-            if dim_v % CHANNELS == 0 or b * CHANNELS + c < dim_v:
-                at = side + (4 * head + (c >> 4)) * CHUNK_STRIDE + (c & 15)
-                hh, low = z, z
-                for w in range(WARPS):
-                    hh = i32(hh + lds(s, at + w * 2 * kind_words))
-                    low = i32(low + lds(s, at + w * 2 * kind_words + kind_words))
-                st(pieces, (piece + head * most_pieces) * v_row + b * CHANNELS + c, mul(fixed_point(hh, low), get(s, where.d_p + head)))
-            i = i32(i + THREADS)
+    @device
+    def leave_slab(p_hi, p_lo, raw, first, side, inv, tid, s):
+        """The warp's sums of 64 channels, which begin at word `first`."""
+        tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
+        at = where.sums + side * side_words + (tid >> 5) * 2 * kind_words + (tid & 31) * CHUNK_STRIDE
+        weigh_slab(p_hi, p_lo, raw, first, inv, s, at, tid & 31 < 4 * heads)
+        syncwarp()  # the work on one slab after that on the other, or it takes all registers
+
+    @device
+    def add_up(b, tid, s, pieces, piece, most_pieces):
+        """o of slabs b and b + 1, two channels a thread. piece: the first head's."""
+        r = i32(0)
+        while r < n_rounds:
+            i = i32(afresh(tid) + r * THREADS)
+            r = i32(r + 1)
+            side = i32(1 if i >= 32 * heads else 0)
+            head, c = i32((i >> 5) - side * heads), i32(2 * (i & 31))
+            channel = i32((b + side) * CHANNELS + c)
+            if (n_rounds * THREADS == 64 * heads or i < 64 * heads) and (dim_v % (2 * CHANNELS) == 0 or channel < dim_v):
+                at = where.sums + side * side_words + (4 * head + (c >> 4)) * CHUNK_STRIDE + (c & 15)
+                hh, low = lds2(s, at), lds2(s, at + kind_words)
+                for w in range(1, WARPS):
+                    more_hh, more_low = lds2(s, at + w * 2 * kind_words), lds2(s, at + w * 2 * kind_words + kind_words)
+                    hh, low = (i32(hh[0] + more_hh[0]), i32(hh[1] + more_hh[1])), (i32(low[0] + more_low[0]), i32(low[1] + more_low[1]))
+                to, d = (piece + head * most_pieces) * v_row + channel, get(s, where.d_p + head)
+                st(pieces, to, mul(fixed_point(hh[0], low[0]), d))
+                st(pieces, to + 1, mul(fixed_point(hh[1], low[1]), d))
 
     @device
     def sum8(s, i):
         even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
         return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
 
-    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, n_head_kv, scale):
+    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):
         s = cuda.shared.array(0, types.int32)
-        k_raw, v_raw = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32)
-        token, position = cuda.blockIdx.z, ld(pos, cuda.blockIdx.z)
-        piece, n_pieces = i32(cuda.blockIdx.x), i32((position >> 7) + 1)
+        k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(4, i32)
+        token = cuda.blockIdx.z
+        position, sequence = ld(pos, token), ld(seq, token)
+        n_splits = i32(cuda.gridDim.x // parts)
+        piece, n_pieces = i32(first_piece(position, window) + cuda.blockIdx.x // parts), i32((position >> 7) + 1)
         if piece >= n_pieces:
             return
         tid = i32(cuda.threadIdx.x)
         lane, warp = i32(tid & 31), i32(tid >> 5)
         g, t = i32(lane >> 2), i32(lane & 3)
-        n_head = i32(cuda.gridDim.y * heads)
-        first_head = i32(cuda.blockIdx.y * heads)
-        head_kv = i32(cuda.blockIdx.y // (cuda.gridDim.y // n_head_kv))
-        cell = i64(ld(seq, token)) * n_ctx
+        n_head = i32(cuda.gridDim.y * (parts * heads))
+        first_head = i32((cuda.blockIdx.y * parts + cuda.blockIdx.x % parts) * heads)
+        cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
+        first_k, first_v = cell * row_k + cuda.blockIdx.y * (dim_k // 8), cell * row_v + cuda.blockIdx.y * (dim_v // 8)
 
         key = i32(piece * PIECE + warp * 16)
-        load_both(k, cell, key, position, n_head_kv, head_kv, lane, k_raw)
-        if warp < n_blocks:
-            prepare_block(q, (i64(token) * n_head + first_head + g) * dim_k, warp, g < heads, lane, scale, s)
+        if whole:
+            load_keys(k, first_k, row_k, key, position, lane, k_raw)
+            load_values(v, first_v, row_v, key, position, lane, v_raw)
+        load_present(present, cell, key, position, lane, held)
+        block = warp
+        while block < n_blocks:
+            prepare_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
+            block = i32(block + WARPS)
         cuda.syncthreads()  # the queries are prepared
 
         while piece < n_pieces:
-            # 1. Scores of keys k0, k0 + 1, k2, k2 + 1; those beyond the query's position are read at its position, and not seen
-            k0, k2 = i32(key + 2 * t), i32(key + 2 * t + 8)
-            load_value(v, ((cell + min(k0, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 0)
-            load_value(v, ((cell + min(k0 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, n_slabs * v_words)
-            load_value(v, ((cell + min(k2, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 2 * n_slabs * v_words)
-            load_value(v, ((cell + min(k2 + 1, position)) * n_head_kv + head_kv) * dim_v, g, v_raw, 3 * n_slabs * v_words)
-            here0, here1 = ld(present, cell + min(k0, position)), ld(present, cell + min(k0 + 1, position))
-            here2, here3 = ld(present, cell + min(k2, position)), ld(present, cell + min(k2 + 1, position))
-            s0, s1, s2, s3 = scores(k_raw, lane, s)
-            visible0, visible1 = k0 <= position and here0 != 0, k0 + 1 <= position and here1 != 0
-            visible2, visible3 = k2 <= position and here2 != 0, k2 + 1 <= position and here3 != 0
-            now = piece
-            piece = i32(piece + cuda.gridDim.x)
+            # 1. Scores of keys k0, k0 + 1, k2, k2 + 1; those beyond the query's position are not seen
+            now, here_key = piece, key
+            k0, k2, oldest = i32(key + 2 * t), i32(key + 2 * t + 8), i32(position - window)
+            if whole:
+                s0, s1, s2, s3 = scores(k_raw, lane, s)
+            else:
+                s0, s1, s2, s3 = scores_by_block(k, first_k, row_k, key, position, lane, s)
+            visible0, visible1 = oldest < k0 <= position and held[0] != 0, oldest <= k0 < position and held[1] != 0
+            visible2, visible3 = oldest < k2 <= position and held[2] != 0, oldest <= k2 < position and held[3] != 0
+            piece = i32(piece + n_splits)
             key = i32(piece * PIECE + warp * 16)
             if ahead and piece < n_pieces:  # the next keys come while this piece is worked on
-                load_both(k, cell, key, position, n_head_kv, head_kv, lane, k_raw)
+                load_keys(k, first_k, row_k, key, position, lane, k_raw)
 
             # 2. m, p, l and the levels of p'
             m = larger_float(MINUS_INFINITY, s0 if visible0 else MINUS_INFINITY)
@@ -301,17 +383,23 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
             if t == 0:
                 put(s, where.maxima + warp * MOST_HEADS + g, m)
             cuda.syncthreads()  # maxima of the warps are written
+            tid = afresh(tid)
+            lane, warp, g, t = i32(tid & 31), i32(tid >> 5), i32((tid & 31) >> 2), i32(tid & 3)
             for w in range(WARPS):
                 m = larger_float(m, get(s, where.maxima + w * MOST_HEADS + g))
-            p0, p1 = exp(sub(s0, m)) if visible0 else ZERO, exp(sub(s1, m)) if visible1 else ZERO
-            p2, p3 = exp(sub(s2, m)) if visible2 else ZERO, exp(sub(s3, m)) if visible3 else ZERO
+            p0, p1, p2, p3 = exp(sub(s0, m)), exp(sub(s1, m)), exp(sub(s2, m)), exp(sub(s3, m))
+            p0, p1 = p0 if visible0 else ZERO, p1 if visible1 else ZERO
+            p2, p3 = p2 if visible2 else ZERO, p3 if visible3 else ZERO
             if g < heads:
                 to = where.p + g * PIECE + warp * 16 + 2 * t
                 put(s, to, p0)
                 put(s, to + 1, p1)
                 put(s, to + 8, p2)
                 put(s, to + 9, p3)
-            d, inv = key_scales(v_raw, lane)
+            if whole:
+                d, inv = key_scales(key_amaxes(v_raw, lane), lane)
+            else:
+                d, inv = key_scales(key_amaxes_by_slab(v, first_v, row_v, here_key, position, lane), lane)
             p0, p1 = mul(p0, d[0]) if visible0 else ZERO, mul(p1, d[1]) if visible1 else ZERO
             p2, p3 = mul(p2, d[2]) if visible2 else ZERO, mul(p3, d[3]) if visible3 else ZERO
             amax = max_pattern(max_pattern(amax4(z, (p0, p1, p2, p3)), lane ^ 1), lane ^ 2)
@@ -338,21 +426,44 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads):
                     st(pieces, statistics + 2 * warp * most_pieces + 1, l)
 
             # 3. o
-            slab(p_hi, p_lo, v_raw, 0, inv, tid, s, pieces, at, most_pieces)
-            if n_slabs > 1:
-                slab(p_hi, p_lo, v_raw, 1, inv, tid, s, pieces, at, most_pieces)
-            if n_slabs > 2:
-                slab(p_hi, p_lo, v_raw, 2, inv, tid, s, pieces, at, most_pieces)
-            if n_slabs > 3:
-                slab(p_hi, p_lo, v_raw, 3, inv, tid, s, pieces, at, most_pieces)
-            if not ahead and piece < n_pieces:
-                load_both(k, cell, key, position, n_head_kv, head_kv, lane, k_raw)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, SCALAR_F32), THREADS, resident(dim_k, dim_v))
+            if whole:
+                leave_slab(p_hi, p_lo, v_raw, 0, 0, inv, tid, s)
+                if n_slabs > 1:
+                    leave_slab(p_hi, p_lo, v_raw, v_words, 1, inv, tid, s)
+                cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
+                add_up(0, tid, s, pieces, at, most_pieces)
+                if n_slabs > 2:
+                    cuda.syncthreads()  # those sums are read
+                    leave_slab(p_hi, p_lo, v_raw, 2 * v_words, 0, inv, tid, s)
+                    if n_slabs > 3:
+                        leave_slab(p_hi, p_lo, v_raw, 3 * v_words, 1, inv, tid, s)
+                    cuda.syncthreads()
+                    add_up(2, tid, s, pieces, at, most_pieces)
+            else:
+                b = i32(0)
+                while b < n_slabs:
+                    load_value_slab(v, first_v, row_v, here_key, position, b, lane, v_raw)
+                    leave_slab(p_hi, p_lo, v_raw, 0, b & 1, inv, tid, s)
+                    b = i32(b + 1)
+                    if b & 1 == 0 or b == n_slabs:
+                        cuda.syncthreads()  # sums of the warps are written
+                        add_up(i32(b - 1) & -2, tid, s, pieces, at, most_pieces)
+                        cuda.syncthreads()  # and read
+            if piece < n_pieces:
+                row_v = i32(afresh(cell_v) >> 3)
+                if whole and not ahead:
+                    load_keys(k, first_k, row_k, key, position, lane, k_raw)
+                if whole:
+                    load_values(v, first_v, row_v, key, position, lane, v_raw)
+                load_present(present, cell, key, position, lane, held)
+    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), THREADS, resident(dim_k, dim_v))
 
 
-def flash_attn_ext_few(target, type_k, type_v, q, k, v, seq, pos, present, pieces, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, heads, n_splits):
+def flash_attn_ext_few(target, type_k, type_v, q, k, v, seq, pos, present, pieces, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
+                       n_splits):
     """Pieces of n tokens: arguments of `flash_attn_ext`, pieces: address of what `flash_attn_ext_combine` takes. heads of a block, n_splits blocks share
     the pieces of a token's heads."""
-    kernel = flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads)
-    args = q, k, v, seq, pos, present, pieces, n_ctx, n_head_kv, scale
-    return target.launch(kernel, (n_splits, n_head // heads, n), THREADS, args, 4 * shared_layout(dim_k, dim_v, heads).n_words)
+    parts = n_head // n_head_kv // heads
+    kernel, grid = flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts), (n_splits * parts, n_head_kv, n)
+    args = q, k, v, seq, pos, present, pieces, n_ctx, row_v, window, scale
+    return target.launch(kernel, grid, THREADS, args, 4 * shared_layout(dim_k, dim_v, heads).n_words)

@@ -1,8 +1,8 @@
 """Attention of many queries over f16 and q8_0 caches, on int8 tensor cores (numerics, section 8).
 
 A block takes 16 rows a warp, a row being one token and one of up to 8 query heads of one KV head, and goes through the pieces of 128 keys in position order.
-Tokens of a block that are of several sequences are taken run by run; pieces behind a run's last position are not touched, nor are those of a warp whose
-rows see none of their keys. In a piece
+Tokens of a block that are of several sequences are taken run by run; pieces behind a run's last position or before what its windows reach are not touched,
+nor are those of a warp whose rows see none of their keys. In a piece
 
     1. the block makes limbs of keys and values in shared memory, of 16 keys a warp: lane l = 4 g + t has the channels 8 t .. and 32 + 8 t .. of each 64 of
        keys g and g + 8, and the channels 8 g .. of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
@@ -20,14 +20,14 @@ from numba import cuda, types
 
 from .cooperative import cooperative
 from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
-from .flash_attn_ext_combine import PIECE
+from .flash_attn_ext_combine import PIECE, first_piece, sink
 from .flash_attn_ext_few import amax4, four, get, limbs4, max_lane, max_pattern, put
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import add, afresh, as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul, shuffle, st4, sts, sub, syncwarp, u32
 from .set_rows import larger
 
 ROWS = 16           # of a warp
-MOST_CHANNELS = 128
+MOST_CHANNELS_K, MOST_CHANNELS = 192, 128  # of K, of V
 KEYS_STRIDE = PIECE // 4 + 4  # words of a channel
 Q_WORDS = 512       # of a warp's queries in a block of channels
 ONE, MINUS_ZERO, NEVER = f32(1), f32(-0.0), i32(0x7fffffff)
@@ -65,8 +65,9 @@ def add_lanes(x, lane):
     return add(x, as_f32(shuffle(as_i32(x), lane ^ 1)))
 
 
-@factory([("f16", "f16", 64, 64, 3, 4), ("f16", "f16", 128, 128, 4, 8), ("q8_0", "f16", 128, 72, 8, 4), ("q8_0", "q8_0", 128, 128, 1, 8)])
-def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
+@factory([("f16", "f16", 64, 64, 3, 4, False), ("f16", "f16", 128, 128, 4, 8, False), ("f16", "f16", 64, 64, 8, 8, True), ("q8_0", "f16", 128, 72, 8, 4, True),
+          ("f16", "f16", 192, 128, 1, 8, False), ("q8_0", "q8_0", 128, 128, 1, 8, False)])
+def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sinks_there):
     K, V, where, z = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, n_warps), i32(0)
     n_blocks, n_slabs, tokens = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), ROWS * n_warps // heads
     k_words, v_words, k_row = K.n_words, V.n_words, k_stride(dim_k)
@@ -103,6 +104,8 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
         key_block(raw, 0, key, lane, s)
         if n_blocks > 1:
             key_block(raw, 1, key, lane, s)
+        if n_blocks > 2:
+            key_block(raw, 2, key, lane, s)
 
     @device
     def value_scale(raw, key, lane, s):
@@ -137,7 +140,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
         value_word(x[7], y[7], u[7], w[7], inv, at + 56 * KEYS_STRIDE, s)
 
     @cooperative
-    def stage(k, v, present, cell, first, last, key, n_head_kv, head_kv, lane, s):
+    def stage(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
         """Keys key .. key + 15 of the piece that begins at position `first`; those beyond `last` are not seen, and read there or not at all."""
         k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
         v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
@@ -148,13 +151,13 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
             sts(s, where.seen + key + lane, position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
         if first + key <= last:
             at, even = first + key + g, first + key + 2 * t
-            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * dim_k, t, k0, 0)
-            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * dim_k, t, k1, 0)
-            load_value(v, ((cell + min(even, last)) * n_head_kv + head_kv) * dim_v, g, v0, 0)
-            load_value(v, ((cell + min(even + 1, last)) * n_head_kv + head_kv) * dim_v, g, v1, 0)
+            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k0, 0)
+            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k1, 0)
+            load_value(v, (cell + min(even, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v0, 0)
+            load_value(v, (cell + min(even + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v1, 0)
             key_limbs(k0, key + g, lane, s)
-            load_value(v, ((cell + min(even + 8, last)) * n_head_kv + head_kv) * dim_v, g, v2, 0)
-            load_value(v, ((cell + min(even + 9, last)) * n_head_kv + head_kv) * dim_v, g, v3, 0)
+            load_value(v, (cell + min(even + 8, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v2, 0)
+            load_value(v, (cell + min(even + 9, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v3, 0)
             key_limbs(k1, key + g + 8, lane, s)
             to = key + 2 * t
             inv = value_scale(v0, to, lane, s), value_scale(v1, to + 1, lane, s), value_scale(v2, to + 8, lane, s), value_scale(v3, to + 9, lane, s)
@@ -225,15 +228,21 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
             add_block(tid, s, i + 3, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
 
     @device
-    def max_of(tid, s, i, bound, scores, m, earliest):
-        """m: of the lane's two rows. earliest: position from which any of the lane's keys is seen."""
-        at = lds2(s, where.seen + 8 * i + 2 * (tid & 3))
-        m0 = larger_float(larger_float(m[0], scores[4 * i] if at[0] <= bound[0] else MINUS_INFINITY), scores[4 * i + 1] if at[1] <= bound[0] else MINUS_INFINITY)
-        m1 = larger_float(larger_float(m[1], scores[4 * i + 2] if at[0] <= bound[1] else MINUS_INFINITY), scores[4 * i + 3] if at[1] <= bound[1] else MINUS_INFINITY)
-        return (m0, m1), i32(min(earliest, min(at[0], at[1])))
+    def sees(bound, at, window):
+        """Whether a query at position `bound` sees a key that is seen from `at` on: 0 <= bound - at < window."""
+        return u32(i32(bound - at)) < u32(window)
 
     @device
-    def scores4(tid, s, i, bound, reach, scores, m, earliest):
+    def max_of(tid, s, i, bound, window, scores, m):
+        """m: of the lane's two rows."""
+        at = lds2(s, where.seen + 8 * i + 2 * (tid & 3))
+        m0 = larger_float(m[0], scores[4 * i] if sees(bound[0], at[0], window) else MINUS_INFINITY)
+        m1 = larger_float(m[1], scores[4 * i + 2] if sees(bound[1], at[0], window) else MINUS_INFINITY)
+        return (larger_float(m0, scores[4 * i + 1] if sees(bound[0], at[1], window) else MINUS_INFINITY),
+                larger_float(m1, scores[4 * i + 3] if sees(bound[1], at[1], window) else MINUS_INFINITY))
+
+    @device
+    def scores4(tid, s, i, bound, window, reach, scores, m):
         """reach: the last key of the piece that a row of the warp may see; scores beyond are not computed."""
         for j in range(16):
             scores[4 * i + j] = ZERO
@@ -241,22 +250,25 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
             add_block4(tid, s, i, 0, reach, scores)
             if n_blocks > 1:
                 add_block4(tid, s, i, 1, reach, scores)
-            m, earliest = max_of(tid, s, i, bound, scores, m, earliest)
-            m, earliest = max_of(tid, s, i + 1, bound, scores, m, earliest)
-            m, earliest = max_of(tid, s, i + 2, bound, scores, m, earliest)
-            m, earliest = max_of(tid, s, i + 3, bound, scores, m, earliest)
-        return m, earliest
+            if n_blocks > 2:
+                add_block4(tid, s, i, 2, reach, scores)
+            m = max_of(tid, s, i, bound, window, scores, m)
+            m = max_of(tid, s, i + 1, bound, window, scores, m)
+            m = max_of(tid, s, i + 2, bound, window, scores, m)
+            m = max_of(tid, s, i + 3, bound, window, scores, m)
+        return m
 
     # 3. p
 
     @device
-    def weight(lane, s, i, bound, reach, m, scores, amax):
+    def weight(lane, s, i, bound, window, reach, m, scores, amax):
         """p of four keys; their p' take the place of scores."""
         p0, p1, p2, p3 = ZERO, ZERO, ZERO, ZERO
         if 8 * i <= reach:
             lane = afresh(lane)
             at, d = lds2(s, where.seen + 8 * i + 2 * (lane & 3)), lds2(s, where.d_v + 8 * i + 2 * (lane & 3))
-            see0, see1, see2, see3 = at[0] <= bound[0], at[1] <= bound[0], at[0] <= bound[1], at[1] <= bound[1]
+            see0, see1 = sees(bound[0], at[0], window), sees(bound[0], at[1], window)
+            see2, see3 = sees(bound[1], at[0], window), sees(bound[1], at[1], window)
             p0, p1 = exp(sub(scores[4 * i], m[0])) if see0 else ZERO, exp(sub(scores[4 * i + 1], m[0])) if see1 else ZERO
             p2, p3 = exp(sub(scores[4 * i + 2], m[1])) if see2 else ZERO, exp(sub(scores[4 * i + 3], m[1])) if see3 else ZERO
             x0, x1 = mul(p0, as_f32(d[0])) if see0 else ZERO, mul(p1, as_f32(d[1])) if see1 else ZERO
@@ -270,12 +282,12 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
         return add(a[0], b[0]), add(a[1], b[1]), add(a[2], b[2]), add(a[3], b[3])
 
     @device
-    def weights4(lane, s, i, bound, reach, m, scores, amax):
+    def weights4(lane, s, i, bound, window, reach, m, scores, amax):
         """The tree over keys 64, then 32 apart."""
-        a, amax = weight(lane, s, i, bound, reach, m, scores, amax)
-        b, amax = weight(lane, s, i + 8, bound, reach, m, scores, amax)
-        c, amax = weight(lane, s, i + 4, bound, reach, m, scores, amax)
-        d, amax = weight(lane, s, i + 12, bound, reach, m, scores, amax)
+        a, amax = weight(lane, s, i, bound, window, reach, m, scores, amax)
+        b, amax = weight(lane, s, i + 8, bound, window, reach, m, scores, amax)
+        c, amax = weight(lane, s, i + 4, bound, window, reach, m, scores, amax)
+        d, amax = weight(lane, s, i + 12, bound, window, reach, m, scores, amax)
         return add4(add4(a, b), add4(c, d)), amax
 
     # 4. o
@@ -324,24 +336,20 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
         weigh(lane, s, i + 7, reach, p_hi, p_lo, d_p, a, b, O)
 
     @cooperative
-    def work(tid, s, bound, reach, M, L, O):
+    def work(tid, s, bound, window, reach, M, L, O):
         """A warp's rows with the piece in shared memory. bound: the positions of two rows, -1 for a row that is not to be touched. Returns M and L."""
         scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
-        lane, m, earliest = i32(tid & 31), (MINUS_INFINITY, MINUS_INFINITY), NEVER
-        m, earliest = scores4(tid, s, 0, bound, reach, scores, m, earliest)
-        m, earliest = scores4(tid, s, 4, bound, reach, scores, m, earliest)
-        m, earliest = scores4(tid, s, 8, bound, reach, scores, m, earliest)
-        m, earliest = scores4(tid, s, 12, bound, reach, scores, m, earliest)
+        lane = i32(tid & 31)
+        m = scores4(tid, s, 0, bound, window, reach, scores, (MINUS_INFINITY, MINUS_INFINITY))
+        m = scores4(tid, s, 4, bound, window, reach, scores, m)
+        m = scores4(tid, s, 8, bound, window, reach, scores, m)
+        m = scores4(tid, s, 12, bound, window, reach, scores, m)
         m = max_lane(max_lane(m[0], lane ^ 1), lane ^ 2), max_lane(max_lane(m[1], lane ^ 1), lane ^ 2)
-        other = shuffle(earliest, lane ^ 1)
-        earliest = other if other < earliest else earliest
-        other = shuffle(earliest, lane ^ 2)
-        earliest = other if other < earliest else earliest
-        x, amax = weights4(lane, s, 0, bound, reach, m, scores, (z, z))
-        y, amax = weights4(lane, s, 2, bound, reach, m, scores, amax)
+        x, amax = weights4(lane, s, 0, bound, window, reach, m, scores, (z, z))
+        y, amax = weights4(lane, s, 2, bound, window, reach, m, scores, amax)
         x = add4(x, y)
-        y, amax = weights4(lane, s, 1, bound, reach, m, scores, amax)
-        w, amax = weights4(lane, s, 3, bound, reach, m, scores, amax)
+        y, amax = weights4(lane, s, 1, bound, window, reach, m, scores, amax)
+        w, amax = weights4(lane, s, 3, bound, window, reach, m, scores, amax)
         x = add4(x, add4(y, w))
         l0 = add(add_lanes(x[0], lane), add_lanes(x[1], lane))
         l1 = add(add_lanes(x[2], lane), add_lanes(x[3], lane))
@@ -351,13 +359,13 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
             j = 8 * i
             p_hi[2 * i], p_lo[2 * i] = limbs4((scores[j], scores[j + 1], scores[j + 4], scores[j + 5]), inv0)
             p_hi[2 * i + 1], p_lo[2 * i + 1] = limbs4((scores[j + 2], scores[j + 3], scores[j + 6], scores[j + 7]), inv1)
-        # A row that sees no key stays as it is: fma(O, 1, mul(+0, -0))
+        # A row that sees no key, whose l is 0 (the largest of visible keys has p = 1, or NaN), stays as it is: fma(O, 1, mul(+0, -0))
         M0, M1 = larger_float(M[0], m[0]), larger_float(M[1], m[1])
         a0, b0 = exp(sub(M[0], M0)), exp(sub(m[0], M0))
         a1, b1 = exp(sub(M[1], M1)), exp(sub(m[1], M1))
-        if earliest > bound[0]:
+        if l0 == ZERO:
             a0, b0 = ONE, MINUS_ZERO
-        if earliest > bound[1]:
+        if l1 == ZERO:
             a1, b1 = ONE, MINUS_ZERO
         weigh_slab(lane, s, 0, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O)
         if n_slabs > 1:
@@ -365,19 +373,26 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
         return (M0, M1), (fma(L[0], a0, mul(l0, b0)), fma(L[1], a1, mul(l1, b1)))
 
     @device
-    def write_octet(out, at, o, L, O, row, column):
-        """o: index in O of the first product of the slab."""
-        i = o + 2 * row + column
-        st4(out, at, div(O[i], L), div(O[i + 4], L), div(O[i + 8], L), div(O[i + 12], L))
-        st4(out, at + 4, div(O[i + 16], L), div(O[i + 20], L), div(O[i + 24], L), div(O[i + 28], L))
+    def result(x, a, L):
+        return div(mul(x, a) if sinks_there else x, L)
 
     @device
-    def write_row(out, at, t, L, O, row):
+    def write_octet(out, at, o, a, L, O, row, column):
+        """o: index in O of the first product of the slab."""
+        i = o + 2 * row + column
+        st4(out, at, result(O[i], a, L), result(O[i + 4], a, L), result(O[i + 8], a, L), result(O[i + 12], a, L))
+        st4(out, at + 4, result(O[i + 16], a, L), result(O[i + 20], a, L), result(O[i + 24], a, L), result(O[i + 28], a, L))
+
+    @device
+    def write_row(sinks, out, head, at, t, M, L, O, row):
+        a = ONE
+        if sinks_there:
+            a, L = sink(M, L, ld(sinks, head))
         for b in range(n_slabs):
             for column in range(2):
                 channel = b * CHANNELS + 16 * t + 8 * column
                 if dim_v % CHANNELS == 0 or channel < dim_v:
-                    write_octet(out, at + channel, 32 * b, L, O, row, column)
+                    write_octet(out, at + channel, 32 * b, a, L, O, row, column)
 
     @device
     def row_of(tid, second):
@@ -391,7 +406,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
         """Of a row among all tokens' heads."""
         return i64(i32(i32(first_token + token) * i32(cuda.gridDim.y * heads) + i32(cuda.blockIdx.y * heads) + head))
 
-    def kernel(q, k, v, seq, pos, present, out, n, n_ctx, n_head_kv, scale):
+    def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale):
         s = cuda.shared.array(0, types.int32)
         O = cuda.local.array(n_outputs, f32)
         tid = i32(cuda.threadIdx.x)
@@ -409,9 +424,10 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
 
         run = i32(0)
         while run < n_tokens:
-            sequence, end, last = ld(seq, first_token + run), run, i32(-1)
+            sequence, end, last, first = ld(seq, first_token + run), run, i32(-1), NEVER
             while end < n_tokens and ld(seq, first_token + end) == sequence:
-                last, end = i32(max(last, ld(pos, first_token + end))), i32(end + 1)
+                position = ld(pos, first_token + end)
+                first, last, end = i32(min(first, position)), i32(max(last, position)), i32(end + 1)
             tid, bound0, bound1 = afresh(tid), i32(-1), i32(-1)
             token, _ = row_of(tid, 0)
             if run <= token and token < end:
@@ -421,33 +437,36 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps):
                 bound1 = ld(pos, first_token + token)
             lane = i32(tid & 31)
             warp_last = max_pattern(max_pattern(max_pattern(i32(max(bound0, bound1)), lane ^ 4), lane ^ 8), lane ^ 16)
-            first = i32(0)
+            before = i32(min(bound0 if bound0 >= 0 else NEVER, bound1 if bound1 >= 0 else NEVER))  # the first key that is seen is behind `before` - window
+            before = i32(-max_pattern(max_pattern(max_pattern(i32(-before), lane ^ 4), lane ^ 8), lane ^ 16))
+            first = i32(first_piece(first, window) * PIECE)
             while first <= last:
                 tid = afresh(tid)
                 lane, cell, head_kv = i32(tid & 31), i64(sequence) * n_ctx, i32(cuda.blockIdx.y // (cuda.gridDim.y // n_head_kv))
                 cuda.syncthreads()  # all are done with the piece before
                 part = i32(tid >> 5)
                 while part < PIECE // ROWS:
-                    stage(k, v, present, cell, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
+                    stage(k, v, present, cell, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
                     part = i32(part + n_warps)
                 cuda.syncthreads()  # the limbs are there
-                if first <= warp_last:
-                    M, L = work(tid, s, (bound0, bound1), i32(warp_last - first), M, L, O)
+                if first <= warp_last and first_piece(before, window) * PIECE <= first:
+                    M, L = work(tid, s, (bound0, bound1), window, i32(warp_last - first), M, L, O)
                 first = i32(first + PIECE)
             run = end
         tid, first_token = afresh(tid), afresh(first_token)
         token, head = row_of(tid, 0)
         if token < n_tokens:
-            write_row(out, index(first_token, token, head) * dim_v, tid & 3, L[0], O, 0)
+            write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[0], L[0], O, 0)
         token, head = row_of(tid, 8)
         if token < n_tokens:
-            write_row(out, index(first_token, token, head) * dim_v, tid & 3, L[1], O, 1)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), 32 * n_warps)
+            write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[1], L[1], O, 1)
+    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32), 32 * n_warps)
 
 
-def flash_attn_ext_tile(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, heads, n_warps):
+def flash_attn_ext_tile(target, type_k, type_v, q, k, v, seq, pos, present, sinks, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
+                        n_warps):
     """Arguments of `flash_attn_ext`; heads and warps of a block."""
-    kernel = flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps)
+    kernel = flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sinks is not None)
     grid = -(-n // (ROWS * n_warps // heads)), n_head // heads
-    args = q, k, v, seq, pos, present, out, n, n_ctx, n_head_kv, scale
+    args = q, k, v, seq, pos, present, q if sinks is None else sinks, out, n, n_ctx, n_head_kv, row_v, window, scale
     return target.launch(kernel, grid, 32 * n_warps, args, 4 * shared_layout(dim_k, dim_v, n_warps).n_words)

@@ -1,6 +1,9 @@
 """Gated linear units beside elementwise's swiglu: out = activation(g) * u (numerics, sections 5 and 9). One thread an element."""
-from .elementwise import BINARY, GLU, binary
-from .ptx import add, device, div, exp, f32, mul
+from numba import cuda
+
+from .elementwise import BINARY, GLU, THREADS, binary, grid
+from .launch import F32, Kernel, N, SCALAR_F32, check, factory
+from .ptx import add, device, div, exp, f32, i64, ld, mul, st
 
 
 @device
@@ -31,3 +34,20 @@ def geglu(target, g, u, out, n_rows, n_cols):
 def reglu(target, g, u, out, n_rows, n_cols):
     """out = relu(g) * u, operands as for `geglu`."""
     return binary(target, "reglu", g, u, out, n_rows, n_cols, n_rows)
+
+
+@factory([()])
+def swiglu_oai_kernel():
+    def kernel(g, u, out, n_cols, minus_alpha, limit):  # blocks as in elementwise
+        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            i = i64(cuda.blockIdx.x) * n_cols + column
+            st(out, i, clamped_swiglu(ld(g, i), ld(u, i), minus_alpha, limit))
+    return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
+
+
+def swiglu_oai(target, g, u, out, n_rows, n_cols, alpha, limit):
+    """out = g' / (1 + exp(-alpha g')) * (u' + 1), g' = g up to limit, u' = u from -limit to limit. g, u, out as for `geglu`; alpha, limit:
+    float32, limit > 0."""
+    check("swiglu_oai", limit > 0, "limit", limit, "above 0")
+    return target.launch(swiglu_oai_kernel(), grid("swiglu_oai", n_rows, n_cols), THREADS, (g, u, out, n_cols, -alpha, limit))

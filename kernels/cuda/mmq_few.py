@@ -19,7 +19,8 @@ from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, lds, st, sts, syncwarp, wait_for_previous
+from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
+                  wait_for_previous)
 from .quantize import plane_words
 from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, Slot, factors, form, gate_and_store, slot, store, swizzle, table_words, takes_sums,
                            tile_product)
@@ -222,8 +223,8 @@ def by_turns(n_matrices: int, n_tokens: int, finish) -> Course:
     return Course(first, following, inside, weight, block_tokens(n_tokens), leave)
 
 
-def in_a_row(n_matrices: int, n_tokens: int) -> Course:
-    """The tiles of one matrix behind those of another. operands: (their words, outs, n_rows)."""
+def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
+    """The tiles of one matrix behind those of another. operands: (their words, outs, n_rows, biases)."""
     pick, first_tokens = PICK[n_matrices], block_tokens(n_tokens)
 
     @device
@@ -255,6 +256,8 @@ def in_a_row(n_matrices: int, n_tokens: int) -> Course:
     def leave(operands, shared, place, token, r, total):
         n_rows, row = pick(operands[2], place[1]), i32(place[0] * 32 + r)
         if row < n_rows:
+            if biased:
+                total = add(total, ldc(pick(operands[3], place[1]), row))
             st(pick(operands[1], place[1]), i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row, total)
     return Course(first, following, inside, weight, first_tokens, leave)
 
@@ -440,13 +443,14 @@ def mmq_few_glu_kernel(activation, gate, up, biased, n_tokens):
     return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
 
 
-@factory([("Q4_K", "Q4_K", "Q4_K", 1), ("Q4_K", "Q4_K", "Q6_K", 1), ("Q8_0", "Q8_0", "Q8_0", 8), ("IQ2_S", "IQ3_S", "Q4_K", 16)])
-def mmq_few_qkv_kernel(q, k, v, n_tokens):
-    run = products((q, k, v), n_tokens, in_a_row(3, n_tokens))
+@factory([("Q4_K", "Q4_K", "Q4_K", False, 1), ("Q4_K", "Q4_K", "Q6_K", True, 1), ("Q8_0", "Q8_0", "Q8_0", False, 8), ("IQ2_S", "IQ3_S", "Q4_K", True, 16)])
+def mmq_few_qkv_kernel(q, k, v, biased, n_tokens):
+    run = products((q, k, v), n_tokens, in_a_row(3, n_tokens, biased))
 
-    def kernel(q_words, k_words, v_words, act, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n, per_round):  # blocks as in mmq_few_kernel
-        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows)), act, n_cols, n, per_round)
-    return Kernel(kernel, (U32,) * 4 + (F32,) * 3 + (N,) * 6, 32 * MAX_WARPS[n_tokens])
+    def kernel(q_words, k_words, v_words, act, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n, per_round):
+        # blocks as in mmq_few_kernel
+        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), act, n_cols, n, per_round)
+    return Kernel(kernel, (U32,) * 4 + (F32,) * 6 + (N,) * 6, 32 * MAX_WARPS[n_tokens])
 
 
 @dataclass(frozen=True)
@@ -522,12 +526,12 @@ def mmq_few_glu(target, activation, names, gate_words, up_words, act, gate_bias,
     return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
 
 
-def mmq_few_qkv(target, names, words, act, outs, n_rows, n_cols, n, shape=None):
+def mmq_few_qkv(target, names, words, act, outs, n_rows, n_cols, n, shape=None, biases=()):
     """The products of three matrices with the same activations. names: their formats; words: addresses of their tiles; outs: of float32 [n, n_rows[i]];
-    n_rows: three numbers; the rest as for `mmq_few`."""
+    n_rows: three numbers; biases: addresses of three float32 [n_rows[i]], added to the products, or none; the rest as for `mmq_few`."""
     for rows in n_rows:
         checked_sizes("mmq_few_qkv", names, rows, n_cols, n)
     all_rows = ROWS * sum(-(-rows // ROWS) for rows in n_rows)
     shape = shape or few_shape(tuple(names), all_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
-    kernel, args = mmq_few_qkv_kernel(*names, shape.n_tokens), (*words, act, *outs, *n_rows, n_cols, n, shape.per_round)
+    kernel, args = mmq_few_qkv_kernel(*names, bool(biases), shape.n_tokens), (*words, act, *(biases or outs), *outs, *n_rows, n_cols, n, shape.per_round)
     return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)

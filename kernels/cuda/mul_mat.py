@@ -67,12 +67,16 @@ def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: in
     return quantized_shape((fmt.name,), n_rows, n_cols, n, n_multiprocessors, shared_limit, warpgroups)
 
 
+def check_sizes(op: str, n_rows: int, n_cols: int, n: int) -> None:
+    for what, found in (("n_rows", n_rows), ("n_cols", n_cols)):
+        check(op, found >= 1, what, found, "at least 1")
+    check(op, 1 <= n <= MOST_TOKENS, "n", n, f"1..{MOST_TOKENS}")
+
+
 def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
     """words: address of the weight's tiles [n_rows, n_cols], on 16 bytes; x: of the activation buffer of `quantize` for a quantized format, on 16 bytes,
     and of float32 [n, n_cols] for a float one; out: of float32 [n, n_rows]."""
-    for what, found in (("n_rows", n_rows), ("n_cols", n_cols)):
-        check("mul_mat", found >= 1, what, found, "at least 1")
-    check("mul_mat", 1 <= n <= MOST_TOKENS, "n", n, f"1..{MOST_TOKENS}")
+    check_sizes("mul_mat", n_rows, n_cols, n)
     fmt = format_of(format_name, "mul_mat")
     shape = mul_mat_shape(fmt, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
     args = words, x, out, n_rows, n_cols, n

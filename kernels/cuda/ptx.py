@@ -117,11 +117,12 @@ as_f32 = _instruction("as_f32", "mov.b32 $0, $1;", "f", "r")       # the bit pat
 as_i32 = _instruction("as_i32", "mov.b32 $0, $1;", "r", "f")
 as_u32 = _instruction("as_u32", "mov.b32 $0, $1;", "u", "f")
 f16_to_f32 = _instruction("f16_to_f32", "{.reg .b16 h, z; mov.b32 {h, z}, $1; cvt.f32.f16 $0, h;}", "f", "u")  # of the low 16 bits
+f16_high_to_f32 = _instruction("f16_high_to_f32", "{.reg .b16 z, h; mov.b32 {z, h}, $1; cvt.f32.f16 $0, h;}", "f", "u")  # of the high ones
 f32_to_f16 = _instruction("f32_to_f16", "{.reg .b16 h, z; cvt.rn.f16.f32 h, $1; mov.b16 z, 0; mov.b32 $0, {h, z};}", "u", "f")
 dp4a = _instruction("dp4a", "dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")  # c + the products of the four signed bytes of a and b
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte i is byte s & 7 of the eight bytes a, b, or
                                                                          # its sign eight times where s & 8; s = c >> 4i
-amax2 = _instruction("amax2", "{.reg .b32 m; and.b32 m, $2, 0x7fff7fff; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the
+amax2 = _instruction("amax2", "{.reg .b32 m; abs.f16x2 m, $2; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the
                                                                          # larger of a, not negative, and |b|; NaN is above all
 popc = _instruction("popc", "popc.b32 $0, $1;", "r", "r")                # the number of ones
 shr = _instruction("shr", "shr.u32 $0, $1, $2;", "u", "uu")              # 0 for shifts of 32 and more
@@ -351,7 +352,7 @@ else:
         _check("match", "r", x)
         word = ir.IntType(32)
         assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
 
     @device
     def syncwarp():
@@ -365,6 +366,22 @@ else:
         word = ir.IntType(32)
         assembly = ir.InlineAsm(ir.FunctionType(word, [word] * 2), "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", side_effect=True)
         return types.int32(types.int32, types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+
+
+def _reduction(operation):
+    """(x) -> the largest or the smallest int32 x of the lanes, for every lane."""
+    name, word = f"redux_{operation}", ir.IntType(32)
+    if SIMULATED:
+        return simulator.redux({"max": max, "min": min}[operation])
+    assembly = ir.InlineAsm(ir.FunctionType(word, [word]), f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
+
+    def typed(typingctx, x):
+        _check(name, "r", x)
+        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
+    return intrinsic(_named(name, 1)(typed))
+
+
+redux_max, redux_min = _reduction("max"), _reduction("min")
 
 
 # Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX ISA, "mma")

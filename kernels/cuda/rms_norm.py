@@ -65,6 +65,16 @@ def reciprocal(sum_of_squares, n_cols, eps):
     return div(f32(1), sqrt(add(div(sum_of_squares, i2f(n_cols)), eps)))
 
 
+@device
+def halve128(a, b, c, d, lane):
+    """The sum of 128 partials in the order of the halves, for every lane of a warp; a lane gives those of lane, lane + 32, lane + 64, lane + 96. What a lane
+    adds to its own and what the other adds are the same sum."""
+    total = add(add(a, c), add(b, d))
+    for half in (16, 8, 4, 2, 1):
+        total = add(total, as_f32(shuffle(as_i32(total), lane ^ half)))
+    return total
+
+
 @lru_cache(None)
 def reciprocal_rms(source: Source):
     load, keep = source.load, source.keep
@@ -111,8 +121,7 @@ def reciprocal_rms(source: Source):
 
 @cooperative
 def reciprocal_of_round(stage, n_cols, eps):
-    """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x]. Each warp adds the 128 partials, in the order of the
-    halves: what a lane adds to its own and what the other adds are the same sum."""
+    """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x]. Each warp adds the 128 partials."""
     partials = cuda.shared.array(PARTIALS, f32)
     j, end = i32(cuda.threadIdx.x), i32(COLUMNS * cuda.blockDim.x)
     cuda.syncthreads()  # the row is in `stage`
@@ -126,9 +135,7 @@ def reciprocal_of_round(stage, n_cols, eps):
         sts(partials, j, ss)
     cuda.syncthreads()  # the partials are there
     lane = j & 31
-    total = add(add(lds(partials, lane), lds(partials, lane + 64)), add(lds(partials, lane + 32), lds(partials, lane + 96)))
-    for half in (16, 8, 4, 2, 1):
-        total = add(total, as_f32(shuffle(as_i32(total), lane ^ half)))
+    total = halve128(lds(partials, lane), lds(partials, lane + 32), lds(partials, lane + 64), lds(partials, lane + 96), lane)
     return reciprocal(total, n_cols, eps)
 
 

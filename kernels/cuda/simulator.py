@@ -67,6 +67,11 @@ def popc(w):
 
 
 @jit
+def f16_high_to_f32(w):
+    return float16.f16_to_f32(u32(w >> u32(16)))
+
+
+@jit
 def amax2(a, b):
     b = u32(b & u32(0x7fff7fff))
     return u32(max(a & u32(0xffff), b & u32(0xffff)) | max(a & u32(0xffff0000), b & u32(0xffff0000)))
@@ -89,7 +94,8 @@ _MEANING = {
     **{name: _unary(getattr(arith, name), name) for name in ("sqrt", "rint", "i2f", "l2f", "as_f32", "as_i32")},
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     "fma": _ternary(arith.fma, "fma"), "as_u32": _unary(arith.as_i32, "as_i32"),
-    "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
+    "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f16_high_to_f32": f16_high_to_f32,
+    "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
     "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
 }
 
@@ -217,6 +223,12 @@ def _nothing(lanes):
 
 def syncwarp():
     _together(_nothing, None)
+
+
+def redux(choose):
+    def reduced(lanes):
+        return [choose(lanes)] * 32
+    return lambda value: _together(reduced, _as_int(i32)(value))
 
 
 def _shuffled(lanes):

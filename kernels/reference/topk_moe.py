@@ -8,7 +8,7 @@ from .soft_max import soft_max
 GATES = {"softmax": soft_max, "sigmoid": sigmoid}
 
 
-def topk_moe(gating):
+def topk_moe(gating, top_k=top_k):
     """kernel(logits f32 [n, X], bias f32 [X] or of length 0, n_group, n_group_used, norm, factor f32, weights f32 [n, k], ids i32 [n, k]).
 
     gating: "softmax", "sigmoid" or "softmax_of_chosen"; n_group: up to 1 for none; norm: whether the weights are normalized."""

@@ -109,12 +109,13 @@ KV, Q = HEADS_KV * DIM, HEADS * DIM
 WEIGHT, CACHE, PLAIN = WEIGHTS, list(CACHE_TYPES), [""]
 GATES = ["Q4_K", "Q8_0", "F16"]  # mul_mat has them all
 
-# op -> (types that it is tried with, its operands, its parameters)
+# op, and what a further case of it is -> (types that it is tried with, its operands, its parameters)
 CASES = {
     "get_rows": (WEIGHT, lambda o: [o.matrix(), o.ids()], {}),
     "take_rows": (PLAIN, lambda o: [o.table(), o.ids()], {}),
     "quantize": (PLAIN, lambda o: [o.x()], {}),
     "mul_mat": (WEIGHT, lambda o: [o.matrix(), o.input()], {}),
+    "mul_mat_qkv": (GATES, lambda o: [o.matrix(), o.matrix(), o.matrix(), o.input(), *(o.vector(M) for _ in range(3))], {}),
     "mul_mat_glu": (GATES, lambda o: [o.matrix(), o.matrix(), o.input(), o.vector(M), o.vector(M)], {"act": "silu"}),
     "rms_norm": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
     "rms_norm_act": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
@@ -134,7 +135,13 @@ CASES = {
     "rope_set_rows": (["f32", "f16"], lambda o: [o.cache(), o.cache(), o.x(KV), o.x(KV), o.x(Q), o.ids(48), o.angles(), o.cells()],
                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False, "eps": 0.0, "slots": None}),
     "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
-                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "n_kv": 48}),
+                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5}),
+    "flash_attn_ext: window, sinks": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
+                                      {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 20}),
+    "flash_attn_ext: latent": (CACHE, lambda o: [o.x(HEADS * KV), *[o.cache()] * 2, o.ids(3), o.ids(48), o.present()],
+                               {"n_head": HEADS, "n_head_kv": 1, "scale": KV**-0.5, "n_embd_head_v": DIM}),
+    "flash_attn_ext_act": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
+                           {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 30}),
     "soft_max": (PLAIN, lambda o: [o.x(ROUTED)], {}),
     "sigmoid": (PLAIN, lambda o: [o.x(ROUTED)], {}),
     "mask_groups": (PLAIN, lambda o: [o.x(ROUTED)], {"n_group": 8, "n_group_used": 3}),
@@ -158,8 +165,12 @@ CASES = {
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
 
 
+def op_of(case: str) -> str:
+    return case.split(":")[0]
+
+
 def op_cases():
-    """(op, type) of every case."""
+    """(op, and what a further case of it is, type) of every case."""
     return [(op, type_) for op, (types, _, _) in CASES.items() for type_ in types]
 
 
@@ -178,7 +189,8 @@ def compute(op: str, operands: list[Operand], backend) -> dict[str, Arrays]:
 
 
 def node_of(op: str, operands: list[Operand]) -> Tensor:
-    return Graph().apply(op, *(operand.tensor(name) for name, operand in zip(OPS[op].operands, operands)), name="out", **CASES[op][2])
+    name = op_of(op)
+    return Graph().apply(name, *(operand.tensor(name) for name, operand in zip(OPS[name].operands, operands)), name="out", **CASES[op][2])
 
 
 def compute_rows(op: str, operands: list[Operand], backend, parts: list[np.ndarray]) -> dict[str, Arrays]:

@@ -1,0 +1,60 @@
+"""Softmax of each row (numerics, section 9). One warp a row, the row in its registers."""
+from functools import lru_cache
+
+from numba import cuda
+
+from ..reference.soft_max import MINUS_INFINITY
+from .argmax import MAGNITUDE, order
+from .cooperative import cooperative
+from .launch import F32, Kernel, N, check, factory
+from .ptx import add, as_f32, device, div, exp, f32, i32, i64, redux_max, sub
+from .rms_norm import halve128
+from .warp_row import VALUES, load_row, n_values, store_row
+
+
+@device
+def of_order(r):
+    """The float of an integer that `order` gave, +0 for both zeros."""
+    return as_f32(r if r >= 0 else i32(r ^ MAGNITUDE))
+
+
+@lru_cache(None)
+def soft_max_row(n):
+    @cooperative
+    def soft_max(v, n_cols, lane):
+        """A row's values become those of its softmax, +0 behind the last column."""
+        partial = cuda.local.array(4, f32)  # lane, lane + 32, lane + 64, lane + 96
+        m = MINUS_INFINITY
+        for i in range(n):
+            m = v[i] if i32(lane + 32 * i) < n_cols and v[i] > m else m
+        m = of_order(redux_max(order(m)))
+        for i in range(4):
+            partial[i] = f32(0)
+        for i in range(n):
+            e = exp(sub(v[i], m))
+            v[i] = e if i32(lane + 32 * i) < n_cols else f32(0)
+            partial[i & 3] = add(partial[i & 3], v[i])
+        total = halve128(partial[0], partial[1], partial[2], partial[3], lane)
+        for i in range(n):
+            v[i] = div(v[i], total)
+    return soft_max
+
+
+@factory([(n,) for n in VALUES])
+def soft_max_kernel(n):
+    load, row_of, store = load_row(n), soft_max_row(n), store_row(n)
+
+    def kernel(x, out, n_cols):
+        v = cuda.local.array(n, f32)
+        row, lane = i64(cuda.blockIdx.x) * n_cols, i32(cuda.threadIdx.x)
+        load(x, row, n_cols, lane, v)
+        row_of(v, n_cols, lane)
+        store(out, row, n_cols, lane, v)
+    return Kernel(kernel, (F32, F32, N), 32)
+
+
+def soft_max(target, x, out, n_rows, n_cols):
+    """out = softmax of the rows of x. x, out: addresses of f32 [n_rows, n_cols], equal or apart; up to 512 columns."""
+    check("soft_max", n_rows >= 1, "n_rows", n_rows, "at least 1")
+    kernel = soft_max_kernel(n_values("soft_max", n_cols))
+    return target.launch(kernel, n_rows, 32, (x, out, n_cols))

@@ -1,0 +1,63 @@
+"""The routing of a token in one (numerics, section 9): gating, bias, groups, top_k, weights. One warp a token; lane j has expert and weight of rank j."""
+from numba import cuda
+
+from .launch import F32, I32, Kernel, N, SCALAR_F32, check, factory
+from .ptx import add, f32, i32, i64, mul, sigmoid, st
+from .routing import check_groups, mask_row, next_column, normalize_row, rank_row
+from .soft_max import soft_max_row
+from .warp_row import VALUES, load_row, n_values, take_from_row
+
+GATINGS = "softmax", "sigmoid", "softmax_of_chosen"
+MOST_USED = 32
+
+
+@factory([(GATINGS[i % 3], n, biased, biased) for i, n in enumerate(VALUES) for biased in (False, True)])
+def topk_moe_kernel(gating, n, biased, grouped):
+    """n: values of a lane."""
+    is_softmax, is_sigmoid, of_chosen = (gating == each for each in GATINGS)
+    load, soft_max, mask, ranks_of, choose, take = load_row(n), soft_max_row(n), mask_row(n), rank_row(n), next_column(n), take_from_row(n)
+    soft_max_of_chosen, normalize = soft_max_row(1), normalize_row(1)
+
+    def kernel(logits, bias, weights, ids, n_expert, k, n_group, n_group_used, norm, factor):
+        probs, by, ranks, w = cuda.local.array(n, f32), cuda.local.array(n, f32), cuda.local.array(n, i32), cuda.local.array(1, f32)
+        lane = i32(cuda.threadIdx.x)
+        if biased:
+            load(bias, i64(0), n_expert, lane, by)
+        load(logits, i64(cuda.blockIdx.x) * n_expert, n_expert, lane, probs)
+        if is_softmax:
+            soft_max(probs, n_expert, lane)
+        for i in range(n):
+            if is_sigmoid:
+                probs[i] = sigmoid(probs[i])
+            by[i] = add(probs[i], by[i]) if biased else probs[i]
+        if grouped:
+            mask(by, n_expert, n_group, n_group_used, lane)
+        ranks_of(by, n_expert, lane, ranks)
+        expert, j = i32(0), i32(0)
+        while j < k:
+            chosen = choose(ranks, lane)
+            expert = chosen if lane == j else expert
+            j = i32(j + 1)
+        w[0] = take(probs, expert)
+        if of_chosen:
+            soft_max_of_chosen(w, k, lane)
+        if norm:
+            normalize(w, k, lane)
+        if lane < k:
+            st(weights, i64(cuda.blockIdx.x) * k + lane, mul(w[0], factor))
+            st(ids, i64(cuda.blockIdx.x) * k + lane, expert)
+    return Kernel(kernel, (F32, F32, F32, I32, N, N, N, N, N, SCALAR_F32), 32)
+
+
+def topk_moe(target, gating, logits, bias, weights, ids, n_tokens, n_expert, k, n_group, n_group_used, norm, factor):
+    """logits: address of f32 [n_tokens, n_expert], up to 512 experts; bias: of f32 [n_expert], or None; weights: of f32 [n_tokens, k]; ids: of i32, the same;
+    k up to 32. n_group: up to 1 for none; norm: whether weights are divided by their sum; factor: float32."""
+    check("topk_moe", gating in GATINGS, "gating", gating, ", ".join(GATINGS))
+    check("topk_moe", n_tokens >= 1, "n_tokens", n_tokens, "at least 1")
+    n, grouped = n_values("topk_moe", n_expert), n_group > 1
+    check("topk_moe", 1 <= k <= min(n_expert, MOST_USED), "k", k, f"1..{min(n_expert, MOST_USED)}")
+    if grouped:
+        check_groups("topk_moe", n_expert, n_group, n_group_used)
+    kernel = topk_moe_kernel(gating, n, bias is not None, grouped)
+    args = logits, logits if bias is None else bias, weights, ids, n_expert, k, n_group, n_group_used, int(norm), factor
+    return target.launch(kernel, n_tokens, 32, args)

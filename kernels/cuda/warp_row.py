@@ -1,0 +1,51 @@
+"""A row of up to 512 values in the registers of a warp: column c is value c / 32 of lane c % 32.
+
+Functions are made for a number of values a lane, `n_values(n_cols)`; `v` is a lane's local array of so many. What lies behind the last column is not read.
+"""
+from functools import lru_cache
+
+from .launch import check
+from .ptx import as_f32, as_i32, device, f32, i32, ld, shuffle, st
+from .rms_norm import within
+
+VALUES = 1, 2, 4, 8, 16
+MOST_COLUMNS = 32 * VALUES[-1]
+
+
+def n_values(op: str, n_cols: int) -> int:
+    """Of a lane, for rows of n_cols."""
+    check(op, 1 <= n_cols <= MOST_COLUMNS, "n_cols", n_cols, f"1..{MOST_COLUMNS}")
+    return next(n for n in VALUES if 32 * n >= n_cols)
+
+
+@lru_cache(None)
+def load_row(n):
+    @device
+    def load(x, row, n_cols, lane, v):
+        """v = the columns of the row that begins at element `row` of x."""
+        for i in range(n):
+            v[i] = ld(x, row + within(i32(lane + 32 * i), n_cols))
+    return load
+
+
+@lru_cache(None)
+def store_row(n):
+    @device
+    def store(out, row, n_cols, lane, v):
+        for i in range(n):
+            if i32(lane + 32 * i) < n_cols:
+                st(out, row + lane + 32 * i, v[i])
+    return store
+
+
+@lru_cache(None)
+def take_from_row(n):
+    @device
+    def take(v, column):
+        """The value of a column of the row; each lane names its own."""
+        value = f32(0)
+        for i in range(n):
+            other = as_f32(shuffle(as_i32(v[i]), i32(column & 31)))
+            value = other if column >> 5 == i else value
+        return value
+    return take
