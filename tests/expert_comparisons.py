@@ -64,7 +64,7 @@ def scratch(machine, n_words):
 def in_blocks(block, n_resident=1):
     """mul_mat_id in blocks of one kind."""
     def launch(target, type_, words, x, ids, out, n_expert, n_rows, n_cols, n_tokens, n_used, b, at):
-        table = cuda_mul_mat_id.dispatched(target, ids, n_expert, n_tokens, n_used, at, None, 1, block.tokens)
+        table = cuda_dispatch.dispatch(target, ids, at, n_expert, n_tokens * n_used, block.tokens, cuda_mul_mat_id.own_fault(at), 1)
         sizes = n_expert, n_rows, n_cols, n_tokens, n_used, b
         return Launches((table, mmq_id(target, type_, words, x, at, out, *sizes, GroupedShape(block, n_resident))))
     return launch
@@ -112,8 +112,11 @@ def check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, ids, b=1
     expected[~known] = np.nan
     at, check = scratch(machine, cuda_mul_mat_id.scratch_words("mul_mat_id_glu", types[0], n_expert, n_rows, n, u))
     addresses = [machine.upload(a) for a in (*words, x, ids, *biases)] + [None, None] * (not biased)
-    found = run(machine, lambda target, *args: cuda_mul_mat_id_glu.mul_mat_id_glu(target, act, *types, *args[:-1], ALPHA, LIMIT, args[-1], n_expert, n_rows, n_cols,
-                                                                                  n, u, b, at), addresses, expected.size)
+
+    def launch(target, *args):
+        *operands, out = args
+        return cuda_mul_mat_id_glu.mul_mat_id_glu(target, act, *types, *operands, ALPHA, LIMIT, out, n_expert, n_rows, n_cols, n, u, b, at)
+    found = run(machine, launch, addresses, expected.size)
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
     check(name)
     machine.free()

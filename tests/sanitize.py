@@ -18,9 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "initcheck": [], "synccheck": []}
 FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
-FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py", "tests/test_gpu_graphs.py"
+FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py", "tests/test_gpu_mul_mat_id.py", "tests/test_gpu_graphs.py"
 SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"
              " or gpu_graphs and (verification or arena)"
+             " or gpu_mul_mat_id and not models and not any_ids and not 8192 and not 65536 and (test_dispatch or rows_on"
+             f" or test_mul_mat_id and ({' or '.join(FORMS)}))"
              f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or test_dequantize or {' or '.join(FORMS)})")
 MOST = 9  # cases of a test
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")

@@ -6,7 +6,7 @@ import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu
-from ggml_py.kernels.cuda import mmq_few_id, mul_mat_id
+from ggml_py.kernels.cuda import mmq_few_id
 from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape
 from ggml_py.kernels.cuda.mmq_few_id import id_shape, id_shape_of, padded, table_words
 from ggml_py.quant.formats import FORMATS
@@ -87,6 +87,13 @@ def simulate_any_ids(machine, ids, n_tokens, first):
         assert list(machine.download(fault, np.int32, 4)) == expected
 
 
+def simulate_many_pairs(machine):
+    """Several times 32 pairs, a part of a 32, more pairs than threads, and groups on both sides of each 32."""
+    ids = seeded("many pairs").integers(-1, 12, (34, 3))
+    ids[5:9] = 3
+    check_mul_mat_id(machine, "Q8_0", 11, 1, 32, ids, 1, few(shape_for(("Q8_0",), 1, 32, ids.size, 4, 1, 2)))
+
+
 @pytest.mark.parametrize("n_blocks, n_warps", [(1, 1), (1, 3), (2, 2), (5, 1), (7, 2)])
 def simulate_launch_shapes(machine, n_blocks, n_warps):
     """The bits do not depend on the shape of the launch: three row tiles, some groups, three chunks."""
@@ -131,9 +138,4 @@ def test_refuses(sizes, message):
 
 
 def test_table_words():
-    assert [padded(n) for n in (1, 4, 5)] == [4, 4, 8] and (table_words(8, 1), table_words(9, 4)) == (16, 76)
-
-
-@pytest.mark.parametrize("n_matrices, n_pairs, expected", [(128, 256, True), (128, 264, False), (8, 64, True), (8, 256, False), (4, 65, False), (1, 16, True)])
-def test_where_few_is_taken(n_matrices, n_pairs, expected):
-    assert mul_mat_id.takes_few(n_matrices, n_pairs) == expected
+    assert [padded(n) for n in (1, 16, 17)] == [16, 16, 32] and (table_words(8, 1), table_words(17, 4)) == (32, 228)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st  # noqa: E402
 from cuda_simulator import GPUMachine, no_gpu  # noqa: E402
 from expert_comparisons import check_dispatch, check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, in_blocks  # noqa: E402
 from ggml_py.graph import Graph, Tensor  # noqa: E402
+from ggml_py.kernels.cuda import mul_mat_id  # noqa: E402
 from ggml_py.kernels.cuda.mmq import Block, grouped_bytes, most_quads, warpgroups_pay  # noqa: E402
 from ggml_py.program import Arenas, Program  # noqa: E402
 from ggml_py.quant.formats import FORMATS  # noqa: E402
@@ -48,10 +49,12 @@ def test_dispatch_of_any_ids(machine, data):
     check_dispatch(machine, ids, n_expert, data.draw(st.integers(1, 64)))
 
 
+@pytest.mark.parametrize("few_rows", [0, mul_mat_id.FEW_ROWS])
 @pytest.mark.parametrize("n", [1, 9, 100])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_mul_mat_id(machine, name, n):
+def test_mul_mat_id(machine, monkeypatch, name, n, few_rows):
     """289 rows, ten row tiles of which the last has one row; three chunks."""
+    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", few_rows)
     check_mul_mat_id(machine, name, 6, 289, 768, random_ids(n, 2, 6))
 
 
@@ -61,8 +64,9 @@ def test_mul_mat_id(machine, name, n):
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q2_K", "NVFP4", "IQ2_XXS", "TQ2_0", "Q8_0"])
 def test_any_block(machine, name, block):
     """The bits do not depend on the block; experts with none to more than two items of rows."""
-    if (block.warpgroups and not (machine.target.warpgroups and warpgroups_pay(FORMATS[name])) or not block.warpgroups and block.quads > most_quads(FORMATS[name])
-            or grouped_bytes((name,), block) > machine.target.shared_limit):
+    fmt = FORMATS[name]
+    possible = machine.target.warpgroups and warpgroups_pay(fmt) if block.warpgroups else block.quads <= most_quads(fmt)
+    if not possible or grouped_bytes((name,), block) > machine.target.shared_limit:
         pytest.skip("no such block")
     ids = np.concatenate([np.full(n, e) for e, n in enumerate((0, 1, block.tokens, 2 * block.tokens + 1, 3))])
     check_mul_mat_id(machine, name, 6, 129, 512, seeded("block").permutation(ids).reshape(-1, 1), launch_function=in_blocks(block, 2))
@@ -82,17 +86,23 @@ def test_rows_on_one_expert_and_no_experts(machine, name):
     check_mul_mat_id(machine, name, 40, 65, 512, np.where(random_ids(50, 4, 40) % 7 == 0, -5, random_ids(50, 4, 40)), 4)
 
 
+@pytest.mark.parametrize("few_rows", [0, mul_mat_id.FEW_ROWS])
 @pytest.mark.parametrize("name, n_head, n_rows, n_cols, n", [
     ("Q8_0", 16, 512, 128, 1), ("Q8_0", 16, 128, 512, 65), ("Q4_K", 128, 128, 512, 3), ("F16", 8, 33, 100, 5), ("Q4_0", 3, 40, 64, 33)])
-def test_mul_mat_heads(machine, name, n_head, n_rows, n_cols, n):
+def test_mul_mat_heads(machine, monkeypatch, few_rows, name, n_head, n_rows, n_cols, n):
+    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", few_rows)
     check_mul_mat_heads(machine, name, n_head, n_rows, n_cols, n)
 
 
+@pytest.mark.parametrize("few_rows", [0, mul_mat_id.FEW_ROWS])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("act, types, n_expert, n_rows, n_cols, n, u", [
-    ("silu", ("Q4_K", "Q4_K"), 128, 768, 2048, 130, 8), ("swiglu_oai", ("MXFP4", "MXFP4"), 32, 2880, 2880, 20, 4), ("gelu", ("Q8_0", "Q6_K"), 8, 100, 768, 9, 2),
-    ("relu", ("Q5_1", "Q2_K"), 8, 100, 768, 300, 2), ("swiglu_oai", ("BF16", "F32"), 4, 40, 300, 7, 2), ("silu", ("IQ2_XXS", "IQ3_S"), 8, 64, 512, 40, 2)], ids=str)
-def test_glu(machine, act, types, n_expert, n_rows, n_cols, n, u, biased):
+    ("silu", ("Q4_K", "Q4_K"), 128, 768, 2048, 130, 8), ("swiglu_oai", ("MXFP4", "MXFP4"), 32, 2880, 2880, 20, 4),
+    ("gelu", ("Q8_0", "Q6_K"), 8, 100, 768, 9, 2), ("relu", ("Q5_1", "Q2_K"), 8, 100, 768, 300, 2), ("swiglu_oai", ("BF16", "F32"), 4, 40, 300, 7, 2),
+    ("silu", ("IQ2_XXS", "IQ3_S"), 8, 64, 512, 40, 2)], ids=str)
+def test_glu(machine, monkeypatch, act, types, n_expert, n_rows, n_cols, n, u, biased, few_rows):
+    """In blocks that sort pairs for themselves where there are few, and in none."""
+    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", few_rows)
     check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, random_ids(n, u, n_expert), 1, biased)
 
 

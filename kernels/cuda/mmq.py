@@ -447,7 +447,8 @@ def grouped_products(names: tuple[str, ...], block: Block, finish, heads: bool):
     """The body of a kernel. finish: as of `products`, out being [pairs, rows]."""
     at, n_threads, rows = shared_bytes(names, block) // 4, 32 * block.n_warps, block.rows
     part, (count, take) = grouped(block, at), taker(block, at, heads)
-    two, first, last = len(names) == 2, products(names[0], block, finish, part), products(names[-1], block, finish, part)
+    alike, first, last = len(set(names)) == 1, products(names[0], block, finish, part), products(names[-1], block, finish, part)
+    n_of_item = len(names)
 
     @cooperative
     def run(words, other_words, bias, other_bias, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
@@ -458,11 +459,17 @@ def grouped_products(names: tuple[str, ...], block: Block, finish, heads: bool):
             work = i32(item // n_row_blocks)
             take(i32(cuda.threadIdx.x), shared, table, work, i32(item - work * n_row_blocks), order, n_matrices, n_pairs, n_used, x_rows)
             cuda.syncthreads()  # the item is there
-            if two:
+            if alike:  # the same code for both: in the second of two copies ptxas would let no product of a warpgroup run beside other work
+                left = i32(n_of_item)
+                while left > 0:
+                    left = i32(left - 1)
+                    last(words if left > 0 else other_words, bias, other_bias, act, out, left == 0, n_rows, n_cols, n, n_pairs)
+                    cuda.syncthreads()  # all are done with the last chunk and, in the end, with the item
+            else:
                 first(words, bias, other_bias, act, out, False, n_rows, n_cols, n, n_pairs)
-                cuda.syncthreads()  # all are done with the last chunk
-            last(other_words, bias, other_bias, act, out, True, n_rows, n_cols, n, n_pairs)
-            cuda.syncthreads()  # and with the item
+                cuda.syncthreads()
+                last(other_words, bias, other_bias, act, out, True, n_rows, n_cols, n, n_pairs)
+                cuda.syncthreads()
             item = i32(item + cuda.gridDim.x)
     return run
 
@@ -566,8 +573,8 @@ def mmq_heads(target, format_name, words, act, out, n_head, n_rows, n_cols, n, s
 
 def mmq_id_glu(target, activation, names, gate_words, up_words, act, table, gate_bias, up_bias, constants, out, n_expert, n_rows, n_cols, n_tokens, n_used,
                x_rows, shape):
-    """out = activation(gate x + its bias) * (up x + its bias), or swiglu_oai of them; constants: (alpha, limit). names: formats of gate and up; biases: addresses
-    of float32 [n_expert, n_rows], or both None; the rest as for `mmq_id`."""
+    """out = activation(gate x + its bias) * (up x + its bias), or swiglu_oai of them; constants: (alpha, limit). names: formats of gate and up; biases:
+    addresses of float32 [n_expert, n_rows], or both None; the rest as for `mmq_id`."""
     n_pairs, biased = n_tokens * n_used, gate_bias is not None
     at = dispatch_table(n_expert, n_pairs, shape.block.tokens)
     launched = launch_items("mmq_id_glu", names, n_expert, n_rows, n_cols, n_tokens * x_rows, n_pairs, shape, at.n_items, target.n_multiprocessors)

@@ -16,25 +16,27 @@ from .cooperative import cooperative
 from .dispatch import report
 from .launch import F32, I32, Kernel, N, U32, check, factory
 from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, chunks_of_round, products, shared_words, tiles_of, work
-from .ptx import device, i32, i64, ld, lds, lds4, sts
+from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
 from .tile_product import gate_and_store, store
 
 MOST_PAIRS, MOST_MATRICES = 1024, 1 << 20  # a matrix and a pair are one number below 2^31
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
 WORDS, BIASES, OUT, IDS, FAULT, NODE, N_MATRICES, N_ROWS, N_PAIRS, N_USED, X_ROWS, TABLE, STEP_GROUPS, STEP_TILES = range(14)  # operands, by their place
-# Planes of shared memory, of a word for each pair, up to the next four: matrices of the groups, rows of x of the sorted pairs, these pairs, (matrix, pair) in
-# one number, sorted and not, where groups begin. Behind them two words: the end of the last group, for as many groups as pairs, and the number of groups.
+# Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs, these pairs, (matrix, pair) in
+# one number, sorted and not, where groups begin. Behind them the end of the last group, for as many groups as pairs; the number of groups; and from COUNTS
+# on how many begin in each 32 sorted pairs.
 MATRICES, ROWS_OF_X, PAIRS, SORTED, UNSORTED, STARTS, END = range(7)
-LEADS = UNSORTED  # later: 1 where a group begins with a sorted pair
+LEADERS = UNSORTED  # later: of those 32, the how manieth group begins with a sorted pair, from 1; 0: none
+COUNTS = 4
 
 
 def padded(n_pairs):
-    return (n_pairs + 3) & -4
+    return (n_pairs + 15) & -16
 
 
 def table_words(n_pairs: int, n_tokens: int) -> int:
     """Of shared memory; for a single token two planes."""
-    return 2 * padded(n_pairs) if n_tokens == 1 else END * padded(n_pairs) + 4
+    return 2 * padded(n_pairs) if n_tokens == 1 else END * padded(n_pairs) + COUNTS + MOST_PAIRS // 32
 
 
 def of_groups(n_matrices: int, n_tokens: int, heads: bool, finish) -> Course:
@@ -89,6 +91,11 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, finish) -> Course:
             pair = i32(pair + n_threads)
 
     @device
+    def below(four, key):
+        a, b, c, d = four
+        return i32(i32(i32(a) < key) + i32(i32(b) < key) + i32(i32(c) < key) + i32(i32(d) < key))
+
+    @device
     def sort(operands, shared, tid, n_threads):
         """The place of a number is how many are below it."""
         n_pairs, none, keys = operands[N_PAIRS], operands[N_MATRICES], plane(operands, UNSORTED)
@@ -104,55 +111,59 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, finish) -> Course:
         pair = tid
         while pair < n_pairs:
             key, place, q = i32(lds(shared, keys + pair)), i32(0), i32(0)
-            while q < n_pairs:
-                a, b, c, d = lds4(shared, keys + q)
-                place = i32(place + (i32(a) < key) + (i32(b) < key) + (i32(c) < key) + (i32(d) < key))
-                q = i32(q + 4)
+            while q < n_pairs:  # four loads are under way together
+                a, b, c, d = lds4(shared, keys + q), lds4(shared, keys + q + 4), lds4(shared, keys + q + 8), lds4(shared, keys + q + 12)
+                place, q = i32(place + below(a, key) + below(b, key) + below(c, key) + below(d, key)), i32(q + 16)
             sts(shared, ordered + place, key)
             sts(shared, pairs + place, pair)
             sts(shared, rows + place, row_of_x(operands, pair))
             pair = i32(pair + n_threads)
+        if tid == 0:
+            sts(shared, plane(operands, END) + 1, i32(0))  # if no pair has an expert
         cuda.syncthreads()
 
     @cooperative
     def prepare_tokens(operands, shared, tid, n_threads):
-        n_pairs, none = operands[N_PAIRS], operands[N_MATRICES]
-        keys, leads, starts = plane(operands, SORTED), plane(operands, LEADS), plane(operands, STARTS)
+        n_pairs, none, end = operands[N_PAIRS], operands[N_MATRICES], plane(operands, END)
+        keys, leaders, counts = plane(operands, SORTED), plane(operands, LEADERS), i32(end + COUNTS)
         sort(operands, shared, tid, n_threads)
-        i = tid
-        while i < pad(n_pairs):
-            leader = False
+
+        # 1. the pairs with which groups begin, counted in each 32
+        i, before = tid, i32(~(i32(-1) << (tid & 31)))  # the lanes before
+        while i - (tid & 31) < n_pairs:
+            leads = i32(0)
             if i < n_pairs:
                 matrix, first = i32(i32(lds(shared, keys + i)) // n_pairs), i
                 while first > 0 and i32(lds(shared, keys + max(first - 1, 0))) >= matrix * n_pairs:
                     first = i32(first - 1)
-                leader = matrix < none and i32(i - first) % n_tokens == 0
+                leads = i32(1 if matrix < none and i32(i - first) % n_tokens == 0 else 0)
                 if matrix == none and first == i:
                     report_pair(operands, i32(lds(shared, plane(operands, PAIRS) + i)))
-            sts(shared, leads + i, i32(leader))
+            same = match(leads)
+            if i < n_pairs:
+                sts(shared, leaders + i, i32(popc(same & before) + 1) if leads == 1 else i32(0))
+            if tid & 31 == 0:
+                sts(shared, counts + (i >> 5), popc(same) if leads == 1 else i32(32 - popc(same)))
             i = i32(i + n_threads)
         cuda.syncthreads()
+
+        # 2. the groups
         i = tid
-        while i <= n_pairs:  # the last one for the end
-            leader = i == n_pairs
-            if not leader:
-                leader = lds(shared, leads + i) == 1
-            if leader:
+        while i < n_pairs:
+            key, leader, last = i32(lds(shared, keys + i)), i32(lds(shared, leaders + i)), i32(i + 1) == n_pairs
+            if not last:
+                last = i32(lds(shared, keys + i + 1)) >= none * n_pairs
+            if key < none * n_pairs and (leader > 0 or last):
                 group, q = i32(0), i32(0)
-                while q + 4 <= i:
-                    a, b, c, d = lds4(shared, leads + q)
-                    group, q = i32(group + i32(a + b) + i32(c + d)), i32(q + 4)
-                while q < i:
-                    group, q = i32(group + i32(lds(shared, leads + q))), i32(q + 1)
-                if i < n_pairs:
-                    sts(shared, starts + group, i)
-                    sts(shared, plane(operands, MATRICES) + group, i32(i32(lds(shared, keys + i)) // n_pairs))
-                else:
-                    end = n_pairs  # of those that have an expert
-                    while end > 0 and i32(lds(shared, keys + max(end - 1, 0))) >= none * n_pairs:
-                        end = i32(end - 1)
-                    sts(shared, starts + group, end)
-                    sts(shared, plane(operands, END) + 1, group)
+                while q < i >> 5:
+                    group, q = i32(group + i32(lds(shared, counts + q))), i32(q + 1)
+                if leader > 0:
+                    sts(shared, plane(operands, STARTS) + (group + leader - 1), i)
+                    sts(shared, plane(operands, MATRICES) + (group + leader - 1), i32(key // n_pairs))
+                if last:
+                    group = i32(group + i32(lds(shared, counts + (i >> 5))))  # no group begins behind it
+                    sts(shared, plane(operands, STARTS) + group, i32(i + 1))
+                    sts(shared, end + 1, group)
             i = i32(i + n_threads)
         cuda.syncthreads()
 

@@ -1,7 +1,8 @@
 """out = W x with the matrices of experts, or of heads: which kernel, in which shape (docs/numerics.md, section 9). The choice moves work and changes no sum.
 
-Quantized weights: the pairs of tokens and experts are sorted by expert (`dispatch`), then blocks of mmq take items of work from the table that is left in
-device memory. Float weights: a block of mmvq for each pair.
+Quantized weights: where experts have few rows, every block sorts the pairs of tokens and experts for itself (`mmq_few_id`). Where they have more, the pairs
+are sorted by expert once (`dispatch`), then blocks of mmq take items of work from the table that is left in device memory. Float weights: a block of mmvq
+for each pair.
 """
 from functools import lru_cache
 from math import isqrt
@@ -12,9 +13,16 @@ from .dispatch import FAULT, dispatch, dispatch_table
 from .launch import Launches, check
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
 from .mmq_few import IN_FLIGHT, RESERVED
+from .mmq_few_id import MOST_PAIRS, mmq_few_heads, mmq_few_id
 from .mmvq import max_warps, mmvq_id_kernel
 
 FEWEST_TOKENS = 16  # of an item of work, where that is its most
+FEW_ROWS = 4        # of a matrix on average, for which mmq_few_id takes less than dispatch and items of FEWEST_TOKENS
+
+
+def is_few(n_matrices: int, n_pairs: int) -> bool:
+    """Whether mmq_few_id is taken."""
+    return n_pairs <= min(MOST_PAIRS, FEW_ROWS * n_matrices)
 
 
 def likely_rows(n_expert: int, n_pairs: int) -> int:
@@ -68,9 +76,9 @@ def check_sizes(op, names, n_matrices, n_rows, n_cols, n_pairs, n_used, x_rows) 
     return True in kinds
 
 
-def dispatched(target, ids, n_expert, n_tokens, n_used, scratch, fault, node, tokens):
-    """`dispatch` of ids; fault: None where nobody asks for it."""
-    return dispatch(target, ids, scratch, n_expert, n_tokens * n_used, tokens, scratch + 4 * FAULT if fault is None else fault, node)
+def own_fault(scratch):
+    """The fault's place in a table, where nobody asks for it."""
+    return scratch + 4 * FAULT
 
 
 def float_products(target, format_name, words, x, ids, out, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, heads):
@@ -88,11 +96,14 @@ def mul_mat_id(target, format_name, words, x, ids, out, n_expert, n_rows, n_cols
     n_pairs = n_tokens * n_used
     quantized = check_sizes("mul_mat_id", (format_name,), n_expert, n_rows, n_cols, n_pairs, n_used, x_rows_per_token)
     sizes = n_expert, n_rows, n_cols, n_tokens, n_used, x_rows_per_token
+    fault = own_fault(scratch) if fault is None else fault
+    if quantized and is_few(n_expert, n_pairs):
+        return mmq_few_id(target, format_name, words, x, ids, out, *sizes, fault, node)
     if quantized:
         shape = grouped_shape((format_name,), likely_rows(n_expert, n_pairs), target.shared_limit, target.warpgroups)
-        table = dispatched(target, ids, n_expert, n_tokens, n_used, scratch, fault, node, shape.block.tokens)
+        table = dispatch(target, ids, scratch, n_expert, n_pairs, shape.block.tokens, fault, node)
         return Launches((table, mmq_id(target, format_name, words, x, scratch, out, *sizes, shape)))
-    table = dispatched(target, ids, n_expert, n_tokens, n_used, scratch, fault, node, FEWEST_TOKENS)  # which finds ids that are no experts
+    table = dispatch(target, ids, scratch, n_expert, n_pairs, FEWEST_TOKENS, fault, node)  # which finds ids that are no experts
     return Launches((table, float_products(target, format_name, words, x, ids, out, *sizes[:3], n_tokens * x_rows_per_token, n_pairs, *sizes[4:], False)))
 
 
@@ -101,6 +112,8 @@ def mul_mat_heads(target, format_name, words, x, out, n_head, n_rows, n_cols, n)
     [n, n_rows]."""
     quantized = check_sizes("mul_mat_heads", (format_name,), n_head, n_rows, n_cols, n, 1, 1)
     check("mul_mat_heads", n % n_head == 0, "n", n, f"multiples of n_head, {n_head}")
+    if quantized and is_few(n_head, n):
+        return mmq_few_heads(target, format_name, words, x, out, n_head, n_rows, n_cols, n)
     if quantized:
         shape = grouped_shape((format_name,), n // n_head, target.shared_limit, target.warpgroups)
         return mmq_heads(target, format_name, words, x, out, n_head, n_rows, n_cols, n, shape)

@@ -1,12 +1,14 @@
-"""out = act(gate x + its bias) * (up x + its bias) with the matrices of experts. Of quantized matrices in one kernel behind `dispatch`; of float ones as
-two products, then one thread an element, in the place of gate's product."""
+"""out = act(gate x + its bias) * (up x + its bias) with the matrices of experts. Of quantized matrices in one kernel, behind `dispatch` where experts have
+more than a few rows; of float ones as two products, then one thread an element, in the place of gate's product."""
 from numba import cuda
 
+from .dispatch import dispatch
 from .elementwise import GLU, THREADS, grid
 from .glu import gated_unit
 from .launch import F32, I32, Kernel, Launches, N, check, factory
 from .mmq import mmq_id_glu
-from .mul_mat_id import FEWEST_TOKENS, check_sizes, dispatched, float_products, grouped_shape, likely_rows, table_words
+from .mmq_few_id import mmq_few_id_glu
+from .mul_mat_id import FEWEST_TOKENS, check_sizes, float_products, grouped_shape, is_few, likely_rows, own_fault, table_words
 from .ptx import add, i64, ld, st
 
 ACTIVATIONS = *GLU, "swiglu_oai"
@@ -38,12 +40,16 @@ def mul_mat_id_glu(target, act, gate_type, up_type, gate_words, up_words, x, ids
     names, n_pairs, n = (gate_type, up_type), n_tokens * n_used, n_tokens * x_rows_per_token
     quantized = check_sizes("mul_mat_id_glu", names, n_expert, n_rows, n_cols, n_pairs, n_used, x_rows_per_token)
     constants = (float(alpha), float(limit)) if act == "swiglu_oai" else (0.0, 0.0)
+    fault = own_fault(scratch) if fault is None else fault
+    if quantized and is_few(n_expert, n_pairs):
+        return mmq_few_id_glu(target, act, names, gate_words, up_words, x, ids, gate_bias, up_bias, alpha, limit, out, n_expert, n_rows, n_cols, n_tokens,
+                              n_used, x_rows_per_token, fault, node)
     if quantized:
         shape = grouped_shape(names, likely_rows(n_expert, n_pairs), target.shared_limit, target.warpgroups)
-        table = dispatched(target, ids, n_expert, n_tokens, n_used, scratch, fault, node, shape.block.tokens)
+        table = dispatch(target, ids, scratch, n_expert, n_pairs, shape.block.tokens, fault, node)
         return Launches((table, mmq_id_glu(target, act, names, gate_words, up_words, x, scratch, gate_bias, up_bias, constants, out, n_expert, n_rows, n_cols,
                                            n_tokens, n_used, x_rows_per_token, shape)))
-    table = dispatched(target, ids, n_expert, n_tokens, n_used, scratch, fault, node, FEWEST_TOKENS)
+    table = dispatch(target, ids, scratch, n_expert, n_pairs, FEWEST_TOKENS, fault, node)
     up = scratch + 4 * table_words(n_expert, n_tokens, n_used)
     products = [float_products(target, name, words, x, ids, result, n_expert, n_rows, n_cols, n, n_pairs, n_used, x_rows_per_token, False)
                 for name, words, result in ((gate_type, gate_words, out), (up_type, up_words, up))]
