@@ -416,7 +416,7 @@ def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     return "f32", (n, head_v * n_head)
 
 
-@op("q k v seq pos present sinks", "n_head n_head_kv scale n_kv window n_embd_head_v", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0})
+@op("q k v seq pos present sinks", "n_head n_head_kv scale window n_embd_head_v", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0})
 def flash_attn_ext_act(params, *operands):
     """quantize(flash_attn_ext(...))."""
     return "act", flash_attn_ext(params, *operands)[1]
