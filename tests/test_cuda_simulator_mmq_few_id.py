@@ -36,9 +36,11 @@ def test_id_shape(name, n, expected):
     assert astuple(id_shape((name,), 128, 768, 2048, 8 * n, n, 132, LIMIT))[:4] == expected
 
 
-@pytest.mark.parametrize("n, rows, expected", [(1, 8, 1), (4, 32, 4), (32, 256, 4), (33, 264, 8), (64, 512, 8), (128, 1024, 16), (1000, 1024, 16)])
+@pytest.mark.parametrize("n, rows, expected", [(1, 8, 1), (4, 32, 4), (32, 256, 4), (33, 264, 8), (64, 512, 8)])
 def test_pairs_of_a_group(n, rows, expected):
+    """Twice as many as one of 128 experts has on average."""
     assert id_shape(("Q4_K",), 128, 768, 2048, rows, n, 132, LIMIT).n_tokens == expected
+    assert id_shape(("Q4_K",), 8, 768, 2048, rows, n, 132, LIMIT).n_tokens == (1 if n == 1 else 8 if n == 4 else 16)
 
 
 @pytest.fixture
@@ -128,7 +130,7 @@ def simulate_chosen_shape(machine):
 
 
 @pytest.mark.parametrize("sizes, message", [
-    ((4, 5, 32, 1, 2, 3), "x_rows_per_token is 3, allowed: divisors of n_used, 2"), ((4, 5, 32, 129, 8, 1), "n_tokens \\* n_used is 1032, allowed: 1..1024"),
+    ((4, 5, 32, 1, 2, 3), "x_rows_per_token is 3, allowed: divisors of n_used, 2"), ((4, 5, 32, 65, 8, 1), "n_tokens \\* n_used is 520, allowed: 1..512"),
     ((0, 5, 32, 1, 2, 1), "n_expert is 0"), ((4, 0, 32, 1, 2, 1), "n_rows is 0"), ((4, 5, 32, 1, 0, 1), "n_used is 0")])
 def test_refuses(sizes, message):
     with pytest.raises(ValueError, match=f"mmq_few_id: {message}"):
@@ -138,4 +140,4 @@ def test_refuses(sizes, message):
 
 
 def test_table_words():
-    assert [padded(n) for n in (1, 16, 17)] == [16, 16, 32] and (table_words(8, 1), table_words(17, 4)) == (32, 228)
+    assert [padded(n) for n in (1, 16, 17)] == [16, 16, 32] and (table_words(8, 1), table_words(17, 4)) == (32, 212)

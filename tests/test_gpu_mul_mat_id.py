@@ -10,9 +10,11 @@ from cuda_simulator import GPUMachine, no_gpu  # noqa: E402
 from expert_comparisons import check_dispatch, check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, in_blocks  # noqa: E402
 from ggml_py.graph import Graph, Tensor  # noqa: E402
 from ggml_py.kernels.cuda import mul_mat_id  # noqa: E402
+from ggml_py.kernels.cuda.mmq_few_id import id_shape_of, mmq_few_id  # noqa: E402
 from ggml_py.kernels.cuda.mmq import Block, grouped_bytes, most_quads, warpgroups_pay  # noqa: E402
 from ggml_py.program import Arenas, Program  # noqa: E402
 from ggml_py.quant.formats import FORMATS  # noqa: E402
+from ggml_py.quant.tile import tile_bytes  # noqa: E402
 from matmul_comparisons import seeded  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
@@ -56,6 +58,25 @@ def test_mul_mat_id(machine, monkeypatch, name, n, few_rows):
     """289 rows, ten row tiles of which the last has one row; three chunks."""
     monkeypatch.setattr(mul_mat_id, "FEW_ROWS", few_rows)
     check_mul_mat_id(machine, name, 6, 289, 768, random_ids(n, 2, 6))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 4, 8, 16])
+@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values() if fmt.is_quantized])
+def test_groups_of_pairs(machine, name, n_tokens):
+    """More row tiles than blocks, three chunks to two warps; experts without pairs, with a few, with full groups and a part."""
+    ids = np.concatenate([np.full(n, e) for e, n in enumerate((0, 1, n_tokens, 2 * n_tokens + 1, 3))] + [[6, -1]])
+    ids = seeded("groups").permutation(ids).reshape(-1, 1)
+
+    def launch(target, type_, words, x, ids_, out, *sizes_and_scratch):
+        *sizes, scratch = sizes_and_scratch
+        return mmq_few_id(target, type_, words, x, ids_, out, *sizes, scratch, shape=id_shape_of((name,), 10 * ids.size, 768, ids.size, n_tokens, 2, 17))
+    check_mul_mat_id(machine, name, 6, 289, 768, ids, launch_function=launch)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+@pytest.mark.parametrize("n", [1, 4, 8, 32, 64])
+def test_few_tokens_of_models(machine, name, n):
+    check_mul_mat_id(machine, name, 128, 768, 2048, random_ids(n, 8, 128))
 
 
 @pytest.mark.parametrize("block", [
@@ -106,13 +127,15 @@ def test_glu(machine, monkeypatch, act, types, n_expert, n_rows, n_cols, n, u, b
     check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, random_ids(n, u, n_expert), 1, biased)
 
 
+@pytest.mark.parametrize("type_", ["F32", "Q8_0"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_faults_are_raised_with_the_outputs(machine, graphs):
-    """Eagerly and from a graph; the next run is told nothing of it."""
+def test_faults_are_raised_with_the_outputs(machine, graphs, type_):
+    """Eagerly and from a graph, from `dispatch` and from mmq_few_id; the next run is told nothing of it."""
     backend, n_expert = machine.backend, 5
     g = Graph("cuda:0")
     x, ids = g.input("x", "f32", (3, 256)), g.input("ids", "i32", (3, 2))
-    w = Tensor("w", "F32", (n_expert, 40, 256), device="cuda:0", storage=(backend.upload(np.zeros(n_expert * 64 * 256, np.float32)), 0))
+    tiles = np.zeros(n_expert * 2 * tile_bytes(FORMATS[type_]), np.uint8)
+    w = Tensor("w", type_, (n_expert, 40, 256), device="cuda:0", storage=(backend.upload(tiles), 0))
     g.outputs = [g.mul_mat_id(w, x, ids, name="up")]
     program, cache = Program(g, Arenas({"cuda:0": backend})), backend.new_graphs() if graphs else None
     values = {"x": np.ones((3, 256), np.float32), "ids": np.int32([[0, 1], [2, 3], [4, 0]])}

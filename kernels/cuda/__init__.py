@@ -8,6 +8,8 @@ weights      weight tiles on the device: loads for the unpackings of quant/
 quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
 mul_mat_glu  gate, up and their activation
+mul_mat_qkv  three matrices with one x
+mul_mat_id, mul_mat_id_glu   matrices of experts: the choice between mmq_few_id (each block sorts few pairs) and dispatch (sorted once) before mmq
 get_rows, dequantize   rows and whole tensors as floats
 rms_norm_act, add_rms_norm, swiglu_act, flash_attn_ext_act   what makes activations, fused with quantize
 rms_norm, elementwise, glu, rope, set_rows   everything else of a layer but

@@ -1,10 +1,9 @@
 """Products of quantized weights with 1 to 16 tokens (docs/numerics.md, section 3): the weights are read once for all of them.
 
-A block takes row tiles one after the other; of each, a warp takes every n_warps-th chunk. A warp has a ring of slots in shared memory to itself: while it
-multiplies the chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on their way, and one more as soon as the slot is
-free again. So no warp waits for another
-but at the end of a round of chunks, where each leaves its chunks' sums; behind the barrier the owner of a (row, token) adds them to its total in the
-order of the chunks, and rounds write two places by turns.
+A block takes row tiles one after the other, of one matrix or of several (`Course`); of each, a warp takes every n_warps-th chunk. A warp has a ring of
+slots in shared memory to itself: while it multiplies the chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on
+their way, and one more as soon as the slot is free again. So no warp waits for another but at the end of a round of chunks, where each leaves its chunks'
+sums; behind the barrier the owner of a (row, token) adds them to its total in the order of the chunks, and rounds write two places by turns.
 
 Weights are on their way before the kernel waits for the one before it in the stream. So blocks that leave room for those of the next launch hide its
 start.
@@ -164,12 +163,12 @@ def choice(functions):
 
 class Course(NamedTuple):
     """The device functions by which a block goes from one row tile of a matrix to the next. operands: the kernel's own; place: (tile, matrix, group)."""
-    first: object    # (operands, shared) -> the block's first place
+    first: object      # (operands, shared) -> the block's first place
     following: object  # (operands, place) -> the next one
-    inside: object   # (operands, shared, place) -> whether there is such a place
-    weight: object   # (operands, shared, place) -> words, row tile of them
-    tokens: object   # (operands, shared, place, n) -> first and number of the rows of activations, as for `copier`
-    leave: object    # (operands, shared, place, token, row of the tile, total): what becomes of a total
+    inside: object     # (operands, shared, place) -> whether there is such a place
+    weight: object     # (operands, shared, place) -> words, row tile of them
+    tokens: object     # (operands, shared, place, n) -> first and number of the rows of activations, as for `copier`
+    leave: object      # (operands, shared, place, token, row of the tile, total): what becomes of a total
     prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place; then nothing of a place is known before the wait
 
 
@@ -296,7 +295,8 @@ def multiplier(product, at: Slot):
 
 
 def products(names: tuple[str, ...], n_tokens: int, course: Course):
-    """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: the course's; n: rows of activations."""
+    """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: as the course takes them; n: rows of
+    activations."""
     kinds, n_quads, single, pick = tuple(dict.fromkeys(names)), quads_of(n_tokens), n_tokens == 1, PICK[len(names)]
     kind_of, fmts = tuple(i32(kinds.index(name)) for name in names), [format_of(name) for name in kinds]
     tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]

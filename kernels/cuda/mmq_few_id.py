@@ -19,7 +19,7 @@ from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, c
 from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
 from .tile_product import gate_and_store, store
 
-MOST_PAIRS, MOST_MATRICES = 1024, 1 << 20  # a matrix and a pair are one number below 2^31
+MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
 WORDS, BIASES, OUT, IDS, FAULT, NODE, N_MATRICES, N_ROWS, N_PAIRS, N_USED, X_ROWS, TABLE, STEP_GROUPS, STEP_TILES = range(14)  # operands, by their place
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs, these pairs, (matrix, pair) in
