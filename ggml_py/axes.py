@@ -1,6 +1,7 @@
 """The axes that no bit depends on (the table of docs/reproducibility.md), as settings: each one way to compute the logits of the same windows of tokens."""
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, count, takewhile
 
 import numba
 
@@ -30,7 +31,7 @@ class Setting:
     device: str
     n_ubatch: int = 512
     piece: int = 0                 # tokens of a window in a call; 0: all
-    growing: bool = False          # pieces of 1, 2, 4, ... tokens, which also make a context's memory grow
+    growing: bool = False          # pieces of 1, 1, 2, 2, 4, 4, ... tokens: a context's memory grows behind graphs
     order: tuple[int, ...] = ()    # windows decoded together, sequence i that of order[i]; (): one after the other, each as sequence 0
     n_threads: int | None = None   # of the CPU
     graphs: bool = True
@@ -51,7 +52,7 @@ class Setting:
 
     def pieces(self, c: int) -> list[tuple[int, int]]:
         """(first, end) of the calls that c tokens are decoded in."""
-        cuts = [(1 << i) - 1 for i in range(c.bit_length())] if self.growing else list(range(0, c, self.piece or c))
+        cuts = [*takewhile(c.__gt__, accumulate((1 << i // 2 for i in count()), initial=0))] if self.growing else list(range(0, c, self.piece or c))
         return [(first, end) for first, end in zip(cuts, [*cuts[1:], c]) if first < end]
 
     def context_settings(self, windows) -> dict:
@@ -126,7 +127,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield from (setting(f"{n} at a time", n_ubatch=n) for n in (1, 7, 32, 512))
             case "pieces":
                 yield from (setting(f"pieces of {n}", piece=n) for n in (17, 100) if n < c)
-                yield setting("pieces of 1, 2, 4 and so on", growing=True)
+                yield setting("pieces of 1, 1, 2, 2, 4 and so on", growing=True)
             case "sequences" if n_windows > 1:
                 order = tuple(range(n_windows))
                 yield setting("all together", order=order, piece=96)

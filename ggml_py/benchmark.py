@@ -135,8 +135,9 @@ def decode_prompt(context, tokens: np.ndarray, n_batch: int) -> None:
 
 
 def decode_one_by_one(context, tokens: np.ndarray) -> None:
+    """As a greedy generation does: of each token's logits the id of the largest comes to the host."""
     for i in range(len(tokens)):
-        context.decode(tokens[i:i + 1])
+        context.decode(tokens[i:i + 1], logits="argmax")
 
 
 WARM_UPS = 2  # the first loads kernels, the second captures graphs
