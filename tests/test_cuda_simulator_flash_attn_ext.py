@@ -1,4 +1,5 @@
 """flash_attn_ext in numba's CUDA simulator: every kernel of it; which one is chosen, and what is refused."""
+from inspect import signature
 from itertools import product
 
 import numba
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.backends.cuda import CUDABackend
+from ggml_py.backends.cuda import BINDERS, CUDABackend
 from ggml_py.graph import Tensor
 from ggml_py.kernels.arith import div, exp, fma, mul, sub
 from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
@@ -220,6 +221,24 @@ def test_scratch_of_a_node(n, expected):
         ("q", "f32", (n, 32)), ("k", "f16", (600, 16)), ("v", "f16", (600, 14)), ("seq", "i32", (n,)), ("pos", "i32", (n,)), ("present", "u8", (2, 300))))
     node = Tensor("attention", "f32", (n, 28), "flash_attn_ext", (q, k, v, seq, pos, present), dict(n_head=4, n_head_kv=2, scale=0.5))
     assert CUDABackend.scratch(None, node) == (expected and ("f32", (expected,)))
+
+
+@pytest.mark.parametrize("op", ["flash_attn_ext", "flash_attn_ext_act"])
+@pytest.mark.parametrize("sinks, window, n_embd_head_v, scratch", [(True, 9, 0, True), (False, 0, 5, True), (True, 0, 5, False)])
+def test_what_is_launched_for_a_node(op, sinks, window, n_embd_head_v, scratch):
+    """Names stand for addresses: each must come to the parameter that it is meant for."""
+    names = ["q", "k", "v", "seq", "pos", "present", *["sinks"] * sinks]
+    src = tuple(Tensor(name, "f16" if name in "kv" else "f32", (2, 300) if name == "present" else (7, 32 if name == "q" else 8)) for name in names)
+    params = dict(n_head=4, n_head_kv=1, scale=0.5, n_kv=9, window=window, n_embd_head_v=n_embd_head_v)
+    node = Tensor("attention", "f32", (7, 4 * (n_embd_head_v or 8)), op, src, params)
+    found = {}
+
+    def launch(*args, **given):
+        found.update(signature(flash_attn_ext).bind(*args, **given).arguments)
+    BINDERS[op](launch, "target", node, *names, "out", *["scratch"] * scratch)
+    assert found == dict(target="target", type_k="f16", type_v="f16", **{name: name for name in names[:6]}, out="out", n=7, n_head=4, n_head_kv=1, dim_k=8,
+                         dim_v=n_embd_head_v or 8, n_ctx=300, scale=0.5, sinks="sinks" if sinks else None, row_v=8, **({"scratch": "scratch"} if scratch else {}),
+                         **({"window": window} if window else {}))
 
 
 @pytest.mark.parametrize("dim_v, fills", [(32, True), (64, True), (96, False), (128, True), (256, True), (384, False), (512, True), (16, False), (80, False)])

@@ -337,8 +337,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         token = cuda.blockIdx.z
         position, sequence = ld(pos, token), ld(seq, token)
         n_splits = i32(cuda.gridDim.x // parts)
-        piece, n_pieces = i32(first_piece(position, window) + cuda.blockIdx.x // parts), i32((position >> 7) + 1)
-        if piece >= n_pieces:
+        piece = i32(first_piece(position, window) + cuda.blockIdx.x // parts)
+        if piece > position >> 7:
             return
         tid = i32(cuda.threadIdx.x)
         lane, warp = i32(tid & 31), i32(tid >> 5)
@@ -352,16 +352,16 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         if whole:
             load_keys(k, first_k, row_k, key, position, lane, k_raw)
             load_values(v, first_v, row_v, key, position, lane, v_raw)
-        load_present(present, cell, key, position, lane, held)
         block = warp
         while block < n_blocks:
             prepare_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
             block = i32(block + WARPS)
         cuda.syncthreads()  # the queries are prepared
 
-        while piece < n_pieces:
+        while piece <= position >> 7:
             # 1. Scores of keys k0, k0 + 1, k2, k2 + 1; those beyond the query's position are not seen
             now, here_key = piece, key
+            load_present(present, cell, key, position, lane, held)
             k0, k2, oldest = i32(key + 2 * t), i32(key + 2 * t + 8), i32(position - window)
             if whole:
                 s0, s1, s2, s3 = scores(k_raw, lane, s)
@@ -371,7 +371,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
             visible2, visible3 = oldest < k2 <= position and held[2] != 0, oldest <= k2 < position and held[3] != 0
             piece = i32(piece + n_splits)
             key = i32(piece * PIECE + warp * 16)
-            if ahead and piece < n_pieces:  # the next keys come while this piece is worked on
+            if ahead and piece <= position >> 7:  # the next keys come while this piece is worked on
                 load_keys(k, first_k, row_k, key, position, lane, k_raw)
 
             # 2. m, p, l and the levels of p'
@@ -411,6 +411,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
                 amax = other if other > amax else amax
             here = afresh(n_ctx)  # what follows of it is not kept in registers
             most_pieces = i32((here + PIECE - 1) >> 7)
+            first_head = i32((afresh(i32(cuda.blockIdx.y)) * parts + cuda.blockIdx.x % parts) * heads)
             at = (i64(token) * n_head + first_head) * most_pieces + now  # of the first head's piece
             statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * at
             d_p, inv_p = scales(amax)
@@ -449,13 +450,12 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
                         cuda.syncthreads()  # sums of the warps are written
                         add_up(i32(b - 1) & -2, tid, s, pieces, at, most_pieces)
                         cuda.syncthreads()  # and read
-            if piece < n_pieces:
+            if piece <= position >> 7:
                 row_v = i32(afresh(cell_v) >> 3)
                 if whole and not ahead:
                     load_keys(k, first_k, row_k, key, position, lane, k_raw)
                 if whole:
                     load_values(v, first_v, row_v, key, position, lane, v_raw)
-                load_present(present, cell, key, position, lane, held)
     return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), THREADS, resident(dim_k, dim_v))
 
 
