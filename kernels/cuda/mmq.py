@@ -18,7 +18,7 @@ from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, check, factory
 from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, sts
 from .quantize import plane_words
-from .tile_product import QUAD, QUAD_WORDS, Form, Slot, factors, form, gate_and_store, is_late, slot, store, swizzle, table_words, tile_product
+from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle, table_words, tile_product
 
 
 @dataclass(frozen=True)
@@ -305,9 +305,12 @@ def copier(fmt: Format, block: Block, part: Part):
     return find, copy
 
 
-def products(name: str, block: Block, finish, part: Part):
-    """The body of a kernel: the products with one matrix. finish: (out, i, row, total, last, *biases), what becomes of a total, i being its place in `out`,
-    row that of a bias."""
+TURN = 8  # sums of a lane that are finished together, so that the loads of what waits for them are under way together
+
+
+def products(name: str, block: Block, ending: Ending, part: Part):
+    """The body of a kernel: the products with one matrix."""
+    waiting_at, finish = ending
     fmt, warpgroups = format_of(name), block.warpgroups
     multiply, n_entries, entry = group_product.group_product(name, block.quads) if warpgroups else tile_product(name, block.quads)
     (find, start_copies), (n_offsets, n_scales, n_limbs, n_places) = copier(fmt, block, part), sources(fmt, block)
@@ -324,6 +327,11 @@ def products(name: str, block: Block, finish, part: Part):
     def place_of(warp):
         """(tile, half of it, group of tokens) of a warp."""
         return (warp >> 1, warp & 1, i32(0)) if warpgroups else (i32(warp % row_tiles), i32(0), i32(warp // row_tiles))
+
+    @device
+    def target_at(shared, o, first_row, first_token):
+        """(row, token) of sum o of a lane."""
+        return i32(first_row + 8 * (o & (n_rows_lane - 1))), target_of(shared, i32(first_token + (o >> log_rows) * 4))
 
     @device
     def copy(tid, shared, to, words, act, chunk, n_rows, n_chunks, n, places, offsets, own):
@@ -394,12 +402,40 @@ def products(name: str, block: Block, finish, part: Part):
             sts(shared, kept + 32 * o, as_u32(total[o]))
         first_row = i32(row_block(shared) * rows + tile * 32 + half * 16 + (lane >> 2))
         first_token = i32(targets_from(shared) + group * quads * 4 + (lane & 3))
-        o, end = i32(0), afresh(n_sums)
+        o, end, waiting = i32(0), afresh(n_sums), cuda.local.array(TURN, f32)
         while o < end:
-            row, token = i32(first_row + 8 * (o & (n_rows_lane - 1))), target_of(shared, i32(first_token + (o >> log_rows) * 4))
-            if row < n_rows and token < n_out:
-                finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows + row), as_f32(lds(shared, kept + 32 * o)), last, bias, other_bias)
-            o = i32(o + 1)
+            for j in range(TURN):
+                row, token = target_at(shared, i32(o + j), first_row, first_token)
+                waiting[j] = f32(0)
+                if row < n_rows and token < n_out:
+                    waiting[j] = waiting_at(out, i64(token) * n_rows + row, last)
+            for j in range(TURN):
+                row, token = target_at(shared, i32(o + j), first_row, first_token)
+                if row < n_rows and token < n_out:
+                    total_of = as_f32(lds(shared, kept + 32 * (o + j)))
+                    finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows + row), total_of, waiting[j], last, bias, other_bias)
+            o = i32(o + TURN)
+    return run
+
+
+def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Part):
+    """The body of a kernel for one matrix, or for two one after the other: (words, other words, biases, act, out, n_rows, n_cols, n, n_out)."""
+    alike, first, last = len(set(names)) == 1, products(names[0], block, ending, part), products(names[-1], block, ending, part)
+    n_products = len(names)
+
+    @cooperative
+    def run(words, other_words, bias, other_bias, act, out, n_rows, n_cols, n, n_out):
+        if alike:  # the same code for both: in the second of two copies ptxas would let no product of a warpgroup run beside other work
+            left = i32(n_products)
+            while left > 0:
+                left = i32(left - 1)
+                last(words if left > 0 else other_words, bias, other_bias, act, out, left == 0, n_rows, n_cols, n, n_out)
+                if left > 0:
+                    cuda.syncthreads()  # all are done with the last chunk
+        else:
+            first(words, bias, other_bias, act, out, False, n_rows, n_cols, n, n_out)
+            cuda.syncthreads()
+            last(other_words, bias, other_bias, act, out, True, n_rows, n_cols, n, n_out)
     return run
 
 
@@ -410,7 +446,7 @@ QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
 @factory(SMALL_TESTED[:1] + [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (Block(4, 2, most_quads(fmt)), HOPPER_BLOCKS[0])] + SMALL_TESTED[1:])
 def mmq_kernel(name, *block):
     block = Block(*block)
-    run = products(name, block, store, dense(block))
+    run = products(name, block, STORE, dense(block))
 
     def kernel(words, act, out, n_rows, n_cols, n):  # block: rows from blockIdx.x * rows, tokens from blockIdx.y * tokens
         run(words, out, out, act, out, True, n_rows, n_cols, n, n)
@@ -418,16 +454,14 @@ def mmq_kernel(name, *block):
 
 
 @factory([("relu", "IQ4_XS", "Q5_0", False, *astuple(BLOCKS[2])), ("silu", "Q8_0", "Q8_0", False, *astuple(BLOCKS[0])), ("gelu", "Q6_K", "Q4_K", True, *astuple(BLOCKS[1])),
-          ("silu", "Q8_0", "Q6_K", True, *astuple(HOPPER_BLOCKS[0])), ("silu", "Q4_K", "Q4_K", False, *astuple(HOPPER_BLOCKS[1])),
+          ("silu", "Q8_0", "Q6_K", True, *astuple(HOPPER_BLOCKS[0])), ("silu", "Q4_K", "Q4_K", False, *astuple(HOPPER_BLOCKS[1])), ("silu", "Q8_0", "Q8_0", False, *astuple(HOPPER_BLOCKS[0])),
           ("silu", "Q4_1", "Q4_1", True, *astuple(BLOCKS[3]))])
 def mmq_glu_kernel(activation, gate, up, biased, *block):
-    block, finish = Block(*block), gate_and_store(activation, biased)
-    first, last = (products(name, block, finish, dense(block)) for name in (gate, up))
+    block = Block(*block)
+    run = both_products((gate, up), block, gate_and_store(activation, biased), dense(block))
 
     def kernel(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n):  # blocks as in mmq_kernel
-        first(gate_words, gate_bias, up_bias, act, out, False, n_rows, n_cols, n, n)
-        cuda.syncthreads()  # all are done with the last chunk
-        last(up_words, gate_bias, up_bias, act, out, True, n_rows, n_cols, n, n)
+        run(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n, n)
     return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N), 32 * block.n_warps, arch=HOPPER if block.warpgroups else None)
 
 
@@ -443,12 +477,11 @@ def grouped_bytes(names: tuple[str, ...], block: Block) -> int:
     return shared_bytes(names, block) + 4 * item_words(block)
 
 
-def grouped_products(names: tuple[str, ...], block: Block, finish, heads: bool):
-    """The body of a kernel. finish: as of `products`, out being [pairs, rows]."""
+def grouped_products(names: tuple[str, ...], block: Block, ending: Ending, heads: bool):
+    """The body of a kernel, whose out is [pairs, rows]."""
     at, n_threads, rows = shared_bytes(names, block) // 4, 32 * block.n_warps, block.rows
     part, (count, take) = grouped(block, at), taker(block, at, heads)
-    alike, first, last = len(set(names)) == 1, products(names[0], block, finish, part), products(names[-1], block, finish, part)
-    n_of_item = len(names)
+    multiply = both_products(names, block, ending, part)
 
     @cooperative
     def run(words, other_words, bias, other_bias, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
@@ -459,17 +492,8 @@ def grouped_products(names: tuple[str, ...], block: Block, finish, heads: bool):
             work = i32(item // n_row_blocks)
             take(i32(cuda.threadIdx.x), shared, table, work, i32(item - work * n_row_blocks), order, n_matrices, n_pairs, n_used, x_rows)
             cuda.syncthreads()  # the item is there
-            if alike:  # the same code for both: in the second of two copies ptxas would let no product of a warpgroup run beside other work
-                left = i32(n_of_item)
-                while left > 0:
-                    left = i32(left - 1)
-                    last(words if left > 0 else other_words, bias, other_bias, act, out, left == 0, n_rows, n_cols, n, n_pairs)
-                    cuda.syncthreads()  # all are done with the last chunk and, in the end, with the item
-            else:
-                first(words, bias, other_bias, act, out, False, n_rows, n_cols, n, n_pairs)
-                cuda.syncthreads()
-                last(other_words, bias, other_bias, act, out, True, n_rows, n_cols, n, n_pairs)
-                cuda.syncthreads()
+            multiply(words, other_words, bias, other_bias, act, out, n_rows, n_cols, n, n_pairs)
+            cuda.syncthreads()  # all are done with the item
             item = i32(item + cuda.gridDim.x)
     return run
 
@@ -487,7 +511,7 @@ GROUPED_GLU_TESTED = [(*case, *astuple(block)) for *case, block in (
 @factory(GROUPED_TESTED)
 def mmq_id_kernel(name, heads, *block):
     block = Block(*block)
-    run = grouped_products((name,), block, store, heads)
+    run = grouped_products((name,), block, STORE, heads)
 
     def kernel(words, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):  # items from blockIdx.x by gridDim.x
         run(words, words, out, out, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows)

@@ -21,7 +21,7 @@ from .launch import F32, Kernel, N, U32, check, factory
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
                   wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, Slot, factors, form, gate_and_store, slot, store, swizzle, table_words, takes_sums,
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, form, gate_and_store, slot, swizzle, table_words, takes_sums,
                            tile_product)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
@@ -186,10 +186,10 @@ def block_tokens(n_tokens):
     return tokens
 
 
-def by_turns(n_matrices: int, n_tokens: int, finish) -> Course:
-    """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows); finish: (out, i, row, total, last, *biases), what becomes of a
-    total, i being its place in `out`; last: of the last matrix."""
+def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
+    """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows)."""
     pick, last_matrix, several = PICK[n_matrices], n_matrices - 1, n_matrices > 1
+    waiting_at, finish = ending
 
     @device
     def first(operands, shared):
@@ -218,7 +218,8 @@ def by_turns(n_matrices: int, n_tokens: int, finish) -> Course:
         row = i32(place[0] * 32 + r)
         if row < n_rows:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
-            finish(out, i, row, total, place[1] == last_matrix, biases[0], biases[1])
+            last = place[1] == last_matrix
+            finish(out, i, row, total, waiting_at(out, i, last), last, biases[0], biases[1])
     return Course(first, following, inside, weight, block_tokens(n_tokens), leave)
 
 
@@ -427,7 +428,7 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course):
 
 @factory([(fmt.name, n_tokens) for fmt in FORMATS.values() if fmt.is_quantized for n_tokens in MAX_WARPS])
 def mmq_few_kernel(name, n_tokens):
-    run = products((name,), n_tokens, by_turns(1, n_tokens, store))
+    run = products((name,), n_tokens, by_turns(1, n_tokens, STORE))
 
     def kernel(words, act, out, n_rows, n_cols, n, per_round):  # block: row tiles from blockIdx.x by gridDim.x, tokens from blockIdx.y * n_tokens
         run(((words,), (out, out), out, n_rows), act, n_cols, n, per_round)

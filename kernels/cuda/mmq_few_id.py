@@ -17,7 +17,7 @@ from .dispatch import report
 from .launch import F32, I32, Kernel, N, U32, check, factory
 from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, chunks_of_round, products, shared_words, tiles_of, work
 from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
-from .tile_product import gate_and_store, store
+from .tile_product import STORE, Ending, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
@@ -39,9 +39,10 @@ def table_words(n_pairs: int, n_tokens: int) -> int:
     return 2 * padded(n_pairs) if n_tokens == 1 else END * padded(n_pairs) + COUNTS + MOST_PAIRS // 32
 
 
-def of_groups(n_matrices: int, n_tokens: int, heads: bool, finish) -> Course:
+def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Course:
     """The course of a block. n_matrices: of an expert, 1 or 2 by turns; n_tokens: pairs of a group at most; heads: the matrix of a pair is its rank, and
-    there are no ids; finish: as of `mmq_few.by_turns`, its biases [X, n_rows]."""
+    there are no ids; biases: [X, n_rows]."""
+    waiting_at, finish = ending
     pick, last_matrix, several, single, pad = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1, device(padded)
 
     # What is in shared memory
@@ -218,13 +219,14 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, finish) -> Course:
         matrix, biases = matrix_of_group(operands, shared, place[2]), operands[BIASES]
         if row < n_rows and matrix < operands[N_MATRICES]:
             pair = place[2] if single else i32(lds(shared, plane(operands, PAIRS) + start_of(operands, shared, place[2]) + token))
-            finish(operands[OUT], i64(pair) * n_rows + row, i32(matrix * n_rows + row), total, place[1] == last_matrix, biases[0], biases[1])
+            i, last = i64(pair) * n_rows + row, place[1] == last_matrix
+            finish(operands[OUT], i, i32(matrix * n_rows + row), total, waiting_at(operands[OUT], i, last), last, biases[0], biases[1])
     return Course(first, following, inside, weight, tokens, leave, prepare_token if single else prepare_tokens)
 
 
 @factory([("Q4_K", 1, False), ("Q8_0", 4, False), ("IQ2_S", 16, False), ("Q8_0", 1, True), ("Q6_K", 8, True)])
 def mmq_few_id_kernel(name, n_tokens, heads):
-    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, store))
+    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE))
 
     def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table, step_groups, step_tiles):
         run(((words,), (out, out), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table, step_groups, step_tiles),

@@ -34,18 +34,25 @@ def chunk_sums(fmt: Format, n_tokens: int):
         return fma(v[7], h, fma(v[6], g, fma(v[5], f, fma(v[4], e, acc))))
 
     @device
+    def thirty_two(v0, v1, v2, v3, x, acc, column, first, n, n_cols):
+        for c in range(n_tokens):
+            i = i64(min(first + c, n - 1)) * n_cols + column
+            acc[c] = eight(v3, x, i + 24, eight(v2, x, i + 16, eight(v1, x, i + 8, eight(v0, x, i, acc[c]))))
+
+    @device
     def dot(t, x, acc, chunk, first, n, n_cols):
         for c in range(n_tokens):
             acc[c] = f32(0)
         width = min(n_cols - chunk * 256, 256)
         if width == 256 and n_cols & 3 == 0:
+            v0, v1, v2, v3 = values(t, 0), values(t, 1), values(t, 2), values(t, 3)
             q = 0
-            while q < 32:  # 32 columns at a time: their loads are under way together
-                v0, v1, v2, v3 = values(t, q), values(t, q + 1), values(t, q + 2), values(t, q + 3)
-                for c in range(n_tokens):
-                    i = i64(min(first + c, n - 1)) * n_cols + chunk * 256 + 8 * q
-                    acc[c] = eight(v3, x, i + 24, eight(v2, x, i + 16, eight(v1, x, i + 8, eight(v0, x, i, acc[c]))))
+            while q < 28:  # 32 columns at a time, while the loads of the next 32 are under way
+                w0, w1, w2, w3 = values(t, q + 4), values(t, q + 5), values(t, q + 6), values(t, q + 7)
+                thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 8 * q, first, n, n_cols)
+                v0, v1, v2, v3 = w0, w1, w2, w3
                 q += 4
+            thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 224, first, n, n_cols)
         else:
             for q in range((width + 7) // 8):
                 v = values(t, q)

@@ -538,23 +538,40 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
 
 # What becomes of a total
 
+class Ending(NamedTuple):
+    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; last: of the last matrix."""
+    waiting: object  # (out, i, last) -> what waits there for the total
+    finish: object   # (out, i, row, total, waiting, last, *biases): row that of a bias
+
+
 @device
-def store(out, i, row, total, last, bias, other_bias):
+def nothing_waits(out, i, last):
+    return f32(0)
+
+
+@device
+def store_total(out, i, row, total, waiting, last, bias, other_bias):
     st(out, i, total)
 
 
-def gate_and_store(activation, biased, alpha=0.0, limit=0.0):
-    """Of two matrices, gate and up, one after the other: out = activation(gate) * up, or swiglu_oai with its constants."""
+STORE = Ending(nothing_waits, store_total)
+
+
+def gate_and_store(activation, biased, alpha=0.0, limit=0.0) -> Ending:
+    """out = activation(gate) * up, or swiglu_oai with its constants. The gate's total waits in `out`, where the thread that put it there finds it."""
     glu = gated_unit(activation, alpha, limit)
 
     @device
-    def finish(out, i, row, total, last, gate_bias, up_bias):
-        """The gate's total waits in `out`, where the thread that put it there finds it."""
+    def waiting(out, i, last):
+        return ld(out, i) if last else f32(0)
+
+    @device
+    def finish(out, i, row, total, waiting, last, gate_bias, up_bias):
         if last:
-            g, u = ld(out, i), total
+            g, u = waiting, total
             if biased:
                 g, u = add(g, ldc(gate_bias, row)), add(u, ldc(up_bias, row))
             st(out, i, glu(g, u))
         else:
             st(out, i, total)
-    return finish
+    return Ending(waiting, finish)
