@@ -420,12 +420,12 @@ def products(name: str, block: Block, ending: Ending, part: Part):
 
 def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Part):
     """The body of a kernel for one matrix, or for two one after the other: (words, other words, biases, act, out, n_rows, n_cols, n, n_out)."""
-    alike, first, last = len(set(names)) == 1, products(names[0], block, ending, part), products(names[-1], block, ending, part)
-    n_products = len(names)
+    first, last, n_products = products(names[0], block, ending, part), products(names[-1], block, ending, part), len(names)
+    looped = len(set(names)) == 1 and (n_products == 1 or not form(format_of(names[0])).integer)
 
     @cooperative
     def run(words, other_words, bias, other_bias, act, out, n_rows, n_cols, n, n_out):
-        if alike:  # the same code for both: in the second of two copies ptxas would let no product of a warpgroup run beside other work
+        if looped:  # the same code for both: in a second copy for float scales ptxas would let no product of a warpgroup run beside other work
             left = i32(n_products)
             while left > 0:
                 left = i32(left - 1)
