@@ -26,7 +26,7 @@ def test_selection():
     found = subprocess.run(command, cwd=sanitize.ROOT, env=sanitize.environment(), capture_output=True, text=True).stdout
     cases = Counter(re.findall(r"^tests/\S+::(\w+)", found, re.MULTILINE))
     for name in ("test_rms_norm", "test_rope", "test_set_rows", "test_flash_attn_ext_types", "test_get_rows", "test_mul_mat", "test_mmq"):
-        assert 5 < cases[name] <= sanitize.MOST, (name, cases)
+        assert 1 < cases[name] <= sanitize.MOST, (name, cases)
     assert "test_verification_and_several_sequences[cpy]" in found and max(cases.values()) == sanitize.MOST
     assert "extremes" not in found and "test_mul_mat[Q5_1" not in found and "test_rms_norm[False-7-14336]" not in found
 
