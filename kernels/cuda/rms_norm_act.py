@@ -80,7 +80,7 @@ def rms_norm_act_kernel(one_round):
 
     def kernel(x, w, act, n, n_cols, eps):
         norm_row_act((x,), w, act, n, n_cols, eps)
-    return Kernel(kernel, (F32, F32, U32, N, N, SCALAR_F32), MOST_THREADS)
+    return Kernel(kernel, (F32, F32, U32, N, N, SCALAR_F32), MOST_THREADS, n_blocks=2 if one_round else 1)
 
 
 def rms_norm_act(target, x, w, act, n, k, eps):
