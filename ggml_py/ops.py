@@ -52,6 +52,11 @@ def need(condition: bool, message: str) -> None:
         raise ShapeError(message)
 
 
+def is_leaf(t) -> bool:
+    """Whether no node writes it: a leaf, or a view of one."""
+    return t.op is None or t.is_view and is_leaf(t.src[0])
+
+
 def is_matrix(t) -> bool:
     return t.dtype in FORMATS and len(t.shape) == 2
 
@@ -244,6 +249,7 @@ def rms_norm_act(_, x, w):
     """quantize(rms_norm(x, w)), over whole rows."""
     need(x.dtype == w.dtype == "f32" and len(x.shape) == 2, "x and w must be f32, x [n, k]")
     need(w.shape == x.shape[1:], f"w must be [{x.shape[1]}], a whole row")
+    need(is_leaf(w), "w must be a weight: kernels read it before those ahead of them have ended")
     return "act", x.shape
 
 
@@ -411,6 +417,7 @@ def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     need(not params["n_embd_head_v"] or n_head_kv == 1 and 0 < head_v <= v.shape[1], f"n_embd_head_v is {head_v}, of {n_head_kv} heads in {v.shape[1]} columns")
     need(k.shape[0] == v.shape[0] == prod(present.shape), f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
     need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
+    need(all(map(is_leaf, (seq, pos, *sinks))), "seq and pos must be inputs, sinks weights: kernels read them before those ahead of them have ended")
     need(params["window"] >= 0, f"window is {params['window']}, must be positive, or 0 for none")
     need(all(s.dtype == "f32" and s.shape == (n_head,) for s in sinks), f"sinks must be f32 [{n_head}]")
     return "f32", (n, head_v * n_head)

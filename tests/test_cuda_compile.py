@@ -46,7 +46,7 @@ def violations(ptx: str) -> list[str]:
 
 LAUNCH, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 # Parameters of kernels that wait where they say: what only copies write
-WEIGHTS = {"words", "gate_words", "up_words", "q_words", "k_words", "v_words", "gate_bias", "up_bias", "q_bias", "k_bias", "v_bias"}
+WEIGHTS = {"words", "gate_words", "up_words", "q_words", "k_words", "v_words", "gate_bias", "up_bias", "q_bias", "k_bias", "v_bias", "w", "sinks", "pos", "seq"}
 GLOBAL = re.compile(r"\b(ld|st|prefetch)\.global|\bcp\.async\.(c[ag]\b|bulk)")
 
 
@@ -99,7 +99,7 @@ def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
     code = statements(ptx)
     early, of = before_wait(code), pointers(kernel, code)
     start = next((s for s in code if not s.startswith(".")), "")
-    read = [s for s in early if re.match(r"cp\.async\.c[ag]\b", s)] + [s for s in code if ".global.nc" in s]
+    read = [s for s in early if re.search(r"\bcp\.async\.c[ag]\b|\bld\.global\b", s)] + [s for s in code if ".global.nc" in s]
     return ([s for s in early if GLOBAL.search(s) and s not in read or s.startswith("ret")] + [start] * (start != LAUNCH)
             + [s for s in read if not of(re.findall(r"\[(%\w+)", s)[-1]) <= WEIGHTS])
 
@@ -209,10 +209,15 @@ def test_what_is_touched_too_early_is_seen():
         intrinsics.wait_for_previous()
         intrinsics.st(y, 0, intrinsics.add(value, intrinsics.ld(x, n)))
 
+    def asked(x, words, y, n):
+        value = intrinsics.ld(words, n)
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.add(value, intrinsics.ld(x, n)))
+
     def activations(x, words, y, n):  # without a wait of its own: it is put first, and ldc is a plain load
         intrinsics.st(y, 0, intrinsics.ldc(x, 0))
     found = {}
-    for function in (early, constant, some, weights, activations):
+    for function in (early, constant, some, weights, asked, activations):
         kernel = Kernel(function, (F32, F32, F32, launch.N), 32, name=function.__name__)
         found[function.__name__] = overlap_violations(kernel, compile_ptx(kernel, (9, 0)), (9, 0))
         assert not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))

@@ -89,6 +89,8 @@ def test_activations_are_quantized_once():
     (lambda g: g.rms_norm(g.input("x", "f32", (3, 64)), g.input("w", "f32", (48,)), eps=1e-5, name="norm"),
      "norm: rms_norm: rows of 64 are not whole runs of 48; operands: x: f32 [3, 64]; w: f32 [48]"),
     (lambda g: g.rms_norm(g.input("x", "f32", (3, 64)), name="norm"), "norm: rms_norm(x, w, eps) got 1 operands and no parameters"),
+    (lambda g: g.rms_norm_act(g.input("x", "f32", (3, 64)), g.scale(g.input("y", "f32", (64,)), factor=2.0, name="w"), eps=1e-5, name="norm"),
+     "norm: rms_norm_act: w must be a weight: kernels read it before those ahead of them have ended; operands: x: f32 [3, 64]; w: f32 [64]"),
     (lambda g: g.add_rms_norm(g.input("x", "f32", (3, 64)), g.input("y", "f32", (64,)), g.input("w", "f32", (64,)), eps=1e-5, name="norm"),
      "norm: add_rms_norm: y must be f32 of x's shape; operands: x: f32 [3, 64]; y: f32 [64]; w: f32 [64]"),
     (lambda g: g.mul_mat_glu(weight("F32", 5, 64), weight("F32", 5, 64), g.input("x", "f32", (3, 64)), g.input("b", "f32", (5,)), act="silu", name="glu"),

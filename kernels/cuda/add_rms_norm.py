@@ -48,7 +48,7 @@ def add_rms_norm_act_kernel(one_round):
 
     def kernel(x, y, w, act, total, n, n_cols, eps):
         norm_row_act((total, x, y), w, act, n, n_cols, eps)
-    return Kernel(kernel, (F32, F32, F32, U32, F32, N, N, SCALAR_F32), MOST_THREADS)
+    return Kernel(kernel, (F32, F32, F32, U32, F32, N, N, SCALAR_F32), MOST_THREADS, n_blocks=2 if one_round else 1)
 
 
 def add_rms_norm(target, x, y, w, out, total, n_rows, n_cols, eps):

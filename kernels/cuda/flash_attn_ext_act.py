@@ -1,8 +1,9 @@
 """quantize(flash_attn_ext(...)): the pieces of few tokens are combined into activation blocks, attention of other shapes is quantized behind.
 
 A block of 512 threads of the combination is 256 columns of a token, whole heads of them or part of one, in rounds of 32 pieces. A warp a head, lane = piece:
-M by a scan, a, b and mul(l, b). All threads: o of four columns of a piece, loaded a round ahead, into shared memory. thread = column: the chain; then the
-chunk is quantized as by `quantize`. What is left out, and a sink, as in `flash_attn_ext_combine`.
+M by a scan, a, b and mul(l, b). All threads: o of four columns of a piece into shared memory. thread = column: the chain; then the chunk is quantized as
+by `quantize`. Pieces are loaded a round ahead; of the first round nothing waits but for the kernel before: positions are read earlier. What is left out, and
+a sink, as in `flash_attn_ext_combine`.
 """
 from numba import cuda, types
 
@@ -11,7 +12,7 @@ from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext import flash_attn_ext, scratch_floats
 from .flash_attn_ext_combine import first_piece, sink, statistics_at
 from .launch import F32, I32, Kernel, Launches, N, U32, factory
-from .ptx import as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, shuffle, sts, sts4, sub
+from .ptx import as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, ldc, lds, lds4, mul, shuffle, sts, sts4, sub, wait_for_previous
 from .quantize import N_THREADS, chunk_quantizer, quantize
 
 THREADS, ROUND = 512, 32
@@ -47,6 +48,14 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
             if at >= 0 and j < n_pieces:
                 x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3] = ld4(pieces, at + i64(j) * dim_v)
 
+    @device
+    def load_statistics(pieces, at, piece, n_pieces):
+        """(m, l) of a lane's piece; at: of the first piece of the warp's head, -1 where there is none."""
+        m, l = MINUS_INFINITY, ZERO
+        if at >= 0 and piece < n_pieces:
+            m, l = ld(pieces, at + 2 * piece), ld(pieces, at + 2 * piece + 1)
+        return m, l
+
     def kernel(pos, pieces, sinks, act, n_ctx, n_head, window):
         s = cuda.shared.array(N_WORDS, types.int32)
         x = cuda.local.array(LOADED, f32)
@@ -60,20 +69,21 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         at = i64(-1)
         if head < n_head:
             at = ((i64(token) * n_head + head) * most_pieces + begin) * dim_v + (loaded - head * dim_v)
-        for i in range(LOADED):
-            x[i] = ZERO
-        load(pieces, at, 0, n_pieces, tid, x)
         first_head = i32(chunk * CHUNK // dim_v)
         counts = warp < heads and first_head + warp < n_head
-        statistics = statistics_at(n, n_head, n_ctx, dim_v) + 2 * ((i64(token) * n_head + first_head + warp) * most_pieces + begin)
+        statistics = i64(-1)
+        if counts:
+            statistics = statistics_at(n, n_head, n_ctx, dim_v) + 2 * ((i64(token) * n_head + first_head + warp) * most_pieces + begin)
         own = i32((tid & (CHUNK - 1)) // dim_v)  # head of the chunk
+        for i in range(LOADED):
+            x[i] = ZERO
+        wait_for_previous()
+        m, l = load_statistics(pieces, statistics, lane, n_pieces)
+        load(pieces, at, 0, n_pieces, tid, x)
         M, L, O = MINUS_INFINITY, ZERO, ZERO  # M of a warp's head, L and O of a thread's column
         first = i32(0)
         while first < n_pieces:
             if counts:
-                m, l = MINUS_INFINITY, ZERO
-                if first + lane < n_pieces:
-                    m, l = ld(pieces, statistics + 2 * (first + lane)), ld(pieces, statistics + 2 * (first + lane) + 1)
                 left_out = l == ZERO
                 new_M = larger_float(M, MINUS_INFINITY if left_out else m)
                 new_M = scanned(scanned(scanned(scanned(scanned(new_M, lane, 1), lane, 2), lane, 4), lane, 8), lane, 16)
@@ -82,10 +92,14 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                 a, b = exp(sub(before, new_M)), exp(sub(m, new_M))
                 sts4(s, FACTORS + 4 * tid, as_i32(ONE if left_out else a), as_i32(b), as_i32(MINUS_ZERO if left_out else mul(l, b)), 1 if left_out else 0)
                 M = as_f32(shuffle(as_i32(new_M), 31))
+                if sinks_there and lane == 0:
+                    sts(s, MAXIMA + warp, as_i32(M))
             for i in range(LOADS):
-                to = OUTPUTS + ((tid >> 6) + i * (THREADS // 64)) * CHUNK + 4 * (tid & 63)
-                sts4(s, to, as_i32(x[4 * i]), as_i32(x[4 * i + 1]), as_i32(x[4 * i + 2]), as_i32(x[4 * i + 3]))
+                if first + i * (THREADS // 64) < n_pieces:
+                    to = OUTPUTS + ((tid >> 6) + i * (THREADS // 64)) * CHUNK + 4 * (tid & 63)
+                    sts4(s, to, as_i32(x[4 * i]), as_i32(x[4 * i + 1]), as_i32(x[4 * i + 2]), as_i32(x[4 * i + 3]))
             cuda.syncthreads()  # o and the factors are there
+            m, l = load_statistics(pieces, statistics, first + ROUND + lane, n_pieces)
             load(pieces, at, first + ROUND, n_pieces, tid, x)
             if tid < CHUNK:
                 j = i32(0)
@@ -96,19 +110,17 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                         L = fma(L, a, as_f32(factors[2]))
                         O = fma(O, a, MINUS_ZERO if factors[3] != 0 else mul(o, as_f32(factors[1])))
                     j = i32(j + 4)
-            cuda.syncthreads()  # and read
             first = i32(first + ROUND)
-        if counts and lane == 0:
-            sts(s, MAXIMA + warp, as_i32(M))
-        cuda.syncthreads()
+            if first < n_pieces:
+                cuda.syncthreads()  # and read
         if tid < CHUNK:
             y = ZERO  # past the row's end
             if first_head + own < n_head:
                 if sinks_there:
-                    a, L = sink(as_f32(lds(s, MAXIMA + own)), L, ld(sinks, first_head + own))
+                    a, L = sink(as_f32(lds(s, MAXIMA + own)), L, ldc(sinks, first_head + own))
                     O = mul(O, a)
                 y = div(O, L)
-            sts(s, OUTPUTS + tid, as_i32(y))
+            sts(s, OUTPUTS + tid, as_i32(y))  # of its own column it has read all
         cuda.syncthreads()
         four = lds4(s, OUTPUTS + 4 * (tid & 63))
         to = chunk if tid < N_THREADS else i32(cuda.gridDim.x)  # one group of threads stores

@@ -2,7 +2,8 @@
 
 A block of 8 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
 (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its position and the window reach, which the kernel reads; blocks
-without one exit at once, so a launch holds no number that grows. All that a block reads first it asks for at once: nothing waits but for the position.
+without one exit at once, so a launch holds no number that grows. Position and sequence are read before the kernel that writes the cache has ended; all
+else that a block reads first it asks for at once when it has.
 
 A warp has 16 keys, and no key or value passes through shared memory. Lane l = 4 g + t
 
@@ -22,7 +23,8 @@ from .cooperative import cooperative
 from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, octet_loader, rest, scales, value_loader
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32
+from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
+                  sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 
 THREADS, WARPS = 256, 8
@@ -338,6 +340,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         position, sequence = ld(pos, token), ld(seq, token)
         n_splits = i32(cuda.gridDim.x // parts)
         piece = i32(first_piece(position, window) + cuda.blockIdx.x // parts)
+        wait_for_previous()
         if piece > position >> 7:
             return
         tid = i32(cuda.threadIdx.x)

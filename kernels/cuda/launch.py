@@ -23,8 +23,8 @@ Launch functions hand addresses on without using them, so the same functions lau
 Kernels of a stream overlap where the GPU can (compute capability 9.0, programmatic dependent launch): the blocks of a kernel start as soon as all blocks
 of the one before have started and there is room. `ptx.wait_for_previous` returns when that one has ended and its stores are seen. No kernel touches memory
 that another one writes or reads before it has waited, and all threads of every kernel wait, so that the end of one is the end of all before it. What
-no kernel ever writes, only copies do (weights, tables), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so
-places the wait itself; in every other one it is the first instruction.
+no kernel ever writes, only copies do (weights, tables, positions), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that
+does so places the wait itself; in every other one it is the first instruction.
 """
 import ctypes
 import hashlib

@@ -17,7 +17,7 @@ from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, lds, mul, st, sts, u32
+from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, lds, mul, redux_max, shuffle, st, sts, u32
 
 N_THREADS = 64  # of a chunk: four columns each
 
@@ -90,32 +90,24 @@ def level(x, inverse, used):
 @lru_cache(None)
 def chunk_quantizer(n_groups: int):
     """The function by which each group of 64 threads, of at most n_groups in a block, quantizes a chunk."""
-    sixteens = n_groups * N_THREADS  # where they begin in shared memory, behind a maximum of each thread,
-    eighths = 2 * sixteens           # and eight maxima a group behind them
-    chunk_sums = eighths + 8 * n_groups  # and 16 sums a group
-    n_words = chunk_sums + 16 * n_groups
+    n_warps = n_groups * (N_THREADS // 32)
 
     @cooperative
     def quantize_chunk(a, b, c, d, act, n, row, chunk, n_chunks):
         """a, b, c, d: columns 4 t .. 4 t + 3 of chunk `chunk` of row `row` of n, t the thread in its group; +0 past the row's end.
-        Every thread of the block takes part; chunks from n_chunks on are not stored."""
-        words = cuda.shared.array(n_words, i32)
-        tid = cuda.threadIdx.x
-        t, first, eighth = tid % N_THREADS, tid // N_THREADS * N_THREADS, eighths + tid // N_THREADS * 8
-        own_sums = chunk_sums + tid // N_THREADS * 16
+        Every thread of the block takes part; chunks from n_chunks on are not stored. Called again, it wants a barrier between."""
+        maxima = cuda.shared.array(n_warps, i32)
+        tid = i32(cuda.threadIdx.x)
+        t, lane, warp = i32(tid & (N_THREADS - 1)), i32(tid & 31), i32(tid >> 5)
 
-        # 1. amax, the largest bit pattern: of four columns, of 32, of all
-        sts(words, tid, max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
+        # 1. amax, the largest bit pattern: of four columns, of a warp's, of both warps'
+        bits = redux_max(i32(max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d)))))
+        if lane == 0:
+            sts(maxima, warp, bits)
         cuda.syncthreads()
-        if t < 8:
-            largest = lds(words, first + t)
-            for i in range(1, 8):
-                largest = max(largest, lds(words, first + t + 8 * i))
-            sts(words, eighth + t, largest)
-        cuda.syncthreads()
-        bits = lds(words, eighth)
-        for i in range(1, 8):
-            bits = max(bits, lds(words, eighth + i))
+        if chunk >= n_chunks:
+            return
+        bits = i32(max(bits, lds(maxima, warp ^ 1)))
 
         # 2. levels and limbs
         amax = as_f32(bits)
@@ -125,26 +117,21 @@ def chunk_quantizer(n_groups: int):
         ha, hb, hc, hd = (qa + 64) >> 7, (qb + 64) >> 7, (qc + 64) >> 7, (qd + 64) >> 7
         lo, scales, sums, limbs = plane_words(n, n_chunks)
         at = i64(row) * n_chunks + chunk
-        if chunk < n_chunks:
-            st(act, at * 64 + t, four_bytes(ha, hb, hc, hd))
-            st(act, lo + at * 64 + t, four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)))
-            if t == 0:
-                st(act, scales + at, as_i32(div(amax, FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0))
+        st(act, at * 64 + t, four_bytes(ha, hb, hc, hd))
+        st(act, lo + at * 64 + t, four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)))
+        if t == 0:
+            st(act, scales + at, as_i32(div(amax, FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0))
 
-        # 3. sums of 16 columns, and their limbs
-        sts(words, sixteens + tid, qa + qb + qc + qd)
-        cuda.syncthreads()
-        if t < 16:
-            i = sixteens + first + 4 * t
-            s = i32(lds(words, i) + lds(words, i + 1) + lds(words, i + 2) + lds(words, i + 3))
-            sts(words, own_sums + t, s)
-            if chunk < n_chunks:
-                st(act, sums + at * 16 + t, s)
-        cuda.syncthreads()
-        if t < 12 and chunk < n_chunks:
-            i, k = own_sums + (t & 3) * 4, t >> 2
-            st(act, limbs + at * 12 + t, four_bytes(limb_of(lds(words, i), k), limb_of(lds(words, i + 1), k),
-                                                    limb_of(lds(words, i + 2), k), limb_of(lds(words, i + 3), k)))
+        # 3. sums of 16 columns, with each of their four lanes; six lanes make the limbs of a warp's eight sums, four sums a word
+        s = i32(qa + qb + qc + qd)
+        s = i32(s + shuffle(s, lane ^ 1))
+        s = i32(s + shuffle(s, lane ^ 2))
+        if lane & 3 == 0:
+            st(act, sums + at * 16 + (t >> 2), s)
+        four, k = i32(16 * (lane & 1)), i32(lane >> 1)
+        sa, sb, sc, sd = shuffle(s, four), shuffle(s, four + 4), shuffle(s, four + 8), shuffle(s, four + 12)
+        if lane < 6:
+            st(act, limbs + at * 12 + 4 * k + (t >> 5 << 1) + (lane & 1), four_bytes(limb_of(sa, k), limb_of(sb, k), limb_of(sc, k), limb_of(sd, k)))
     return quantize_chunk
 
 

@@ -10,7 +10,7 @@ from numba import cuda
 from ...quant.formats import CHUNK
 from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
-from .ptx import as_u32, device, f32, i32, i64, ldc4, mul, sts4, u32
+from .ptx import as_u32, device, f32, i32, i64, ld4, mul, sts4, u32, wait_for_previous
 from .quantize import N_THREADS, chunk_quantizer
 from .rms_norm import COLUMNS, MOST_THREADS, ROWS, STAGE, Source, n_threads, normed, reciprocal_of_round, reciprocal_rms
 
@@ -39,6 +39,8 @@ def row_norm_act(source: Source):
             a, b, c, d = padded(a, column, n_cols), padded(b, column + 1, n_cols), padded(c, column + 2, n_cols), padded(d, column + 3, n_cols)
             quantize_chunk(a, b, c, d, act, n, cuda.blockIdx.x, chunk, n_chunks)
             first = i32(first + n_threads // N_THREADS)
+            if first < n_chunks:
+                cuda.syncthreads()  # the maxima of this round have been read
     return norm_row_act
 
 
@@ -48,13 +50,14 @@ def round_norm_act(source: Source):
 
     @cooperative
     def norm_round_act(t, w, act, n, n_cols, eps):
-        """Row blockIdx.x of n of act, a thread for each four columns."""
+        """Row blockIdx.x of n of act, a thread for each four columns. Weights are asked for before the kernel that makes the row has ended."""
         stage = cuda.shared.array(STAGE, u32)
         tid = i32(cuda.threadIdx.x)
         column, row = i32(4 * tid), i64(cuda.blockIdx.x) * n_cols
         last = i32(n_cols - 4)
+        wa, wb, wc, wd = ld4(w, min(column, last))
+        wait_for_previous()
         a, b, c, d = load4(t, row + min(column, last))
-        wa, wb, wc, wd = ldc4(w, min(column, last))
         if column > last:
             a, b, c, d = f32(0), f32(0), f32(0), f32(0)
         else:
@@ -77,7 +80,7 @@ def rms_norm_act_kernel(one_round):
 
     def kernel(x, w, act, n, n_cols, eps):
         norm_row_act((x,), w, act, n, n_cols, eps)
-    return Kernel(kernel, (F32, F32, U32, N, N, SCALAR_F32), MOST_THREADS)
+    return Kernel(kernel, (F32, F32, U32, N, N, SCALAR_F32), MOST_THREADS, n_blocks=2 if one_round else 1)
 
 
 def rms_norm_act(target, x, w, act, n, k, eps):
