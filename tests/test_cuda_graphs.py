@@ -17,6 +17,7 @@ from ggml_py.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from fake_model import FakeModel
 from tiny_models import write_model
+from tiny_moe_models import write_moe_model
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from recording_target import RecordingBackend  # noqa: E402
@@ -366,13 +367,12 @@ def test_the_next_step_is_queued_before_an_id_is_waited_for(open_model, monkeypa
             assert list(context.graphs.entries) == [Key(1, 1, True, frozenset(), "f16", "f16", settings.get("kv_write", "set_rows"))]
 
 
-def test_what_cannot_be_queued_ahead_is_not(open_model):
+def test_what_cannot_be_queued_ahead_is_not(open_model, tmp_path):
     """Programs that are refused, or whose kernels leave errors to be read, go step by step."""
     model = open_model()
     with moving(model) as context:
         assert list(context.greedy(5, 3)) == [0] * 3 and not model.backend.copied and context.graphs.counters.eager == 3
-    with model.new_context(n_ctx=256) as context:
-        context.program(1, 1, True).runs_ahead = False
+    with Model(GGUFFile.open(write_moe_model(tmp_path / "m.gguf", "qwen3moe", ("Q8_0",))), RecordingBackend()) as model, model.new_context(n_ctx=64) as context:
         assert list(context.greedy(5, 3)) == [0] * 3 and not model.backend.copied and context.graphs.counters.replays == 2
 
 
