@@ -126,22 +126,22 @@ class Program:
         return self.queue(values, graphs, key).result()
 
     def queue(self, values: dict, graphs=None, key=None) -> Outputs:
-        """values: one array for each input, of its dtype and shape, or the Outputs of the last run in these arenas, whose first is copied on the device.
-        graphs: what replays the steps, under the key, or None."""
+        """values: one array for each input, of its dtype and shape, or the Outputs of the last run in these arenas, whose first has that dtype and shape and,
+        where it is of this program, is copied on the device. graphs: what replays the steps, under the key, or None."""
         backend, copied = self.backends[self.input_device], []
         for tensor, staged in self.staged:
             value = values[tensor.name]
             if isinstance(value, Outputs):
-                if value.program is self:
-                    copied.append((tensor, self.outputs[0]))
-                    continue
-                value, *_ = value.result()  # of a program whose memory is gone
+                value = self.outputs[0] if value.program is self else value.result()[0]  # the memory of another program may be gone
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
-            staged[...] = value
+            if isinstance(value, Tensor):
+                copied.append((tensor, value.base))
+            else:
+                staged[...] = value
         backend.write(*self.inputs[0].storage, self.staging)
         for tensor, output in copied:
-            backend.copy(*tensor.storage, backend, *output.base.storage, n_bytes(tensor))
+            backend.copy(*tensor.storage, backend, *output.storage, n_bytes(tensor))
         parts = self.steps
         if graphs is None or self.refused:
             for backend, steps in parts:
