@@ -1,13 +1,14 @@
 """`ggml-py bench`: how fast prompts and generation are, in the manner of llama-bench.
 
-A test is a prompt of n_prompt random tokens, then n_gen random tokens one by one, behind n_depth tokens that are in the cache already. It runs once
+A test is a prompt of n_prompt random tokens, then n_gen greedy steps from a random token, behind n_depth tokens that are in the cache already. It runs once
 untimed, so that kernels are compiled and loaded, then n_repetitions times; before each, the cache is cut back to n_depth positions, untimed. A prompt is
-decoded in logical batches of n_batch tokens, and only its last token has logits; every generated token has. A decode that gives logits returns when they
-are in the host's memory, so the clock stops when everything is computed.
+decoded in logical batches of n_batch tokens, and only its last token has logits; of every generated token the id comes to the host. The clock stops when the
+last of these is in the host's memory, so everything is computed.
 """
 import itertools
 import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -135,9 +136,10 @@ def decode_prompt(context, tokens: np.ndarray, n_batch: int) -> None:
 
 
 def decode_one_by_one(context, tokens: np.ndarray) -> None:
-    """As a greedy generation does: of each token's logits the id of the largest comes to the host."""
-    for i in range(len(tokens)):
-        context.decode(tokens[i:i + 1], logits="argmax")
+    """len(tokens) greedy steps, of which the first decodes tokens[0] and each other what is likeliest after the one before; returns when the last id is
+    on the host."""
+    if len(tokens):
+        deque(context.greedy(int(tokens[0]), len(tokens)), maxlen=0)
 
 
 WARM_UPS = 2  # the first loads kernels, the second captures graphs

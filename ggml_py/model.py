@@ -1,7 +1,9 @@
 """Models and contexts: the Python interface. A model is a file's weights on a device; a context is the memory of its sequences and the runs over it."""
 from collections import OrderedDict
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import Iterator, NamedTuple
 
 import numpy as np
 
@@ -11,7 +13,8 @@ from .errors import UserError
 from .gguf_file import GGUFFile
 from .models import ARCHITECTURES
 from .passes import switched_off
-from .program import Arenas, Program
+from .program import Arenas, Outputs, Program
+from .sampling import not_a_number
 from .tokenizer import Tokenizer
 
 PROGRAMS = 16  # of the most recent batch shapes that a context keeps ready
@@ -94,8 +97,15 @@ class Model:
         self.close()
 
 
+class Step(NamedTuple):
+    """A greedy step of one token that is queued: the token's sequence and position, and the id to come."""
+    seq_id: int
+    position: int
+    outputs: Outputs
+
+
 class Context:
-    """The sequences 0 .. n_seq_max - 1 of a model. `decode` continues a sequence."""
+    """The sequences 0 .. n_seq_max - 1 of a model. `decode` continues a sequence, `greedy` generates."""
 
     def __init__(self, model: Model, n_ctx: int, n_batch: int, n_ubatch: int, type_k: str, type_v: str, n_seq_max: int, no_fuse=(),
                  graphs: bool = True, kv_write: str = "set_rows"):
@@ -112,6 +122,7 @@ class Context:
         self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
         self.graphs = model.backend.new_graphs() if graphs else None
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
+        self.ahead: Step | None = None  # queued before anybody asked for it, and taken back when something else is asked for
 
     def decode(self, tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
         """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n, n_vocab].
@@ -127,6 +138,7 @@ class Context:
         """
         if logits not in ("all", "last", "argmax", "none"):
             raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, argmax, none")
+        self._take_back()
         batch = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
         if len({seq_id for seq_id, _ in batch}) != len(batch):
             raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in batch]}")
@@ -141,20 +153,62 @@ class Context:
         if logits in ("last", "argmax"):
             wanted[[end - 1 for end in ends]] = True
         parts = []
-        try:
+        with self._undone_if_it_fails([(seq_id, start) for start, (seq_id, _) in zip(before, batch)]):
             for first in range(0, len(tokens), self.n_ubatch):
                 part = slice(first, first + self.n_ubatch)
-                parts += self._run(tokens[part], seq[part], pos[part], np.flatnonzero(wanted[part]), logits == "argmax")
-        except BaseException:
-            for start, (seq_id, _) in zip(before, batch):
-                self.memory.seq_rm(seq_id, start, self.n_ctx)
-            raise
+                parts += self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(wanted[part]), logits == "argmax").result()
         out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
         if len(batch) == 1:
             return [out]
         n_rows = {"all": len, "none": lambda ids: 0}.get(logits, lambda ids: 1)
         bounds = list(accumulate((n_rows(ids) for _, ids in batch), initial=0))
         return [out[first:last] for first, last in zip(bounds, bounds[1:])]
+
+    def greedy(self, token: int, n: int, seq_id: int = 0) -> Iterator[int]:
+        """Continue a sequence by `token` and what is likeliest after it: n ids, each what `decode([the one before], seq_id, "argmax")` gives.
+
+        On a GPU the step that is fed an id is queued before that id is on the host. When an id is given, the sequence goes up to the one before it: a step
+        that is queued beyond is taken back when the iterator is closed or anything else is asked of the context. UserError for a NaN, and where the
+        context ends. If a step fails or is interrupted, the sequence is as before it.
+        """
+        ahead = None
+        try:
+            for left in range(n, 0, -1):
+                if ahead is None or ahead is not self.ahead:
+                    self._take_back()
+                    ahead, ids = None, self._checked(seq_id, [token])
+                position = ahead.position if ahead else self.memory.length(seq_id)
+                with self._undone_if_it_fails([(seq_id, position)]):
+                    self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids)
+                    runs_ahead = left > 1 and position + 1 < self.n_ctx and step.outputs.program.runs_ahead
+                    ahead = self._greedy_step(seq_id, position + 1, step.outputs) if runs_ahead else None
+                    (token,), = step.outputs.result()
+                    self.ahead = ahead
+                if token < 0:
+                    raise not_a_number(position + 1)
+                yield int(token)
+        finally:
+            if ahead is not None and ahead is self.ahead:
+                self._take_back()
+
+    def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs) -> Step:
+        return Step(seq_id, position, self._queue(ids, np.int32([seq_id]), np.int32([position]), np.int32([0]), True))
+
+    def _take_back(self) -> None:
+        """The sequences are as if no step had been queued ahead; what it writes to its cell is not there for later ones."""
+        if self.ahead is not None:
+            self.memory.seq_rm(self.ahead.seq_id, self.ahead.position, self.n_ctx)
+            self.ahead = None
+
+    @contextmanager
+    def _undone_if_it_fails(self, starts: list[tuple[int, int]]):
+        """starts: (sequence, position), from which cells are taken back."""
+        try:
+            yield
+        except BaseException:
+            for seq_id, start in starts:
+                self.memory.seq_rm(seq_id, start, self.n_ctx)
+            raise
 
     def _checked(self, seq_id: int, tokens) -> np.ndarray:
         if not 0 <= seq_id < self.memory.n_seq_max:
@@ -169,10 +223,10 @@ class Context:
             raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
         return ids.astype(np.int32)
 
-    def _run(self, tokens, seq, pos, rows, greedy) -> list[np.ndarray]:
+    def _queue(self, tokens, seq, pos, rows, greedy) -> Outputs:
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
-        shape = len(tokens), len(rows), greedy and len(rows) > 0
-        return self.program(*shape).run(values, self.graphs, Key(*shape, *self.settings))
+        shape = len(seq), len(rows), greedy and len(rows) > 0
+        return self.program(*shape).queue(values, self.graphs, Key(*shape, *self.settings))
 
     def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound."""
@@ -197,15 +251,18 @@ class Context:
 
     def clear(self) -> None:
         """Forget every sequence."""
+        self.ahead = None
         self.memory.clear()
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
         """Forget positions p0 <= p < p1 of a sequence (p1 < 0: to its end)."""
         if not 0 <= seq_id < self.memory.n_seq_max:
             raise UserError(f"seq_id: must be 0 to {self.memory.n_seq_max - 1}, got {seq_id}")
+        self._take_back()
         self.memory.seq_rm(seq_id, max(p0, 0), self.n_ctx if p1 < 0 else p1)
 
     def close(self) -> None:
+        self.ahead = None
         if self.graphs:
             self.graphs.close()
         self.programs.clear()

@@ -34,6 +34,20 @@ class Arenas:
         self.buffers, self.sizes = {}, {}
 
 
+class Outputs:
+    """What a run of a program gives, once it has run."""
+
+    def __init__(self, program: "Program", pending: list, errors: list):
+        """pending: of each output, its bytes; errors: what raises an error that kernels have left, if there is one."""
+        self.program, self._pending, self._errors = program, pending, errors
+
+    def result(self) -> list[np.ndarray]:
+        """Waits for the outputs, arrays of their own. IndexError for an id that is no expert, naming its node."""
+        for raise_error in self._errors:
+            raise_error()
+        return [data.result().view(DTYPES[tensor.dtype]).reshape(tensor.shape) for data, tensor in zip(self._pending, self.program.outputs)]
+
+
 def _crosses(node: Tensor) -> bool:
     return node.op == "cpy" and node.src[0].base.device != node.device
 
@@ -72,6 +86,7 @@ class Program:
         self.generation = arenas.generation
         self.nodes = nodes
         self.refused = refusal(nodes)
+        self.runs_ahead = backends[self.input_device].asynchronous and not self.refused and not self.late  # queued before the run before it is over
 
     def off_device(self) -> tuple[int, int]:
         """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
@@ -106,15 +121,27 @@ class Program:
                 backend.write(*node.storage, source_backend.read(*source.storage, n_bytes(source)).result())
         return transfer
 
-    def run(self, values: dict[str, np.ndarray], graphs=None, key=None) -> list[np.ndarray]:
-        """values: one array for each input, of its dtype and shape. graphs: what replays the steps, under the key, or None.
-        Returns the outputs as arrays of their own. IndexError for an id that is no expert, naming its node."""
+    def run(self, values: dict, graphs=None, key=None) -> list[np.ndarray]:
+        """Queues a run and waits for its outputs."""
+        return self.queue(values, graphs, key).result()
+
+    def queue(self, values: dict, graphs=None, key=None) -> Outputs:
+        """values: one array for each input, of its dtype and shape, or the Outputs of the last run in these arenas, whose first has that dtype and shape and,
+        where it is of this program, is copied on the device. graphs: what replays the steps, under the key, or None."""
+        backend, copied = self.backends[self.input_device], []
         for tensor, staged in self.staged:
             value = values[tensor.name]
+            if isinstance(value, Outputs):
+                value = self.outputs[0] if value.program is self else value.result()[0]  # the memory of another program may be gone
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
-            staged[...] = value
-        self.backends[self.input_device].write(*self.inputs[0].storage, self.staging)
+            if isinstance(value, Tensor):
+                copied.append((tensor, value.base))
+            else:
+                staged[...] = value
+        backend.write(*self.inputs[0].storage, self.staging)
+        for tensor, output in copied:
+            backend.copy(*tensor.storage, backend, *output.storage, n_bytes(tensor))
         parts = self.steps
         if graphs is None or self.refused:
             for backend, steps in parts:
@@ -123,10 +150,7 @@ class Program:
                 graphs.refuse(self.refused)
         else:
             graphs.run(key, parts[0][1])
-        pending, errors = [self._read(tensor) for tensor in self.outputs], [backend.read_error() for backend in self.late]
-        for raise_error in errors:
-            raise_error()
-        return [data.result().view(DTYPES[tensor.dtype]).reshape(tensor.shape) for data, tensor in zip(pending, self.outputs)]
+        return Outputs(self, [self._read(tensor) for tensor in self.outputs], [backend.read_error() for backend in self.late])
 
     def _read(self, tensor: Tensor):
         return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor))

@@ -3,7 +3,9 @@
 A choice depends on the logits, the settings, the seed and the token's position, on nothing else: the same seed is the same text, whatever else is
 decoded in the batch. Steps in llama.cpp's order: top-k, top-p, min-p, temperature, draw.
 """
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -62,22 +64,23 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
 
 def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end):
     """Yield up to n_tokens tokens that continue `prompt`; one for which is_end(token) ends it and is not yielded.   prompt: int [n], n >= 1."""
-    position, decoded = len(prompt), prompt
-    while n_tokens:
-        token = _next(context, decoded, position, sampling)
-        if is_end(token):
-            return
-        yield token
-        n_tokens -= 1
-        position += 1
-        decoded = [token]
+    if n_tokens > 0:
+        with closing((_greedy if sampling.temperature == 0 else _drawn)(context, prompt, n_tokens, sampling)) as tokens:
+            yield from takewhile(lambda token: not is_end(token), tokens)
 
 
-def _next(context, tokens, position: int, sampling: Sampling) -> int:
-    """The token at `position`, after `tokens` are decoded. Without a draw, logits stay where they are."""
-    if sampling.temperature != 0:
-        return choose(context.decode(tokens, logits="last")[-1], position, sampling)
-    token = int(context.decode(tokens, logits="argmax")[-1])
+def _greedy(context, prompt, n_tokens: int, _):
+    """Without a draw, logits stay where they are."""
+    token = int(context.decode(prompt, logits="argmax")[-1])
     if token < 0:
-        raise not_a_number(position)
-    return token
+        raise not_a_number(len(prompt))
+    yield token
+    yield from context.greedy(token, n_tokens - 1)
+
+
+def _drawn(context, prompt, n_tokens: int, sampling: Sampling):
+    decoded = prompt
+    for position in range(len(prompt), len(prompt) + n_tokens):
+        token = choose(context.decode(decoded, logits="last")[-1], position, sampling)
+        yield token
+        decoded = [token]

@@ -1,7 +1,7 @@
 """`ggml-py sweep-bench`: how speed falls as the context grows, in the manner of ik_llama.cpp's sweep-bench.
 
-For N_KV = 0, PP, 2 PP, ... tokens in the cache of one sequence: first TG tokens are generated one by one, then the cache is cut back to N_KV and PP tokens
-are decoded as one prompt with logits of the last alone, which stay. Each decode is awaited; cutting back counts.
+For N_KV = 0, PP, 2 PP, ... tokens in the cache of one sequence: first TG tokens are generated greedily from a random one, then the cache is cut back
+to N_KV and PP tokens are decoded as one prompt with logits of the last alone, which stay. Each part is awaited; cutting back counts.
 """
 import json
 import time

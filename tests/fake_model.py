@@ -56,6 +56,11 @@ class FakeContext:
     def decode(self, tokens, seq_id=0, logits="last"):
         return self.decode_batch([(seq_id, tokens)], logits)[0]
 
+    def greedy(self, token, n, seq_id=0):
+        for _ in range(n):
+            token = int(self.decode([token], seq_id, "argmax")[-1])
+            yield token
+
     def decode_batch(self, entries, logits="last"):
         assert sum(len(tokens) for _, tokens in entries) <= self.n_batch
         self.model.calls.append((logits, {seq_id: len(tokens) for seq_id, tokens in entries}))

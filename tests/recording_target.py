@@ -142,11 +142,11 @@ class Memory:
 
 
 class RecordingBackend(CUDABackend):
-    """What is written to inputs is in `written`; reading gives zeros."""
+    """What is written to inputs is in `written`, copies as (to, from, bytes) are in `copied`; reading gives zeros."""
 
     def __init__(self):
         self.target, self.memory, self.device = Target(), Memory(), "cuda:0"
-        self.stream, self.written = Stream(self.memory), []
+        self.stream, self.written, self.copied = Stream(self.memory), [], []
 
     def empty(self, n_bytes):
         return self.memory.allocate(max(n_bytes, 256))
@@ -164,6 +164,10 @@ class RecordingBackend(CUDABackend):
     def read(self, buffer, offset, n_bytes):
         assert self.memory.buffers[buffer.handle] is buffer and offset + n_bytes <= buffer.n_bytes
         return Pending(np.zeros(n_bytes, np.uint8))
+
+    def copy(self, buffer, offset, source, source_buffer, source_offset, n_bytes):
+        assert source is self and all(self.memory.holds(at.handle + first + n_bytes - 1) for at, first in ((buffer, offset), (source_buffer, source_offset)))
+        self.copied.append((buffer.handle + offset, source_buffer.handle + source_offset, n_bytes))
 
     def report(self):
         return ""

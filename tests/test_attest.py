@@ -219,7 +219,9 @@ def test_own_check_of_a_generation(folder):
 def test_ties_that_are_broken_by_another_rule(folder):
     """Logits that are equal in pairs, and an argmax that takes the last of them: the choice of the finished text is another one."""
     def tied(*operands):
-        operands[-1][:, 1::2] = operands[-1][:, :-1:2]
+        out = operands[-1]
+        if out.shape[1] == 259:  # logits: K and V are products of their own only where no query is computed
+            out[:, 1::2] = out[:, :-1:2]
 
     def last(x, out):
         out[:] = x.shape[1] - 1 - x[:, ::-1].argmax(1)

@@ -147,6 +147,12 @@ class Clock:
         self.calls.append((list(tokens), logits))
         self.now += 1000 + 10 * len(tokens)
 
+    def greedy(self, token, n):
+        """The next token is one more."""
+        for token in range(token, token + n):
+            self.decode([token], "greedy")
+            yield token + 1
+
     def seq_rm(self, seq_id, p0):
         assert seq_id == 0 and p0 <= len(self.tokens)
         del self.tokens[p0:]
@@ -164,11 +170,12 @@ def clock(monkeypatch):
 
 @pytest.mark.parametrize("n_prompt, n_gen, depth, warm_up", [(10, 0, 0, True), (0, 3, 0, True), (10, 2, 7, True), (0, 1, 4, False), (8, 0, 3, False)])
 def test_a_repetition(clock, n_prompt, n_gen, depth, warm_up):
-    """Neither the depth nor cutting back is timed; each repetition decodes the same tokens from the same place; only the last of a prompt has logits."""
+    """Neither the depth nor cutting back is timed; each repetition decodes the same tokens from the same place; only the last of a prompt has logits.
+    Of tokens to be generated only the first is given."""
     test, tokens = benchmark.Test(n_prompt, n_gen, depth), list(range(depth + n_prompt + n_gen))
     samples = benchmark.run_test(clock, test, np.array(tokens), n_batch=4, n_repetitions=3, warm_up=warm_up)
     pieces = lambda first, n: [(tokens[first:first + n][i:i + 4], "last" if i + 4 >= n else "none") for i in range(0, n, 4)]
-    repetition = [depth, *pieces(depth, n_prompt), *(([token], "argmax") for token in tokens[depth + n_prompt:])]
+    repetition = [depth, *pieces(depth, n_prompt), *(([token], "greedy") for token in tokens[depth + n_prompt:])]
     assert clock.calls == pieces(0, depth) + (3 + warm_up * benchmark.WARM_UPS) * repetition
     assert samples == 3 * [1000 * (len(repetition) - 1) + 10 * (n_prompt + n_gen)]
     assert clock.tokens == tokens
@@ -179,7 +186,7 @@ def test_sweep_rows(clock, monkeypatch):
     monkeypatch.setattr(sweep, "new_context", lambda model, settings, n_ctx, n_seq, log: setattr(clock, "n_ctx", n_ctx) or clock)
     rows = list(sweep.sweep(model(), Settings(n_ctx=35, n_batch=64, n_ubatch=10), 3, 0, True, None))
     tokens = benchmark.random_tokens(model(), 35, 0).tolist()
-    ones = lambda first, n: [([token], "argmax") for token in tokens[first:first + n]]
+    ones = lambda first, n: [([tokens[first] + i], "greedy") for i in range(n)]
     expected = [0, (tokens[:10], "last"), 0, *ones(0, 1)]  # the warm-up
     for n_kv in 0, 10, 20:
         expected += [n_kv, *ones(n_kv, 3), n_kv, (tokens[n_kv:n_kv + 10], "last")]

@@ -174,7 +174,7 @@ def test_get_rows(format_name):
     for k in sorted({fmt.block_size, 256, 512 + fmt.block_size, 256 * 9}):
         words = tile.pack(random_weight(fmt, 70, k, rng), fmt, 70, k).reshape(-1).view(np.uint32)
         for n in (0, 1, 40):
-            rows = rng.integers(0, 70, n).astype(np.int32)
+            rows = rng.integers(-1, 70, n).astype(np.int32)  # -1: the first
             compare(f"get_rows[{format_name}, n={n}, k={k}]", reference_get_rows.get_rows(format_name), get_rows.get_rows(format_name),
                     (words, rows), ((n, k), f32))
 

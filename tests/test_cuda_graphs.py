@@ -6,6 +6,7 @@ import pytest
 
 from ggml_py.backends.cuda_graphs import GraphCache, Key, refusal
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.transfers import Pending
 from ggml_py.cli import execute
 from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
@@ -16,6 +17,7 @@ from ggml_py.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from fake_model import FakeModel
 from tiny_models import write_model
+from tiny_moe_models import write_moe_model
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from recording_target import RecordingBackend  # noqa: E402
@@ -324,6 +326,54 @@ def test_no_graphs_on_the_cpu(files):
     with Model.load(files["llama"], device="cpu") as model, model.new_context(n_ctx=64) as context:
         context.decode(TOKENS[:3])
         assert context.graphs is None and context.launches() == "CUDA graphs: none"
+
+
+# Greedy generation
+
+@pytest.mark.parametrize("settings", [{}, dict(graphs=False), dict(kv_write="cpy")], ids=str)
+def test_the_next_step_is_queued_before_an_id_is_waited_for(open_model, monkeypatch, settings):
+    """The order of what reaches the stream, with the launches that are there before: inputs, the token of the step before, the launches, the read of the id."""
+    model, calls = open_model(), []
+    backend, stream = model.backend, model.backend.stream
+    noted = lambda name: calls.append((name, len(stream.launched)))
+
+    class Id(Pending):
+        def result(self):
+            noted(f"wait {self.number}")
+            return super().result()
+
+    def read(*args):
+        pending = Id(np.int32([7]).view(np.uint8))
+        pending.number = sum(name == "read" for name, _ in calls)
+        noted("read")
+        return pending
+    with model.new_context(n_ctx=256, **settings) as context:
+        stream.take()
+        for name in "write", "copy":
+            method = getattr(backend, name)
+            monkeypatch.setattr(backend, name, lambda *args, name=name, method=method: (noted(name), method(*args)))
+        monkeypatch.setattr(backend, "read", read)
+        assert list(context.greedy(5, 4)) == [7] * 4
+        n = len(stream.launched) // 4
+        assert n > 20 and stream.launched == 4 * stream.launched[:n]
+        ahead = [[("write", i * n), ("copy", i * n), ("read", (i + 1) * n), (f"wait {i - 1}", (i + 1) * n)] for i in (1, 2, 3)]
+        assert calls == [("write", 0), ("read", n), *sum(ahead, []), ("wait 3", 4 * n)]
+        program = context.program(1, 1, True)
+        tokens, = (t for t in program.inputs if t.name == "tokens")
+        to, source = (buffer.handle + offset for buffer, offset in (tokens.storage, program.outputs[0].storage))
+        assert backend.copied == [(to, source, 4)] * 3
+        if context.graphs:
+            assert (context.graphs.counters.eager, context.graphs.counters.captures, context.graphs.counters.replays) == (1, 1, 3)
+            assert list(context.graphs.entries) == [Key(1, 1, True, frozenset(), "f16", "f16", settings.get("kv_write", "set_rows"))]
+
+
+def test_what_cannot_be_queued_ahead_is_not(open_model, tmp_path):
+    """Programs that are refused, or whose kernels leave errors to be read, go step by step."""
+    model = open_model()
+    with moving(model) as context:
+        assert list(context.greedy(5, 3)) == [0] * 3 and not model.backend.copied and context.graphs.counters.eager == 3
+    with Model(GGUFFile.open(write_moe_model(tmp_path / "m.gguf", "qwen3moe", ("Q8_0",))), RecordingBackend()) as model, model.new_context(n_ctx=64) as context:
+        assert list(context.greedy(5, 3)) == [0] * 3 and not model.backend.copied and context.graphs.counters.replays == 2
 
 
 # Cells by address

@@ -82,20 +82,23 @@ def simulated_backend():
 
         def read(self, buffer, offset, n_bytes):
             return Pending(buffer.memory[offset:offset + n_bytes].copy())
+
+        def copy(self, buffer, offset, source, source_buffer, source_offset, n_bytes):
+            self.write(buffer, offset, source_buffer.memory[source_offset:source_offset + n_bytes])
     return SimulatedBackend()
 
 
 def simulate_decode(tmp_path):
-    """The first step of a batch shape is eager, later ones come from the graph; the last is another sequence's."""
+    """The first step of a batch shape is eager, later ones come from the graph; the last one decoded is another sequence's, then it is continued greedily."""
     from ggml_py.gguf_file import GGUFFile
     from ggml_py.model import Model
     path, settings = write_model(tmp_path / "m.gguf", "llama", ("Q8_0",), **SIZES), dict(n_ctx=2 * 16, n_seq_max=2, kv_write="cpy")
 
     def run(context):
-        return [context.decode(tokens) for tokens in TOKENS] + [context.decode([6], seq_id=1)]
+        return [context.decode(tokens) for tokens in TOKENS] + [context.decode([6], seq_id=1), np.int32(list(context.greedy(7, 3, seq_id=1)))]
     with Model.load(path, device="cpu") as model, model.new_context(**settings) as context:
         expected = run(context)
     with Model(GGUFFile.open(path), simulated_backend()) as model, model.new_context(**settings) as context:
         for i, (found, wanted) in enumerate(zip(run(context), expected, strict=True)):
             assert_bitwise_equal(found, wanted, f"step {i}")
-        assert (context.graphs.counters.captures, context.graphs.counters.replays) == (1, 3)
+        assert (context.graphs.counters.captures, context.graphs.counters.replays) == (2, 3 + 2)

@@ -1,10 +1,14 @@
 """CUDA graphs on a GPU: replays give the bits of eager steps and of the recorded digests, over edges of pieces of keys, evictions and moved arenas; stale ones do not."""
+from itertools import islice
+
+import gguf
 import numpy as np
 import pytest
 
 import goldens
 import smollm2
 from cuda_simulator import no_gpu
+from ggml_py.errors import UserError
 from ggml_py.model import Model
 from ggml_py.passes import PASSES
 from ggml_py.testing import assert_bitwise_equal
@@ -87,6 +91,46 @@ def test_argmax(smol):
     with smol.new_context(n_ctx=256) as context:
         assert [int(token) for token in play(context, "argmax")] == [int(row.argmax()) for row in play(context, "last")]
         assert context.graphs.counters.captures == 2
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_greedy(smol, graphs, kv_write):
+    """The ids of single steps; stopped in the middle and gone on with, the sequence is as if nothing had been queued."""
+    def play(context, continued):
+        context.decode(TOKENS[:250], logits="none")
+        found = [*continued(5, 30), context.decode([7])[0]]  # over the edge of a piece
+        context.seq_rm(0, 255)
+        return found + [*continued(9, 5), context.decode_batch([(1, TOKENS[:3]), (0, [8])])[1][0], *continued(3, 4), context.decode([2])[0]]
+    settings = dict(n_ctx=2 * 512, n_seq_max=2, graphs=graphs, kv_write=kv_write)
+    with smol.new_context(**settings) as context:
+        def one_by_one(token, n):
+            for _ in range(n):
+                token = int(context.decode([token], logits="argmax")[0])
+                yield token
+        expected = play(context, one_by_one)
+    with smol.new_context(**settings) as context:
+        found = play(context, lambda token, n: islice(context.greedy(token, 1000), n))
+        if graphs:
+            assert context.graphs.counters.captures >= 1 and context.graphs.counters.replays >= 30
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_bitwise_equal(np.asarray(a), np.asarray(b), f"{i}")
+
+
+def test_greedy_ends_with_a_nan(tmp_path):
+    """Of a token whose embedding is NaN: the step ahead gets -1 and takes row 0, and the sequence is as it was fed."""
+    path = write_model(tmp_path / "m.gguf", "llama", ("F32",))
+    reader = gguf.GGUFReader(path, "r+")
+    next(t for t in reader.tensors if t.name == "token_embd.weight").data[3] = np.nan
+    reader.data.flush()
+    with Model.load(path, device="cuda:0") as model, model.new_context(n_ctx=64) as context:
+        context.decode(TOKENS[:8] % 3, logits="none")
+        for _ in range(3):
+            with pytest.raises(UserError, match="^run: the logits of token 9 hold NaN$"):
+                next(context.greedy(3, 9))
+            assert context.memory.length(0) == 9
+            context.seq_rm(0, 8)
+        ids = list(context.greedy(1, 1))
+        assert context.memory.length(0) == 9 and 0 <= ids[0] < 70
 
 
 def test_an_arena_that_grew(tiny):

@@ -115,7 +115,7 @@ def test_mmq_of_models(machine, name, n_rows, n_cols, n):
 
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_get_rows(machine, name):
-    check_get_rows(machine, name, 1000, 2304, seeded("ids").integers(0, 1000, 65))
+    check_get_rows(machine, name, 1000, 2304, [*seeded("ids").integers(0, 1000, 64), -1])
 
 
 @pytest.mark.parametrize("n_rows, n_cols", [(1, 256), (31, 512), (32, 2304), (33, 14336), (1000, 768)])

@@ -141,14 +141,14 @@ def test_a_failed_decode_leaves_the_sequence_as_it_was(mixed, tokens, monkeypatc
     expected = run(mixed, tokens)
     with mixed.new_context(n_ctx=256, n_ubatch=20) as context:
         context.decode(tokens[:50], logits="none")
-        original, calls = context._run, []
+        original, calls = context._queue, []
 
         def failing(*args):
             calls.append(1)
             if len(calls) == 3:
                 raise KeyboardInterrupt
             return original(*args)
-        monkeypatch.setattr(context, "_run", failing)
+        monkeypatch.setattr(context, "_queue", failing)
         with pytest.raises(KeyboardInterrupt):
             context.decode(tokens[50:], logits="none")
         monkeypatch.undo()

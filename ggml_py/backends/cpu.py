@@ -26,6 +26,7 @@ def binds(*names: str):
 
 class CPUBackend:
     """room: "cpu", or "reference" to run the definition itself."""
+    asynchronous = False  # steps have run when `run` returns
     late_errors: frozenset[str] = frozenset()
 
     def __init__(self, room: str = "cpu", device: str = "cpu"):

@@ -63,6 +63,7 @@ def unavailable(ordinal: int) -> str | None:
 
 class CUDABackend:
     """All work is in the order of one stream, copies included (docs/streams.md)."""
+    asynchronous = True
     late_errors = frozenset(("mul_mat_id", "mul_mat_id_glu"))
     bad_ids: BadIds | None = None  # from the first of these nodes on
 

@@ -12,7 +12,7 @@ from ..compile import jit
 
 @lru_cache(None)
 def get_rows(format_name):
-    """kernel(words u32, ids i32 [n], out f32 [n, k]). words: the tiles of the weight."""
+    """kernel(words u32, ids i32 [n], out f32 [n, k]). words: the tiles of the weight; an id below 0 is the first row."""
     fmt = format_of(format_name)
     fill, n_values, tile_words = *(_quantized if fmt.is_quantized else _float)(fmt), tile.tile_bytes(fmt) // 4
 
@@ -21,7 +21,7 @@ def get_rows(format_name):
         k = out.shape[1]
         n_chunks = (k + CHUNK - 1) // CHUNK
         for i in range(ids.shape[0]):
-            row = ids[i]
+            row = max(ids[i], 0)
             for start in range(0, k, n_values):
                 chunk = start // CHUNK
                 t = (words, (row // tile.ROWS * n_chunks + chunk) * tile_words, row % tile.ROWS)

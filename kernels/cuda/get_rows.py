@@ -21,7 +21,7 @@ def get_rows_kernel(name, aligned):
         lane, first = cuda.threadIdx.x, cuda.blockIdx.x * (LINES * LINE)
         column = first + lane * LINE
         if column < k:
-            row, chunk, n_chunks = i64(ld(ids, cuda.blockIdx.y)), column // CHUNK, (k + CHUNK - 1) // CHUNK
+            row, chunk, n_chunks = i64(max(ld(ids, cuda.blockIdx.y), i32(0))), column // CHUNK, (k + CHUNK - 1) // CHUNK
             t = (words, ((row >> 5) * n_chunks + chunk) * tile_words, i32(row & 31))
             unpack(t, lane & 7, shared, lane * stride)
         syncwarp()
@@ -30,7 +30,8 @@ def get_rows_kernel(name, aligned):
 
 
 def get_rows(target, format_name, words, ids, out, n, k):
-    """words: address of a weight's tiles with k columns; ids: of int32 [n], rows of the weight; out: of float32 [n, k]. words and out on 16 bytes."""
+    """words: address of a weight's tiles with k columns; ids: of int32 [n], rows of the weight, a negative one (argmax of NaN) the first;
+    out: of float32 [n, k]. words and out on 16 bytes."""
     check("get_rows", 1 <= n < 65536, "n", n, "1..65535")
     check("get_rows", k >= 1, "k", k, "at least 1")
     kernel = get_rows_kernel(format_of(format_name, "get_rows").name, is_aligned("f32", k))

@@ -12,7 +12,7 @@ from ..compile import jit
 
 @lru_cache(None)
 def get_rows(format_name):
-    """kernel(words u32, ids i32 [n], out f32 [n, k]). words: the tiles of the weight."""
+    """kernel(words u32, ids i32 [n], out f32 [n, k]). words: the tiles of the weight; an id below 0 is the first row."""
     fmt = format_of(format_name)
     value, tile_words = (_quantized if fmt.is_quantized else _float)(fmt), tile.tile_bytes(fmt) // 4
 
@@ -22,7 +22,7 @@ def get_rows(format_name):
         n_chunks = (k + CHUNK - 1) // CHUNK
         for i in range(n):
             for column in range(k):
-                row, chunk = ids[i], column // CHUNK
+                row, chunk = max(ids[i], 0), column // CHUNK
                 t = (words, (row // tile.ROWS * n_chunks + chunk) * tile_words, row % tile.ROWS)
                 out[i, column] = value(t, column % CHUNK)
     return get_rows

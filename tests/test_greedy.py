@@ -1,0 +1,195 @@
+"""Greedy generation: the ids of single steps, with the next step queued ahead or not; whoever stops or does something else finds the sequence as it was fed."""
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.errors import UserError
+from ggml_py.gguf_file import GGUFFile
+from ggml_py.model import Model
+from ggml_py.program import Program
+from ggml_py.sampling import Sampling, generate
+from ggml_py.testing import assert_bitwise_equal
+from tiny_models import write_model
+
+N = 12
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+class QueueingBackend(CPUBackend):
+    """Steps are queued ahead as on a GPU, fed by a copy of the id before, but run at once: the ids are real."""
+    asynchronous = True
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "m.gguf", "llama", ("Q8_0", "F16", "Q4_0", "F32"))
+
+
+@pytest.fixture(params=[CPUBackend, QueueingBackend])
+def model(path, request):
+    with Model(GGUFFile.open(path), request.param()) as model:
+        yield model
+
+
+@pytest.fixture(params=["set_rows", "cpy"])
+def context(model, request):
+    with model.new_context(n_ctx=2 * 64, n_seq_max=2, kv_write=request.param) as context:
+        context.decode(PROMPT, logits="none")
+        yield context
+
+
+def one_by_one(context, token, n, seq_id=0):
+    found = []
+    for _ in range(n):
+        token = int(context.decode([token], seq_id, "argmax")[0])
+        found.append(token)
+    return found
+
+
+def plain(model, token, n):
+    """The ids after PROMPT and token by single steps, and the logits of a token behind all but the last of them."""
+    with model.new_context(n_ctx=64) as context:
+        context.decode(PROMPT, logits="none")
+        return one_by_one(context, token, n), context.decode([7])
+
+
+def test_ids_are_those_of_single_steps(model, context):
+    expected, logits = plain(model, 5, N)
+    assert len(set(expected)) > 2
+    assert list(context.greedy(5, N)) == expected
+    assert context.memory.length(0) == len(PROMPT) + N and context.ahead is None
+    assert_bitwise_equal(context.decode([7]), logits, "after the last")
+    assert list(context.greedy(5, 0)) == []
+
+
+@pytest.mark.parametrize("stop", ["close", "throw", "leave"])
+@pytest.mark.parametrize("n", [1, 4])
+def test_stopped_in_the_middle_the_sequence_is_as_if_nothing_had_been_queued(model, context, n, stop):
+    expected, logits = plain(model, 5, n)
+    ids = context.greedy(5, N)
+    assert list(islice(ids, n)) == expected
+    if stop == "close":
+        ids.close()
+    elif stop == "throw":
+        with pytest.raises(KeyboardInterrupt):
+            ids.throw(KeyboardInterrupt)
+    if stop != "leave":  # else what is asked next takes the step back
+        assert context.memory.length(0) == len(PROMPT) + n and context.memory.present[0].sum() == len(PROMPT) + n
+    assert_bitwise_equal(context.decode([7]), logits, stop)
+    ids.close()
+    assert context.memory.length(0) == len(PROMPT) + n + 1
+
+
+def test_a_sequence_that_was_stopped_goes_on(model, context):
+    expected, _ = plain(model, 5, N)
+    first = list(islice(context.greedy(5, N), 5))
+    assert first + list(context.greedy(first[-1], N - 5)) == expected
+
+
+def test_other_work_between_two_ids(model, context):
+    """Other sequences, a bigger arena, programs that are forgotten, a cut of this sequence: each next id is that of a plain step."""
+    with model.new_context(n_ctx=2 * 64, n_seq_max=2) as steps:
+        steps.decode(PROMPT, logits="none")
+        found, expected, token = [], [], 5
+        ids, others = context.greedy(5, 2 * N), context.greedy(8, N, seq_id=1)
+        also = 8
+        for i in range(N):
+            found.append(next(ids))
+            token = int(steps.decode([token], 0, "argmax")[0])
+            expected.append(token)
+            if i == 2:
+                found += context.decode(range(20), 1, "argmax").tolist()
+                expected += steps.decode(range(20), 1, "argmax").tolist()
+            elif i == 4:
+                context.programs.clear()
+            elif i == 5:
+                context.arenas.ensure(model.device, context.arenas.sizes[model.device] + 4096)
+            elif i == 6:
+                for each in context, steps:
+                    each.seq_rm(0, 3, 5)
+                    each.seq_rm(0, 10)
+            elif i > 8:
+                found.append(next(others))
+                also = int(steps.decode([also], 1, "argmax")[0])
+                expected.append(also)
+        assert found == expected
+        ids.close(), others.close()
+        assert (context.memory.present == steps.memory.present).all() and (context.memory.lengths == steps.memory.lengths).all()
+
+
+def test_cleared_while_a_step_is_ahead(context):
+    ids = context.greedy(5, N)
+    next(ids)
+    context.clear()
+    ids.close()
+    assert context.memory.lengths.tolist() == [0, 0] and not context.memory.present.any()
+
+
+def test_the_end_of_the_context(model, context):
+    room = 64 - len(PROMPT)
+    assert len(list(context.greedy(5, room))) == room
+    context.seq_rm(0, len(PROMPT))
+    found = []
+    with pytest.raises(UserError, match="^context: sequence 0 has 64 of 64 positions in use, 1 more do not fit$"):
+        for id in context.greedy(5, room + 1):
+            found.append(id)
+    assert len(found) == room and context.memory.length(0) == 64
+    with pytest.raises(UserError, match="^tokens: must be 0 to 69, got 70$"):
+        next(context.greedy(70, 1))
+
+
+def test_not_a_number_ends_it(path):
+    """Two ids, then NaN, which as an id of the step ahead must not be read as a row: -1 is no address that a GPU would take."""
+    with Model(GGUFFile.open(path), QueueingBackend()) as model, model.new_context(n_ctx=64) as context:
+        context.decode(PROMPT, logits="none")
+        program = context.program(1, 1, True)
+        (backend, steps), runs = program.steps[0], []
+        output, = (backend.view(tensor) for tensor in program.outputs)
+
+        def spoil():
+            runs.append(None)
+            if len(runs) == 3:
+                output[:] = -1
+        steps.append(spoil)
+        found = []
+        with pytest.raises(UserError, match=f"^run: the logits of token {len(PROMPT) + 3} hold NaN$"):
+            for id in context.greedy(5, N):
+                found.append(id)
+        assert found == plain(model, 5, 2)[0] and len(runs) == 4
+        assert context.memory.length(0) == len(PROMPT) + 3
+
+
+@pytest.mark.parametrize("fails", ["queue", "result"])
+def test_a_step_that_fails_leaves_the_sequence_as_before_it(path, monkeypatch, fails):
+    """Interrupted while the step ahead is queued, or while the id is waited for."""
+    with Model(GGUFFile.open(path), QueueingBackend()) as model, model.new_context(n_ctx=64) as context:
+        context.decode(PROMPT, logits="none")
+        ids = context.greedy(5, N)
+        given = [next(ids), next(ids)]
+
+        def interrupted(*args, **kwargs):
+            raise KeyboardInterrupt
+        with monkeypatch.context() as patch:
+            patch.setattr(*(Program, "queue", interrupted) if fails == "queue" else (type(context.ahead.outputs), "result", interrupted))
+            with pytest.raises(KeyboardInterrupt):
+                next(ids)
+        assert context.memory.length(0) == len(PROMPT) + 2 and context.ahead is None
+        expected, _ = plain(model, 5, N)
+        assert given + list(context.greedy(given[-1], N - 2)) == expected
+
+
+@pytest.mark.parametrize("end", [None, 0, 3])
+def test_generate(model, context, end):
+    """The end token is not fed, nor anything behind it."""
+    context.clear()
+    first = int(context.decode(PROMPT, logits="argmax")[0])
+    tokens = [first, *one_by_one(context, first, N - 1)]
+    context.clear()
+    is_end = lambda token: end is not None and token == tokens[end]
+    n = N if end is None else tokens.index(tokens[end])
+    assert list(generate(context, PROMPT, N, Sampling(), is_end)) == tokens[:n]
+    assert context.memory.length(0) == len(PROMPT) + (N - 1 if end is None else n)
+    context.clear()
+    assert list(generate(context, PROMPT, 0, Sampling(), is_end)) == [] and context.memory.length(0) == 0
