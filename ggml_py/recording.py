@@ -15,6 +15,7 @@ from .backends.cpu import CPUBackend
 from .graph import Tensor
 from .model import Context
 from .ops import OPS
+from .program import Outputs
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
@@ -119,14 +120,16 @@ class RecordedContext(Context):
         self.history: dict[tuple[int, int], bytes] = {}  # (sequence, next position) -> key of the token before it
         self.single: dict[int, tuple] = {}  # id of a list of steps -> it, and lists of one step each
 
-    def _run(self, tokens, seq, pos, rows, greedy):
+    def _queue(self, tokens, seq, pos, rows, greedy):
+        if isinstance(tokens, Outputs):
+            tokens, = tokens.result()  # keys are of ids
         keys = []
         for token, s, p in zip(tokens.tolist(), seq.tolist(), pos.tolist()):
             before = self.history.get((s, p), b"") if p else b""
             keys.append(blake2b(before + token.to_bytes(4, "little"), digest_size=12).digest())
             self.history[s, p + 1] = keys[-1]
         self.batch = Batch(seq, pos, rows, keys, self.n_ctx)
-        return super()._run(tokens, seq, pos, rows, greedy)
+        return super()._queue(tokens, seq, pos, rows, greedy)
 
     def program(self, *shape):
         self.current = super().program(*shape)

@@ -9,6 +9,7 @@ from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.model import Model
 from ggml_py.program import Program
+from ggml_py.recording import RecordedContext
 from ggml_py.sampling import Sampling, generate
 from ggml_py.testing import assert_bitwise_equal
 from tiny_models import write_model
@@ -193,3 +194,13 @@ def test_generate(model, context, end):
     assert context.memory.length(0) == len(PROMPT) + (N - 1 if end is None else n)
     context.clear()
     assert list(generate(context, PROMPT, 0, Sampling(), is_end)) == [] and context.memory.length(0) == 0
+
+
+def test_recorded_contexts_generate_too(path):
+    """Their books are of ids, for which they wait."""
+    visited = []
+    with Model(GGUFFile.open(path), QueueingBackend()) as model, \
+            RecordedContext(lambda node, batch, backend: visited.append(batch.keys), model, n_ctx=64, graphs=False) as context:
+        context.decode(PROMPT, logits="none")
+        assert list(context.greedy(5, 3)) == plain(model, 5, 3)[0]
+        assert len({key for keys in visited for key in keys}) == len(PROMPT) + 3
