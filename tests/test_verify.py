@@ -71,7 +71,8 @@ def test_settings_are_those_of_the_promise():
     assert all(sorted(s.order) == [0, 1, 2, 3] for s in by_axis["sequences"]) and len({s.order for s in by_axis["sequences"]}) == 2
     assert all(s.noise for s in by_axis["noise"]) and by_axis["noise"] and {s.graphs for s in by_axis["launch"]} == {True, False}
     assert [s.kv_write for s in by_axis["kv_write"]] == ["cpy"] and [s.piece for s in by_axis["pieces"]] == [17, 100, 0]
-    assert by_axis["pieces"][-1].pieces(10) == [(0, 1), (1, 3), (3, 7), (7, 10)] and by_axis["pieces"][-1].pieces(7) == [(0, 1), (1, 3), (3, 7)]
+    growing = by_axis["pieces"][-1]
+    assert growing.pieces(10) == [(0, 1), (1, 2), (2, 4), (4, 6), (6, 10)] and growing.pieces(7) == [(0, 1), (1, 2), (2, 4), (4, 6), (6, 7)]
     assert by_axis["pieces"][0].pieces(40) == [(0, 17), (17, 34), (34, 40)] and Setting("", "", "cpu").pieces(40) == [(0, 40)]
 
 
