@@ -1,7 +1,8 @@
 """compute-sanitizer over the kernel tests on a GPU: python tests/sanitize.py [memcheck racecheck initcheck synccheck] [-n PROCESSES]
 
-Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run. The tests are those of every kernel, of one format of each form, a
-few cases of each, and decode steps, eager and replayed, so that all four tools take minutes. (pytest has this file as a plugin.)
+Prints a line for each tool, and on stderr what it and the tests say. Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run.
+The tests are those of every kernel, of one format of each form, a few cases of each, and decode steps, eager and replayed, so that all four tools take
+minutes. (pytest has this file as a plugin.)
 """
 import argparse
 import os
@@ -27,7 +28,7 @@ SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 10000
 MOST = 4  # cases of a test
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")
 CLEAN = re.compile(r"0 errors\b|0 hazards displayed \(0 errors, 0 warnings\)")
-PASSED = re.compile(r"^\d+ passed\b", re.MULTILINE)
+PASSED = re.compile(r"^(?:=+ )?(\d+ passed)\b", re.MULTILINE)
 
 
 @pytest.hookimpl(trylast=True)
@@ -90,12 +91,15 @@ def main() -> int:
     failed = False
     for tool in tools:
         command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "99", "--target-processes", "all",
-                   sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sanitize", *shared, "-k", SELECTION, *FILES]
-        done = subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wrong = problem(done.returncode, done.stdout)
-        if wrong:
-            print(done.stdout[-20000:])
-        print(f"{tool}: {wrong or 'clean, ' + PASSED.search(done.stdout)[0]}", flush=True)
+                   sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "sanitize", *shared, "-k", SELECTION, *FILES]
+        output = []
+        with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            for line in process.stdout:  # as it comes: a tool that is stopped has said how far it got
+                output.append(line)
+                print(line, end="", file=sys.stderr, flush=True)
+        output = "".join(output)
+        wrong = problem(process.returncode, output)
+        print(f"{tool}: {wrong or 'clean, ' + PASSED.search(output)[1]}", flush=True)
         failed |= wrong is not None
     return int(failed)
 

@@ -11,6 +11,7 @@ import sanitize
 @pytest.mark.parametrize("returncode, output, wrong", [
     (0, "12 passed in 3.1s\n========= ERROR SUMMARY: 0 errors\n", None),
     (0, "12 passed, 3 deselected in 3.1s\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n", None),
+    (0, "====== 12 passed, 3 deselected in 3.1s ======\n========= ERROR SUMMARY: 0 errors\n", None),
     (0, "12 passed\n========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n", "1 hazard displayed (0 errors, 1 warning)"),
     (99, "12 passed\n========= ERROR SUMMARY: 10 errors\n", "10 errors"),
     (1, "1 failed, 11 passed\n========= ERROR SUMMARY: 0 errors\n", "the tests did not pass (exit code 1)"),
