@@ -20,7 +20,7 @@ from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
-MOST_RESIDENT = 2                          # blocks on a multiprocessor: more of fewer warps take longer (docs/kernels-log.md)
+MOST_RESIDENT = 4                          # blocks on a multiprocessor
 WORDS, BIASES, OUT, IDS, FAULT, NODE, N_MATRICES, N_ROWS, N_PAIRS, N_USED, X_ROWS, TABLE, STEP_GROUPS, STEP_TILES = range(14)  # operands, by their place
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs, these pairs, (matrix, pair) in
 # one number, sorted and not, where groups begin. Behind them the end of the last group, for as many groups as pairs; the number of groups; and from COUNTS
@@ -255,16 +255,15 @@ def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int,
 @lru_cache(None)
 def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, n_pairs: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
     """Groups of a single pair for one token, else of as many as a matrix has on average, but of 4 at least, or of 8 where these take hardly longer, without
-    integer scales. Of the numbers of warps and of blocks on a multiprocessor
-    those by which `work` on the row tiles of all groups is done first, then those that leave the fewest warps without a chunk, then many blocks, which
-    hide each other's barriers. names: formats of the matrices; n: tokens, or rows of a head."""
+    integer scales. Of the numbers of warps and of blocks on a multiprocessor those by which `work` on the row tiles of all groups is done first, then those
+    that leave the fewest warps without a chunk, then two blocks, which hide each other's barriers (docs/kernels-log.md). names: formats of the matrices; n: tokens, or rows of a head."""
     fewest = 4 if any(form(format_of(name)).integer for name in names) else 8
     n_tokens = 1 if n == 1 else next((t for t in MAX_WARPS if t >= fewest and t * n_matrices >= n_pairs), MOST_TOKENS)
     n_items, n_chunks = -(-n_rows // ROWS) * min(n_pairs, n_matrices if n_tokens > 1 else n_pairs), -(-n_cols // CHUNK)
 
     def time(resident, shape):
         n_blocks = resident * n_multiprocessors
-        return -(-n_items // n_blocks) * work(shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, -resident
+        return -(-n_items // n_blocks) * work(shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, abs(resident - 2)
     shapes = [(resident, id_shape_of(names, n_items, n_cols, n_pairs, n_tokens, n_warps, resident * n_multiprocessors))
               for resident in range(1, MOST_RESIDENT + 1) for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
     fitting = [(resident, shape) for resident, shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
