@@ -22,9 +22,12 @@ from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import run, seeded
 from op_comparisons import check_act, check_flash_attn_ext
 
+PARTS = 4  # of what is simulated, each in a process
 
-def test_in_the_simulator():
-    run_in_simulator(__file__)
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_in_the_simulator(part):
+    run_in_simulator(__file__, part, PARTS)
 
 
 @pytest.fixture
@@ -87,10 +90,10 @@ def simulate_special(machine, kernel, type_, special):
     check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1, 4))
 
 
-@pytest.mark.parametrize("kernel, types, heads, dims", [
-    ("few", ("f16", "f16"), (3, 1), (32, 64)), ("few", ("q8_0", "q8_0"), (4, 2), (32, 32)), ("any", ("f32", "f32"), (2, 1), (9, 9)), ("any", ("f16", "q8_0"), (2, 2), (8, 16)),
-    ("tile", ("f16", "f16"), (8, 1), (64, 64))], ids=str)
-@pytest.mark.parametrize("window", [1, 127, 131])
+@pytest.mark.parametrize("kernel, types, heads, dims, window", [
+    *(("few", ("f16", "f16"), (3, 1), (32, 64), window) for window in (1, 127, 131)), ("few", ("q8_0", "q8_0"), (4, 2), (32, 32), 131),
+    *(("any", ("f32", "f32"), (2, 1), (9, 9), window) for window in (1, 127, 131)), ("any", ("f16", "q8_0"), (2, 2), (8, 16), 127),
+    *(("tile", ("f16", "f16"), (8, 1), (64, 64), window) for window in (1, 131))], ids=str)
 def simulate_window_and_sinks(machine, kernel, types, heads, dims, window):
     """Queries that see one key, no key of their first piece, and both ends of a window; more pieces than blocks; holes."""
     tokens = [(1, 0), (0, 300), (1, 129)] if kernel == "tile" else [(0, 300)]
