@@ -24,7 +24,7 @@ def max_warps(fmt: Format, n_tokens: int) -> int:
 
 def chunk_sums(fmt: Format, n_tokens: int):
     """(t, x, acc, chunk, first, n, n_cols): acc[token] of a chunk for the tokens from `first`. x: float32 [n, n_cols]."""
-    values = float_values(fmt.name)
+    values, ahead = float_values(fmt.name), fmt.name != "F32"  # whose 32 columns are enough on their way, and all that registers hold
 
     @device
     def eight(v, x, i, acc):
@@ -45,14 +45,19 @@ def chunk_sums(fmt: Format, n_tokens: int):
             acc[c] = f32(0)
         width = min(n_cols - chunk * 256, 256)
         if width == 256 and n_cols & 3 == 0:
-            v0, v1, v2, v3 = values(t, 0), values(t, 1), values(t, 2), values(t, 3)
             q = 0
-            while q < 28:  # 32 columns at a time, while the loads of the next 32 are under way
-                w0, w1, w2, w3 = values(t, q + 4), values(t, q + 5), values(t, q + 6), values(t, q + 7)
-                thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 8 * q, first, n, n_cols)
-                v0, v1, v2, v3 = w0, w1, w2, w3
-                q += 4
-            thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 224, first, n, n_cols)
+            if ahead:
+                v0, v1, v2, v3 = values(t, 0), values(t, 1), values(t, 2), values(t, 3)
+                while q < 28:  # 32 columns at a time, while the loads of the next 32 are under way
+                    w0, w1, w2, w3 = values(t, q + 4), values(t, q + 5), values(t, q + 6), values(t, q + 7)
+                    thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 8 * q, first, n, n_cols)
+                    v0, v1, v2, v3 = w0, w1, w2, w3
+                    q += 4
+                thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 224, first, n, n_cols)
+            else:
+                while q < 32:
+                    thirty_two(values(t, q), values(t, q + 1), values(t, q + 2), values(t, q + 3), x, acc, chunk * 256 + 8 * q, first, n, n_cols)
+                    q += 4
         else:
             for q in range((width + 7) // 8):
                 v = values(t, q)
