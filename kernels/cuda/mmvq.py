@@ -18,8 +18,8 @@ FLOATS = [fmt for fmt in FORMATS.values() if fmt.planes and not fmt.is_quantized
 
 
 def max_warps(fmt: Format, n_tokens: int) -> int:
-    """Warps of a block: what registers allow, 128 a thread for 14 warps, 168 for 12, 255 for 8."""
-    return 8 if n_tokens > 1 else 12 if fmt.name == "F32" else 14
+    """Warps of a block: what registers allow, 128 a thread for 14 warps, 255 for 8."""
+    return 8 if n_tokens > 1 or fmt.name == "F32" else 14
 
 
 def chunk_sums(fmt: Format, n_tokens: int):
