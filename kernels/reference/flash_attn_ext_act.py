@@ -3,7 +3,7 @@ from .flash_attn_ext import flash_attn_ext
 from .quantize import quantize
 
 
-def flash_attn_ext_act(type_k, type_v):
+def flash_attn_ext_act(type_k, type_v, flash_attn_ext=flash_attn_ext, quantize=quantize):
     """kernel(q, ..., scale, x f32 [n, H, Dv], act, window, sinks): as `flash_attn_ext`; act: q, d, sums as of `quantize`; x is left with anything in it."""
     attend = flash_attn_ext(type_k, type_v)
 

@@ -3,7 +3,7 @@ from .elementwise import add
 from .mul_mat import mul_mat
 
 
-def mul_mat_qkv(*types):
+def mul_mat_qkv(*types, mul_mat=mul_mat, add=add):
     """kernel(words, x, biases, outs): for each of the types the words of a matrix [m, k] and out f32 [n, m], as of `mul_mat`; x: a tuple, (q, d, sums) or
     (f32 [n, k],); biases: of each, f32 [m], or ()."""
     products = [mul_mat(each) for each in types]
