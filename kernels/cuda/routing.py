@@ -14,7 +14,7 @@ from .cooperative import cooperative
 from .elementwise import THREADS, grid
 from .launch import F32, I32, Kernel, N, check, factory
 from .ptx import add, as_f32, as_i32, device, div, f32, i32, i64, ld, lds, redux_max, redux_min, shuffle, st, sts, syncwarp
-from .warp_row import MOST_COLUMNS, VALUES, load_row, n_values, store_row
+from .warp_row import MOST_COLUMNS, VALUES, load_row, n_values, store_row, whole_row_kernel
 
 TAKEN = LEAST_RANK          # below the rank of every value: of columns that are chosen, and behind the last
 NO_COLUMN = i32(MOST_COLUMNS)
@@ -136,15 +136,7 @@ def mask_groups_kernel(n):
 
 @factory([(n,) for n in VALUES])
 def normalize_kernel(n):
-    load, normalize, store = load_row(n), normalize_row(n), store_row(n)
-
-    def kernel(x, out, n_cols):
-        v = cuda.local.array(n, f32)
-        row, lane = i64(cuda.blockIdx.x) * n_cols, i32(cuda.threadIdx.x)
-        load(x, row, n_cols, lane, v)
-        normalize(v, n_cols, lane)
-        store(out, row, n_cols, lane, v)
-    return Kernel(kernel, (F32, F32, N), 32)
+    return whole_row_kernel(n, normalize_row(n))
 
 
 @factory([()])

@@ -6,10 +6,10 @@ from numba import cuda
 from ..reference.soft_max import MINUS_INFINITY
 from .argmax import MAGNITUDE, order
 from .cooperative import cooperative
-from .launch import F32, Kernel, N, check, factory
-from .ptx import add, as_f32, device, div, exp, f32, i32, i64, redux_max, sub
+from .launch import check, factory
+from .ptx import add, as_f32, device, div, exp, f32, i32, redux_max, sub
 from .rms_norm import halve128
-from .warp_row import VALUES, load_row, n_values, store_row
+from .warp_row import VALUES, n_values, whole_row_kernel
 
 
 @device
@@ -42,15 +42,7 @@ def soft_max_row(n):
 
 @factory([(n,) for n in VALUES])
 def soft_max_kernel(n):
-    load, row_of, store = load_row(n), soft_max_row(n), store_row(n)
-
-    def kernel(x, out, n_cols):
-        v = cuda.local.array(n, f32)
-        row, lane = i64(cuda.blockIdx.x) * n_cols, i32(cuda.threadIdx.x)
-        load(x, row, n_cols, lane, v)
-        row_of(v, n_cols, lane)
-        store(out, row, n_cols, lane, v)
-    return Kernel(kernel, (F32, F32, N), 32)
+    return whole_row_kernel(n, soft_max_row(n))
 
 
 def soft_max(target, x, out, n_rows, n_cols):

@@ -4,8 +4,10 @@ Functions are made for a number of values a lane, `n_values(n_cols)`; `v` is a l
 """
 from functools import lru_cache
 
-from .launch import check
-from .ptx import as_f32, as_i32, device, f32, i32, ld, shuffle, st
+from numba import cuda
+
+from .launch import F32, Kernel, N, check
+from .ptx import as_f32, as_i32, device, f32, i32, i64, ld, shuffle, st
 from .rms_norm import within
 
 VALUES = 1, 2, 4, 8, 16
@@ -36,6 +38,19 @@ def store_row(n):
             if i32(lane + 32 * i) < n_cols:
                 st(out, row + lane + 32 * i, v[i])
     return store
+
+
+def whole_row_kernel(n, change) -> Kernel:
+    """out = the row of x after `change`, a device function of (v, n_cols, lane). One warp a row."""
+    load, store = load_row(n), store_row(n)
+
+    def kernel(x, out, n_cols):
+        v = cuda.local.array(n, f32)
+        row, lane = i64(cuda.blockIdx.x) * n_cols, i32(cuda.threadIdx.x)
+        load(x, row, n_cols, lane, v)
+        change(v, n_cols, lane)
+        store(out, row, n_cols, lane, v)
+    return Kernel(kernel, (F32, F32, N), 32)
 
 
 @lru_cache(None)
