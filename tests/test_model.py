@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import numpy_transformer
+from ggml_py.backends import present_devices
 from ggml_py.errors import UserError
 from ggml_py.model import Model
 from ggml_py.testing import assert_bitwise_equal, digest
@@ -63,6 +64,11 @@ def test_fused_qkv_is_three_matrices(tokens, tmp_path):
         assert_bitwise_equal(run(b, tokens), run(a, tokens), "fused qkv")
 
 
+def logits_on(device, path, tokens):
+    with Model.load(path, device=device) as model:
+        return run(model, tokens, type_k="f32", type_v="f32")
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "deepseek2-lite", "deepseek2", "glm4moe", "bailingmoe2"])
 def test_recorded_logits_of_llama_cpp(arch, tmp_path):
     if not REFERENCE.is_dir():
@@ -70,9 +76,10 @@ def test_recorded_logits_of_llama_cpp(arch, tmp_path):
     path = tmp_path / f"{arch}.gguf"
     subprocess.run([sys.executable, REFERENCE / "tiny_gguf.py", arch, path, "--seed", "1"], check=True)
     expected = np.load(REFERENCE / "logits" / f"{arch}.npy")
-    with Model.load(path, device="cpu") as model:
-        got = run(model, np.load(REFERENCE / "logits" / "tokens.npy").ravel(), type_k="f32", type_v="f32")
-    assert np.abs(got - expected).max() <= 2e-4
+    *on_gpus, on_cpu = (logits_on(device, path, np.load(REFERENCE / "logits" / "tokens.npy").ravel()) for device in present_devices())
+    assert np.abs(on_cpu - expected).max() <= 2e-4
+    for on_gpu in on_gpus:
+        assert_bitwise_equal(on_gpu, on_cpu, f"{arch} on a GPU")
 
 
 CACHES = [("f16", "f16"), ("f32", "f32"), ("q8_0", "q8_0"), ("f16", "q8_0"), ("q8_0", "f32")]

@@ -12,6 +12,8 @@ from ggml_py.axes import AXES, settings_of
 from ggml_py.backends import present_devices
 from ggml_py.model import Model
 from ggml_py.models import ARCHITECTURES
+from ggml_py.noise import Noise
+from ggml_py.testing import digest
 from ggml_py.verify import Verification
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES as WITH_EXPERTS, write_moe_model
@@ -36,6 +38,21 @@ def test_small_models(kind, types, tmp_path):
         assert mismatch is None, f"{mismatch.setting}\n{verification.bisect(mismatch)}"
     assert verification.confirmed, verification.verdict()
     assert {r.setting.axis for r in verification.results if r.status == "same"} >= {"default", *AXES} - {"launch", "noise", "device"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
+def test_experts_a_hundred_times_under_load(kind, tmp_path):
+    """100 runs beside other work on the GPU, of one sequence after the other and of all together."""
+    if reason := no_gpu():
+        pytest.skip(reason)
+    with Model.load(write(tmp_path / "m.gguf", kind), device="cuda:0") as model, Noise("cuda:0"):
+        digests = set()
+        for i in range(100):
+            with model.new_context(n_ctx=WINDOWS.size, n_seq_max=len(WINDOWS), n_ubatch=(512, 64, 7)[i % 3]) as context:
+                rows = context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2 else [context.decode(w, "all", seq) for seq, w in enumerate(WINDOWS)]
+            digests.add(digest(np.concatenate(rows)))
+    assert len(digests) == 1
 
 
 def verify_smollm2(tmp_path, *argv) -> dict:
