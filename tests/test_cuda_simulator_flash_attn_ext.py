@@ -196,11 +196,11 @@ def test_heads_together(group, heads):
 
 
 @pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
-    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 32)),     # a piece for each block
-    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33)),    # two blocks a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16)),     # a block a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 16)),
     (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1)),
     (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1)),
-    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),     # one block a multiprocessor
+    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
     (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32)),
     (("f32", "f32"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
