@@ -151,9 +151,9 @@ def simulate_combine(machine, n_pieces, dim_v):
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
 
 
-@pytest.mark.parametrize("n_pieces, heads, dim_v, begin", [(1, 2, 64, 0), (40, 2, 128, 0), (33, 1, 512, 0), (3, 9, 32, 2)])
+@pytest.mark.parametrize("n_pieces, heads, dim_v, begin", [(1, 2, 64, 0), (133, 2, 128, 0), (33, 1, 512, 0), (3, 9, 32, 2), (90, 3, 64, 1)])
 def simulate_combine_act(machine, n_pieces, heads, dim_v, begin):
-    """More pieces than a round; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, with
+    """More pieces than a round, and than slots; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, with
     anything in m and o; zeros of both signs."""
     name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}]"
     rng, n_ctx, there = seeded(name), 128 * (n_pieces + begin + 1), slice(begin, begin + n_pieces)
