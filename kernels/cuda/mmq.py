@@ -16,7 +16,7 @@ from . import group_product, mbarrier, wgmma
 from .cooperative import cooperative
 from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, check, factory
-from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, sts, syncwarp
+from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, lds4, sts, syncwarp
 from .quantize import plane_words
 from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle, table_words, tile_product
 
@@ -24,7 +24,7 @@ from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, 
 @dataclass(frozen=True)
 class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each tile and group.
-    With warpgroups, for compute capability 9.0 alone: two warps for each tile, an even number of quads. slots: chunks in shared memory."""
+    With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in shared memory."""
     row_tiles: int
     groups: int
     quads: int
@@ -262,6 +262,11 @@ def copier(fmt: Format, block: Block, part: Part):
         return r * 64 + ((piece ^ swizzle(r)) << 2)
 
     @device
+    def scale_at(token):
+        """Where among the scales that of a token lies: for warpgroups those of a lane's tokens follow each other."""
+        return i32((token & 3) * n_quads + (token >> 2)) if warpgroups else token
+
+    @device
     def find(tid, shared, n_rows, n_chunks, n, places, offsets, own):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         lo, scales, _, limbs = plane_words(n, n_chunks)
@@ -303,8 +308,9 @@ def copier(fmt: Format, block: Block, part: Part):
                         continue
                 copy4(shared, to + places[c] + i * n_warps * quad_words, act, i64(i32(offsets[c * quads_of_warp + i] + chunk * 64)))
         for i in range(scales_of_thread):
-            if tid + i * n_threads < tokens:
-                copy1(shared, to + d_at + tid + i * n_threads, act, i64(i32(own[i] + chunk)))
+            token = i32(tid + i * n_threads)
+            if token < tokens:
+                copy1(shared, to + d_at + scale_at(token), act, i64(i32(own[i] + chunk)))
         for i in range(limbs_of_thread):
             if tid + i * n_threads < 3 * tokens:
                 copy4(shared, to + limbs_at + (tid + i * n_threads) * 4, act, i64(i32(own[scales_of_thread + i] + chunk * 12)))
@@ -433,12 +439,20 @@ def products(name: str, block: Block, ending: Ending, part: Part):
                     finish_chunk(lane, half, shared, sums_at, scratch, acc, d, e)
             else:
                 multiply(lane, shared, tile_at, i32(q_at + first_quad * QUAD_WORDS), sums_at, scratch, acc)
-            place = i32(now + d_at + first_quad * 4 + (lane & 3))
-            for quad in range(quads):
-                scale = as_f32(lds(shared, place + 4 * quad))
-                for k in range(n_rows_lane):
-                    o = n_rows_lane * quad + k
-                    total[o] = fma(acc[o], scale, total[o])
+            if warpgroups:
+                for i in range(quads // 4):
+                    d0, d1, d2, d3 = lds4(shared, now + d_at + (lane & 3) * quads + 4 * i)
+                    for k in range(n_rows_lane):
+                        o = 4 * n_rows_lane * i + k
+                        total[o], total[o + 2] = fma(acc[o], as_f32(d0), total[o]), fma(acc[o + 2], as_f32(d1), total[o + 2])
+                        total[o + 4], total[o + 6] = fma(acc[o + 4], as_f32(d2), total[o + 4]), fma(acc[o + 6], as_f32(d3), total[o + 6])
+            else:
+                place = i32(now + d_at + first_quad * 4 + (lane & 3))
+                for quad in range(quads):
+                    scale = as_f32(lds(shared, place + 4 * quad))
+                    for k in range(n_rows_lane):
+                        o = n_rows_lane * quad + k
+                        total[o] = fma(acc[o], scale, total[o])
             if paced:
                 syncwarp()
                 if lane == 0:
