@@ -50,7 +50,7 @@ def test_experts_a_hundred_times_under_load(kind, tmp_path):
         digests = set()
         for i in range(100):
             with model.new_context(n_ctx=WINDOWS.size, n_seq_max=len(WINDOWS), n_ubatch=(512, 64, 7)[i % 3]) as context:
-                rows = context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2 else [context.decode(w, "all", seq) for seq, w in enumerate(WINDOWS)]
+                rows = context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2 else [context.decode(w, seq, "all") for seq, w in enumerate(WINDOWS)]
             digests.add(digest(np.concatenate(rows)))
     assert len(digests) == 1
 
