@@ -10,7 +10,7 @@ perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in 
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
 
 test: $(VENV)/installed  ## in two processes; ARGS="-n 0 -k NAME" and the like are passed on
-	$(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable $(ARGS)
+	$(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable --durations 30 $(ARGS)
 
 determinism: $(VENV)/installed  ## every op, type and small model on every axis and device; with a GPU also there, and SmolLM2 in full. ARGS as of test
 	$(VENV)/bin/python -m pytest tests/determinism tests/test_planted_faults.py $(ARGS)

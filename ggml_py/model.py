@@ -169,7 +169,7 @@ class Context:
 
         On a GPU the step that is fed an id is queued before that id is on the host. When an id is given, the sequence goes up to the one before it: a step
         that is queued beyond is taken back when the iterator is closed or anything else is asked of the context. UserError for a NaN, and where the
-        context ends. If a step fails or is interrupted, the sequence is as before it.
+        context ends, IndexError for an id that is no expert. If a step fails or is interrupted, the sequence is as before it.
         """
         ahead = None
         try:

@@ -398,6 +398,7 @@ def rope_set_rows(params, cache_v, cache_k, v, k, q, pos, table, dst, *norms):
     dim = q.shape[1] // params["n_head"]
     need(dim == k.shape[1] // params["n_head_kv"], f"heads of q and k must be of one size, got {q.shape} and {k.shape}")
     need(all(w.dtype == "f32" and w.shape == (dim,) for w in norms), f"norms must be f32 [{dim}]")
+    need(all(map(is_leaf, (pos, table, *norms))), "pos and table must be inputs, norms weights: kernels read them before those ahead of them have ended")
     if params["slots"] is None:
         set_rows(params, cache_k, k, dst)
         return set_rows(params, cache_v, v, dst)

@@ -86,7 +86,7 @@ class Program:
         self.generation = arenas.generation
         self.nodes = nodes
         self.refused = refusal(nodes)
-        self.runs_ahead = backends[self.input_device].asynchronous and not self.refused and not self.late  # queued before the run before it is over
+        self.runs_ahead = backends[self.input_device].asynchronous and not self.refused  # queued before the run before it is over
 
     def off_device(self) -> tuple[int, int]:
         """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
@@ -143,6 +143,8 @@ class Program:
         for tensor, output in copied:
             backend.copy(*tensor.storage, backend, *output.storage, n_bytes(tensor))
         parts = self.steps
+        for late in self.late:
+            late.forget_error()  # of a run whose outputs nobody waited for
         if graphs is None or self.refused:
             for backend, steps in parts:
                 backend.run(steps)
@@ -150,7 +152,7 @@ class Program:
                 graphs.refuse(self.refused)
         else:
             graphs.run(key, parts[0][1])
-        return Outputs(self, [self._read(tensor) for tensor in self.outputs], [backend.read_error() for backend in self.late])
+        return Outputs(self, [self._read(tensor) for tensor in self.outputs], [late.read_error() for late in self.late])
 
     def _read(self, tensor: Tensor):
         return self.backends[tensor.device].read(*tensor.storage, n_bytes(tensor))

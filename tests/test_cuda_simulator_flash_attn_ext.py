@@ -69,16 +69,18 @@ def simulate_any_of_sequences(machine, type_, n_splits):
 @pytest.mark.parametrize("types, heads, dims, tokens", [
     (("f16", "f16"), (3, 1), (64, 64), [(0, p) for p in range(126, 133)]), (("q8_0", "f16"), (2, 2), (32, 72), [(0, 0), (0, 129)]),
     (("f16", "q8_0"), (8, 1), (128, 32), [(1, 2), (0, 128), (0, 127), (1, 0)])], ids=str)
-def simulate_tile(machine, types, heads, dims, tokens):
+@pytest.mark.parametrize("n_splits", [None, 1, 2])
+def simulate_tile(machine, types, heads, dims, tokens, n_splits):
     """Rows of a warp that see one and two pieces, of two sequences, in any order; more than one warp, the last with rows of no token; holes."""
-    shape = AttentionShape("tile", heads[0] // heads[1], n_warps=4)
+    shape = AttentionShape("tile", heads[0] // heads[1], n_splits, n_warps=4)
     check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx=133, holes=[(0, 5), (0, 128)] if (0, 128) not in tokens else [(0, 5)], shape=shape)
 
 
-def simulate_tile_without_a_piece(machine):
-    """A piece without a visible key between two; blocks of eight warps, two of them."""
+@pytest.mark.parametrize("n_splits", [None, 2])
+def simulate_tile_without_a_piece(machine, n_splits):
+    """A piece without a visible key between two; blocks of eight warps, two of them; a block with two pieces beside one with a single one."""
     check_flash_attn_ext(machine, ("f16", "f16"), [(0, 258), *((1, p) for p in range(16))], (8, 1), (8, 8), n_ctx=259, holes=[(0, p) for p in range(128, 256)],
-                         shape=AttentionShape("tile", 8, n_warps=8))
+                         shape=AttentionShape("tile", 8, n_splits, n_warps=8))
 
 
 SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
@@ -97,7 +99,7 @@ def simulate_special(machine, kernel, type_, special):
 def simulate_window_and_sinks(machine, kernel, types, heads, dims, window):
     """Queries that see one key, no key of their first piece, and both ends of a window; more pieces than blocks; holes."""
     tokens = [(1, 0), (0, 300), (1, 129)] if kernel == "tile" else [(0, 300)]
-    shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2 if kernel == "few" or types[0] == "f32" else None, 4)
+    shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2 if kernel == "few" or types[0] == "f32" or window == 131 else None, 4)
     check_flash_attn_ext(machine, types, tokens, heads, dims, 301, [(0, 290), (0, 175)], shape=shape, window=window, sinks=True)
 
 
@@ -184,7 +186,8 @@ def simulate_act(machine, heads, dims, tokens, given):
 
 def simulate_act_of_many(machine, monkeypatch):
     """One kernel gives attention, another one quantizes it."""
-    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.side_by_side", lambda n, n_ctx: False)
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.few_tokens", lambda n, n_ctx: False)
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.MOST_ROWS", 0)
     check_flash_attn_ext(machine, ("f16", "f16"), [(0, p) for p in range(3)], (4, 2), (8, 64), 5, act=True)
 
 
@@ -196,28 +199,31 @@ def test_heads_together(group, heads):
 
 
 @pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
-    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 32)),     # a piece for each block
-    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33)),    # two blocks a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16)),     # a block a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 16)),
     (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1)),
     (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1)),
-    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),     # one block a multiprocessor
+    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
     (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32)),
     (("f32", "f32"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
     (("f16", "f16"), 512, (16, 1), (576, 512), 4096, AttentionShape("any", 8)),
     (("f16", "f16"), 512, (16, 16), (192, 128), 4096, AttentionShape("tile", 1, n_warps=4)),
     (("f16", "f16"), 1, (4, 4), (65, 64), 128, AttentionShape("any", 1, 1)),
-    (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4)),
-    (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),
-    (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, n_warps=4)),
+    (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4, 2)),
+    (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),       # too many floats
+    (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, 33, 4)),
+    (("f16", "f16"), 256, (32, 8), (128, 128), 4096, AttentionShape("tile", 4, n_warps=4)),
     (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
-    (("q8_0", "f16"), 512, (9, 3), (64, 64), 4096, AttentionShape("tile", 3, n_warps=4))], ids=str)
+    (("q8_0", "f16"), 512, (9, 3), (64, 64), 4096, AttentionShape("tile", 3, 7, 4)),
+    (("f16", "f16"), 512, (9, 3), (64, 64), 200, AttentionShape("tile", 3, 2, 4)),   # a piece for each block
+    (("q8_0", "f16"), 512, (9, 3), (64, 64), 16384, AttentionShape("tile", 3, n_warps=4))], ids=str)
 def test_attention_shape(types, n, heads, dims, n_ctx, shape):
     assert attention_shape(*types, n, *heads, *dims, n_ctx, heads[1] * dims[1], NO_WINDOW, 132, 227 << 10) == shape
     assert scratch_floats(n, heads[0], dims[1], n_ctx) == (piece_floats(n, heads[0], n_ctx, dims[1]) if shape.n_splits else 0)
 
 
-@pytest.mark.parametrize("n, expected", [(1, 1 * 4 * 3 * (8 + 2)), (32, 32 * 4 * 3 * (8 + 2)), (33, None)])
+@pytest.mark.parametrize("n, expected", [(1, 1 * 4 * 3 * (8 + 2)), (32, 32 * 4 * 3 * (8 + 2)), (2048, 2048 * 4 * 3 * (8 + 2)), (2049, None)])
 def test_scratch_of_a_node(n, expected):
     """Three pieces in a context of 300 keys, heads of 7 values."""
     q, k, v, seq, pos, present = (Tensor(name, dtype, shape) for name, dtype, shape in (
@@ -249,7 +255,7 @@ def test_scratch_of_activations(dim_v, fills):
     assert fills_chunks(dim_v) == fills
     pieces = piece_floats(1, 3, 300, dim_v)
     assert act_scratch_floats(1, 3, dim_v, 300) == pieces + (0 if fills else 3 * dim_v)
-    assert act_scratch_floats(100, 3, dim_v, 300) == 300 * dim_v
+    assert act_scratch_floats(3000, 3, dim_v, 300) == 9000 * dim_v
 
 
 def test_tiles_of_small_devices():

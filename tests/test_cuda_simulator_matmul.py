@@ -22,7 +22,7 @@ def test_in_the_simulator():
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
     ("F16", 4096, 14336, 8, (4, 8, (128, 2))), ("F32", 33, 257, 3, (4, 2, (2, 1))), ("F32", 576, 14336, 1, (1, 8, (18, 1))),
-    ("BF16", 128256, 4096, 1, (1, 4, (4008, 1)))])
+    ("BF16", 128256, 4096, 1, (1, 4, (4008, 1))), ("F32", 128, 2048, 512, (16, 8, (4, 32))), ("F16", 33, 576, 9, (16, 3, (2, 1)))])
 def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
     assert astuple(mmvq_shape(type_, n_rows, n_cols, n, 132)) == expected
 
@@ -79,7 +79,8 @@ def simulate_mul_mat(machine, name):
     ("Q6_K", 32, 512, 3),     # sums of 64 bits
     ("NVFP4", 5, 320, 9),     # groups of 16; two groups of tokens
     ("Q8_0", 3, 2336, 1),     # ten chunks in two rounds of five warps
-    ("F16", 3, 2310, 3), ("F32", 33, 7, 5)])
+    ("F16", 3, 2310, 3), ("F32", 33, 7, 5),
+    ("F32", 33, 2314, 18), ("BF16", 31, 284, 9), ("F16", 40, 512, 16)])  # sixteen tokens a block: more chunks than a round, or a part of one
 def simulate_mul_mat_edges(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n)
 

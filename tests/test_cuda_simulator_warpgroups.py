@@ -4,10 +4,13 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator  # noqa: E402
+from ggml_py.kernels.cuda import mul_mat_glu  # noqa: E402
 from ggml_py.kernels.cuda.mmq import Block, mmq  # noqa: E402
 from matmul_comparisons import activations, check_extremes, check_mul_mat, seeded  # noqa: E402
+from op_comparisons import check_mul_mat_glu  # noqa: E402
 
 HALF = Block(1, 1, 16, True)  # half a warpgroup, of which the simulator asks for warps only
+TWO_WARPGROUPS = Block(4, 1, 16, True, 3)
 
 
 @pytest.fixture
@@ -40,9 +43,18 @@ def simulate_mmq(machine, name, n_cols):
     check_mul_mat(machine, name, 31, n_cols, 9, half)
 
 
-def simulate_mmq_slots(machine):
-    """Warps that copy before and after their products; slots used again; rows and tokens beyond a block."""
-    check_mul_mat(machine, "TQ2_0", 129, 1280, 65, lambda *args: mmq(*args, block=Block(4, 1, 16, True, 3)))
+@pytest.mark.parametrize("name, n_rows, n_cols, n", [
+    ("TQ2_0", 129, 1280, 65),
+    ("Q4_K", 100, 1024, 3)])  # whose sums are followed up behind a chunk
+def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
+    """Warpgroups that go each at its own pace, and copy before and after their products; slots used again; rows and tokens beyond a block."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, lambda *args: mmq(*args, block=TWO_WARPGROUPS))
+
+
+def simulate_glu_slots(machine, monkeypatch):
+    """Barriers of one matrix end before those of the next begin."""
+    monkeypatch.setattr(mul_mat_glu, "quantized_shape", lambda *args: TWO_WARPGROUPS)
+    check_mul_mat_glu(machine, "silu", ("Q8_0", "Q4_K"), 33, 512, 2, False)
 
 
 @pytest.mark.parametrize("name", ["Q6_K", "IQ3_S"])

@@ -13,6 +13,7 @@ from ggml_py.recording import RecordedContext
 from ggml_py.sampling import Sampling, generate
 from ggml_py.testing import assert_bitwise_equal
 from tiny_models import write_model
+from tiny_moe_models import write_moe_model
 
 N = 12
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -179,6 +180,59 @@ def test_a_step_that_fails_leaves_the_sequence_as_before_it(path, monkeypatch, f
         assert context.memory.length(0) == len(PROMPT) + 2 and context.ahead is None
         expected, _ = plain(model, 5, N)
         assert given + list(context.greedy(given[-1], N - 2)) == expected
+
+
+class LateBackend(QueueingBackend):
+    """Errors of products with experts are left for who waits for the outputs."""
+    late_errors = frozenset(("mul_mat_id", "mul_mat_id_glu"))
+    left = None
+
+    def run(self, steps):
+        try:
+            super().run(steps)
+        except IndexError as error:
+            self.left = error
+
+    def forget_error(self):
+        self.left = None
+
+    def read_error(self):
+        left = self.left
+
+        def raise_error():
+            if left:
+                raise left
+        return raise_error
+
+
+@pytest.mark.parametrize("wrong", [1, 3, 4])
+def test_an_error_that_comes_with_the_outputs_is_of_its_step(tmp_path, wrong):
+    """Programs with experts run ahead too. The wrong step, counted from 1, is the first, one behind which another is queued, or one that is only ahead."""
+    path = write_moe_model(tmp_path / "m.gguf", "qwen3moe", ("Q8_0", "F32"))
+    with Model(GGUFFile.open(path), LateBackend()) as model, model.new_context(n_ctx=64) as context:
+        expected, logits = plain(model, 5, N)
+        context.decode(PROMPT, logits="none")
+        program = context.program(1, 1, True)
+        assert program.late == [model.backend] and program.runs_ahead
+        (_, steps), runs = program.steps[0], []
+
+        def spoil():
+            runs.append(None)
+            if len(runs) == wrong:
+                raise IndexError("ffn_moe_up-0: token 0 has expert 6 at rank 1, allowed: 0 to 5")
+        steps.append(spoil)
+        ids, n = context.greedy(5, N), min(wrong, 3) - 1
+        given = list(islice(ids, n))
+        if wrong < 4:
+            with pytest.raises(IndexError, match="^ffn_moe_up-0: token 0 has expert 6"):
+                next(ids)
+        else:  # the third id was asked for, the fourth never is
+            given.append(next(ids))
+            ids.close()
+        assert len(runs) == wrong + (wrong < 4) and context.ahead is None
+        assert context.memory.length(0) == len(PROMPT) + len(given) and context.memory.present[0].sum() == len(PROMPT) + len(given)
+        assert given + list(context.greedy(given[-1] if given else 5, N - len(given))) == expected
+        assert_bitwise_equal(context.decode([7]), logits, "after the last")
 
 
 @pytest.mark.parametrize("end", [None, 0, 3])

@@ -1,4 +1,4 @@
-"""Ids that are no experts on a GPU: what kernels left of them is raised with the outputs, once."""
+"""Ids that are no experts on a GPU: what kernels left of them is raised with the outputs of their run, and of no other."""
 import numpy as np
 import pytest
 
@@ -10,11 +10,17 @@ from recording_target import RecordingBackend  # noqa: E402
 
 
 class Backend(RecordingBackend):
-    """Reading gives what was written, and zeros where nothing was."""
+    """Reading gives what was written, and zeros where nothing was. left: int32 [4], what the kernels of the next run leave of a bad id."""
 
     def __init__(self):
         super().__init__()
-        self.contents = {}
+        self.contents, self.left = {}, None
+
+    def run(self, steps):
+        super().run(steps)
+        if self.left is not None:
+            self.write(self.bad_ids.buffer, 0, np.int32(self.left).view(np.uint8))
+            self.left = None
 
     def write(self, buffer, offset, data):
         super().write(buffer, offset, data)
@@ -44,10 +50,26 @@ def test_faults_of_nodes():
     launched = [launch.args for launch in BACKEND.stream.take() if launch.name == "dispatch"]
     assert [args[2] for args in launched] == [faults.buffer.handle] * 2 and len({int(args[3]) for args in launched}) == 2
     for args, name in zip(launched, ("up", "down")):
-        BACKEND.write(faults.buffer, 0, np.int32([args[3], 5, -7, 0]).view(np.uint8))
+        BACKEND.left = args[3], 5, -7, 0
         with pytest.raises(IndexError, match=f"^{name}: token 2 has expert -7 at rank 1, allowed: 0 to 7$"):
             program.run(values)
         program.run(values)  # it was told
+
+
+def test_an_error_is_of_its_run():
+    """Of three runs that are queued, the second has a bad id: the first and the third are right, whatever is waited for first, or not at all."""
+    for waited in (0, 1, 2), (2, 1, 0), (2,):
+        program, values = graph(["up", "down"])
+        outputs = []
+        for left in None, (1, 0, 9, 0), None:
+            BACKEND.left = left
+            outputs.append(program.queue(values))
+        for i in waited:
+            if i == 1:
+                with pytest.raises(IndexError, match="^up: token 0 has expert 9 at rank 0, allowed: 0 to 7$"):
+                    outputs[i].result()
+            else:
+                outputs[i].result()
 
 
 def test_other_programs_do_not_ask():

@@ -29,13 +29,15 @@ class BadIds:
         key = node.name, *next(t for t in node.src if t.dtype == "i32").shape[1:], node.src[0].shape[0]
         return {"fault": int(self.buffer.handle), "node": self.nodes.setdefault(key, len(self.nodes) + 1)}
 
+    def forget(self) -> None:
+        self.backend.write(self.buffer, 0, np.zeros(16, np.uint8))
+
     def read(self) -> Callable[[], None]:
         pending = self.backend.read(self.buffer, 0, 16)
 
         def raise_error():
             number, pair, found, _ = map(int, pending.result().view(np.int32))
             if number:
-                self.backend.write(self.buffer, 0, np.zeros(16, np.uint8))
                 name, n_used, n_expert = list(self.nodes)[number - 1]
                 raise IndexError(f"{name}: token {pair // n_used} has expert {found} at rank {pair % n_used}, allowed: 0 to {n_expert - 1}")
         return raise_error
@@ -141,6 +143,9 @@ class CUDABackend:
             self.bad_ids = self.bad_ids or BadIds(self)
             launch = partial(launch, **self.bad_ids.arguments(node))
         return BINDERS[node.op](launch, self.target, node, *map(address, node.src), *map(address, node.written))
+
+    def forget_error(self) -> None:
+        self.bad_ids.forget()
 
     def read_error(self) -> Callable[[], None]:
         return self.bad_ids.read()

@@ -4,6 +4,7 @@ A captured launch stays right while the cache fills: what depends on how many ke
 read from `pos`, and grids are bounded by the device, scratch by the context.
 """
 from dataclasses import dataclass
+from functools import partial
 
 from . import flash_attn_ext_few as few
 from . import flash_attn_ext_tile as tile
@@ -18,16 +19,17 @@ from .set_rows import TYPES
 MOST_CHANNELS = 576
 MOST_HEADS = 8         # of a block
 NO_WINDOW = 2**31 - 1
-# Tokens whose pieces are computed side by side: those of a full context are so many floats. FEW_TOKENS always, up to MANY_TOKENS while there are no
-# more than MOST_PIECES (a head's, of all tokens).
+# Tokens of which each has its own blocks: FEW_TOKENS always, up to MANY_TOKENS while there are no more than MOST_PIECES (a head's, of all tokens).
 FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
-ANY_RESIDENT = 4       # blocks of flash_attn_ext_any on a multiprocessor
+# Of more tokens, pieces are computed side by side where tiles of rows (token, head) do not fill a machine, while those of a full context are no more floats
+MOST_ROWS, MOST_FLOATS = 8192, 1 << 25
+ANY_RESIDENT = TILES = 4  # blocks of flash_attn_ext_any on a multiprocessor; of flash_attn_ext_tile that share pieces, for each multiprocessor
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """kernel: few, tile or any; heads of a block; n_splits: blocks that share the pieces of a token's heads, None where one takes all and combines
-    them; n_warps of a block of tile."""
+    """kernel: few, tile or any; heads of a block; n_splits: blocks that share the pieces of a token's heads (tile: of a tile's rows), None where one takes
+    all and combines them; n_warps of a block of tile."""
     kernel: str
     heads: int
     n_splits: int | None = None
@@ -39,30 +41,45 @@ def heads_together(group: int) -> int:
     return max(h for h in range(1, MOST_HEADS + 1) if group % h == 0)
 
 
-def side_by_side(n: int, n_ctx: int) -> bool:
+def few_tokens(n: int, n_ctx: int) -> bool:
     return n <= FEW_TOKENS or n <= MANY_TOKENS and n * -(-n_ctx // PIECE) <= MOST_PIECES
+
+
+def side_by_side(n: int, n_head: int, dim_v: int, n_ctx: int) -> bool:
+    """Whether pieces go through memory, which is reserved before it is known what the device is."""
+    return few_tokens(n, n_ctx) or n * n_head <= MOST_ROWS and piece_floats(n, n_head, n_ctx, dim_v) <= MOST_FLOATS
 
 
 def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: int, dim_k: int, dim_v: int, n_ctx: int, row_v: int, window: int,
                     n_multiprocessors: int, shared_limit: int) -> AttentionShape:
     """Few tokens: as many blocks as are resident at once, at most one for each piece that a query sees. Many: tiles of 8 warps where shared memory holds
-    one and there is one for nearly every multiprocessor, else of 4. The tensor cores' kernels take heads of whole octets of channels in a f16 or q8_0 cache."""
+    one and there is one for nearly every multiprocessor, else of 4; of 4 and several for each multiprocessor where pieces are computed side by side. The
+    tensor cores' kernels take heads of whole octets of channels in a f16 or q8_0 cache."""
     heads = heads_together(n_head // n_head_kv)
     fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == row_v % 8 == 0
-    if not side_by_side(n, n_ctx):
-        if not (fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and 4 * tile.shared_layout(dim_k, dim_v, 4).n_words <= shared_limit):
-            return AttentionShape("any", heads)
-        n_blocks = -(-n // (8 * tile.ROWS // heads)) * (n_head // heads)
-        eight = 4 * tile.shared_layout(dim_k, dim_v, 8).n_words <= shared_limit and 4 * n_blocks >= 3 * n_multiprocessors
-        return AttentionShape("tile", heads, n_warps=8 if eight else 4)
-    fast = fast and max(dim_k, dim_v) <= few.MOST_CHANNELS
-    resident = (few.resident(dim_k, dim_v) if fast else ANY_RESIDENT) * n_multiprocessors
-    return AttentionShape("few" if fast else "any", heads, min(most_pieces(n_ctx, window), max(1, resident // (n * (n_head // heads)))))
+    parts, split = n_head // heads, side_by_side(n, n_head, dim_v, n_ctx)
+
+    def n_splits(n_blocks, n_together):
+        return min(most_pieces(n_ctx, window), max(1, n_blocks * n_multiprocessors // n_together))
+
+    def n_tiles(n_warps):
+        return -(-n // (n_warps * tile.ROWS // heads)) * parts
+
+    def fits(n_warps):
+        return 4 * tile.shared_layout(dim_k, dim_v, n_warps).n_words <= shared_limit
+    if few_tokens(n, n_ctx):
+        if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
+            return AttentionShape("few", heads, n_splits(few.resident(dim_k, dim_v), n * parts))
+    elif fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and fits(4):
+        if split:
+            return AttentionShape("tile", heads, n_splits(TILES, n_tiles(4)), 4)
+        return AttentionShape("tile", heads, n_warps=8 if fits(8) and 4 * n_tiles(8) >= 3 * n_multiprocessors else 4)
+    return AttentionShape("any", heads, n_splits(ANY_RESIDENT, n * parts) if split else None)
 
 
 def scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
     """float32 of scratch for n tokens; 0 where none is used."""
-    return piece_floats(n, n_head, n_ctx, dim_v) if side_by_side(n, n_ctx) else 0
+    return piece_floats(n, n_head, n_ctx, dim_v) if side_by_side(n, n_head, dim_v, n_ctx) else 0
 
 
 def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch=None, shape=None,
@@ -89,12 +106,11 @@ def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n
     shape = shape or attention_shape(type_k, type_v, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, target.n_multiprocessors,
                                      target.shared_limit)
     operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, shape.heads)
-    if shape.kernel == "tile":
-        return flash_attn_ext_tile(target, *operands, sinks, out, *sizes, shape.n_warps)
+    many = partial(flash_attn_ext_tile, n_warps=shape.n_warps) if shape.kernel == "tile" else flash_attn_ext_any
     if shape.n_splits is None:
-        return flash_attn_ext_any(target, *operands, sinks, out, *sizes, None)
+        return many(target, *operands, sinks, out, *sizes, None)
     if shape.kernel == "few":
         pieces = flash_attn_ext_few(target, *operands, scratch, *sizes, shape.n_splits)
     else:
-        pieces = flash_attn_ext_any(target, *operands, None, scratch, *sizes, shape.n_splits)
+        pieces = many(target, *operands, None, scratch, *sizes, shape.n_splits)
     return Launches((pieces, combine(target, pos, scratch, sinks, out, n, n_head, dim_v, n_ctx, window)))

@@ -1,6 +1,7 @@
 """Attention of many queries over f16 and q8_0 caches, on int8 tensor cores (numerics, section 8).
 
-A block takes 16 rows a warp, a row being one token and one of up to 8 query heads of one KV head, and goes through the pieces of 128 keys in position order.
+A block takes 16 rows a warp, a row being one token and one of up to 8 query heads of one KV head, and goes through the pieces of 128 keys in position order;
+or several blocks share the pieces of the same rows, each taking every so many-th, and leave (m, l, o) to `flash_attn_ext_combine`.
 Tokens of a block that are of several sequences are taken run by run; pieces behind a run's last position or before what its windows reach are not touched,
 nor are those of a warp whose rows see none of their keys. In a piece
 
@@ -8,7 +9,7 @@ nor are those of a warp whose rows see none of their keys. In a piece
        keys g and g + 8, and the channels 8 g .. of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
     2. a warp multiplies its queries with all keys: lane l has the scores of rows g and g + 8 with keys 2 t, 2 t + 1 of each 8
     3. m, p, l (the tree goes over the keys of a lane, then over lanes) and the limbs of p', which lie as the next product wants them
-    4. a warp multiplies p' with all values, and combines
+    4. a warp multiplies p' with all values, and combines or leaves o
 
 Shared memory, [row of 16-byte pieces, one to spare so that eight rows lie in all 32 banks]: a key's words 0..3 of all t, of each 64 channels; a channel's words
 (four keys) of all t, for each 16 keys. Channel 8 g + e of each 64 is row 8 e + g, a column g of the e-th product.
@@ -20,10 +21,10 @@ from numba import cuda, types
 
 from .cooperative import cooperative
 from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
-from .flash_attn_ext_combine import PIECE, first_piece, sink
+from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at
 from .flash_attn_ext_few import amax4, four, get, limbs4, max_lane, max_pattern, put
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import add, afresh, as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul, shuffle, st4, sts, sub, syncwarp, u32
+from .ptx import add, afresh, as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul, shuffle, st, st4, sts, sub, u32
 from .set_rows import larger
 
 ROWS = 16           # of a warp
@@ -65,13 +66,14 @@ def add_lanes(x, lane):
     return add(x, as_f32(shuffle(as_i32(x), lane ^ 1)))
 
 
-@factory([("f16", "f16", 64, 64, 3, 4, False), ("f16", "f16", 128, 128, 4, 8, False), ("f16", "f16", 64, 64, 8, 8, True), ("q8_0", "f16", 128, 72, 8, 4, True),
-          ("f16", "f16", 192, 128, 1, 8, False), ("q8_0", "q8_0", 128, 128, 1, 8, False)])
-def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sinks_there):
+@factory([("f16", "f16", 64, 64, 3, 4, False, False), ("f16", "f16", 128, 128, 4, 8, False, False), ("f16", "f16", 64, 64, 8, 8, False, True),
+          ("q8_0", "f16", 128, 72, 8, 4, False, True), ("f16", "f16", 192, 128, 1, 8, False, False), ("q8_0", "q8_0", 128, 128, 1, 8, False, False),
+          ("f16", "f16", 64, 64, 3, 4, True, False), ("f16", "q8_0", 128, 128, 4, 4, True, False), ("q8_0", "f16", 192, 72, 8, 4, True, False)])
+def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there):
     K, V, where, z = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, n_warps), i32(0)
     n_blocks, n_slabs, tokens = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), ROWS * n_warps // heads
     k_words, v_words, k_row = K.n_words, V.n_words, k_stride(dim_k)
-    n_k_raw, n_v_raw, n_outputs = 2 * n_blocks * k_words, n_slabs * v_words, 32 * n_slabs
+    n_k_raw, n_v_raw, n_outputs = 2 * n_blocks * k_words, n_slabs * v_words, 16 if split else 32 * n_slabs
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value = key_loader(K, dim_k), value_loader(V, dim_v)
@@ -220,11 +222,9 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
         q_hi, u_hi, q_lo, u_lo = lds4(s, at), lds4(s, at + 128), lds4(s, at + 256), lds4(s, at + 384)
         q_d = get(s, d), get(s, d + 8)
         add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
-        if 8 * i + 8 <= reach:
-            add_block(tid, s, i + 1, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
+        add_block(tid, s, i + 1, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
         if 8 * i + 16 <= reach:
             add_block(tid, s, i + 2, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
-        if 8 * i + 24 <= reach:
             add_block(tid, s, i + 3, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
 
     @device
@@ -243,7 +243,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
 
     @device
     def scores4(tid, s, i, bound, window, reach, scores, m):
-        """reach: the last key of the piece that a row of the warp may see; scores beyond are not computed."""
+        """reach: the last key of the piece that a row of the warp may see; scores of pairs of eights beyond are not computed."""
         for j in range(16):
             scores[4 * i + j] = ZERO
         if 8 * i <= reach:
@@ -264,17 +264,19 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
     def weight(lane, s, i, bound, window, reach, m, scores, amax):
         """p of four keys; their p' take the place of scores."""
         p0, p1, p2, p3 = ZERO, ZERO, ZERO, ZERO
+        x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
         if 8 * i <= reach:
             lane = afresh(lane)
             at, d = lds2(s, where.seen + 8 * i + 2 * (lane & 3)), lds2(s, where.d_v + 8 * i + 2 * (lane & 3))
             see0, see1 = sees(bound[0], at[0], window), sees(bound[0], at[1], window)
             see2, see3 = sees(bound[1], at[0], window), sees(bound[1], at[1], window)
-            p0, p1 = exp(sub(scores[4 * i], m[0])) if see0 else ZERO, exp(sub(scores[4 * i + 1], m[0])) if see1 else ZERO
-            p2, p3 = exp(sub(scores[4 * i + 2], m[1])) if see2 else ZERO, exp(sub(scores[4 * i + 3], m[1])) if see3 else ZERO
-            x0, x1 = mul(p0, as_f32(d[0])) if see0 else ZERO, mul(p1, as_f32(d[1])) if see1 else ZERO
-            x2, x3 = mul(p2, as_f32(d[0])) if see2 else ZERO, mul(p3, as_f32(d[1])) if see3 else ZERO
+            p0, p1 = exp(sub(scores[4 * i], m[0])), exp(sub(scores[4 * i + 1], m[0]))  # side by side, without branches
+            p2, p3 = exp(sub(scores[4 * i + 2], m[1])), exp(sub(scores[4 * i + 3], m[1]))
+            x0, x1, x2, x3 = mul(p0, as_f32(d[0])), mul(p1, as_f32(d[1])), mul(p2, as_f32(d[0])), mul(p3, as_f32(d[1]))
+            p0, p1, p2, p3 = p0 if see0 else ZERO, p1 if see1 else ZERO, p2 if see2 else ZERO, p3 if see3 else ZERO
+            x0, x1, x2, x3 = x0 if see0 else ZERO, x1 if see1 else ZERO, x2 if see2 else ZERO, x3 if see3 else ZERO
             amax = larger(larger(amax[0], x0), x1), larger(larger(amax[1], x2), x3)
-            scores[4 * i], scores[4 * i + 1], scores[4 * i + 2], scores[4 * i + 3] = x0, x1, x2, x3
+        scores[4 * i], scores[4 * i + 1], scores[4 * i + 2], scores[4 * i + 3] = x0, x1, x2, x3
         return (p0, p1, p2, p3), amax
 
     @device
@@ -308,36 +310,59 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
 
     @device
     def output(O, i, hh, mid, ll, d_p, a, b):
-        O[i] = fma(O[i], a, mul(mul(fixed_point(hh, rest(mid, ll)), d_p), b))
+        o = mul(fixed_point(hh, rest(mid, ll)), d_p)
+        O[i] = o if split else fma(O[i], a, mul(o, b))
 
-    @cooperative
-    def weigh(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O):
-        """Columns 8 i + 2 t and 8 i + 2 t + 1 of two rows."""
+    @device
+    def outputs(O, i, hh, mid, ll, d_p, a, b):
+        output(O, i, hh[0], mid[0], ll[0], d_p[0], a[0], b[0])
+        output(O, i + 1, hh[1], mid[1], ll[1], d_p[0], a[0], b[0])
+        output(O, i + 2, hh[2], mid[2], ll[2], d_p[1], a[1], b[1])
+        output(O, i + 3, hh[3], mid[3], ll[3], d_p[1], a[1], b[1])
+
+    @device
+    def weigh2(lane, s, i, to, reach, p_hi, p_lo, d_p, a, b, O):
+        """Columns 8 i + 2 t, 8 i + 2 t + 1 and those 8 further of two rows: two products side by side, but no more, or they take all registers. What keeps
+        them apart is the branch."""
         lane = afresh(lane)
         at, none = (8 * i + (lane & 7)) * KEYS_STRIDE + (lane >> 3) * 4, (z, z, z, z)
-        syncwarp()  # the loads of one product after those of the other, or they take all registers
-        hh, mid, ll = weigh_half(s, at, p_hi, p_lo, 0, none, none, none)
+        hh0, mid0, ll0 = weigh_half(s, at, p_hi, p_lo, 0, none, none, none)
+        hh1, mid1, ll1 = weigh_half(s, at + 8 * KEYS_STRIDE, p_hi, p_lo, 0, none, none, none)
         if PIECE // 2 <= reach:
-            hh, mid, ll = weigh_half(s, at + 16, p_hi, p_lo, 8, hh, mid, ll)
-        output(O, 4 * i, hh[0], mid[0], ll[0], d_p[0], a[0], b[0])
-        output(O, 4 * i + 1, hh[1], mid[1], ll[1], d_p[0], a[0], b[0])
-        output(O, 4 * i + 2, hh[2], mid[2], ll[2], d_p[1], a[1], b[1])
-        output(O, 4 * i + 3, hh[3], mid[3], ll[3], d_p[1], a[1], b[1])
+            hh0, mid0, ll0 = weigh_half(s, at + 16, p_hi, p_lo, 8, hh0, mid0, ll0)
+            hh1, mid1, ll1 = weigh_half(s, at + 8 * KEYS_STRIDE + 16, p_hi, p_lo, 8, hh1, mid1, ll1)
+        outputs(O, to, hh0, mid0, ll0, d_p, a, b)
+        outputs(O, to + 4, hh1, mid1, ll1, d_p, a, b)
+
+    @device
+    def leave_row(out, row, t, i, O, second):
+        """o of four channels of either column; row: of the pieces, -1 where nothing is to be left."""
+        channel = (i >> 3) * CHANNELS + 16 * t + (i & 4)
+        if row >= 0:
+            if dim_v % CHANNELS == 0 or channel < dim_v:
+                st4(out, i64(row) * dim_v + channel, O[second], O[4 + second], O[8 + second], O[12 + second])
+            if dim_v % CHANNELS == 0 or channel + 8 < dim_v:
+                st4(out, i64(row) * dim_v + channel + 8, O[second + 1], O[5 + second], O[9 + second], O[13 + second])
+
+    @device
+    def leave_statistics(out, statistics, row, lane, m, l):
+        if row >= 0 and lane & 3 == 0:
+            st(out, statistics + 2 * i64(row), m)
+            st(out, statistics + 2 * i64(row) + 1, l)
+
+    @device
+    def weigh4(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O, out, rows):
+        to = 0 if split else 4 * i
+        weigh2(lane, s, i, to, reach, p_hi, p_lo, d_p, a, b, O)
+        weigh2(lane, s, i + 2, to + 8, reach, p_hi, p_lo, d_p, a, b, O)
+        if split:
+            leave_row(out, rows[0], lane & 3, i, O, 0)
+            leave_row(out, rows[1], lane & 3, i, O, 2)
 
     @cooperative
-    def weigh_slab(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O):
-        weigh(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 1, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 2, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 3, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 4, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 5, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 6, reach, p_hi, p_lo, d_p, a, b, O)
-        weigh(lane, s, i + 7, reach, p_hi, p_lo, d_p, a, b, O)
-
-    @cooperative
-    def work(tid, s, bound, window, reach, M, L, O):
-        """A warp's rows with the piece in shared memory. bound: the positions of two rows, -1 for a row that is not to be touched. Returns M and L."""
+    def work(tid, s, bound, window, reach, M, L, O, out, rows, statistics):
+        """A warp's rows with the piece in shared memory. bound: the positions of two rows, -1 for a row that is not to be touched. Returns M and L; where
+        the blocks share pieces, (m, l, o) go to `rows` of `out`, -1 for none."""
         scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
         lane = i32(tid & 31)
         m = scores4(tid, s, 0, bound, window, reach, scores, (MINUS_INFINITY, MINUS_INFINITY))
@@ -359,6 +384,9 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
             j = 8 * i
             p_hi[2 * i], p_lo[2 * i] = limbs4((scores[j], scores[j + 1], scores[j + 4], scores[j + 5]), inv0)
             p_hi[2 * i + 1], p_lo[2 * i + 1] = limbs4((scores[j + 2], scores[j + 3], scores[j + 6], scores[j + 7]), inv1)
+        if split:
+            leave_statistics(out, statistics, rows[0], lane, m[0], l0)
+            leave_statistics(out, statistics, rows[1], lane, m[1], l1)
         # A row that sees no key, whose l is 0 (the largest of visible keys has p = 1, or NaN), stays as it is: fma(O, 1, mul(+0, -0))
         M0, M1 = larger_float(M[0], m[0]), larger_float(M[1], m[1])
         a0, b0 = exp(sub(M[0], M0)), exp(sub(m[0], M0))
@@ -367,9 +395,11 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
             a0, b0 = ONE, MINUS_ZERO
         if l1 == ZERO:
             a1, b1 = ONE, MINUS_ZERO
-        weigh_slab(lane, s, 0, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O)
+        weigh4(lane, s, 0, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
+        weigh4(lane, s, 4, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
         if n_slabs > 1:
-            weigh_slab(lane, s, 8, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O)
+            weigh4(lane, s, 8, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
+            weigh4(lane, s, 12, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
         return (M0, M1), (fma(L[0], a0, mul(l0, b0)), fma(L[1], a1, mul(l1, b1)))
 
     @device
@@ -406,6 +436,14 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
         """Of a row among all tokens' heads."""
         return i64(i32(i32(first_token + token) * i32(cuda.gridDim.y * heads) + i32(cuda.blockIdx.y * heads) + head))
 
+    @cooperative
+    def row_of_piece(first_token, token, head, n_ctx, first, bound):
+        """Where o of a row and the piece that begins at `first` goes; -1 for a row whose query is before the piece, or is not to be touched."""
+        row = -1
+        if first <= bound:
+            row = i32(i32(index(first_token, token, head)) * ((n_ctx + PIECE - 1) // PIECE) + (first >> 7))
+        return i32(row)
+
     def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale):
         s = cuda.shared.array(0, types.int32)
         O = cuda.local.array(n_outputs, f32)
@@ -439,7 +477,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
             warp_last = max_pattern(max_pattern(max_pattern(i32(max(bound0, bound1)), lane ^ 4), lane ^ 8), lane ^ 16)
             before = i32(min(bound0 if bound0 >= 0 else NEVER, bound1 if bound1 >= 0 else NEVER))  # the first key that is seen is behind `before` - window
             before = i32(-max_pattern(max_pattern(max_pattern(i32(-before), lane ^ 4), lane ^ 8), lane ^ 16))
-            first = i32(first_piece(first, window) * PIECE)
+            first = i32((first_piece(first, window) + (cuda.blockIdx.z if split else 0)) * PIECE)
             while first <= last:
                 tid = afresh(tid)
                 lane, cell, head_kv = i32(tid & 31), i64(sequence) * n_ctx, i32(cuda.blockIdx.y // (cuda.gridDim.y // n_head_kv))
@@ -450,23 +488,32 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sin
                     part = i32(part + n_warps)
                 cuda.syncthreads()  # the limbs are there
                 if first <= warp_last and first_piece(before, window) * PIECE <= first:
-                    M, L = work(tid, s, (bound0, bound1), window, i32(warp_last - first), M, L, O)
-                first = i32(first + PIECE)
+                    rows, statistics = (z, z), i64(0)
+                    if split:
+                        token, head = row_of(tid, 0)
+                        row0 = row_of_piece(first_token, token, head, n_ctx, first, bound0)
+                        token, head = row_of(tid, 8)
+                        rows = row0, row_of_piece(first_token, token, head, n_ctx, first, bound1)
+                        statistics = statistics_at(n, cuda.gridDim.y * heads, n_ctx, dim_v)
+                    M, L = work(tid, s, (bound0, bound1), window, i32(warp_last - first), M, L, O, out, rows, statistics)
+                first = i32(first + (PIECE * cuda.gridDim.z if split else PIECE))
             run = end
-        tid, first_token = afresh(tid), afresh(first_token)
-        token, head = row_of(tid, 0)
-        if token < n_tokens:
-            write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[0], L[0], O, 0)
-        token, head = row_of(tid, 8)
-        if token < n_tokens:
-            write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[1], L[1], O, 1)
+        if not split:
+            tid, first_token = afresh(tid), afresh(first_token)
+            token, head = row_of(tid, 0)
+            if token < n_tokens:
+                write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[0], L[0], O, 0)
+            token, head = row_of(tid, 8)
+            if token < n_tokens:
+                write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[1], L[1], O, 1)
     return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32), 32 * n_warps)
 
 
 def flash_attn_ext_tile(target, type_k, type_v, q, k, v, seq, pos, present, sinks, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
-                        n_warps):
-    """Arguments of `flash_attn_ext`; heads and warps of a block."""
-    kernel = flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, sinks is not None)
-    grid = -(-n // (ROWS * n_warps // heads)), n_head // heads
+                        n_splits, n_warps):
+    """Arguments of `flash_attn_ext`; heads and warps of a block. n_splits blocks share the pieces of the same rows, whose results they leave in `out` for
+    `flash_attn_ext_combine`, sinks being None; None: one block, and out is out."""
+    kernel = flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, n_splits is not None, sinks is not None)
+    grid = -(-n // (ROWS * n_warps // heads)), n_head // heads, n_splits or 1
     args = q, k, v, seq, pos, present, q if sinks is None else sinks, out, n, n_ctx, n_head_kv, row_v, window, scale
     return target.launch(kernel, grid, 32 * n_warps, args, 4 * shared_layout(dim_k, dim_v, n_warps).n_words)

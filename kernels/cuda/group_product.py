@@ -10,12 +10,14 @@ for the one that had its registers, and used later, behind other work.
 Integer scales are multiplied to the levels while these are unpacked (`splitter`), so that nothing is left to do before the end of a chunk. Sums that a
 float scale follows are taken by turns: one product runs while the sums of the other are followed up.
 """
+from typing import NamedTuple
+
 from ...quant.formats import CHUNK, format_of
 from .cooperative import cooperative
 from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp
-from .tile_product import TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
+from .tile_product import factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
-from .wgmma import ATOM_WORDS, products, wait_for_all_but_one, wait_for_all_but_two
+from .wgmma import ATOM_WORDS, PLACE, place, products, wait_for_all_but_one, wait_for_all_but_two
 
 MOST_QUADS = 16  # whose sums registers hold; scales and minima are prepared as for so many, however few there are
 
@@ -30,9 +32,18 @@ def in_order(lane, a, b):
     return w if odd else v, v if odd else w
 
 
-def group_product(name: str, n_quads: int) -> TileProduct:
-    """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half + l / 4 + 8 k and
-    token l % 4. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk to chunk. n_quads: even."""
+class GroupProduct(NamedTuple):
+    """The device functions of a format and a number of quads. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk
+    to chunk."""
+    multiply: object  # (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half + l / 4 + 8 k and
+                      # token l % 4; with integer scales only starts the products
+    finish: object    # (lane, half, shared, limbs, scratch, acc, d, e): acc of them; None with float scales
+    n_entries: int    # of codebooks
+    entry: object     # (i) -> one of them
+
+
+def group_product(name: str, n_quads: int) -> GroupProduct:
+    """n_quads: even."""
     fmt = format_of(name)
     start, start_u, wait, wait_but_one = products(8 * n_quads)
     half_words = n_quads * ATOM_WORDS  # of 128 columns of the activations
@@ -59,8 +70,9 @@ def group_product(name: str, n_quads: int) -> TileProduct:
         return w0, w1, w2, w3
 
     @device
-    def place(act, j):
-        return i32(act + (j >> 2) * half_words + ((j & 3) << 3))
+    def block_at(b, j):
+        """The place of columns 32 j .. 32 j + 31 of the activations, which begin at b."""
+        return i32(b + (j >> 2) * (half_words // PLACE) + (j & 3) * (8 // PLACE))
 
     @device
     def two_rows(lane, half, shared, scratch, plane):
@@ -78,12 +90,22 @@ def group_product(name: str, n_quads: int) -> TileProduct:
         return w + f + e
 
     @device
-    def start_split(shared, act, j, w, high, low):
+    def start_split(shared, b, j, w, high, low):
         w = four_limbs(w, w[4], w[5], w[6], w[7])
-        b = place(act, j)
+        b = block_at(b, j)
         start(high, shared, b, w[0], w[1], w[2], w[3], j)
         start_u(low, shared, b, w[4], w[5], w[6], w[7], j)
         wait_for_all_but_two()  # the registers of the block before are free
+
+    @device
+    def two_blocks(lane, half, shared, tile, b, scratch, j, w, high, low):
+        """Starts the products of blocks j and j + 1; w: what was loaded for block j. What is loaded for a block is used in the next. Returns it for block
+        j + 2."""
+        v = with_scales(lane, half, shared, tile, scratch, i32(j + 1))
+        start_split(shared, b, j, w, high, low)
+        w = with_scales(lane, half, shared, tile, scratch, i32((j + 2) & 7))
+        start_split(shared, b, i32(j + 1), v, high, low)
+        return w
 
     # Float scales
 
@@ -96,8 +118,8 @@ def group_product(name: str, n_quads: int) -> TileProduct:
         return z if i & 1 else w[0], z if i & 1 else w[1], w[2] if i & 1 else z, w[3] if i & 1 else z
 
     @device
-    def start_block(d, shared, act, i, w, keep):
-        start(d, shared, place(act, i // in_block), w[0], w[1], w[2], w[3], keep)
+    def start_block(d, shared, b, i, w, keep):
+        start(d, shared, block_at(b, i // in_block), w[0], w[1], w[2], w[3], keep)
 
     @device
     def follow(d, lane, half, shared, act, scratch, i, acc):
@@ -120,7 +142,27 @@ def group_product(name: str, n_quads: int) -> TileProduct:
                         acc[o] = fma(as_f32(m[k]), q_sum, acc[o])
 
     @device
-    def end_chunk(lane, half, shared, limbs, scratch, high, low, acc):
+    def two_turns(lane, half, shared, tile, act, b, scratch, i, v, acc, d, e):
+        """The sums of products i and i + 1, whose fragments are v, while the next ones run. Calls follow each other rather than make a loop, at whose end
+        ptxas would wait for the product under way. Returns the fragments of product i + 3."""
+        start_block(e, shared, b, i32(i + 1), v, z)
+        wait_but_one(d)
+        if i + 2 <= last:
+            w = taken(lane, half, shared, tile, i32(i + 2))
+            follow(d, lane, half, shared, act, scratch, i, acc)
+            start_block(d, shared, b, i32(i + 2), w, z)
+            wait_but_one(e)
+            v = taken(lane, half, shared, tile, i32(i + 3))
+        else:
+            follow(d, lane, half, shared, act, scratch, i, acc)
+            wait(e)
+        follow(e, lane, half, shared, act, scratch, i32(i + 1), acc)
+        return v
+
+    @device
+    def finish(lane, half, shared, limbs, scratch, acc, high, low):
+        wait(high)
+        wait(low)
         d = m = two_rows(lane, half, shared, scratch, d_plane)
         i0 = i1 = z
         if has_min:
@@ -140,23 +182,18 @@ def group_product(name: str, n_quads: int) -> TileProduct:
 
     @cooperative
     def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e):
-        i = i32(0)
+        i, b = i32(0), place(shared, act)
         if integer:
             prepare(lane, shared, tile, scratch)
             syncwarp()  # the factors are there
             w = with_scales(lane, half, shared, tile, scratch, i)
-            while i < 8:  # what is loaded for a block is used in the next
-                v = with_scales(lane, half, shared, tile, scratch, i32(i + 1))
-                start_split(shared, act, i, w, d, e)
-                w = with_scales(lane, half, shared, tile, scratch, i32((i + 2) & 7))
-                start_split(shared, act, i32(i + 1), v, d, e)
-                i = i32(i + 2)
-            wait(d)
-            wait(e)
-            end_chunk(lane, half, shared, limbs, scratch, d, e, acc)
+            w = two_blocks(lane, half, shared, tile, b, scratch, i32(0), w, d, e)
+            w = two_blocks(lane, half, shared, tile, b, scratch, i32(2), w, d, e)
+            w = two_blocks(lane, half, shared, tile, b, scratch, i32(4), w, d, e)
+            two_blocks(lane, half, shared, tile, b, scratch, i32(6), w, d, e)
         else:
             w = taken(lane, half, shared, tile, i)
-            start_block(d, shared, act, i, w, z)
+            start_block(d, shared, b, i, w, z)
             for o in range(2 * n_quads):
                 acc[o] = f32(0)
             prepare(lane, shared, tile, scratch)
@@ -164,7 +201,7 @@ def group_product(name: str, n_quads: int) -> TileProduct:
             v = taken(lane, half, shared, tile, i32(i + 1))
             if carried:
                 while i <= last:
-                    start_block(d, shared, act, i32(i + 1), v, i32(1))
+                    start_block(d, shared, b, i32(i + 1), v, i32(1))
                     wait_for_all_but_one()
                     w = taken(lane, half, shared, tile, i32(i + 2))
                     i = i32(i + 2)
@@ -172,7 +209,7 @@ def group_product(name: str, n_quads: int) -> TileProduct:
                         wait(d)
                         follow(d, lane, half, shared, act, scratch, (i - 1) // (n_group // 32), acc)
                     if i <= last:
-                        start_block(d, shared, act, i, w, i & (n_group // 32 - 1))
+                        start_block(d, shared, b, i, w, i & (n_group // 32 - 1))
                         wait_for_all_but_one()
                         v = taken(lane, half, shared, tile, i32(i + 1))
             elif has_min:  # there are no registers for two
@@ -182,19 +219,15 @@ def group_product(name: str, n_quads: int) -> TileProduct:
                     follow(d, lane, half, shared, act, scratch, i, acc)
                     i = i32(i + 1)
                     if i <= last:
-                        start_block(d, shared, act, i, w, z)
+                        start_block(d, shared, b, i, w, z)
             else:
-                while i <= last:
-                    start_block(e, shared, act, i32(i + 1), v, z)
-                    wait_but_one(d)
-                    w = taken(lane, half, shared, tile, i32(i + 2))
-                    follow(d, lane, half, shared, act, scratch, i, acc)
-                    if i + 2 <= last:
-                        start_block(d, shared, act, i32(i + 2), w, z)
-                        wait_but_one(e)
-                        v = taken(lane, half, shared, tile, i32(i + 3))
-                    else:
-                        wait(e)
-                    follow(e, lane, half, shared, act, scratch, i32(i + 1), acc)
-                    i = i32(i + 2)
-    return TileProduct(multiply, n_entries, entry)
+                v = two_turns(lane, half, shared, tile, act, b, scratch, i32(0), v, acc, d, e)
+                v = two_turns(lane, half, shared, tile, act, b, scratch, i32(2), v, acc, d, e)
+                v = two_turns(lane, half, shared, tile, act, b, scratch, i32(4), v, acc, d, e)
+                if in_block == 2:
+                    v = two_turns(lane, half, shared, tile, act, b, scratch, i32(6), v, acc, d, e)
+                    v = two_turns(lane, half, shared, tile, act, b, scratch, i32(8), v, acc, d, e)
+                    v = two_turns(lane, half, shared, tile, act, b, scratch, i32(10), v, acc, d, e)
+                    v = two_turns(lane, half, shared, tile, act, b, scratch, i32(12), v, acc, d, e)
+                two_turns(lane, half, shared, tile, act, b, scratch, i32(last - 1), v, acc, d, e)
+    return GroupProduct(multiply, finish if integer else None, n_entries, entry)

@@ -12,11 +12,11 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
-from . import group_product, wgmma
+from . import group_product, mbarrier, wgmma
 from .cooperative import cooperative
 from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, check, factory
-from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, sts
+from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, lds4, sts, syncwarp
 from .quantize import plane_words
 from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle, table_words, tile_product
 
@@ -24,7 +24,7 @@ from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, 
 @dataclass(frozen=True)
 class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each tile and group.
-    With warpgroups, for compute capability 9.0 alone: two warps for each tile, an even number of quads. slots: chunks in shared memory."""
+    With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in shared memory."""
     row_tiles: int
     groups: int
     quads: int
@@ -34,6 +34,11 @@ class Block:
     @property
     def n_warps(self) -> int:
         return self.row_tiles * (2 if self.warpgroups else self.groups)
+
+    @property
+    def paced(self) -> bool:
+        """Whether its two warpgroups go each at its own pace, by barriers of the slots."""
+        return self.warpgroups and self.row_tiles > 2
 
     @property
     def prepared_quads(self) -> int:
@@ -52,6 +57,7 @@ class Block:
         return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}"
 
 
+N_BARRIERS = 3  # of a slot, its last words: the chunk is there; all are done with it; warps of the second warpgroup have started its products
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
 
@@ -65,8 +71,8 @@ def chunk_slot(fmt: Format, block: Block) -> Slot:
     at = slot(fmt, block.row_tiles, block.groups * block.quads, is_late(fmt, block.prepared_quads))
     if not block.warpgroups:
         return at
-    n_act = at.d - at.act  # first, so that atoms are aligned
-    return Slot(0, at.d, at.limbs, -(-at.n_words // wgmma.ATOM_WORDS) * wgmma.ATOM_WORDS, n_act)
+    n_act, n_words = at.d - at.act, at.n_words + N_BARRIERS * mbarrier.WORDS * block.paced  # first, so that atoms are aligned
+    return Slot(0, at.d, at.limbs, -(-n_words // wgmma.ATOM_WORDS) * wgmma.ATOM_WORDS, n_act)
 
 
 def scratch_words(fmt: Format, block: Block) -> int:
@@ -256,6 +262,11 @@ def copier(fmt: Format, block: Block, part: Part):
         return r * 64 + ((piece ^ swizzle(r)) << 2)
 
     @device
+    def scale_at(token):
+        """Where among the scales that of a token lies: for warpgroups those of a lane's tokens follow each other."""
+        return i32((token & 3) * n_quads + (token >> 2)) if warpgroups else token
+
+    @device
     def find(tid, shared, n_rows, n_chunks, n, places, offsets, own):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         lo, scales, _, limbs = plane_words(n, n_chunks)
@@ -297,8 +308,9 @@ def copier(fmt: Format, block: Block, part: Part):
                         continue
                 copy4(shared, to + places[c] + i * n_warps * quad_words, act, i64(i32(offsets[c * quads_of_warp + i] + chunk * 64)))
         for i in range(scales_of_thread):
-            if tid + i * n_threads < tokens:
-                copy1(shared, to + d_at + tid + i * n_threads, act, i64(i32(own[i] + chunk)))
+            token = i32(tid + i * n_threads)
+            if token < tokens:
+                copy1(shared, to + d_at + scale_at(token), act, i64(i32(own[i] + chunk)))
         for i in range(limbs_of_thread):
             if tid + i * n_threads < 3 * tokens:
                 copy4(shared, to + limbs_at + (tid + i * n_threads) * 4, act, i64(i32(own[scales_of_thread + i] + chunk * 12)))
@@ -312,15 +324,20 @@ def products(name: str, block: Block, ending: Ending, part: Part):
     """The body of a kernel: the products with one matrix."""
     waiting_at, finish = ending
     fmt, warpgroups = format_of(name), block.warpgroups
-    multiply, n_entries, entry = group_product.group_product(name, block.quads) if warpgroups else tile_product(name, block.quads)
+    if warpgroups:
+        multiply, finish_chunk, n_entries, entry = group_product.group_product(name, block.quads)
+    else:
+        (multiply, n_entries, entry), finish_chunk = tile_product(name, block.quads), None
     (find, start_copies), (n_offsets, n_scales, n_limbs, n_places) = copier(fmt, block, part), sources(fmt, block)
     n_own = n_scales + n_limbs
     at, tile_words, own_words, first_warp, first = chunk_slot(fmt, block), tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(name), first_slot(fmt, block)
     act_at, d_at, limbs_at, slot_words, tiles_at = at
-    row_tiles, quads, n_threads, tokens, rows = block.row_tiles, block.quads, 32 * block.n_warps, block.tokens, block.rows
+    row_tiles, quads, n_threads, n_warps, rows = block.row_tiles, block.quads, 32 * block.n_warps, block.n_warps, block.rows
     slots, last_slot, wait = block.slots, first + (block.slots - 1) * slot_words, copies_wait_but(block.slots - 2)
     n_rows_lane = 2 if warpgroups else 4  # of a lane, eight rows apart
     row_block, matrix, _, _, targets_from, target_of, _ = part
+    paced, split = block.paced, finish_chunk is not None
+    there, done, started = (slot_words - mbarrier.WORDS * i for i in range(N_BARRIERS, 0, -1))  # barriers of a slot
     log_rows, n_sums, n_products = n_rows_lane.bit_length() - 1, n_rows_lane * quads, 4 * quads
 
     @device
@@ -339,6 +356,34 @@ def products(name: str, block: Block, ending: Ending, part: Part):
             tid = afresh(tid)
             find(tid, shared, afresh(n_rows), afresh(n_chunks), afresh(n), places, offsets, own)
         start_copies(tid, shared, to, words, act, chunk, n_rows, n_chunks, places, offsets, own)
+
+    @device
+    def fill(tid, shared, to, turn, words, act, chunk, n_rows, n_chunks, n, places, offsets, own):
+        """Copies a chunk, if there is one, to a slot that is filled for the turn-th time, by its parity."""
+        if paced:
+            mbarrier.wait(shared, to + done, turn ^ 1)
+        if chunk < n_chunks:
+            copy(tid, shared, to, words, act, chunk, n_rows, n_chunks, n, places, offsets, own)
+            if paced:
+                mbarrier.arrive_behind_copies(shared, to + there)
+        if not paced:
+            copies_commit()
+
+    @device
+    def begin_barriers(tid, shared):
+        slot = i32(first + tid * slot_words)
+        if tid < slots:
+            mbarrier.begin(shared, slot + there, n_threads)
+            mbarrier.begin(shared, slot + done, n_warps)
+            mbarrier.begin(shared, slot + started, 4)
+
+    @device
+    def end_barriers(tid, shared):
+        slot = i32(first + tid * slot_words)
+        if tid < slots:
+            mbarrier.end(shared, slot + there)
+            mbarrier.end(shared, slot + done)
+            mbarrier.end(shared, slot + started)
 
     @cooperative
     def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):
@@ -359,20 +404,27 @@ def products(name: str, block: Block, ending: Ending, part: Part):
         places, offsets, own = cuda.local.array(n_places, i32), cuda.local.array(n_offsets, i32), cuda.local.array(n_own, i32)
         if warpgroups:
             find(tid, shared, n_rows, n_chunks, n, places, offsets, own)
-        chunk, copied, now, free = i32(0), i32(0), i32(first), i32(first)
+        chunk, copied, now, free, turn, free_turn = i32(0), i32(0), i32(first), i32(first), i32(0), i32(0)
+        if paced:
+            begin_barriers(tid, shared)
+            cuda.syncthreads()
         while copied < slots - 1:  # the copies run ahead by so many chunks
-            if copied < n_chunks:
-                copy(tid, shared, free, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
-            copies_commit()
+            fill(tid, shared, free, free_turn, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
             copied, free = i32(copied + 1), i32(free + slot_words)
+        later = paced and tid >= 128  # the second warpgroup fills slots behind its products, and runs ahead of the first by about half a chunk
         while chunk < n_chunks:
-            wait()
+            if paced:
+                mbarrier.wait(shared, now + there, turn)
+            else:
+                wait()
             if warpgroups:
                 wgmma.fence()
-            cuda.syncthreads()  # the chunk is there; all are done with the one before, whose slot is filled anew
-            later = warpgroups and tid >= 128  # so that two warps of a scheduler are not at the same work
-            if copied < n_chunks and not later:
-                copy(tid, shared, free, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
+            if not paced:
+                cuda.syncthreads()  # the chunk is there; all are done with the one before, whose slot is filled anew
+            if not later:
+                fill(tid, shared, free, free_turn, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
+                if paced and split:
+                    mbarrier.wait(shared, now + started, turn)
             if not warpgroups:
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
@@ -381,17 +433,36 @@ def products(name: str, block: Block, ending: Ending, part: Part):
             tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
             if warpgroups:
                 multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e)
+                if split:
+                    if paced and later and lane == 0:
+                        mbarrier.arrive(shared, now + started)
+                    finish_chunk(lane, half, shared, sums_at, scratch, acc, d, e)
             else:
                 multiply(lane, shared, tile_at, i32(q_at + first_quad * QUAD_WORDS), sums_at, scratch, acc)
-            place = i32(now + d_at + first_quad * 4 + (lane & 3))
-            for quad in range(quads):
-                scale = as_f32(lds(shared, place + 4 * quad))
-                for k in range(n_rows_lane):
-                    o = n_rows_lane * quad + k
-                    total[o] = fma(acc[o], scale, total[o])
-            if later and copied < n_chunks:
-                copy(tid, shared, free, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
-            copies_commit()
+            if warpgroups:
+                for i in range(quads // 4):
+                    d0, d1, d2, d3 = lds4(shared, now + d_at + (lane & 3) * quads + 4 * i)
+                    for k in range(n_rows_lane):
+                        o = 4 * n_rows_lane * i + k
+                        total[o], total[o + 2] = fma(acc[o], as_f32(d0), total[o]), fma(acc[o + 2], as_f32(d1), total[o + 2])
+                        total[o + 4], total[o + 6] = fma(acc[o + 4], as_f32(d2), total[o + 4]), fma(acc[o + 6], as_f32(d3), total[o + 6])
+            else:
+                place = i32(now + d_at + first_quad * 4 + (lane & 3))
+                for quad in range(quads):
+                    scale = as_f32(lds(shared, place + 4 * quad))
+                    for k in range(n_rows_lane):
+                        o = n_rows_lane * quad + k
+                        total[o] = fma(acc[o], scale, total[o])
+            if paced:
+                syncwarp()
+                if lane == 0:
+                    mbarrier.arrive(shared, now + done)
+            if later:
+                fill(tid, shared, free, free_turn, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
+            if free == last_slot:
+                free_turn = i32(free_turn ^ 1)
+            if now == last_slot:
+                turn = i32(turn ^ 1)
             copied, free = i32(copied + 1), i32(free + slot_words if free < last_slot else first)
             chunk, now = i32(chunk + 1), i32(now + slot_words if now < last_slot else first)
         # The totals go through a slot that is free, so that what becomes of them is a loop, with registers for few.
@@ -415,6 +486,9 @@ def products(name: str, block: Block, ending: Ending, part: Part):
                     total_of = as_f32(lds(shared, kept + 32 * (o + j)))
                     finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows + row), total_of, waiting[j], last, bias, other_bias)
             o = i32(o + TURN)
+        if paced:
+            cuda.syncthreads()  # none waits any more
+            end_barriers(tid, shared)
     return run
 
 

@@ -1,8 +1,9 @@
-"""Matrix products of float weights with few tokens (docs/numerics.md, section 4): out[token, row] = sum over columns of weight[row, column] * x[token, column].
+"""Matrix products of float weights (docs/numerics.md, section 4): out[token, row] = sum over columns of weight[row, column] * x[token, column].
 
-A block takes a tile of 32 rows, of 1, 2 or 4 tokens; a lane is a row, a warp takes whole chunks of 256 columns. Chunks go in rounds, some to each warp:
-each round the warps leave their chunks' sums in shared memory, and behind a barrier the owner of a (row, token) adds them to its total in the order of
-the chunks. So the order of a sum depends neither on the number of warps nor on that of tokens.
+A block takes a tile of 32 rows, and a warp whole chunks of 256 columns. Of 1, 2 or 4 tokens a lane has a row; of 16 it has four rows of four tokens, so that
+all that it loads is multiplied four times. Chunks go in rounds, some to each warp: each round the warps leave their chunks' sums in shared memory, and behind
+a barrier the owner of a (row, token) adds them to its total in the order of the chunks. So the order of a sum depends neither on the number of warps nor on
+that of tokens.
 """
 from numba import cuda
 
@@ -11,9 +12,10 @@ from ...quant.tile import ROWS, tile_bytes
 from .cooperative import cooperative
 from .launch import F32, I32, Kernel, N, U32, factory
 from .ptx import add, device, f32, fma, i32, i64, ld, ld4, st, wait_for_previous
+from .quantize import element
 from .weights import float_values
 
-TOKENS = 1, 2, 4  # of a block
+FEW, MANY = (1, 2, 4), 16  # tokens of a block
 FLOATS = [fmt for fmt in FORMATS.values() if fmt.planes and not fmt.is_quantized]
 
 
@@ -22,22 +24,76 @@ def max_warps(fmt: Format, n_tokens: int) -> int:
     return 8 if n_tokens > 1 or fmt.name == "F32" else 14
 
 
-def chunk_sums(fmt: Format, n_tokens: int):
-    """(t, x, acc, chunk, first, n, n_cols): acc[token] of a chunk for the tokens from `first`. x: float32 [n, n_cols]."""
-    values, ahead = float_values(fmt.name), fmt.name != "F32"  # whose 32 columns are enough on their way, and all that registers hold
+def rows_of_lane(n_tokens: int) -> int:
+    return 4 if n_tokens == MANY else 1
+
+
+@device
+def eight(v, y, acc):
+    """acc and the products of eight columns."""
+    acc = fma(v[3], y[3], fma(v[2], y[2], fma(v[1], y[1], fma(v[0], y[0], acc))))
+    return fma(v[7], y[7], fma(v[6], y[6], fma(v[5], y[5], fma(v[4], y[4], acc))))
+
+
+@device
+def aligned_octet(x, row, column, n_cols):
+    """Columns column .. column + 7 of the row of n_cols that begins at x[row]."""
+    a, b, c, d = ld4(x, row + column)
+    e, f, g, h = ld4(x, row + column + 4)
+    return a, b, c, d, e, f, g, h
+
+
+@device
+def padded_octet(x, row, column, n_cols):
+    """The same of any row, +0 past its end. (Weights there are zeros too: zeros added to a sum are not seen.)"""
+    return (element(x, row, column, n_cols), element(x, row, column + 1, n_cols), element(x, row, column + 2, n_cols), element(x, row, column + 3, n_cols),
+            element(x, row, column + 4, n_cols), element(x, row, column + 5, n_cols), element(x, row, column + 6, n_cols), element(x, row, column + 7, n_cols))
+
+
+def sums_of_four_rows(fmt: Format):
+    """`chunk_sums` of the rows lane % 8 + 8 i and the tokens first + lane / 8 + 4 j: acc[4 i + j]."""
+    values = float_values(fmt.name)
+
+    def octet_by(octet):
+        @device
+        def add_octet(words, tile, row, x, acc, chunk, q, token, n, n_cols):
+            v0, v1 = values((words, tile, row), q), values((words, tile, i32(row + 8)), q)
+            v2, v3 = values((words, tile, i32(row + 16)), q), values((words, tile, i32(row + 24)), q)
+            for j in range(4):
+                y = octet(x, i64(min(token + 4 * j, n - 1)) * n_cols, i32(chunk * 256 + 8 * q), n_cols)
+                acc[j], acc[4 + j], acc[8 + j], acc[12 + j] = eight(v0, y, acc[j]), eight(v1, y, acc[4 + j]), eight(v2, y, acc[8 + j]), eight(v3, y, acc[12 + j])
+        return add_octet
+    add_aligned, add_padded = octet_by(aligned_octet), octet_by(padded_octet)
 
     @device
-    def eight(v, x, i, acc):
-        a, b, c, d = ld4(x, i)
-        e, f, g, h = ld4(x, i + 4)
-        acc = fma(v[3], d, fma(v[2], c, fma(v[1], b, fma(v[0], a, acc))))
-        return fma(v[7], h, fma(v[6], g, fma(v[5], f, fma(v[4], e, acc))))
+    def dot(t, x, acc, chunk, first, n, n_cols):
+        words, tile, lane = t
+        row, token = i32(lane & 7), i32(first + (lane >> 3))
+        for i in range(16):
+            acc[i] = f32(0)
+        width, q = i32(min(n_cols - chunk * 256, 256)), i32(0)
+        if width == 256 and n_cols & 3 == 0:
+            while q < 32:  # the loads of 16 columns are under way together
+                add_aligned(words, tile, row, x, acc, chunk, q, token, n, n_cols)
+                add_aligned(words, tile, row, x, acc, chunk, i32(q + 1), token, n, n_cols)
+                q = i32(q + 2)
+        else:
+            while 8 * q < width:
+                add_padded(words, tile, row, x, acc, chunk, q, token, n, n_cols)
+                q = i32(q + 1)
+    return dot
+
+
+def sums_of_row(fmt: Format, n_tokens: int):
+    """`chunk_sums` of row `lane`: acc[token]."""
+    values, ahead = float_values(fmt.name), fmt.name != "F32"  # whose 32 columns are enough on their way, and all that registers hold
 
     @device
     def thirty_two(v0, v1, v2, v3, x, acc, column, first, n, n_cols):
         for c in range(n_tokens):
-            i = i64(min(first + c, n - 1)) * n_cols + column
-            acc[c] = eight(v3, x, i + 24, eight(v2, x, i + 16, eight(v1, x, i + 8, eight(v0, x, i, acc[c]))))
+            row = i64(min(first + c, n - 1)) * n_cols
+            acc[c] = eight(v1, aligned_octet(x, row, column + 8, n_cols), eight(v0, aligned_octet(x, row, column, n_cols), acc[c]))
+            acc[c] = eight(v3, aligned_octet(x, row, column + 24, n_cols), eight(v2, aligned_octet(x, row, column + 16, n_cols), acc[c]))
 
     @device
     def dot(t, x, acc, chunk, first, n, n_cols):
@@ -59,15 +115,18 @@ def chunk_sums(fmt: Format, n_tokens: int):
                     thirty_two(values(t, q), values(t, q + 1), values(t, q + 2), values(t, q + 3), x, acc, chunk * 256 + 8 * q, first, n, n_cols)
                     q += 4
         else:
-            for q in range((width + 7) // 8):
+            q = 0
+            while 8 * q < width:
                 v = values(t, q)
-                for i in range(8):
-                    column = 8 * q + i
-                    if column < width:
-                        for c in range(n_tokens):
-                            acc[c] = fma(v[i], ld(x, i64(min(first + c, n - 1)) * n_cols + chunk * 256 + column), acc[c])
-
+                for c in range(n_tokens):
+                    acc[c] = eight(v, padded_octet(x, i64(min(first + c, n - 1)) * n_cols, chunk * 256 + 8 * q, n_cols), acc[c])
+                q += 1
     return dot
+
+
+def chunk_sums(fmt: Format, n_tokens: int):
+    """(t, x, acc, chunk, first, n, n_cols): acc of a lane's rows in a chunk for its tokens, of those from `first`. t = (words, tile, lane); x: f32 [n, n_cols]."""
+    return sums_of_four_rows(fmt) if n_tokens == MANY else sums_of_row(fmt, n_tokens)
 
 
 def products(fmt: Format, n_tokens: int, waits: bool = True):
@@ -75,7 +134,8 @@ def products(fmt: Format, n_tokens: int, waits: bool = True):
     of n, to row first_out of out, of n_out; tiles: those of the matrices before. waits: for the kernel before, which the kernel then need not."""
     dot, tile_words = chunk_sums(fmt, n_tokens), tile_bytes(fmt) // 4
     n_owned, per_round = n_tokens * ROWS, chunks_per_round(n_tokens)
-    n_parts = 2 * per_round * n_owned
+    n_parts, n_rows_each = 2 * per_round * n_owned, rows_of_lane(n_tokens)
+    n_lanes, n_tokens_each = 32 // n_rows_each, n_tokens // n_rows_each  # lanes side by side in a row
 
     @cooperative
     def run(words, x, out, row_tile, tiles, n_rows, n_cols, first, n, first_out, n_out):
@@ -98,8 +158,10 @@ def products(fmt: Format, n_tokens: int, waits: bool = True):
                 chunk = before + slot
                 tile = (i64(tiles + row_tile) * n_chunks + chunk) * tile_words
                 dot((words, tile, lane), x, acc, chunk, first, n, n_cols)
-                for c in range(n_tokens):
-                    parts[((side + slot) * n_tokens + c) * 32 + lane] = acc[c]
+                for i in range(n_rows_each):
+                    for j in range(n_tokens_each):
+                        token, row = lane // n_lanes + n_rows_each * j, (lane & (n_lanes - 1)) + n_lanes * i
+                        parts[((side + slot) * n_tokens + token) * 32 + row] = acc[i * n_tokens_each + j]
                 slot += n_warps
             cuda.syncthreads()  # one a round: the next round writes the other side, and the one after it comes behind another barrier
             p = tid
@@ -120,7 +182,7 @@ def products(fmt: Format, n_tokens: int, waits: bool = True):
     return run
 
 
-@factory([(fmt.name, n) for fmt in FLOATS for n in TOKENS])
+@factory([(fmt.name, n) for fmt in FLOATS for n in (*FEW, MANY)])
 def mmvq_kernel(name, n_tokens):
     fmt = format_of(name)
     run = products(fmt, n_tokens)
@@ -148,5 +210,5 @@ def mmvq_id_kernel(name, heads):
 
 
 def chunks_per_round(n_tokens: int) -> int:
-    """64 chunks of one token, the whole row of most models: no warp waits for another before the end. 16 KiB of shared memory for any n_tokens."""
-    return 64 // n_tokens
+    """64 chunks of one token, the whole row of most models: no warp waits for another before the end. 16 KiB of shared memory, 32 for many tokens."""
+    return (128 if n_tokens == MANY else 64) // n_tokens

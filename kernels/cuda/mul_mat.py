@@ -6,7 +6,7 @@ from ...quant.tile import ROWS
 from .launch import check
 from .mmq import Block, block_shape, hopper_blocks, mmq
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
-from .mmvq import TOKENS, max_warps, mmvq_kernel
+from .mmvq import FEW, MANY, max_warps, mmvq_kernel
 
 WARPS_RESIDENT, FEWEST_WARPS = 16, 4  # of mmvq: warps of a multiprocessor that keep its memory busy, fewest of a block (docs/kernels-log.md)
 # us of a chunk of Q4_K: a row tile with 16 tokens in mmq_few; a block of warpgroups by its row tiles
@@ -23,8 +23,8 @@ class MMVQShape:
 
 
 def mmvq_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> MMVQShape:
-    """As many tokens as a block can take. Blocks of few warps where there are many blocks; every warp of a block takes as many chunks."""
-    n_tokens = next((c for c in TOKENS if c >= n), TOKENS[-1])
+    """As many tokens as a block can take, of more than eight at once. Blocks of few warps where there are many blocks; every warp of a block takes as many chunks."""
+    n_tokens = MANY if n > 2 * FEW[-1] else next((c for c in FEW if c >= n), FEW[-1])
     n_chunks, grid = -(-n_cols // CHUNK), (-(-n_rows // ROWS), -(-n // n_tokens))
     n_warps = min(n_chunks, max_warps(format_of(type_), n_tokens), max(FEWEST_WARPS, WARPS_RESIDENT * n_multiprocessors // (grid[0] * grid[1])))
     return MMVQShape(n_tokens, -(-n_chunks // -(-n_chunks // n_warps)), grid)

@@ -57,7 +57,7 @@ ROWS = Source(_load, _keep, _load4, _keep4)  # t = (x,)
 @device
 def within(i, n):
     """i, or the last index: a load past the end is made there, and its value not used."""
-    return i if i < n else n - 1
+    return i if i < n else i32(n - 1)
 
 
 @device

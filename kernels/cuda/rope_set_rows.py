@@ -1,16 +1,16 @@
 """Q and K normed, if wanted, and rotated, K written to its cache, V written to its cache, in one launch (numerics, sections 5 to 7).
 
-Blocks of four warps: x = token, y = first those of Q and of K, a warp a head, then those of V, a thread a value.
+Blocks of four warps: x = token, y = first those of Q and of K, a warp a head, then those of V, a thread a value. A lane takes two pairs of a head at a time,
+and its partials of sum128; the tree is shuffles. Angles and norm weights, which no kernel writes, are asked for before the kernel before has ended.
 """
 from numba import cuda
 
 from .launch import F32, I32, I64, N, SCALAR_F32, U16, Kernel, check, factory
-from .ptx import add, device, div, f32, f32_to_f16, fma, i2f, i64, ld, ldc, lds, mul, sqrt, st, sts, sub, syncwarp
+from .ptx import add, device, f32, f32_to_f16, fma, i32, i64, ld, mul, st, sub, wait_for_previous
+from .rms_norm import halve128, reciprocal, within
 from .set_rows import at_address, in_cell
 
 LANES, HEADS = 32, 4
-PARTIALS = 128
-STAGE = HEADS * PARTIALS
 POINTERS = {"f32": F32, "f16": U16}  # of caches that are written here, by type
 
 
@@ -28,83 +28,136 @@ PUTS = {"f32": put_f32, "f16": put_f16}
 
 
 @device
-def reciprocal_rms(x, at, dim, eps, stage, first, lane):
-    """r of the head of `dim` channels from x[at] on, for all lanes of a warp. stage[first..first + 127] is the warp's."""
-    for j in range(lane, PARTIALS, LANES):
-        ss = f32(0)
-        for c in range(j, dim, PARTIALS):
-            ss = fma(ld(x, at + c), ld(x, at + c), ss)
-        sts(stage, first + j, ss)
-    half = PARTIALS // 2
-    while half > 0:
-        syncwarp()  # both halves are written
-        for j in range(lane, half, LANES):
-            sts(stage, first + j, add(lds(stage, first + j), lds(stage, first + j + half)))
-        half >>= 1
-    syncwarp()
-    return div(f32(1), sqrt(add(div(lds(stage, first), i2f(dim)), eps)))
+def squared(x, c, dim, ss):
+    """A partial with x, channel c, if there is one."""
+    x = x if c < dim else f32(0)
+    return fma(x, x, ss)
 
 
 @device
-def no_norm(x, at, dim, eps, stage, first, lane):
+def reciprocal_rms(x, at, dim, eps, lane):
+    """r of the head of `dim` channels from x[at] on, for all lanes of a warp."""
+    s, t, u, v, c = f32(0), f32(0), f32(0), f32(0), i32(lane)
+    while c - lane < dim:
+        d, e, f = i32(c + 32), i32(c + 64), i32(c + 96)
+        xc, xd, xe, xf = ld(x, at + within(c, dim)), ld(x, at + within(d, dim)), ld(x, at + within(e, dim)), ld(x, at + within(f, dim))
+        s, t, u, v = squared(xc, c, dim, s), squared(xd, d, dim, t), squared(xe, e, dim, u), squared(xf, f, dim, v)
+        c = i32(c + 128)
+    return reciprocal(halve128(s, t, u, v, lane), dim, eps)
+
+
+@device
+def no_norm(x, at, dim, eps, lane):
     return f32(0)
 
 
 @device
-def normed(x, at, c, w, r):
-    return mul(mul(ld(x, at + c), r), ldc(w, c))
+def normed(x, r, w):
+    return mul(mul(x, r), w)
 
 
 @device
-def as_it_is(x, at, c, w, r):
-    return ld(x, at + c)
+def as_it_is(x, r, w):
+    return x
 
 
-def rotation(put, reciprocal, get):
-    """Device function: a lane's part of the head of `dim` channels from x[at] on, normed by w, rotated and put to out[to] and behind it."""
+@device
+def weight(w, c):
+    return ld(w, c)
+
+
+@device
+def no_weight(w, c):
+    return f32(0)
+
+
+NORMS = {True: (reciprocal_rms, normed, weight), False: (no_norm, as_it_is, no_weight)}
+
+
+@device
+def channels(i, half, neox):
+    """Those of pair i, or of the last one."""
+    i = within(i, half)
+    first = i if neox else i32(2 * i)
+    return first, i32(first + (half if neox else 1))
+
+
+def constants(get_weight):
+    """Device function: (cos, sin, weight, weight) of pair i, or of the last one."""
     @device
-    def rotate(x, at, w, eps, out, to, table, angles, dim, half, neox, stage, warp, lane):
-        r = reciprocal(x, at, dim, eps, stage, warp * PARTIALS, lane)
-        for i in range(lane, half, LANES):
-            first = i if neox else 2 * i
-            second = first + (half if neox else 1)
-            a, b = get(x, at, first, w, r), get(x, at, second, w, r)
-            c, s = ldc(table, angles + 2 * i), ldc(table, angles + 2 * i + 1)
+    def of_pair(w, table, angles, i, half, neox):
+        first, second = channels(i, half, neox)
+        wa, wb = get_weight(w, first), get_weight(w, second)
+        at = angles + 2 * within(i, half)
+        return ld(table, at), ld(table, at + 1), wa, wb
+    return of_pair
+
+
+def rotation(put, reciprocal_of_head, norm, get_weight):
+    """Device function: a lane's part of the head of `dim` channels from x[at] on, normed by w, rotated and put to out[to] and behind it. p, q: `constants` of
+    the pairs `lane` and lane + 32."""
+    of_pair = constants(get_weight)
+
+    @device
+    def put_pair(out, to, i, half, neox, a, b, p, r):
+        c, s, wa, wb = p
+        if i < half:
+            first, second = channels(i, half, neox)
+            a, b = norm(a, r, wa), norm(b, r, wb)
             put(out, to + first, sub(mul(a, c), mul(b, s)))
             put(out, to + second, add(mul(a, s), mul(b, c)))
-        for i in range(2 * half + lane, dim, LANES):
-            put(out, to + i, get(x, at, i, w, r))
+
+    @device
+    def rotate(x, at, w, eps, out, to, table, angles, dim, half, neox, p, q, lane):
+        r = reciprocal_of_head(x, at, dim, eps, lane)
+        i = i32(lane)
+        while i < half:
+            j = i32(i + LANES)
+            (first, second), (third, fourth) = channels(i, half, neox), channels(j, half, neox)
+            a, b, c, d = ld(x, at + first), ld(x, at + second), ld(x, at + third), ld(x, at + fourth)
+            put_pair(out, to, i, half, neox, a, b, p, r)
+            put_pair(out, to, j, half, neox, c, d, q, r)
+            i = i32(j + LANES)
+            if i < half:
+                p, q = of_pair(w, table, angles, i, half, neox), of_pair(w, table, angles, i32(i + LANES), half, neox)
+        i = i32(2 * half + lane)
+        while i < dim:
+            put(out, to + i, norm(ld(x, at + i), r, get_weight(w, i)))
+            i = i32(i + LANES)
     return rotate
 
 
-@factory([("f16", "f16", False, False), ("f32", "f16", False, False), ("f16", "f32", True, True), ("f16", "f16", False, True), ("f32", "f32", True, False)])
+@factory([("f16", "f16", False, False), ("f32", "f16", False, False), ("f16", "f32", True, True), ("f16", "f16", True, False), ("f16", "f16", False, True),
+          ("f32", "f32", True, False)])
 def rope_set_rows_kernel(type_k, type_v, with_norms, indirect):
-    how, place = (reciprocal_rms, normed) if with_norms else (no_norm, as_it_is), at_address if indirect else in_cell
-    rotate_q, rotate_k, put_v = rotation(put_f32, *how), rotation(PUTS[type_k], *how), PUTS[type_v]
+    how, place = NORMS[with_norms], at_address if indirect else in_cell
+    rotate_q, rotate_k, put_v, of_pair = rotation(put_f32, *how), rotation(PUTS[type_k], *how), PUTS[type_v], constants(how[2])
 
-    def kernel(q, k, v, q_norm, k_norm, pos, table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half, neox, v_cols, eps):
-        stage = cuda.shared.array(STAGE, f32)
-        token, block, warp, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.y, cuda.threadIdx.x
-        q_blocks, k_blocks = (n_head + HEADS - 1) // HEADS, (n_head_kv + HEADS - 1) // HEADS
-        angles = i64(ld(pos, token)) * half * 2
+    def kernel(q, k, v, q_norm, k_norm, pos, rope_table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half, neox, v_cols, eps):
+        token, block, warp, lane = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y), i32(cuda.threadIdx.y), i32(cuda.threadIdx.x)
+        q_blocks, k_blocks = i32(i32(n_head + 3) >> 2), i32(i32(n_head_kv + 3) >> 2)  # of four heads
+        angles = i64(ld(pos, token)) * (2 * half)
+        w = q_norm if block < q_blocks else k_norm
+        first, second = of_pair(w, rope_table, angles, lane, half, neox), of_pair(w, rope_table, angles, i32(lane + LANES), half, neox)
+        wait_for_previous()
         if block < q_blocks:
-            head = block * HEADS + warp
+            head = i32(block * HEADS + warp)
             if head < n_head:
                 at = (i64(token) * n_head + head) * dim
-                rotate_q(q, at, q_norm, eps, q_out, at, table, angles, dim, half, neox, stage, warp, lane)
-        elif block < q_blocks + k_blocks:
-            head = (block - q_blocks) * HEADS + warp
+                rotate_q(q, at, w, eps, q_out, at, rope_table, angles, dim, half, neox, first, second, lane)
+        elif block < i32(q_blocks + k_blocks):
+            head = i32((block - q_blocks) * HEADS + warp)
             if head < n_head_kv:
                 at = (i64(token) * n_head_kv + head) * dim
-                cell, first = place(cache_k, dst_k, token, n_head_kv * dim)
-                rotate_k(k, at, k_norm, eps, cell, first + head * dim, table, angles, dim, half, neox, stage, warp, lane)
+                cell, to = place(cache_k, dst_k, token, n_head_kv * dim)
+                rotate_k(k, at, w, eps, cell, to + head * dim, rope_table, angles, dim, half, neox, first, second, lane)
         else:
-            column = ((block - q_blocks - k_blocks) * HEADS + warp) * LANES + lane
+            column = i32(((block - q_blocks - k_blocks) * HEADS + warp) * LANES + lane)
             if column < v_cols:
-                cell, first = place(cache_v, dst_v, token, v_cols)
-                put_v(cell, first + column, ld(v, i64(token) * v_cols + column))
+                cell, to = place(cache_v, dst_v, token, v_cols)
+                put_v(cell, to + column, ld(v, i64(token) * v_cols + column))
     pointers = F32, F32, F32, F32, F32, I32, F32, I64, I64, F32, POINTERS[type_k], POINTERS[type_v]
-    return Kernel(kernel, (*pointers, N, N, N, N, N, N, SCALAR_F32), n_threads=LANES * HEADS)
+    return Kernel(kernel, (*pointers, N, N, N, N, N, N, SCALAR_F32), n_threads=LANES * HEADS, n_blocks=12)
 
 
 def rope_set_rows(target, type_k, type_v, q, k, v, norms, eps, pos, table, indirect, dst_k, dst_v, q_out, cache_k, cache_v, n, n_head, n_head_kv, dim, n_rot,

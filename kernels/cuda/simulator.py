@@ -10,7 +10,7 @@ It shows wrong results, indices outside an array, misaligned wide accesses, floa
 the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
 """
 from dataclasses import dataclass
-from threading import Barrier, Lock, current_thread
+from threading import Barrier, Condition, Lock, current_thread
 
 import numpy as np
 from numba import cuda, types
@@ -38,6 +38,11 @@ def dp4a(a, b, c):
     for s in range(0, 32, 8):
         c = c + i32(np.int8(a >> s)) * i32(np.int8(b >> s))
     return i32(c)
+
+
+@jit
+def mad_wide(a, b, c):
+    return np.int64(a) * np.int64(b) + c
 
 
 @jit
@@ -96,7 +101,7 @@ _MEANING = {
     "fma": _ternary(arith.fma, "fma"), "as_u32": _unary(arith.as_i32, "as_i32"),
     "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f16_high_to_f32": f16_high_to_f32,
     "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
+    "f2i": f2i, "dp4a": dp4a, "mad_wide": mad_wide, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
 }
 
 
@@ -247,6 +252,49 @@ def match(value):
     return _together(_matched, _as_int(i32)(value))
 
 
+class _Phases:
+    """A barrier of `mbarrier`: one phase after the other, each of n arrivals."""
+
+    def __init__(self, n):
+        self.n, self.n_arrived, self.phase, self.changed = n, 0, 0, Condition()
+
+
+def _barriers():
+    thread = current_thread()
+    with _warps_lock:
+        return thread._manager.__dict__.setdefault("phases", {}).setdefault(tuple(thread.blockIdx), {})
+
+
+def barrier_begin(array, index, n):
+    if not 0 <= index <= len(array) - 2 or index % 2:
+        raise IndexError(f"mbarrier: elements {index}..{index + 1} of {len(array)}")
+    if int(index) in _barriers():
+        raise RuntimeError(f"mbarrier: word {index} holds one that has not ended")
+    _barriers()[int(index)] = _Phases(int(n))
+
+
+def barrier_end(array, index):
+    barrier = _barriers().pop(int(index))
+    if barrier.n_arrived:
+        raise RuntimeError(f"mbarrier: word {index} ends with {barrier.n_arrived} arrivals of {barrier.n}")
+
+
+def barrier_arrive(array, index):
+    barrier = _barriers()[int(index)]
+    with barrier.changed:
+        barrier.n_arrived += 1
+        if barrier.n_arrived == barrier.n:
+            barrier.phase, barrier.n_arrived = barrier.phase + 1, 0
+            barrier.changed.notify_all()
+
+
+def barrier_wait(array, index, parity):
+    barrier = _barriers()[int(index)]
+    with barrier.changed:
+        if not barrier.changed.wait_for(lambda: barrier.phase & 1 != parity, LIMIT_SECONDS):
+            raise RuntimeError(f"mbarrier: word {index} has {barrier.n_arrived} arrivals of {barrier.n}")
+
+
 _warps_lock = Lock()
 LIMIT_SECONDS = 60  # for a lane to wait for the others, one of which may have failed
 
@@ -304,17 +352,18 @@ def group_product(a_type, n):
     """A warp's part of `wgmma.start`; the product is done at once."""
     compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8}[a_type], n), _as_int(i32)
 
-    def start(d, array, index, a0, a1, a2, a3, keep):
-        d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, int(index), [int(x) if keep else 0 for x in d]))
+    def start(d, array, place, a0, a1, a2, a3, keep):
+        d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place), [int(x) if keep else 0 for x in d]))
     return start
 
 
-def copy(name, width, n):
+def copy(name, width, n, step):
     def put(array, index, pointer, first):
-        for i in range(0, 128 * n, 128):
-            if not 0 <= index + i <= len(array) - width or index % width:
-                raise IndexError(f"{name}: elements {index + i}..{index + i + width - 1} of {len(array)}")
-            array[index + i:index + i + width] = pointer.elements[pointer.slice(name, first + i, width)]
+        for i in range(n):
+            to = index + 128 * i
+            if not 0 <= to <= len(array) - width or index % width:
+                raise IndexError(f"{name}: elements {to}..{to + width - 1} of {len(array)}")
+            array[to:to + width] = pointer.elements[pointer.slice(name, first + step * i, width)]
     return put
 
 

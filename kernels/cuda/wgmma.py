@@ -17,7 +17,8 @@ from numba import types
 from .ptx import SIMULATED, _check, _effect, _named, _shared_address
 
 ATOM_WORDS = 256     # eight columns
-DESCRIPTOR = 1 << 62 | (8 * 128 >> 4) << 32 | 1 << 16  # 128-byte swizzle, atoms 1024 bytes apart
+DESCRIPTOR = 1 << 30 | 8 * 128 >> 4, 1 << 16  # words, high and low, to which the place is added: 128-byte swizzle, atoms 1024 bytes apart
+PLACE = 4            # words that a place counts
 
 if SIMULATED:
     from . import simulator
@@ -29,7 +30,7 @@ fence = _effect("fence", "fence.proxy.async.shared::cta;")   # copies to shared 
 
 class Products(NamedTuple):
     """The intrinsics of products with n columns of B, whose D is a local array of n / 2 int32."""
-    start: object                 # (d, array, index, a0, a1, a2, a3, keep): starts D = A B, or D + A B if keep; B begins at array[index]
+    start: object                 # (d, array, place, a0, a1, a2, a3, keep): starts D = A B, or D + A B if keep; B begins at `place` of the array
     start_u: object               # the same with A of uint8
     wait: object                  # (d): behind it D is what the product left there
     wait_but_one: object          # the same, but for the product started last
@@ -58,19 +59,17 @@ def _start(name, a_type, n):
     results = ", ".join(f"${i}" for i in range(n_sums))
     a, b, keep = ", ".join(f"${i}" for i in range(2 * n_sums, 2 * n_sums + 4)), f"${2 * n_sums + 4}", f"${2 * n_sums + 5}"
     text = (f"{{ .reg .pred keep; setp.ne.b32 keep, {keep}, 0; wgmma.fence.sync.aligned; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, {b}, keep; wgmma.commit_group.sync.aligned; }}")
+            f".reg .b64 b; mov.b64 b, {{{b}, {DESCRIPTOR[0]}}}; "
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, b, keep; wgmma.commit_group.sync.aligned; }}")
 
-    def typed(typingctx, d, array, index, a0, a1, a2, a3, keep):
-        for t in (index, a0, a1, a2, a3, keep):
+    def typed(typingctx, d, array, place, a0, a1, a2, a3, keep):
+        for t in (place, a0, a1, a2, a3, keep):
             _check(name, "r", t)
 
         def codegen(context, builder, signature, args):
-            long = ir.IntType(64)
-            address = builder.zext(builder.lshr(_shared_address(context, builder, signature.args[1], args[1], args[2]), ir.IntType(32)(4)), long)
-            _tied(builder, _elements(context, builder, signature.args[0], args[0], n_sums), text,
-                  [*args[3:7], builder.or_(address, long(DESCRIPTOR)), args[7]], ["r"] * 4 + ["l", "r"])
+            _tied(builder, _elements(context, builder, signature.args[0], args[0], n_sums), text, [*args[3:7], args[2], args[7]], ["r"] * 6)
             return context.get_dummy_value()
-        return types.void(d, array, types.int64, *[types.int32] * 5), codegen
+        return types.void(d, array, *[types.int32] * 6), codegen
     return intrinsic(_named(name, 8)(typed))
 
 
@@ -85,6 +84,19 @@ def _wait(but, n):
             return context.get_dummy_value()
         return types.void(d), codegen
     return intrinsic(_named("wait", 1)(typed))
+
+
+def _typed_place(typingctx, array, index):
+    """(array, index) -> the place of an element, int32, of which the next 16 bytes are the next one: what a product takes."""
+    _check("place", "r", index)
+
+    def codegen(context, builder, signature, args):
+        word = ir.IntType(32)
+        return builder.add(builder.lshr(_shared_address(context, builder, array, *args), word(4)), word(DESCRIPTOR[1]))
+    return types.int32(array, types.int64), codegen
+
+
+place = (lambda array, index: int(index) // PLACE) if SIMULATED else intrinsic(_named("place", 2)(_typed_place))
 
 
 @lru_cache(None)
