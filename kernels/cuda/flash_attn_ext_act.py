@@ -82,8 +82,12 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         wait_for_previous()
         m, l = load_statistics(pieces, statistics, own, n_pieces)
         slot = i32(0)
-        while slot < SLOTS - 1:
+        n_slots = i32(min(SLOTS - 1, (n_pieces + SLOT - 1) >> 4))
+        while slot < n_slots:
             copy(s, pieces, at, slot * SLOT, n_pieces, slot, tid)
+            slot = i32(slot + 1)
+        while slot < SLOTS - 1:  # groups without copies
+            copies_commit()
             slot = i32(slot + 1)
         M, L, O = MINUS_INFINITY, ZERO, ZERO
         piece, slot = i32(0), i32(0)
