@@ -21,8 +21,8 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .cooperative import cooperative
-from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limb_pair, limbs, octet_loader, pair_mask, rest, scales,
-                          value_loader)
+from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limb_pair, limbs, octet_loader,
+                          pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
