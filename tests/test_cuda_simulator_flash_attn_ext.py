@@ -199,7 +199,7 @@ def test_heads_together(group, heads):
 
 
 @pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
-    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16)),     # a block a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16)),     # one block a multiprocessor
     (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 16)),
     (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1)),
     (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1)),

@@ -16,6 +16,7 @@ FULL, HIGH, ZERO = f32(LIMIT), f32(16384), f32(0)
 MINUS_INFINITY = f32(-np.inf)
 LIFT = f32(1.5 * 2**23 + 64)                   # bits of x + LIFT: 128 hi + lo + 64 in the low 16
 EVEN_BITS, TOP_BITS = u32(0xfefefefe), u32(0x80808080)
+HI, LO = u32(0xff00ff00), u32(0x00ff00ff)      # bytes of limb_pair
 BYTE_FLOAT, BYTE_ZERO = u32(0x4b000000), f32(2**23 + 128)  # a byte b below BYTE_FLOAT is 2^23 + b
 
 
@@ -46,6 +47,18 @@ def limbs(a, b, c, d):
     x, y = prmt(a, b, 0x5410), prmt(c, d, 0x5410)
     x, y = u32(x << u32(1)), u32(y << u32(1))
     return prmt(x, y, 0x7531), u32((prmt(x, y, 0x6420) & EVEN_BITS) ^ TOP_BITS)
+
+
+@device
+def pair_mask(n):
+    """For `limb_pair`. n: an int32 that is not negative, of which the compiler does not know that: of two constants one is in a register then."""
+    return u32(u32(0xfffefffe) + u32(n >> 31))
+
+
+@device
+def limb_pair(a, b, mask):
+    """Two lifted levels -> a word: low limb, doubled, and high limb of one, then of the other. mask: `pair_mask`."""
+    return u32(((prmt(a, b, 0x5410) << u32(1)) & mask) ^ u32(0x00800080))
 
 
 @device

@@ -69,7 +69,7 @@ def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: in
         return 4 * tile.shared_layout(dim_k, dim_v, n_warps).n_words <= shared_limit
     if few_tokens(n, n_ctx):
         if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
-            return AttentionShape("few", heads, n_splits(few.resident(dim_k, dim_v), n * parts))
+            return AttentionShape("few", heads, n_splits(few.RESIDENT, n * parts))
     elif fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and fits(4):
         if split:
             return AttentionShape("tile", heads, n_splits(TILES, n_tiles(4)), 4)

@@ -1,9 +1,9 @@
 """quantize(flash_attn_ext(...)): the pieces of few tokens are combined into activation blocks, attention of other shapes is quantized behind.
 
 A block of 256 threads of the combination is 256 columns of a token, whole heads of them or part of one. o comes by copies into a ring of slots of 16
-pieces, four of them on their way. The warps of a head share its pieces, lane = piece: M by a scan and from the warps before, a, b and mul(l, b); rounds, where a
-head has more pieces than lanes. thread = column: the chain; then the chunk is quantized as by `quantize`. Of the first pieces nothing waits but for the kernel
-before: positions are read earlier. What is left out, and a sink, as in `flash_attn_ext_combine`.
+pieces, four of them on their way. The warps of a head share its pieces, lane = piece: M by a scan and from the warps before, a, b and mul(l, b); in rounds,
+where a head has more pieces than lanes. thread = column: the chain; then the chunk is quantized as by `quantize`. Of the first pieces nothing waits but for the
+kernel before: positions are read earlier. What is left out, and a sink, as in `flash_attn_ext_combine`.
 """
 from itertools import accumulate
 
@@ -82,8 +82,12 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         wait_for_previous()
         m, l = load_statistics(pieces, statistics, own, n_pieces)
         slot = i32(0)
-        while slot < SLOTS - 1:
+        n_slots = i32(min(SLOTS - 1, (n_pieces + SLOT - 1) >> 4))
+        while slot < n_slots:
             copy(s, pieces, at, slot * SLOT, n_pieces, slot, tid)
+            slot = i32(slot + 1)
+        while slot < SLOTS - 1:  # groups without copies
+            copies_commit()
             slot = i32(slot + 1)
         M, L, O = MINUS_INFINITY, ZERO, ZERO
         piece, slot = i32(0), i32(0)

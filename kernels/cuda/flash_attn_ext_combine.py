@@ -53,7 +53,7 @@ def sink(M, L, s):
 @device
 def statistics_at(n, n_head, n_ctx, dim_v):
     """Where (m, l) begin."""
-    return i64(n) * n_head * ((n_ctx + PIECE - 1) // PIECE) * stride_there(dim_v)
+    return i64(i32(i32(n * n_head) * (i32(n_ctx + PIECE - 1) >> 7))) * stride_there(dim_v)
 
 
 def piece_floats(n: int, n_head: int, n_ctx: int, dim_v: int) -> int:

@@ -1,18 +1,19 @@
 """Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8).
 
-A block of 8 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
+A block of 16 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
 (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its position and the window reach, which the kernel reads; blocks
 without one exit at once, so a launch holds no number that grows. Position and sequence are read before the kernel that writes the cache has ended; all
 else that a block reads first it asks for at once when it has.
 
-A warp has 16 keys, and no key or value passes through shared memory. Lane l = 4 g + t
+A warp has 8 keys, and no key or value passes through shared memory. Lane l = 4 g + t
 
-    1. has of keys g and g + 8 the channels 8 t .. and 32 + 8 t .. of each 64: a column of B; A has the queries, head g in row g (hi) and g + 8 (lo)
-    2. gets the scores of head g with keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t: four levels of p', a word of A
-    3. has of those four keys the channels 8 g .. of each 64: a word of B for each
+    1. has of key g the channels 8 t .. and 32 + 8 t .. of each 64: a column of B; A has the queries, head g in row g (hi) and g + 8 (lo)
+    2. gets the scores of head g with keys 2 t and 2 t + 1: two levels of p', which stand at the places of hi in a word of A, at those of lo in another
+    3. has of those two keys the channels 8 g .. of each 64: lo and hi of both are a word of B for each
 
 In 2. the warps exchange maxima, p for the tree of sums, and amaxes; in 3. they leave integer sums, which threads add up, one for each output.
-Heads of more than 256 channels (latent attention) do not lie in registers as a whole: they come 64 channels at a time, values for their amax and once more.
+Heads of more than 256 channels (latent attention; q8_0: 128) do not lie in registers as a whole: they come 64 channels at a time, values for their amax and
+once more.
 """
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,17 +21,19 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .cooperative import cooperative
-from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, octet_loader, rest, scales, value_loader
+from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limb_pair, limbs, octet_loader,
+                          pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
+from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
                   sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 
-THREADS, WARPS = 256, 8
+THREADS, WARPS, KEYS = 512, 16, 8  # KEYS: of a warp
 MOST_HEADS = 8       # of a block: the rows of half a fragment
-MOST_CHANNELS, WHOLE = 576, 256  # that are taken, and that lie in registers as a whole
-CHUNK_STRIDE = 20    # words from one lane's 16 sums to the next one's: 16 bytes of eight lanes then lie in all 32 banks
+MOST_CHANNELS = 576  # that are taken
+RESIDENT = 1         # blocks of a multiprocessor: what registers allow
+LANE = 36            # words from one lane's 32 to the next one's: 16 bytes of eight lanes then lie in all 32 banks
 
 
 class Shared(NamedTuple):
@@ -41,20 +44,20 @@ class Shared(NamedTuple):
     p: int        # f32 [heads][128]
     q: int        # words of A [block][half][lane][4]
     q_d: int      # f32 [block][8 heads]: d_q * scale
-    sums: int     # i32 [2 slabs][warp][HH, rest][head][4 lanes][CHUNK_STRIDE]
+    sums: int     # i32 [slab][warp][head][4 lanes t][LANE]: HH of channels 16 t + i and 16 t + 8 + i, 4 `rest` of both, for i = 0..7
     n_words: int
 
 
+def slabs_at_once(dim_v: int, heads: int) -> int:
+    """Slabs of V whose sums have room at once."""
+    return 1 if dim_v <= CHANNELS or heads > MOST_HEADS // 2 else 2
+
+
 def shared_layout(dim_k: int, dim_v: int, heads: int) -> Shared:
-    n_blocks, slabs = -(-dim_k // CHANNELS), min(2, -(-dim_v // CHANNELS))
+    n_blocks = -(-dim_k // CHANNELS)
     sizes = (WARPS * MOST_HEADS, WARPS * MOST_HEADS, MOST_HEADS, heads * PIECE, n_blocks * 256, n_blocks * MOST_HEADS,
-             slabs * WARPS * 2 * heads * 4 * CHUNK_STRIDE)
+             slabs_at_once(dim_v, heads) * WARPS * heads * 4 * LANE)
     return Shared(*accumulate(sizes, initial=0))
-
-
-def resident(dim_k: int, dim_v: int) -> int:
-    """Blocks of a multiprocessor: what registers allow."""
-    return 2 if max(dim_k, dim_v) <= 128 else 1
 
 
 @device
@@ -108,55 +111,46 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
     """parts: blocks of the heads of a KV head."""
     K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads)
     n_blocks, n_slabs, z = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), i32(0)
-    k_words, v_words, v_row, side_words, kind_words = K.n_words, V.n_words, stride(dim_v), WARPS * 2 * heads * 4 * CHUNK_STRIDE, heads * 4 * CHUNK_STRIDE
-    whole = max(dim_k, dim_v) <= WHOLE
+    k_words, v_words, v_row, warp_words, at_once = K.n_words, V.n_words, stride(dim_v), heads * 4 * LANE, slabs_at_once(dim_v, heads)
+    side_words, n_sums, halves = WARPS * warp_words, at_once * 32 * heads, type_k == type_v == "f16"
+    whole = max(dim_k, dim_v) <= (256 if halves else 128)  # keys and values lie in registers as a whole
     key_words, value_words = 2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1)  # of a key and a value in registers
-    n_k_raw, n_v_raw, n_rounds = 2 * key_words, 4 * value_words, -(-64 * heads // THREADS)
-    ahead = type_k == type_v == "f16" and heads < MOST_HEADS and whole  # keys are loaded a piece ahead; else there are no registers for them
+    n_k_raw, n_v_raw = key_words, 2 * value_words
+    ahead = halves and whole  # keys are loaded a piece ahead; else there are no registers for them
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
 
-    # Keys key + g and key + g + 8, values key + 2 t, key + 2 t + 1, key + 2 t + 8, key + 2 t + 9; where they are beyond the query's position, what is there.
+    # Key key + g, values key + 2 t and key + 2 t + 1; where they are beyond the query's position, what is there.
     # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
 
     @device
     def load_keys(k, first, row, key, position, lane, raw):
-        g, t = lane >> 2, lane & 3
-        load_key(k, first + i64(min(key + g, position)) * row, t, raw, 0)
-        load_key(k, first + i64(min(key + g + 8, position)) * row, t, raw, key_words)
+        load_key(k, first + i64(min(key + (lane >> 2), position)) * row, lane & 3, raw, 0)
 
     @device
     def load_key_block(k, first, row, key, position, b, lane, raw):
-        """64 channels of them."""
-        g, i = lane >> 2, 8 * b + (lane & 3)
-        low, high = first + i64(min(key + g, position)) * row, first + i64(min(key + g + 8, position)) * row
-        load_k(k, low, i, raw, 0)
-        load_k(k, low, i + 4, raw, k_words)
-        load_k(k, high, i, raw, key_words)
-        load_k(k, high, i + 4, raw, key_words + k_words)
+        """64 channels of it."""
+        i, at = 8 * b + (lane & 3), first + i64(min(key + (lane >> 2), position)) * row
+        load_k(k, at, i, raw, 0)
+        load_k(k, at, i + 4, raw, k_words)
 
     @device
     def load_values(v, first, row, key, position, lane, raw):
         g, even = lane >> 2, key + 2 * (lane & 3)
         load_value(v, first + i64(min(even, position)) * row, g, raw, 0)
         load_value(v, first + i64(min(even + 1, position)) * row, g, raw, value_words)
-        load_value(v, first + i64(min(even + 8, position)) * row, g, raw, 2 * value_words)
-        load_value(v, first + i64(min(even + 9, position)) * row, g, raw, 3 * value_words)
 
     @device
     def load_value_slab(v, first, row, key, position, b, lane, raw):
         even, i = key + 2 * (lane & 3), 8 * b + (lane >> 2)
         load_v(v, first + i64(min(even, position)) * row, i, raw, 0)
         load_v(v, first + i64(min(even + 1, position)) * row, i, raw, value_words)
-        load_v(v, first + i64(min(even + 8, position)) * row, i, raw, 2 * value_words)
-        load_v(v, first + i64(min(even + 9, position)) * row, i, raw, 3 * value_words)
 
     @device
     def load_present(present, cell, key, position, lane, held):
         even = key + 2 * (lane & 3)
         held[0], held[1] = ld(present, cell + min(even, position)), ld(present, cell + min(even + 1, position))
-        held[2], held[3] = ld(present, cell + min(even + 8, position)), ld(present, cell + min(even + 9, position))
 
     @device
     def prepare_block(q, at, b, valid, lane, scale, s):
@@ -191,38 +185,52 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         return c[0], c[1], rest(c[2] + e[0], e[2]), rest(c[3] + e[1], e[3])
 
     @device
-    def add_block(raw, first, b, lane, s, x):
-        """Adds block b, which begins at word `first`, to the scores of a lane's four keys. Of keys g and g + 8, which lie with four lanes, two of these
-        divide for one."""
-        second = first + key_words
-        one, two = amax_k(amax_k(z, raw, first), raw, first + k_words), amax_k(amax_k(z, raw, second), raw, second + k_words)
+    def block_amax(raw, first):
+        return amax_k(amax_k(z, raw, first), raw, first + k_words)
+
+    @device
+    def block_scales(one, two, lane):
+        """d_k and 16256 / amax of two blocks of key g, which lies with four lanes: two of them divide for one block, lane & 2 says which."""
         state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
         d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
-        d, inv = as_i32(d), as_i32(inv)
+        return as_i32(d), as_i32(inv)
+
+    @device
+    def add_dots(raw, first, b, side, d, inv, lane, s, x):
+        """Adds block b, which begins at word `first`, to the scores of a lane's two keys. d, inv: with lanes of `side`, 0 or 2."""
         q, p = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
-        u = dot(raw, first, as_f32(shuffle(inv, lane & -3)), q, p)
-        w = dot(raw, second, as_f32(shuffle(inv, lane | 2)), q, p)
-        at, q_d = 8 * (lane & 3), get(s, where.q_d + b * MOST_HEADS + (lane >> 2))  # at: a lane of key 2 t
-        return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]), fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]),
-                fma(mul(fixed_point(w[0], w[2]), q_d), as_f32(shuffle(d, at + 2)), x[2]), fma(mul(fixed_point(w[1], w[3]), q_d), as_f32(shuffle(d, at + 6)), x[3]))
+        u = dot(raw, first, as_f32(shuffle(inv, lane & -3 | side)), q, p)
+        at, q_d = 8 * (lane & 3) + side, get(s, where.q_d + b * MOST_HEADS + (lane >> 2))  # at: a lane of key 2 t
+        return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]), fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]))
+
+    @device
+    def add_block(raw, first, b, lane, s, x):
+        amax = block_amax(raw, first)
+        d, inv = block_scales(amax, amax, lane)
+        return add_dots(raw, first, b, 0, d, inv, lane, s, x)
+
+    @device
+    def add_two_blocks(raw, first, b, lane, s, x):
+        d, inv = block_scales(block_amax(raw, first), block_amax(raw, first + 2 * k_words), lane)
+        return add_dots(raw, first + 2 * k_words, b + 1, 2, d, inv, lane, s, add_dots(raw, first, b, 0, d, inv, lane, s, x))
 
     @device
     def scores(raw, lane, s):
-        """Of head g with a lane's four keys."""
-        x = add_block(raw, 0, 0, lane, s, (ZERO, ZERO, ZERO, ZERO))
+        """Of head g with a lane's two keys."""
+        x = ZERO, ZERO
         if n_blocks > 1:
-            x = add_block(raw, 2 * k_words, 1, lane, s, x)
-        if n_blocks > 2:
-            x = add_block(raw, 4 * k_words, 2, lane, s, x)
+            x = add_two_blocks(raw, 0, 0, lane, s, x)
         if n_blocks > 3:
-            x = add_block(raw, 6 * k_words, 3, lane, s, x)
+            x = add_two_blocks(raw, 4 * k_words, 2, lane, s, x)
+        if n_blocks & 1:
+            x = add_block(raw, (n_blocks - 1) * 2 * k_words, n_blocks - 1, lane, s, x)
         return x
 
     @cooperative
     def scores_by_block(k, first, row, key, position, lane, s):
         raw, following = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
         load_key_block(k, first, row, key, position, 0, lane, following)
-        x, b = (ZERO, ZERO, ZERO, ZERO), i32(0)
+        x, b = (ZERO, ZERO), i32(0)
         while b < n_blocks:
             for i in range(n_k_raw):
                 raw[i] = following[i]
@@ -233,8 +241,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         return x
 
     @device
-    def key_amax(raw, first, lane):
-        """Over a lane's channels of a key and those of the lane 16 further."""
+    def value_amax(raw, first):
+        """Over a lane's channels of a value."""
         state = amax_v(z, raw, first)
         if n_slabs > 1:
             state = amax_v(state, raw, first + v_words)
@@ -242,91 +250,92 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
             state = amax_v(state, raw, first + 2 * v_words)
         if n_slabs > 3:
             state = amax_v(state, raw, first + 3 * v_words)
-        return merge_v(state, shuffle(state, lane ^ 16))
-
-    @device
-    def key_amaxes(raw, lane):
-        return key_amax(raw, 0, lane), key_amax(raw, value_words, lane), key_amax(raw, 2 * value_words, lane), key_amax(raw, 3 * value_words, lane)
+        return state
 
     @cooperative
-    def key_amaxes_by_slab(v, first, row, key, position, lane):
+    def value_amaxes_by_slab(v, first, row, key, position, lane):
         raw = cuda.local.array(n_v_raw, u32)
-        a, b, c, d, i = z, z, z, z, i32(0)
+        a, b, i = z, z, i32(0)
         while i < n_slabs:
             load_value_slab(v, first, row, key, position, i, lane, raw)
             a, b = amax_v(a, raw, 0), amax_v(b, raw, value_words)
-            c, d = amax_v(c, raw, 2 * value_words), amax_v(d, raw, 3 * value_words)
             i = i32(i + 1)
-        return (merge_v(a, shuffle(a, lane ^ 16)), merge_v(b, shuffle(b, lane ^ 16)),
-                merge_v(c, shuffle(c, lane ^ 16)), merge_v(d, shuffle(d, lane ^ 16)))
+        return a, b
 
     @device
-    def of_four(x, t):
-        x = as_i32(x)
-        return as_f32(shuffle(x, t)), as_f32(shuffle(x, t + 4)), as_f32(shuffle(x, t + 8)), as_f32(shuffle(x, t + 12))
+    def value_scales(amaxes, lane):
+        """d_v and 16256 / amax of a lane's two keys, whose channels lie with the lanes of one t. Half of those divide for one key, lane & 16 says which."""
+        a, b = amaxes
+        state = merge_v(b if lane & 16 else a, shuffle(a if lane & 16 else b, lane ^ 16))
+        state = merge_v(state, shuffle(state, lane ^ 8))
+        d_v, inv = scales(pattern_v(merge_v(state, shuffle(state, lane ^ 4))))
+        d_v, inv, t = as_i32(d_v), as_i32(inv), lane & 3
+        return (as_f32(shuffle(d_v, t)), as_f32(shuffle(d_v, t + 16))), (as_f32(shuffle(inv, t)), as_f32(shuffle(inv, t + 16)))
 
     @device
-    def key_scales(amaxes, lane):
-        """d_v and 16256 / amax of a lane's four keys, whose channels lie with the lanes of one t. Each divides for one of them, key g & 3."""
-        a, b, c, d = amaxes
-        mine, other = (c if lane & 8 else a, d if lane & 8 else b), (a if lane & 8 else c, b if lane & 8 else d)
-        x, y = merge_v(mine[0], shuffle(other[0], lane ^ 8)), merge_v(mine[1], shuffle(other[1], lane ^ 8))
-        d_v, inv = scales(pattern_v(merge_v(y if lane & 4 else x, shuffle(x if lane & 4 else y, lane ^ 4))))
-        return of_four(d_v, lane & 3), of_four(inv, lane & 3)
+    def weigh(p, a, b, inv, mask):
+        """Sums of a lane's two outputs, of one channel's two values."""
+        v = limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask)
+        h, l = mma16(p[0], p[1], v, z, z, z, z), mma16(p[2], p[3], v, z, z, z, z)
+        return h[0], h[1], i32((i32(h[2] + l[0]) << 8) + l[2]), i32((i32(h[3] + l[1]) << 8) + l[3])
 
     @device
-    def weigh(p_hi, p_lo, a, b, c, d, inv):
-        """Sums of a lane's two outputs, of one channel's four values."""
-        v_hi, v_lo = limbs(lifted(a, inv[0]), lifted(b, inv[1]), lifted(c, inv[2]), lifted(d, inv[3]))
-        h = mma16(p_hi, p_lo, v_hi, z, z, z, z)
-        l = mma16(p_hi, p_lo, v_lo, z, z, z, z)
-        return h[0], rest(h[2] + l[0], l[2]), h[1], rest(h[3] + l[1], l[3])
-
-    @device
-    def weigh4(p_hi, p_lo, a, b, c, d, inv, s, at, valid):
-        """Leaves the sums of channels at.. and at + 8.. of a slab. a to d: of four channels the values of a key."""
-        x, y = weigh(p_hi, p_lo, a[0], b[0], c[0], d[0], inv), weigh(p_hi, p_lo, a[1], b[1], c[1], d[1], inv)
-        u, w = weigh(p_hi, p_lo, a[2], b[2], c[2], d[2], inv), weigh(p_hi, p_lo, a[3], b[3], c[3], d[3], inv)
+    def leave4(p, a, b, inv, mask, s, at, valid):
+        """The sums of four channels."""
+        x, y = weigh(p, a[0], b[0], inv, mask), weigh(p, a[1], b[1], inv, mask)
+        u, w = weigh(p, a[2], b[2], inv, mask), weigh(p, a[3], b[3], inv, mask)
         if valid:
-            sts4(s, at, x[0], y[0], u[0], w[0])
-            sts4(s, at + kind_words, x[1], y[1], u[1], w[1])
-            sts4(s, at + 8, x[2], y[2], u[2], w[2])
-            sts4(s, at + kind_words + 8, x[3], y[3], u[3], w[3])
+            sts4(s, at, x[0], x[1], x[2], x[3])
+            sts4(s, at + 4, y[0], y[1], y[2], y[3])
+            sts4(s, at + 8, u[0], u[1], u[2], u[3])
+            sts4(s, at + 12, w[0], w[1], w[2], w[3])
 
     @device
-    def weigh_slab(p_hi, p_lo, raw, first, inv, s, at, valid):
-        a, b = values_v(raw, first), values_v(raw, first + value_words)
-        c, d = values_v(raw, first + 2 * value_words), values_v(raw, first + 3 * value_words)
-        weigh4(p_hi, p_lo, (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), (c[0], c[1], c[2], c[3]), (d[0], d[1], d[2], d[3]), inv, s, at, valid)
-        weigh4(p_hi, p_lo, (a[4], a[5], a[6], a[7]), (b[4], b[5], b[6], b[7]), (c[4], c[5], c[6], c[7]), (d[4], d[5], d[6], d[7]), inv, s, at + 4, valid)
-
-    @device
-    def leave_slab(p_hi, p_lo, raw, first, side, inv, tid, s):
+    def leave_slab(p, raw, first, side, inv, mask, tid, s):
         """The warp's sums of 64 channels, which begin at word `first`."""
         tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
-        at = where.sums + side * side_words + (tid >> 5) * 2 * kind_words + (tid & 31) * CHUNK_STRIDE
-        weigh_slab(p_hi, p_lo, raw, first, inv, s, at, tid & 31 < 4 * heads)
+        lane = tid & 31
+        at, valid = where.sums + side * side_words + (tid >> 5) * warp_words + lane * LANE, lane < 4 * heads
+        a, b = values_v(raw, first), values_v(raw, first + value_words)
+        leave4(p, (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), inv, mask, s, at, valid)
+        leave4(p, (a[4], a[5], a[6], a[7]), (b[4], b[5], b[6], b[7]), inv, mask, s, at + 16, valid)
         syncwarp()  # the work on one slab after that on the other, or it takes all registers
 
     @device
+    def leave_slabs(p, raw, b, inv, mask, tid, s):
+        """Of as many slabs as have room, whose values lie in registers."""
+        leave_slab(p, raw, b * v_words, 0, inv, mask, tid, s)
+        if at_once > 1 and b + 1 < n_slabs:
+            leave_slab(p, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
+
+    @cooperative
+    def more_slabs(p, raw, b, inv, mask, tid, s, pieces, piece, most_pieces):
+        """Adds up those before b, leaves those from b on."""
+        cuda.syncthreads()
+        add_up(b - at_once, tid, s, pieces, piece, most_pieces)
+        cuda.syncthreads()  # those sums are read
+        leave_slabs(p, raw, b, inv, mask, tid, s)
+
+    @device
     def add_up(b, tid, s, pieces, piece, most_pieces):
-        """o of slabs b and b + 1, two channels a thread. piece: the first head's."""
+        """o of slabs from b on, as many as have room, two channels a thread. piece: the first head's."""
         r = i32(0)
-        while r < n_rounds:
-            i = i32(afresh(tid) + r * THREADS)
-            r = i32(r + 1)
+        while r < n_sums:
+            i = i32(afresh(tid) + r)
+            r = i32(r + THREADS)
             side = i32(1 if i >= 32 * heads else 0)
-            head, c = i32((i >> 5) - side * heads), i32(2 * (i & 31))
-            channel = i32((b + side) * CHANNELS + c)
-            if (n_rounds * THREADS == 64 * heads or i < 64 * heads) and (dim_v % (2 * CHANNELS) == 0 or channel < dim_v):
-                at = where.sums + side * side_words + (4 * head + (c >> 4)) * CHUNK_STRIDE + (c & 15)
-                hh, low = lds2(s, at), lds2(s, at + kind_words)
+            j = i32(i - side * 32 * heads)
+            head, channel = i32(j >> 5), i32((b + side) * CHANNELS + 2 * (j & 24) + (j & 7))
+            if (n_sums % THREADS == 0 or i < n_sums) and (dim_v % (at_once * CHANNELS) == 0 or channel < dim_v):
+                at = where.sums + side * side_words + (j >> 3) * LANE + 4 * (j & 7)
+                x = lds4(s, at)
                 for w in range(1, WARPS):
-                    more_hh, more_low = lds2(s, at + w * 2 * kind_words), lds2(s, at + w * 2 * kind_words + kind_words)
-                    hh, low = (i32(hh[0] + more_hh[0]), i32(hh[1] + more_hh[1])), (i32(low[0] + more_low[0]), i32(low[1] + more_low[1]))
-                to, d = (piece + head * most_pieces) * v_row + channel, get(s, where.d_p + head)
-                st(pieces, to, mul(fixed_point(hh[0], low[0]), d))
-                st(pieces, to + 1, mul(fixed_point(hh[1], low[1]), d))
+                    y = lds4(s, at + w * warp_words)
+                    x = i32(x[0] + y[0]), i32(x[1] + y[1]), i32(x[2] + y[2]), i32(x[3] + y[3])
+                to, d = i64(i32(piece + head * most_pieces)) * v_row + channel, get(s, where.d_p + head)
+                st(pieces, to, mul(fixed_point(x[0], x[2] >> 2), d))
+                if dim_v % 16 == 0 or channel + 8 < dim_v:
+                    st(pieces, to + 8, mul(fixed_point(x[1], x[3] >> 2), d))
 
     @device
     def sum8(s, i):
@@ -335,7 +344,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
 
     def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):
         s = cuda.shared.array(0, types.int32)
-        k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(4, i32)
+        k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(2, i32)
         token = cuda.blockIdx.z
         position, sequence = ld(pos, token), ld(seq, token)
         n_splits = i32(cuda.gridDim.x // parts)
@@ -351,7 +360,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
         first_k, first_v = cell * row_k + cuda.blockIdx.y * (dim_k // 8), cell * row_v + cuda.blockIdx.y * (dim_v // 8)
 
-        key = i32(piece * PIECE + warp * 16)
+        key = i32(piece * PIECE + warp * KEYS)
+        load_present(present, cell, key, position, lane, held)
         if whole:
             load_keys(k, first_k, row_k, key, position, lane, k_raw)
             load_values(v, first_v, row_v, key, position, lane, v_raw)
@@ -362,104 +372,100 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         cuda.syncthreads()  # the queries are prepared
 
         while piece <= position >> 7:
-            # 1. Scores of keys k0, k0 + 1, k2, k2 + 1; those beyond the query's position are not seen
+            # 1. Scores of keys even and even + 1; those beyond the query's position are not seen
             now, here_key = piece, key
-            load_present(present, cell, key, position, lane, held)
-            k0, k2, oldest = i32(key + 2 * t), i32(key + 2 * t + 8), i32(position - window)
+            even, oldest = i32(key + 2 * t), i32(position - window)
             if whole:
-                s0, s1, s2, s3 = scores(k_raw, lane, s)
+                s0, s1 = scores(k_raw, lane, s)
             else:
-                s0, s1, s2, s3 = scores_by_block(k, first_k, row_k, key, position, lane, s)
-            visible0, visible1 = oldest < k0 <= position and held[0] != 0, oldest <= k0 < position and held[1] != 0
-            visible2, visible3 = oldest < k2 <= position and held[2] != 0, oldest <= k2 < position and held[3] != 0
+                s0, s1 = scores_by_block(k, first_k, row_k, key, position, lane, s)
+            visible0, visible1 = oldest < even <= position and held[0] != 0, oldest <= even < position and held[1] != 0
             piece = i32(piece + n_splits)
-            key = i32(piece * PIECE + warp * 16)
+            key = i32(piece * PIECE + warp * KEYS)
             if ahead and piece <= position >> 7:  # the next keys come while this piece is worked on
                 load_keys(k, first_k, row_k, key, position, lane, k_raw)
 
             # 2. m, p, l and the levels of p'
             m = larger_float(MINUS_INFINITY, s0 if visible0 else MINUS_INFINITY)
             m = larger_float(m, s1 if visible1 else MINUS_INFINITY)
-            m = larger_float(m, s2 if visible2 else MINUS_INFINITY)
-            m = larger_float(m, s3 if visible3 else MINUS_INFINITY)
             m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
             if t == 0:
                 put(s, where.maxima + warp * MOST_HEADS + g, m)
             cuda.syncthreads()  # maxima of the warps are written
             tid = afresh(tid)
             lane, warp, g, t = i32(tid & 31), i32(tid >> 5), i32((tid & 31) >> 2), i32(tid & 3)
-            for w in range(WARPS):
-                m = larger_float(m, get(s, where.maxima + w * MOST_HEADS + g))
-            p0, p1, p2, p3 = exp(sub(s0, m)), exp(sub(s1, m)), exp(sub(s2, m)), exp(sub(s3, m))
+            for w in range(0, WARPS, 4):
+                m = larger_float(m, get(s, where.maxima + (w + t) * MOST_HEADS + g))
+            m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
+            p0, p1 = exp(sub(s0, m)), exp(sub(s1, m))
             p0, p1 = p0 if visible0 else ZERO, p1 if visible1 else ZERO
-            p2, p3 = p2 if visible2 else ZERO, p3 if visible3 else ZERO
             if g < heads:
-                to = where.p + g * PIECE + warp * 16 + 2 * t
+                to = where.p + g * PIECE + warp * KEYS + 2 * t
                 put(s, to, p0)
                 put(s, to + 1, p1)
-                put(s, to + 8, p2)
-                put(s, to + 9, p3)
             if whole:
-                d, inv = key_scales(key_amaxes(v_raw, lane), lane)
+                d, inv = value_scales((value_amax(v_raw, 0), value_amax(v_raw, value_words)), lane)
             else:
-                d, inv = key_scales(key_amaxes_by_slab(v, first_v, row_v, here_key, position, lane), lane)
+                d, inv = value_scales(value_amaxes_by_slab(v, first_v, row_v, here_key, position, lane), lane)
             p0, p1 = mul(p0, d[0]) if visible0 else ZERO, mul(p1, d[1]) if visible1 else ZERO
-            p2, p3 = mul(p2, d[2]) if visible2 else ZERO, mul(p3, d[3]) if visible3 else ZERO
-            amax = max_pattern(max_pattern(amax4(z, (p0, p1, p2, p3)), lane ^ 1), lane ^ 2)
+            amax = max_pattern(max_pattern(larger(larger(z, p0), p1), lane ^ 1), lane ^ 2)
             if t == 0:
                 sts(s, where.amaxes + warp * MOST_HEADS + g, amax)
             cuda.syncthreads()  # p and amaxes of the warps are written
-            for w in range(WARPS):
-                other = i32(lds(s, where.amaxes + w * MOST_HEADS + g))
+            for w in range(0, WARPS, 4):
+                other = i32(lds(s, where.amaxes + (w + t) * MOST_HEADS + g))
                 amax = other if other > amax else amax
+            amax = max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
             here = afresh(n_ctx)  # what follows of it is not kept in registers
-            most_pieces = i32((here + PIECE - 1) >> 7)
+            most_pieces = i32(i32(here + PIECE - 1) >> 7)
             first_head = i32((afresh(i32(cuda.blockIdx.y)) * parts + cuda.blockIdx.x % parts) * heads)
-            at = (i64(token) * n_head + first_head) * most_pieces + now  # of the first head's piece
+            at = i32(i32(token * n_head + first_head) * most_pieces + now)  # of the first head's piece
             statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * at
             d_p, inv_p = scales(amax)
-            p_hi, p_lo = limbs4((p0, p1, p2, p3), inv_p)
+            mask = pair_mask(here)
+            both = limb_pair(lifted(p0, inv_p), lifted(p1, inv_p), mask)
+            p = both & HI, (both & LO) << u32(8), (both >> u32(8)) & LO, both & LO
             if tid < 4 * heads:
                 if t == 0:
                     put(s, where.d_p + g, d_p)
-                    st(pieces, statistics + 2 * g * most_pieces, m)
+                    st(pieces, statistics + i32(2 * g * most_pieces), m)
             if warp < heads:
                 l = sum8(s, where.p + warp * PIECE + (lane & 15))
                 l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
                 if lane == 0:
-                    st(pieces, statistics + 2 * warp * most_pieces + 1, l)
+                    st(pieces, statistics + i32(2 * warp * most_pieces) + 1, l)
 
             # 3. o
             if whole:
-                leave_slab(p_hi, p_lo, v_raw, 0, 0, inv, tid, s)
-                if n_slabs > 1:
-                    leave_slab(p_hi, p_lo, v_raw, v_words, 1, inv, tid, s)
-                cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
-                add_up(0, tid, s, pieces, at, most_pieces)
-                if n_slabs > 2:
-                    cuda.syncthreads()  # those sums are read
-                    leave_slab(p_hi, p_lo, v_raw, 2 * v_words, 0, inv, tid, s)
-                    if n_slabs > 3:
-                        leave_slab(p_hi, p_lo, v_raw, 3 * v_words, 1, inv, tid, s)
-                    cuda.syncthreads()
-                    add_up(2, tid, s, pieces, at, most_pieces)
+                leave_slabs(p, v_raw, 0, inv, mask, tid, s)
+                if n_slabs > at_once:
+                    more_slabs(p, v_raw, at_once, inv, mask, tid, s, pieces, at, most_pieces)
+                if n_slabs > 2 * at_once:
+                    more_slabs(p, v_raw, 2 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
+                if n_slabs > 3 * at_once:
+                    more_slabs(p, v_raw, 3 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
             else:
                 b = i32(0)
                 while b < n_slabs:
                     load_value_slab(v, first_v, row_v, here_key, position, b, lane, v_raw)
-                    leave_slab(p_hi, p_lo, v_raw, 0, b & 1, inv, tid, s)
+                    side = i32(b & (at_once - 1))
+                    leave_slab(p, v_raw, 0, side, inv, mask, tid, s)
                     b = i32(b + 1)
-                    if b & 1 == 0 or b == n_slabs:
+                    if side == at_once - 1 or b == n_slabs:
                         cuda.syncthreads()  # sums of the warps are written
-                        add_up(i32(b - 1) & -2, tid, s, pieces, at, most_pieces)
+                        add_up(i32(b - 1 - side), tid, s, pieces, at, most_pieces)
                         cuda.syncthreads()  # and read
             if piece <= position >> 7:
                 row_v = i32(afresh(cell_v) >> 3)
+                load_present(present, cell, key, position, lane, held)
                 if whole and not ahead:
                     load_keys(k, first_k, row_k, key, position, lane, k_raw)
                 if whole:
                     load_values(v, first_v, row_v, key, position, lane, v_raw)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), THREADS, resident(dim_k, dim_v))
+            if whole:
+                cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
+                add_up((n_slabs - 1) // at_once * at_once, tid, s, pieces, at, most_pieces)
+    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), THREADS)
 
 
 def flash_attn_ext_few(target, type_k, type_v, q, k, v, seq, pos, present, pieces, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
