@@ -8,7 +8,7 @@ A register of a product that runs must not be written: where one might be, the a
 for the one that had its registers, and used later, behind other work.
 
 Integer scales are multiplied to the levels while these are unpacked (`splitter`), so that nothing is left to do before the end of a chunk. Sums that a
-float scale follows are taken by turns: one product runs while the sums of the other are followed up.
+float scale follows are taken by turns: one product runs while the sums of the other are followed up. The blocks of a chunk follow each other without a loop.
 """
 from typing import NamedTuple
 
@@ -143,8 +143,8 @@ def group_product(name: str, n_quads: int) -> GroupProduct:
 
     @device
     def two_turns(lane, half, shared, tile, act, b, scratch, i, v, acc, d, e):
-        """The sums of products i and i + 1, whose fragments are v, while the next ones run. Calls follow each other rather than make a loop, at whose end
-        ptxas would wait for the product under way. Returns the fragments of product i + 3."""
+        """The sums of products i and i + 1, the fragments of the latter being v, while the next ones run. Not the body of a loop, at whose end ptxas would
+        wait for the product under way. Returns the fragments of product i + 3."""
         start_block(e, shared, b, i32(i + 1), v, z)
         wait_but_one(d)
         if i + 2 <= last:

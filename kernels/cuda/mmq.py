@@ -2,7 +2,8 @@
 
 A block takes `row_tiles` tiles of 32 rows and `groups` groups of `quads` quads of tokens, a warp for each tile and group (`tile_product`), or on Hopper two
 warps for each tile (`group_product`). It goes through the chunks of 256 columns: while one lies in a slot of shared memory and is multiplied, the
-weight tiles and activations of the next one are on their way to the other. One barrier a chunk; a warp's totals stay in registers.
+weight tiles and activations of the next one are on their way to the other. One barrier a chunk; a warp's totals stay in registers. Two warpgroups go each
+at its own pace instead (`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it.
 """
 from dataclasses import astuple, dataclass
 from functools import lru_cache

@@ -25,7 +25,7 @@ from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
 from .cooperative import cooperative
 from .glu import gated_unit
-from .ptx import (add, afresh, as_f32, as_u32, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
+from .ptx import (add, afresh, as_f32, as_u32, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
                   st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
 from .weights import shared_unpacker
@@ -171,13 +171,17 @@ def splitter(fmt: Format):
     f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15, whose bytes are h + 128 and l."""
     offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
     assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 8192, fmt.name
-    offsets, middle = i64(offset * 0x00010001), i64(0x80008000)
+    offsets, middle, loaded = i64(offset * 0x00010001), i64(0x80008000), constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup16
 
     @device
     def limbs_of(w, f):
-        w, f = u32(u32(w) ^ TOPS) if offset == 128 else u32(w), i64(f)
+        w, f = u32(w), i64(f)
         addend = i64(middle - f * offsets) if offset else middle
-        even, odd = u32(i64(w & EVEN) * f + addend), u32(i64((w >> u32(8)) & EVEN) * f + addend)
+        first, second = u32(w & EVEN), u32((w >> u32(8)) & EVEN)
+        if offset == 128:  # one operation with the mask
+            tops = loaded(0)
+            first, second = u32(first ^ tops), u32(second ^ tops)
+        even, odd = u32(i64(first) * f + addend), u32(i64(second) * f + addend)
         return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(prmt(even, odd, u32(0x6240)))
 
     @device
@@ -190,12 +194,15 @@ def splitter(fmt: Format):
     return four_limbs
 
 
+power = constant(np.array([0x4b000000], np.uint32))  # 2^23, a float whose last bits count ones
+
+
 @device
 def split_sum(h_high, h_low, l_high, l_low):
     """RN(S) of the sums of h and l times the limbs of q, S = 256 (128 h_high + h_low) + 128 l_high + l_low: both parts of 2^15 a + b are exact in float32,
-    and so is 2^15 a, so that the sum is rounded once."""
+    and so is 2^15 a, so that the sum is rounded once. b becomes a float without a conversion, on another pipe."""
     b = i32(i32((l_high << 7) + l_low) + (h_low << 8))
-    return fma(i2f(i32(h_high + (b >> 15))), f32(32768), i2f(i32(b & 32767)))
+    return fma(i2f(i32(h_high + (b >> 15))), f32(32768), add(as_f32(i32(u32(b & 32767) | power(0))), f32(-8388608)))
 
 
 @device
