@@ -86,7 +86,7 @@ def sums_of_four_rows(fmt: Format):
 
 def sums_of_row(fmt: Format, n_tokens: int):
     """`chunk_sums` of row `lane`: acc[token]."""
-    values, ahead = float_values(fmt.name), fmt.name != "F32"  # whose 32 columns are enough on their way, and all that registers hold
+    values, ahead = float_values(fmt.name), fmt.name != "F32" or n_tokens == 1  # more of F32 registers do not hold
 
     @device
     def thirty_two(v0, v1, v2, v3, x, acc, column, first, n, n_cols):

@@ -17,7 +17,7 @@ from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, lds, mul, redux_max, shuffle, st, sts, u32
+from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, ld4, lds, mul, redux_max, shuffle, st, sts, u32
 
 N_THREADS = 64  # of a chunk: four columns each
 
@@ -122,16 +122,18 @@ def chunk_quantizer(n_groups: int):
         if t == 0:
             st(act, scales + at, as_i32(div(amax, FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0))
 
-        # 3. sums of 16 columns, with each of their four lanes; six lanes make the limbs of a warp's eight sums, four sums a word
+        # 3. sums of 16 columns, with each of their four lanes, which make a limb each; words of the limbs of four sums
         s = i32(qa + qb + qc + qd)
         s = i32(s + shuffle(s, lane ^ 1))
         s = i32(s + shuffle(s, lane ^ 2))
         if lane & 3 == 0:
             st(act, sums + at * 16 + (t >> 2), s)
-        four, k = i32(16 * (lane & 1)), i32(lane >> 1)
-        sa, sb, sc, sd = shuffle(s, four), shuffle(s, four + 4), shuffle(s, four + 8), shuffle(s, four + 12)
-        if lane < 6:
-            st(act, limbs + at * 12 + 4 * k + (t >> 5 << 1) + (lane & 1), four_bytes(limb_of(sa, k), limb_of(sb, k), limb_of(sc, k), limb_of(sd, k)))
+        k = i32(lane & 3)
+        word = u32(u32(limb_of(s, k) & 255) << u32((lane & 12) << 1))
+        word = u32(word | u32(shuffle(word, lane ^ 4)))
+        word = u32(word | u32(shuffle(word, lane ^ 8)))
+        if lane & 15 < 3:
+            st(act, limbs + at * 12 + 4 * k + (t >> 4), word)
     return quantize_chunk
 
 
@@ -147,9 +149,14 @@ def quantize_kernel():
 
     def kernel(x, act, n, k):  # block: chunk blockIdx.x of row blockIdx.y
         chunk, row = cuda.blockIdx.x, cuda.blockIdx.y
-        first, column = i64(row) * k, chunk * CHUNK + cuda.threadIdx.x * 4
-        a, b = element(x, first, column, k), element(x, first, column + 1, k)
-        c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
+        first, column = i64(row) * k, i32(chunk * CHUNK + cuda.threadIdx.x * 4)
+        if k & 3:
+            a, b = element(x, first, column, k), element(x, first, column + 1, k)
+            c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
+        else:
+            a, b, c, d = ld4(x, first + min(column, i32(k - 4)))
+            if column >= k:
+                a, b, c, d = f32(0), f32(0), f32(0), f32(0)
         quantize_chunk(a, b, c, d, act, n, row, chunk, cuda.gridDim.x)
     return Kernel(kernel, (F32, U32, N, N), N_THREADS)
 
@@ -162,6 +169,6 @@ def grid(op: str, n: int, k: int) -> tuple[int, int]:
 
 
 def quantize(target, x, act, n, k):
-    """x: address of float32 [n, k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
+    """x: address of float32 [n, k]; act: address of `activation_bytes(n, k)`; both on 16 bytes."""
     blocks = grid("quantize", n, k)
     return target.launch(quantize_kernel(), blocks, N_THREADS, (x, act, n, k))
