@@ -81,15 +81,10 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
     # 1. Limbs in shared memory
 
     @device
-    def key_block(raw, b, key, lane, s):
-        first = 2 * b * k_words
-        state = amax_k(amax_k(z, raw, first), raw, first + k_words)
-        state = merge_k(state, shuffle(state, lane ^ 1))
-        d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 2))))
+    def key_octets(raw, first, inv, at, s):
         x, y = values_k(raw, first), values_k(raw, first + k_words)
         a, c = limbs4((x[0], x[1], x[2], x[3]), inv), limbs4((x[4], x[5], x[6], x[7]), inv)
         e, f = limbs4((y[0], y[1], y[2], y[3]), inv), limbs4((y[4], y[5], y[6], y[7]), inv)
-        at = key * k_row + b * 16 + (lane & 3)
         sts(s, where.k_hi + at, a[0])
         sts(s, where.k_hi + at + 4, c[0])
         sts(s, where.k_hi + at + 8, e[0])
@@ -98,29 +93,37 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         sts(s, where.k_lo + at + 4, c[1])
         sts(s, where.k_lo + at + 8, e[1])
         sts(s, where.k_lo + at + 12, f[1])
-        if lane & 3 == 0:
-            put(s, where.d_k + b * PIECE + key, d)
 
     @device
-    def key_limbs(raw, key, lane, s):
-        key_block(raw, 0, key, lane, s)
-        if n_blocks > 1:
-            key_block(raw, 1, key, lane, s)
-        if n_blocks > 2:
-            key_block(raw, 2, key, lane, s)
+    def key_block(raw0, raw1, b, key, lane, s):
+        """Block b of keys key and key + 8, which lie with four lanes: two of these divide for one."""
+        first, at = 2 * b * k_words, key * k_row + b * 16 + (lane & 3)
+        one, two = amax_k(amax_k(z, raw0, first), raw0, first + k_words), amax_k(amax_k(z, raw1, first), raw1, first + k_words)
+        state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
+        d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
+        if lane & 1 == 0:
+            put(s, where.d_k + b * PIECE + key + 4 * (lane & 2), d)
+        key_octets(raw0, first, as_f32(shuffle(as_i32(inv), lane & -3)), at, s)
+        key_octets(raw1, first, as_f32(shuffle(as_i32(inv), lane | 2)), at + 8 * k_row, s)
 
     @device
-    def value_scale(raw, key, lane, s):
-        """16256 / amax of a key, whose channels lie with the lanes of one t."""
+    def value_state(raw):
         state = amax_v(z, raw, 0)
         if n_slabs > 1:
             state = amax_v(state, raw, v_words)
-        state = merge_v(state, shuffle(state, lane ^ 4))
-        state = merge_v(state, shuffle(state, lane ^ 8))
-        d, inv = scales(pattern_v(merge_v(state, shuffle(state, lane ^ 16))))
-        if lane < 4:
-            put(s, where.d_v + key, d)
-        return inv
+        return state
+
+    @device
+    def value_scales(raw0, raw1, raw2, raw3, key, lane, s):
+        """16256 / amax of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t, whose channels lie with the lanes of one t: each divides for key g & 3 of these."""
+        a, b, c, d = value_state(raw0), value_state(raw1), value_state(raw2), value_state(raw3)
+        a, b = (merge_v(c if lane & 8 else a, shuffle(a if lane & 8 else c, lane ^ 8)), merge_v(d if lane & 8 else b, shuffle(b if lane & 8 else d, lane ^ 8)))
+        state = merge_v(b if lane & 4 else a, shuffle(a if lane & 4 else b, lane ^ 4))
+        d_v, inv = scales(pattern_v(merge_v(state, shuffle(state, lane ^ 16))))
+        if lane < 16:
+            put(s, where.d_v + key + 2 * (lane & 3) + (lane & 8) + ((lane >> 2) & 1), d_v)
+        inv, t = as_i32(inv), lane & 3
+        return as_f32(shuffle(inv, t)), as_f32(shuffle(inv, t + 4)), as_f32(shuffle(inv, t + 8)), as_f32(shuffle(inv, t + 12))
 
     @device
     def value_word(a, b, c, d, inv, at, s):
@@ -141,6 +144,12 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         value_word(x[6], y[6], u[6], w[6], inv, at + 48 * KEYS_STRIDE, s)
         value_word(x[7], y[7], u[7], w[7], inv, at + 56 * KEYS_STRIDE, s)
 
+    @device
+    def load_pair(v, cell, position, last, row_v, head_kv, g, raw0, raw1):
+        """Values of two keys."""
+        load_value(v, (cell + min(position, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw0, 0)
+        load_value(v, (cell + min(position + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw1, 0)
+
     @cooperative
     def stage(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
         """Keys key .. key + 15 of the piece that begins at position `first`; those beyond `last` are not seen, and read there or not at all."""
@@ -155,15 +164,16 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             at, even = first + key + g, first + key + 2 * t
             load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k0, 0)
             load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k1, 0)
-            load_value(v, (cell + min(even, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v0, 0)
-            load_value(v, (cell + min(even + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v1, 0)
-            key_limbs(k0, key + g, lane, s)
-            load_value(v, (cell + min(even + 8, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v2, 0)
-            load_value(v, (cell + min(even + 9, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, v3, 0)
-            key_limbs(k1, key + g + 8, lane, s)
-            to = key + 2 * t
-            inv = value_scale(v0, to, lane, s), value_scale(v1, to + 1, lane, s), value_scale(v2, to + 8, lane, s), value_scale(v3, to + 9, lane, s)
-            to = g * KEYS_STRIDE + (key >> 2) + t
+            load_pair(v, cell, even, last, row_v, head_kv, g, v0, v1)
+            if n_blocks < 3:  # of more, registers are not enough
+                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
+            key_block(k0, k1, 0, key + g, lane, s)
+            if n_blocks > 1:
+                key_block(k0, k1, 1, key + g, lane, s)
+            if n_blocks > 2:
+                key_block(k0, k1, 2, key + g, lane, s)
+                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
+            inv, to = value_scales(v0, v1, v2, v3, key, lane, s), g * KEYS_STRIDE + (key >> 2) + t
             value_slab(v0, v1, v2, v3, 0, inv, to, s)
             if n_slabs > 1:
                 value_slab(v0, v1, v2, v3, 1, inv, to + CHANNELS * KEYS_STRIDE, s)
@@ -264,8 +274,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
     def weight(lane, s, i, bound, window, reach, m, scores, amax):
         """p of four keys; their p' take the place of scores."""
         p0, p1, p2, p3 = ZERO, ZERO, ZERO, ZERO
-        x0, x1, x2, x3 = ZERO, ZERO, ZERO, ZERO
-        if 8 * i <= reach:
+        if 8 * (i & -2) <= reach:
             lane = afresh(lane)
             at, d = lds2(s, where.seen + 8 * i + 2 * (lane & 3)), lds2(s, where.d_v + 8 * i + 2 * (lane & 3))
             see0, see1 = sees(bound[0], at[0], window), sees(bound[0], at[1], window)
@@ -276,7 +285,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             p0, p1, p2, p3 = p0 if see0 else ZERO, p1 if see1 else ZERO, p2 if see2 else ZERO, p3 if see3 else ZERO
             x0, x1, x2, x3 = x0 if see0 else ZERO, x1 if see1 else ZERO, x2 if see2 else ZERO, x3 if see3 else ZERO
             amax = larger(larger(amax[0], x0), x1), larger(larger(amax[1], x2), x3)
-        scores[4 * i], scores[4 * i + 1], scores[4 * i + 2], scores[4 * i + 3] = x0, x1, x2, x3
+            scores[4 * i], scores[4 * i + 1], scores[4 * i + 2], scores[4 * i + 3] = x0, x1, x2, x3
         return (p0, p1, p2, p3), amax
 
     @device
@@ -434,7 +443,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
     @cooperative
     def index(first_token, token, head):
         """Of a row among all tokens' heads."""
-        return i64(i32(i32(first_token + token) * i32(cuda.gridDim.y * heads) + i32(cuda.blockIdx.y * heads) + head))
+        return i64(i32(i32(first_token + token) * i32(cuda.gridDim.x * heads) + i32(cuda.blockIdx.x * heads) + head))
 
     @cooperative
     def row_of_piece(first_token, token, head, n_ctx, first, bound):
@@ -444,11 +453,14 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             row = i32(i32(index(first_token, token, head)) * ((n_ctx + PIECE - 1) // PIECE) + (first >> 7))
         return i32(row)
 
-    def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale):
+    def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale, n_falling):
         s = cuda.shared.array(0, types.int32)
         O = cuda.local.array(n_outputs, f32)
         tid = i32(cuda.threadIdx.x)
-        first_token = i32((cuda.gridDim.x - 1 - cuda.blockIdx.x) * tokens)  # the last positions have most pieces: they go first
+        first_token = i32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * tokens)
+        if n_warps == 4 and not split:
+            if cuda.blockIdx.y >= n_falling:
+                first_token = i32((cuda.blockIdx.y - n_falling) * tokens)
         n_tokens = i32(min(tokens, n - first_token))
         token, head = row_of(tid, 0)
         for b in range(n_blocks):
@@ -480,7 +492,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             first = i32((first_piece(first, window) + (cuda.blockIdx.z if split else 0)) * PIECE)
             while first <= last:
                 tid = afresh(tid)
-                lane, cell, head_kv = i32(tid & 31), i64(sequence) * n_ctx, i32(cuda.blockIdx.y // (cuda.gridDim.y // n_head_kv))
+                lane, cell, head_kv = i32(tid & 31), i64(sequence) * n_ctx, i32(cuda.blockIdx.x // (cuda.gridDim.x // n_head_kv))
                 cuda.syncthreads()  # all are done with the piece before
                 part = i32(tid >> 5)
                 while part < PIECE // ROWS:
@@ -494,7 +506,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
                         row0 = row_of_piece(first_token, token, head, n_ctx, first, bound0)
                         token, head = row_of(tid, 8)
                         rows = row0, row_of_piece(first_token, token, head, n_ctx, first, bound1)
-                        statistics = statistics_at(n, cuda.gridDim.y * heads, n_ctx, dim_v)
+                        statistics = statistics_at(n, cuda.gridDim.x * heads, n_ctx, dim_v)
                     M, L = work(tid, s, (bound0, bound1), window, i32(warp_last - first), M, L, O, out, rows, statistics)
                 first = i32(first + (PIECE * cuda.gridDim.z if split else PIECE))
             run = end
@@ -502,11 +514,11 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             tid, first_token = afresh(tid), afresh(first_token)
             token, head = row_of(tid, 0)
             if token < n_tokens:
-                write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[0], L[0], O, 0)
+                write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[0], L[0], O, 0)
             token, head = row_of(tid, 8)
             if token < n_tokens:
-                write_row(sinks, out, cuda.blockIdx.y * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[1], L[1], O, 1)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32), 32 * n_warps)
+                write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[1], L[1], O, 1)
+    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32, N), 32 * n_warps)
 
 
 def flash_attn_ext_tile(target, type_k, type_v, q, k, v, seq, pos, present, sinks, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
@@ -514,6 +526,9 @@ def flash_attn_ext_tile(target, type_k, type_v, q, k, v, seq, pos, present, sink
     """Arguments of `flash_attn_ext`; heads and warps of a block. n_splits blocks share the pieces of the same rows, whose results they leave in `out` for
     `flash_attn_ext_combine`, sinks being None; None: one block, and out is out."""
     kernel = flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, n_splits is not None, sinks is not None)
-    grid = -(-n // (ROWS * n_warps // heads)), n_head // heads, n_splits or 1
-    args = q, k, v, seq, pos, present, q if sinks is None else sinks, out, n, n_ctx, n_head_kv, row_v, window, scale
+    n_tiles, parts = -(-n // (ROWS * n_warps // heads)), n_head // heads
+    # The last positions have most pieces: they go first. Where all tiles are resident, two on each multiprocessor, the least then go beside the most.
+    together = n_warps == 4 and n_splits is None and n_tiles * parts <= 2 * target.n_multiprocessors
+    args = (q, k, v, seq, pos, present, q if sinks is None else sinks, out, n, n_ctx, n_head_kv, row_v, window, scale, (n_tiles + 1) // 2 if together else n_tiles)
+    grid = parts, n_tiles, n_splits or 1
     return target.launch(kernel, grid, 32 * n_warps, args, 4 * shared_layout(dim_k, dim_v, n_warps).n_words)
