@@ -21,8 +21,8 @@ from ggml_py.kernels.cuda.set_rows import cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.soft_max import soft_max
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
 from ggml_py.kernels.cuda.topk_moe import topk_moe
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_glu, check_heads,
-                            check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_add_rms_norm_mul_mat, check_argmax, check_binary, check_cpy_rows, check_experts,
+                            check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 
 
@@ -88,6 +88,15 @@ def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
     (("F16", "F32", "BF16"), (3, 1, 33), 21, 2, True)], ids=str)
 def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased):
     check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased)
+
+
+@pytest.mark.parametrize("types, n_rows, n_cols, act, biased, kind", [
+    (("Q4_K", "Q4_K", "Q6_K"), (33, 1, 34), 256, None, True, 0), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, None, False, 0),
+    (("Q4_1",) * 3, (40, 9, 9), 576, None, False, 0), (("IQ2_S", "Q8_0"), 34, 512, "silu", False, 0), (("Q4_K", "Q4_K"), 33, 2048, "gelu", True, 0),
+    *((("Q4_1", "Q8_0"), 3, 32, "relu", False, kind) for kind in range(8)), *((("Q8_0",) * 3, (3, 2, 1), 544, None, False, kind) for kind in range(1, 4))],
+    ids=str)
+def simulate_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act, biased, kind):
+    check_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act, biased, kind)
 
 
 def simulate_scale(machine):
