@@ -7,7 +7,7 @@ import pytest
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import mul_mat_glu
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, mmq, most_quads, shared_bytes
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, mmq_few, mmq_few_qkv, shape_of, shared_words, work
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, mmq_few, mmq_few_qkv, rows_of, shape_of, shared_words, work
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_qkv, seeded
 from op_comparisons import check_mul_mat_glu
@@ -40,8 +40,8 @@ def test_few_shapes_fit(name, limit):
     """Rounds are whole turns of the warps or whole rows, and the blocks of a multiprocessor have its registers and shared memory."""
     for n_rows, n_cols, n in ((4096, 14336, 1), (4096, 14336, 8), (128256, 4096, 1), (576, 1536, 16), (32, 256, 3), (33, 70000, 40)):
         shape = few_shape((name,), n_rows, n_cols, n, 132, limit)
-        n_chunks, n_tiles, n_valid = -(-n_cols // 256), -(-n_rows // 32), min(n, shape.n_tokens)
-        resident = 2 if shape.grid[0] > 132 or n > 1 and shape.grid[0] * shape.grid[1] > 132 else 1
+        n_chunks, n_tiles, n_valid = -(-n_cols // 256), -(-n_rows // rows_of(shape.n_tokens)), min(n, shape.n_tokens)
+        resident = -(-shape.grid[0] // 132) if n == 1 else 2 if shape.grid[0] * shape.grid[1] > 132 else 1
         n_sides = 1 if shape.grid[0] == n_tiles and shape.per_round >= n_chunks else 2
         assert shape.n_bytes == 4 * shared_words((name,), shape.n_tokens, shape.n_warps, shape.per_round, n_valid, n_sides)
         assert resident * (shape.n_bytes + RESERVED) <= limit + RESERVED and shape.grid[1] * shape.n_tokens >= n
@@ -50,17 +50,19 @@ def test_few_shapes_fit(name, limit):
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
-    ("Q4_K", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("Q8_0", 4096, 14336, 8, (8, 8, 8, (128, 1))),
-    ("Q8_0", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("Q6_K", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("Q6_K", 128256, 4096, 1, (1, 8, 16, (132, 1))),
-    ("Q4_K", 128256, 4096, 1, (1, 16, 16, (132, 1))), ("Q4_1", 576, 1536, 512, (16, 3, 3, (18, 32)))])
+    ("Q4_K", 4096, 14336, 1, (1, 10, 56, (256, 1))), ("Q8_0", 4096, 14336, 8, (8, 8, 8, (128, 1))),
+    ("Q8_0", 4096, 14336, 1, (1, 10, 56, (256, 1))), ("Q6_K", 4096, 14336, 1, (1, 10, 56, (256, 1))), ("Q6_K", 128256, 4096, 1, (1, 8, 16, (396, 1))),
+    ("Q4_K", 128256, 4096, 1, (1, 8, 16, (396, 1))), ("Q4_1", 576, 1536, 512, (16, 3, 3, (18, 32))), ("Q4_1", 576, 1536, 1, (1, 6, 6, (36, 1)))])
 def test_few_shape(type_, n_rows, n_cols, n, expected):
     assert astuple(few_shape((type_,), n_rows, n_cols, n, 132, LIMITS[0]))[:4] == expected
 
 
 def test_work():
-    """56 chunks: twelve warps are three of a scheduler, which hide each other's waiting; fewer wait, more have no less to do. 16 chunks: sixteen warps."""
-    assert [work(n_warps, 1, 56) for n_warps in (1, 4, 8, 12, 14, 16)] == [168, 42, 21, 15, 16, 16]
-    assert [work(n_warps, 1, 16) for n_warps in (8, 12, 16)] == [6, 6, 4]
+    """Of four tokens twelve warps are three of a scheduler, which hide each other's waiting; fewer wait, more have no less to do. Of one token twenty are;
+    a block alone waits at its barriers."""
+    assert [work(4, n_warps, 2, 56) for n_warps in (1, 4, 6, 7, 8)] == [168, 42, 30, 32, 28]
+    assert [work(1, n_warps, 2, 56) for n_warps in (4, 8, 10, 12)] == [70, 35, 30, 30]
+    assert work(4, 12, 1, 56) == 16 and work(1, 16, 1, 16) == 6
 
 
 @pytest.mark.parametrize("names, n_rows, n_cols, n, expected", [

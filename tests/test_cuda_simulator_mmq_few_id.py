@@ -7,7 +7,7 @@ import pytest
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.cuda import mmq_few_id
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, rows_of
 from ggml_py.kernels.cuda.mmq_few_id import id_shape, id_shape_of, padded, table_words
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import seeded
@@ -30,9 +30,9 @@ def test_id_shapes_fit(name, limit):
             assert shape.grid[0] <= 132 * resident
 
 
-@pytest.mark.parametrize("name, n, expected", [("Q4_K", 1, (1, 8, 8, (192, 1))), ("Q8_0", 1, (1, 4, 8, (192, 1))), ("Q4_K", 32, (4, 4, 8, (264, 1)))])
+@pytest.mark.parametrize("name, n, expected", [("Q4_K", 1, (1, 8, 8, (384, 1))), ("Q8_0", 1, (1, 8, 8, (264, 1))), ("Q4_K", 32, (4, 4, 8, (264, 1)))])
 def test_id_shape(name, n, expected):
-    """One token and eight experts: every row tile of every expert has a block, and all of them are resident."""
+    """One token and eight experts: every half of a row tile of every expert has a block, and all of them are resident where shared memory holds them."""
     assert astuple(id_shape((name,), 128, 768, 2048, 8 * n, n, 132, LIMIT))[:4] == expected
 
 
@@ -50,7 +50,7 @@ def machine():
 
 
 def shape_for(names, n_rows, n_cols, n_pairs, n_tokens, n_warps, n_blocks):
-    return id_shape_of(names, -(-n_rows // 32) * n_pairs, n_cols, n_pairs, n_tokens, min(n_warps, -(-n_cols // 256)), n_blocks)
+    return id_shape_of(names, -(-n_rows // rows_of(n_tokens)) * n_pairs, n_cols, n_pairs, n_tokens, min(n_warps, -(-n_cols // 256)), n_blocks)
 
 
 def few(shape=None, fault=None):

@@ -1,9 +1,10 @@
 """Products of quantized weights with 1 to 16 tokens (docs/numerics.md, section 3): the weights are read once for all of them.
 
-A block takes row tiles one after the other, of one matrix or of several (`Course`); of each, a warp takes every n_warps-th chunk. A warp has a ring of
-slots in shared memory to itself: while it multiplies the chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on
-their way, and one more as soon as the slot is free again. So no warp waits for another but at the end of a round of chunks, where each leaves its chunks'
-sums; behind the barrier the owner of a (row, token) adds them to its total in the order of the chunks, and rounds write two places by turns.
+A block takes row tiles one after the other, of one matrix or of several (`Course`), for one token halves of row tiles, which leave fewer multiprocessors
+with less to do than others; of each, a warp takes every n_warps-th chunk. A warp has a ring of slots in shared memory to itself: while it multiplies the
+chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on their way, and one more as soon as the slot is free again. So
+no warp waits for another but at the end of a round of chunks, where each leaves its chunks' sums; behind the barrier the owner of a (row, token) adds them
+to its total in the order of the chunks, and rounds write two places by turns.
 
 Weights are on their way before the kernel waits for the one before it in the stream. So blocks that leave room for those of the next launch hide its
 start.
@@ -18,17 +19,18 @@ from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
-                  wait_for_previous)
+from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, mad_wide, st, sts,
+                  syncwarp, wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, form, gate_and_store, slot, swizzle, table_words, takes_sums,
-                           tile_product)
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, TOKEN_ROWS, Ending, Slot, factors, form, gate_and_store, slot, swizzle, table_words,
+                           takes_sums, tile_product)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
-MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
-SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 chunks of one token
+MAX_WARPS = {1: 24, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 80 a thread for 24 warps, 255 for 8
+SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 124 chunks of one token
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
-LATENCY = 3           # chunks that a scheduler can issue while one waits
+MOST_RESIDENT = {1: 8, QUAD: 4, 2 * QUAD: 4, MOST_TOKENS: 4}  # blocks on a multiprocessor
+LATENCY = {1: 5, QUAD: 3, 2 * QUAD: 3, MOST_TOKENS: 3}        # chunks that a scheduler can issue while one waits
 IN_FLIGHT = 33 << 10  # bytes on their way that keep the memory of a multiprocessor busy (docs/kernels-log.md)
 SCHEDULERS = 4        # of a multiprocessor: warp w of all belongs to w % 4
 
@@ -37,14 +39,19 @@ def quads_of(n_tokens: int) -> int:
     return -(-n_tokens // QUAD)
 
 
+def rows_of(n_tokens: int) -> int:
+    """Rows that a block takes at a time. They are called a tile here, also where they are half of one."""
+    return TOKEN_ROWS if n_tokens == 1 else ROWS
+
+
 MADE = Slot(0, 2 * CHUNK // 4, 2 * CHUNK // 4 + 4, CHUNK)  # of a chunk of a single token whose activations the block makes: they are not in the ring
 
 
 def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
-    """Of one token: its two rows, its scale and, where they are wanted, the sums of q in the place of limbs."""
+    """Of one token: half a tile, its two rows, its scale and, where they are wanted, the sums of q in the place of limbs."""
     if n_tokens > 1:
         return slot(fmt, 1, quads_of(n_tokens), False)
-    act = tile_bytes(fmt) // 4
+    act = TOKEN_ROWS * fmt.chunk_bytes // 4
     d = act + 2 * CHUNK // 4
     return Slot(act, d, d + 4, d + 4 + 16 * takes_sums(fmt))
 
@@ -64,20 +71,20 @@ def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
     words = max(chunk_slot(fmt, n_tokens).act if made else chunk_slot(fmt, n_tokens).n_words for fmt in fmts)
     if n_tokens > 1:
         first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), 3 if words <= 3072 else 2
-    else:  # so many that eight warps keep the memory busy
-        first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
+    else:  # so many that twelve warps keep the memory busy
+        first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (12 * TOKEN_ROWS * max(fmt.chunk_bytes for fmt in fmts)))
     return Layout(sum(map(table_words, dict.fromkeys(names))), first + n_slots * words, first, words, n_slots)
 
 
-def sum_words(n: int) -> int:
+def sum_words(n_tokens: int, n: int) -> int:
     """Words that a chunk of n tokens leaves: sums [token][row] and the activations' scales."""
-    return n * (ROWS + 1)
+    return n * (rows_of(n_tokens) + 1)
 
 
 def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2, row_words: int = 0) -> int:
     """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes."""
     at = layout(names, n_tokens, row_words > 0)
-    words = at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
+    words = at.warps + n_warps * at.n_own + n * rows_of(n_tokens) + n_sides * per_round * sum_words(n_tokens, n)
     return (words + 3 & -4) + row_words
 
 
@@ -85,16 +92,30 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's,
     (lane, shared, to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed, those in the words
     of shared memory from there."""
-    at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
-    act_at, d_at, sums_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
+    at, rows, sums_too = chunk_slot(fmt, n_tokens), rows_of(n_tokens), n_tokens == 1 and takes_sums(fmt)
+    act_at, d_at, sums_at, parts, tile_words = at.act, at.d, at.limbs, ROWS // rows, tile_bytes(fmt) // 4
+    # Of the sixteen bytes that a lane copies at a time: how many, those of words and of halves, and how many times all lanes copy such of pieces
+    n_sixteens, words_at, n_times = rows * fmt.chunk_bytes // 16, rows * fmt.n_pieces, rows * fmt.n_pieces // 32
+    halves_at, rest, tile_copies = words_at + rows * fmt.n_words // 4, n_sixteens - 32 * n_times, copies4(n_times, 128 * parts)
+
+    @device
+    def source(i, part):
+        """Place in the tile of the i-th sixteen bytes of a part: the rows of the other part lie between those of a plane and of the next."""
+        if parts == 1:
+            return i
+        of_plane = i32(16)
+        if words_at < n_sixteens:
+            of_plane = i32(16 if i < words_at else 4 if i < halves_at else 2)
+        return i32(i + (i & -of_plane) + part * of_plane)
 
     @device
     def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
-        tile = (i64(row_tile) * n_chunks + chunk) * (n_pieces * 4) + lane * 4
-        tile_copies(shared, to + lane * 4, words, tile)
+        tile, part = i32((row_tile >> (parts - 1)) * n_chunks + chunk), row_tile & (parts - 1)
+        tile_copies(shared, to + lane * 4, words, mad_wide(tile, tile_words, i64(source(lane, part) * 4)))
         if rest:
             if lane < rest:
-                copy4(shared, to + lane * 4 + (n_pieces - rest) * 4, words, tile + (n_pieces - rest) * 4)
+                last = i32(lane + (n_sixteens - rest))
+                copy4(shared, to + last * 4, words, mad_wide(tile, tile_words, i64(source(last, part) * 4)))
 
     @device
     def row_of(shared, first, token):
@@ -103,13 +124,13 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     @device
     def copy_token(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
         lo, scales, sums, _ = plane_words(n, n_chunks)
-        limb, piece, at = lane >> 4, lane & 15, i64(row_of(shared, first, 0)) * n_chunks
-        copy4(shared, to + act_at + limb * 64 + ((piece ^ swizzle(limb)) << 2), act, (at + chunk) * 64 + ((lo if limb else i64(0)) + piece * 4))
+        limb, piece, at = lane >> 4, lane & 15, i32(row_of(shared, first, 0) * n_chunks + chunk)
+        copy4(shared, to + act_at + limb * 64 + ((piece ^ swizzle(limb)) << 2), act, mad_wide(at, 64, (lo if limb else i64(0)) + piece * 4))
         if lane == 0:
-            copy1(shared, to + d_at, act, scales + at + chunk)
+            copy1(shared, to + d_at, act, scales + at)
         if sums_too:
             if lane < 4:
-                copy4(shared, to + sums_at + lane * 4, act, (at + chunk) * 16 + (sums + lane * 4))
+                copy4(shared, to + sums_at + lane * 4, act, mad_wide(at, 16, sums + lane * 4))
 
     @device
     def copy_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
@@ -176,9 +197,14 @@ class Course(NamedTuple):
     prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place; then nothing of a place is known before the wait
 
 
-@device
-def tiles_of(n_rows):
-    return i32((n_rows + 31) >> 5)
+def tiles_of(n_tokens: int):
+    """(number of rows) -> of tiles."""
+    shift, last = rows_of(n_tokens).bit_length() - 1, rows_of(n_tokens) - 1
+
+    @device
+    def count(n_rows):
+        return i32((n_rows + last) >> shift)
+    return count
 
 
 def block_tokens(n_tokens):
@@ -193,7 +219,7 @@ def block_tokens(n_tokens):
 def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
     """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows)."""
     pick, last_matrix, several = PICK[n_matrices], n_matrices - 1, n_matrices > 1
-    waiting_at, finish = ending
+    (waiting_at, finish), rows, count = ending, rows_of(n_tokens), tiles_of(n_tokens)
 
     @device
     def first(operands, shared):
@@ -210,7 +236,7 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
 
     @device
     def inside(operands, shared, place):
-        return place[0] < tiles_of(operands[3])
+        return place[0] < count(operands[3])
 
     @device
     def weight(operands, shared, place):
@@ -219,7 +245,7 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
     @device
     def leave(operands, shared, place, token, r, total):
         words, biases, out, n_rows = operands
-        row = i32(place[0] * 32 + r)
+        row = i32(place[0] * rows + r)
         if row < n_rows:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
             last = place[1] == last_matrix
@@ -229,15 +255,15 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
 
 def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
     """The tiles of one matrix behind those of another. operands: (their words, outs, n_rows, biases)."""
-    pick, first_tokens = PICK[n_matrices], block_tokens(n_tokens)
+    pick, first_tokens, rows, count = PICK[n_matrices], block_tokens(n_tokens), rows_of(n_tokens), tiles_of(n_tokens)
 
     @device
     def within(operands, tile, matrix):
         """The place of a tile that is counted from the matrix's first one, in the matrix that has it."""
-        n = tiles_of(pick(operands[2], matrix))
+        n = count(pick(operands[2], matrix))
         while matrix < n_matrices and tile >= n:
             tile, matrix = i32(tile - n), i32(matrix + 1)
-            n = tiles_of(pick(operands[2], matrix))
+            n = count(pick(operands[2], matrix))
         return tile, matrix, i32(0)
 
     @device
@@ -258,7 +284,7 @@ def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
 
     @device
     def leave(operands, shared, place, token, r, total):
-        n_rows, row = pick(operands[2], place[1]), i32(place[0] * 32 + r)
+        n_rows, row = pick(operands[2], place[1]), i32(place[0] * rows + r)
         if row < n_rows:
             if biased:
                 total = add(total, ldc(pick(operands[3], place[1]), row))
@@ -316,6 +342,7 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
     write_codebooks, has_codebooks = codebooks(multipliers, tables), any(product.n_entries for product in multipliers)
     first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
     n_sums, wait = 4 * n_quads, copies_wait_but(slots - 1)
+    rows, with_scale, log_rows = rows_of(n_tokens), rows_of(n_tokens) + 1, rows_of(n_tokens).bit_length() - 1
     prepare, make = prepare or nothing, make or nothing
 
     @device
@@ -346,9 +373,9 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
         scratch = i32(first_warp + warp * own_words)
         ring = i32(scratch + first_slot)
         stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)  # tokens that a chunk's sums have room for
-        side_words = i32(per_round * stride * 33)
+        side_words = i32(per_round * stride * with_scale)
         totals = i32(first_warp + n_warps * own_words)
-        sums = i32(totals + stride * 32)
+        sums = i32(totals + stride * rows)
         # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the activations has ended.
         if known:
             ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
@@ -389,9 +416,10 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
                     syncwarp()  # the chunk is there, for all lanes
                     tokens_at = i32(act[-1] + ((before + w) << 8)) if made else now
                     multiply(kind, lane, shared, now, tokens_at, scratch, acc)
-                    at = i32(sums + side + w * stride * 33)
+                    at = i32(sums + side + w * stride * with_scale)
                     if single:
-                        sts(shared, at + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
+                        if lane & 2 == 0:
+                            sts(shared, at + (lane >> 2) + ((lane & 1) << 3), as_u32(acc[0]))
                     else:
                         for quad in range(n_quads):
                             token = i32(quad * 4 + (lane & 3))
@@ -399,7 +427,7 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
                                 for k in range(4):
                                     sts(shared, at + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
                     if lane < n_valid:
-                        sts(shared, at + stride * 32 + lane, lds(shared, tokens_at + pick_kind(d_places, kind) + lane))
+                        sts(shared, at + stride * rows + lane, lds(shared, tokens_at + pick_kind(d_places, kind) + lane))
                     syncwarp()  # all are done with the slot, which is filled anew
                     if inside(operands, shared, ahead):
                         copy_tile(operands, ahead, lane, shared, now, ahead_chunk, n_chunks)
@@ -408,31 +436,31 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
                     copies_commit()
                     ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                     now = i32(now + slot_words)
-                    if now == ring + slots * slot_words:
+                    if now == i32(ring + slots * slot_words):
                         now = ring
                     w = i32(w + n_warps)
                 cuda.syncthreads()  # the sums of the round are there, and the owners are done with the round before, whose place is next
                 p = tid
-                while p < n_valid * 32:
+                while p < n_valid * rows:
                     total = f32(0)
                     if before > 0:
                         total = as_f32(lds(shared, totals + p))
-                    at, d = i32(sums + side + p), i32(sums + side + stride * 32 + (p >> 5))
+                    at, d = i32(sums + side + p), i32(sums + side + stride * rows + (p >> log_rows))
                     w = i32(0)
                     while w + 4 <= in_round:  # the loads of four chunks are under way together
                         a0, d0 = lds(shared, at), lds(shared, d)
-                        a1, d1 = lds(shared, at + stride * 33), lds(shared, d + stride * 33)
-                        a2, d2 = lds(shared, at + stride * 66), lds(shared, d + stride * 66)
-                        a3, d3 = lds(shared, at + stride * 99), lds(shared, d + stride * 99)
+                        a1, d1 = lds(shared, at + stride * with_scale), lds(shared, d + stride * with_scale)
+                        a2, d2 = lds(shared, at + stride * (2 * with_scale)), lds(shared, d + stride * (2 * with_scale))
+                        a3, d3 = lds(shared, at + stride * (3 * with_scale)), lds(shared, d + stride * (3 * with_scale))
                         total = fma(as_f32(a1), as_f32(d1), fma(as_f32(a0), as_f32(d0), total))
                         total = fma(as_f32(a3), as_f32(d3), fma(as_f32(a2), as_f32(d2), total))
-                        at, d, w = i32(at + stride * 132), i32(d + stride * 132), i32(w + 4)
+                        at, d, w = i32(at + stride * (4 * with_scale)), i32(d + stride * (4 * with_scale)), i32(w + 4)
                     while w < in_round:
                         total = fma(as_f32(lds(shared, at)), as_f32(lds(shared, d)), total)
-                        at, d, w = i32(at + stride * 33), i32(d + stride * 33), i32(w + 1)
+                        at, d, w = i32(at + stride * with_scale), i32(d + stride * with_scale), i32(w + 1)
                     sts(shared, totals + p, as_u32(total))
                     if before + in_round == n_chunks:
-                        leave(operands, shared, place, i32(p >> 5), i32(p & 31), total)
+                        leave(operands, shared, place, i32(p >> log_rows), i32(p & (rows - 1)), total)
                     p = i32(p + n_threads)
                 before, side = i32(before + in_round), i32(side_words - side)
             place = following_place(operands, place)
@@ -478,40 +506,51 @@ class FewShape:
     n_bytes: int
 
 
-def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:
-    """How long n_blocks of n_warps on a multiprocessor take for n_chunks each: turns of the warps, each as long as the busiest scheduler has warps, or as
-    a warp waits for its own loads and sums, which is about as long as LATENCY chunks are issued (docs/kernels-log.md)."""
-    return -(-n_chunks // n_warps) * max(LATENCY, -(-n_blocks * n_warps // SCHEDULERS))
+def work(n_tokens: int, n_warps: int, n_blocks: int, n_chunks: int) -> int:
+    """How long n_blocks of n_warps on a multiprocessor take for a tile of n_chunks each: turns of the warps, each as long as the busiest scheduler has
+    warps, or as a warp waits for its own loads and sums, which is about as long as LATENCY chunks are issued; and one for the barrier of a block that
+    is alone (docs/kernels-log.md)."""
+    return -(-n_chunks // n_warps) * max(LATENCY[n_tokens], -(-n_blocks * n_warps // SCHEDULERS)) + (n_blocks == 1)
 
 
-def chunks_of_round(n_chunks: int, n_warps: int, n: int) -> int:
-    """A whole row where the sums of n tokens are small, else whole turns of the warps."""
-    if n_chunks * sum_words(n) <= SUM_WORDS:
+def chunks_of_round(n_chunks: int, n_warps: int, n_tokens: int, n: int) -> int:
+    """A whole row where the sums of n tokens of a block for n_tokens are small, else whole turns of the warps."""
+    words = sum_words(n_tokens, n)
+    if n_chunks * words <= SUM_WORDS:
         return n_chunks
-    return n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n))))
+    return n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * words)))
 
 
 def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int, row_words: int = 0) -> FewShape:
     """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most; row_words: as of `shared_words`."""
-    n_tiles, n_chunks, n_valid = -(-n_rows // ROWS), -(-n_cols // CHUNK), min(n, n_tokens)
-    per_round = chunks_of_round(n_chunks, n_warps, n_valid)
+    n_tiles, n_chunks, n_valid = -(-n_rows // rows_of(n_tokens)), -(-n_cols // CHUNK), min(n, n_tokens)
+    per_round = chunks_of_round(n_chunks, n_warps, n_tokens, n_valid)
     n_sides = 1 if per_round >= n_chunks and n_tiles <= n_blocks and len(names) == 1 else 2
     n_bytes = 4 * shared_words(names, n_tokens, n_warps, per_round, n_valid, n_sides, row_words)
     return FewShape(n_tokens, n_warps, per_round, (min(n_tiles, n_blocks), -(-n // n_tokens)), n_bytes)
 
 
+def fastest(shapes: list[tuple[int, FewShape]], n_items: int, n_chunks: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
+    """Of shapes and the number of their blocks on a multiprocessor, where shared memory holds so many, that by which `work` on n_items tiles is done first,
+    then that which leaves the fewest warps without a chunk, then two blocks, which hide each other's barriers (docs/kernels-log.md)."""
+    def time(resident, shape):
+        turns = -(-n_items // (resident * n_multiprocessors))
+        return turns * work(shape.n_tokens, shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, abs(resident - 2)
+    fitting = [(resident, shape) for resident, shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
+    return min(fitting, key=lambda each: time(*each))[1]
+
+
 @lru_cache(None)
 def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int, row_words: int = 0) -> FewShape:
-    """As many tokens as a block can take, as many warps as registers and shared memory hold, of those numbers the one that `work` finds the fastest.
-    One block a multiprocessor for one token, else two where there are more row tiles than those. names: formats of the matrices; row_words: as of
+    """As many tokens as a block can take; of the numbers of warps and of blocks on a multiprocessor the `fastest`. For several tokens one block a
+    multiprocessor, two where there are more row tiles than those; one where each makes its activations. names: formats of the matrices; row_words: as of
     `shared_words`."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
-    n_tiles, n_chunks, groups = -(-n_rows // ROWS), -(-n_cols // CHUNK), -(-n // n_tokens)
-    resident = 1 if n_tokens == 1 or n_tiles * groups <= n_multiprocessors else 2
-    shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors, row_words)
-              for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
-    fitting = [shape for shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
-    return min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))
+    n_items, n_chunks = -(-n_rows // rows_of(n_tokens)) * -(-n // n_tokens), -(-n_cols // CHUNK)
+    residents = (1,) if row_words else range(1, MOST_RESIDENT[1] + 1) if n_tokens == 1 else (1,) if n_items <= n_multiprocessors else (2,)
+    shapes = [(resident, shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors, row_words))
+              for resident in residents for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
+    return fastest(shapes, n_items, n_chunks, n_multiprocessors, shared_limit)
 
 
 def checked_sizes(op, names, n_rows, n_cols, n):

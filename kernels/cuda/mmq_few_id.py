@@ -15,12 +15,11 @@ from ...quant.tile import ROWS
 from .cooperative import cooperative
 from .dispatch import report
 from .launch import F32, I32, Kernel, N, U32, check, factory
-from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, chunks_of_round, products, shared_words, tiles_of, work
+from .mmq_few import MAX_WARPS, MOST_RESIDENT, MOST_TOKENS, PICK, Course, FewShape, chunks_of_round, fastest, products, rows_of, shared_words, tiles_of
 from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
-MOST_RESIDENT = 4                          # blocks on a multiprocessor
 WORDS, BIASES, OUT, IDS, FAULT, NODE, N_MATRICES, N_ROWS, N_PAIRS, N_USED, X_ROWS, TABLE, STEP_GROUPS, STEP_TILES = range(14)  # operands, by their place
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs, these pairs, (matrix, pair) in
 # one number, sorted and not, where groups begin. Behind them the end of the last group, for as many groups as pairs; the number of groups; and from COUNTS
@@ -44,6 +43,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
     there are no ids; biases: [X, n_rows]."""
     waiting_at, finish = ending
     pick, last_matrix, several, single, pad = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1, device(padded)
+    rows, parts, count, whole_tiles = rows_of(n_tokens), ROWS // rows_of(n_tokens), tiles_of(n_tokens), tiles_of(MOST_TOKENS)
 
     # What is in shared memory
 
@@ -180,7 +180,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
 
     @device
     def first(operands, shared):
-        n_tiles, item = tiles_of(operands[N_ROWS]), i32(cuda.blockIdx.x)
+        n_tiles, item = count(operands[N_ROWS]), i32(cuda.blockIdx.x)
         group = i32(item // n_tiles)
         return i32(item - group * n_tiles), i32(0), group
 
@@ -191,7 +191,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
             matrix = i32(matrix + 1)
             if matrix <= last_matrix:
                 return tile, matrix, group
-        tile, group, n_tiles = i32(tile + operands[STEP_TILES]), i32(group + operands[STEP_GROUPS]), tiles_of(operands[N_ROWS])
+        tile, group, n_tiles = i32(tile + operands[STEP_TILES]), i32(group + operands[STEP_GROUPS]), count(operands[N_ROWS])
         if tile >= n_tiles:
             tile, group = i32(tile - n_tiles), i32(group + 1)
         return tile, i32(0), group
@@ -205,7 +205,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
     @device
     def weight(operands, shared, place):
         matrix = i32(min(matrix_of_group(operands, shared, place[2]), operands[N_MATRICES] - 1))  # any one where there is none
-        return pick(operands[WORDS], place[1]), i32(matrix * tiles_of(operands[N_ROWS]) + place[0])
+        return pick(operands[WORDS], place[1]), i32(matrix * whole_tiles(operands[N_ROWS]) * parts + place[0])
 
     @device
     def tokens(operands, shared, place, n):
@@ -215,7 +215,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
 
     @device
     def leave(operands, shared, place, token, r, total):
-        n_rows, row = operands[N_ROWS], i32(place[0] * 32 + r)
+        n_rows, row = operands[N_ROWS], i32(place[0] * rows + r)
         matrix, biases = matrix_of_group(operands, shared, place[2]), operands[BIASES]
         if row < n_rows and matrix < operands[N_MATRICES]:
             pair = place[2] if single else i32(lds(shared, plane(operands, PAIRS) + start_of(operands, shared, place[2]) + token))
@@ -247,7 +247,7 @@ def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
 
 def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int, n_tokens: int, n_warps: int, n_blocks: int) -> FewShape:
     """The shape with so many warps a block. n_items: row tiles of groups at most."""
-    per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens)
+    per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens, n_tokens)
     n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens) + table_words(n_pairs, n_tokens))
     return FewShape(n_tokens, n_warps, per_round, (min(n_items, n_blocks), 1), n_bytes)
 
@@ -255,19 +255,15 @@ def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int,
 @lru_cache(None)
 def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, n_pairs: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
     """Groups of a single pair for one token, else of as many as a matrix has on average, but of 4 at least, or of 8 where these take hardly longer, without
-    integer scales. Of the numbers of warps and of blocks on a multiprocessor those by which `work` on the row tiles of all groups is done first, then those
-    that leave the fewest warps without a chunk, then two blocks, which hide each other's barriers (docs/kernels-log.md). names: formats of the matrices; n: tokens, or rows of a head."""
+    integer scales. Of the numbers of warps and of blocks on a multiprocessor the `fastest` for the row tiles of all groups. names: formats of the matrices;
+    n: tokens, or rows of a head."""
     fewest = 4 if any(form(format_of(name)).integer for name in names) else 8
     n_tokens = 1 if n == 1 else next((t for t in MAX_WARPS if t >= fewest and t * n_matrices >= n_pairs), MOST_TOKENS)
-    n_items, n_chunks = -(-n_rows // ROWS) * min(n_pairs, n_matrices if n_tokens > 1 else n_pairs), -(-n_cols // CHUNK)
+    n_items, n_chunks = -(-n_rows // rows_of(n_tokens)) * min(n_pairs, n_matrices if n_tokens > 1 else n_pairs), -(-n_cols // CHUNK)
 
-    def time(resident, shape):
-        n_blocks = resident * n_multiprocessors
-        return -(-n_items // n_blocks) * work(shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, abs(resident - 2)
     shapes = [(resident, id_shape_of(names, n_items, n_cols, n_pairs, n_tokens, n_warps, resident * n_multiprocessors))
-              for resident in range(1, MOST_RESIDENT + 1) for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
-    fitting = [(resident, shape) for resident, shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
-    return min(fitting, key=lambda each: time(*each))[1]
+              for resident in range(1, MOST_RESIDENT[n_tokens] + 1) for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
+    return fastest(shapes, n_items, n_chunks, n_multiprocessors, shared_limit)
 
 
 def checked_sizes(op, names, n_matrices, n_rows, n_cols, n_pairs, n_used, x_rows):
@@ -283,7 +279,7 @@ def checked_sizes(op, names, n_matrices, n_rows, n_cols, n_pairs, n_used, x_rows
 
 def launched(target, kernel, names, pointers, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, shape):
     """The launch of a kernel. n: rows of the activations."""
-    steps = divmod(shape.grid[0], -(-n_rows // ROWS))
+    steps = divmod(shape.grid[0], -(-n_rows // rows_of(shape.n_tokens)))
     table = shape.n_bytes // 4 - table_words(n_pairs, shape.n_tokens)
     args = *pointers, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, shape.per_round, table, *steps
     return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)

@@ -121,6 +121,7 @@ f16_to_f32 = _instruction("f16_to_f32", "{.reg .b16 h, z; mov.b32 {h, z}, $1; cv
 f16_high_to_f32 = _instruction("f16_high_to_f32", "{.reg .b16 z, h; mov.b32 {z, h}, $1; cvt.f32.f16 $0, h;}", "f", "u")  # of the high ones
 f32_to_f16 = _instruction("f32_to_f16", "{.reg .b16 h, z; cvt.rn.f16.f32 h, $1; mov.b16 z, 0; mov.b32 $0, {h, z};}", "u", "f")
 dp4a = _instruction("dp4a", "dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")  # c + the products of the four signed bytes of a and b
+mad_wide = _instruction("mad_wide", "mad.wide.s32 $0, $1, $2, $3;", "l", "rrl")  # a * b + c in 64 bits, of words a and b
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte i is byte s & 7 of the eight bytes a, b, or
                                                                          # its sign eight times where s & 8; s = c >> 4i
 amax2 = _instruction("amax2", "{.reg .b32 m; abs.f16x2 m, $2; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the
@@ -441,18 +442,18 @@ else:
 
 # Copies from global to shared memory that run on while the thread does
 
-def _copy_async(name, width, n=1):
-    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words; n times, 128 words on each time: so a warp copies
-    n * 512 bytes. Done behind `copies_wait` and a barrier."""
+def _copy_async(name, width, n=1, step=128):
+    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words; n times, 128 words on each time, `step` words on in
+    the source: so a warp copies n * 512 bytes. Done behind `copies_wait` and a barrier."""
     if SIMULATED:
-        return simulator.copy(name, width, n)
+        return simulator.copy(name, width, n, step)
 
     def typed(typingctx, array, index, pointer, first):
         _shared(name, width)[0](array, index)
         if _pointer(name, pointer, 4)[1].llvm != ir.IntType(32):
             raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
         _check(name, "l", first)
-        text = " ".join(f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0 + {512 * i}], [$1 + {512 * i}], {4 * width};" for i in range(n))
+        text = " ".join(f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0 + {512 * i}], [$1 + {4 * step * i}], {4 * width};" for i in range(n))
         assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)]), text, "r,l,~{memory}", True)
 
         def codegen(context, builder, signature, args):
@@ -492,9 +493,9 @@ else:
 copy1, copy4 = _copy_async("copy1", 1), _copy_async("copy4", 4)
 
 
-def copies4(n: int):
-    """`copy4` n times, 128 words on each time."""
-    return _copy_async("copies4", 4, n)
+def copies4(n: int, step: int = 128):
+    """`copy4` n times, 128 words on each time, `step` words on in the source."""
+    return _copy_async("copies4", 4, n, step)
 
 
 copies_wait = _effect("copies_wait", "cp.async.wait_all;")  # for this thread's own copies

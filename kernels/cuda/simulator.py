@@ -41,6 +41,11 @@ def dp4a(a, b, c):
 
 
 @jit
+def mad_wide(a, b, c):
+    return np.int64(a) * np.int64(b) + c
+
+
+@jit
 def prmt(a, b, c):
     both = np.uint64(b) << np.uint64(32) | np.uint64(a)
     result = np.uint64(0)
@@ -96,7 +101,7 @@ _MEANING = {
     "fma": _ternary(arith.fma, "fma"), "as_u32": _unary(arith.as_i32, "as_i32"),
     "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f16_high_to_f32": f16_high_to_f32,
     "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
+    "f2i": f2i, "dp4a": dp4a, "mad_wide": mad_wide, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
 }
 
 
@@ -309,12 +314,13 @@ def group_product(a_type, n):
     return start
 
 
-def copy(name, width, n):
+def copy(name, width, n, step):
     def put(array, index, pointer, first):
-        for i in range(0, 128 * n, 128):
-            if not 0 <= index + i <= len(array) - width or index % width:
-                raise IndexError(f"{name}: elements {index + i}..{index + i + width - 1} of {len(array)}")
-            array[index + i:index + i + width] = pointer.elements[pointer.slice(name, first + i, width)]
+        for i in range(n):
+            to = index + 128 * i
+            if not 0 <= to <= len(array) - width or index % width:
+                raise IndexError(f"{name}: elements {to}..{to + width - 1} of {len(array)}")
+            array[to:to + width] = pointer.elements[pointer.slice(name, first + step * i, width)]
     return put
 
 

@@ -8,8 +8,9 @@ Tokens go in fours, a *quad*: eight columns of a product, the limbs hi and lo of
 the quad for its four rows, S = 128 hi + lo. In shared memory a quad is 8 rows (token, limb) of 16 pieces of 16 bytes; piece p of row r lies at place
 p ^ `swizzle(r)`, so that the accesses of both orders of columns touch every bank once.
 
-A single token stands in all four places of a quad, of which shared memory then holds one: the four lanes of a row have the same sums of its four rows,
-and each goes on with one, l / 4 + 8 (l % 4), whose scales it keeps in registers.
+A single token stands in all four places of a quad, of which shared memory then holds one, and is multiplied with half a tile, 16 rows, which are in shared
+memory without the others: twice as many parts of a matrix for the multiprocessors. The four lanes of a row have the same sums of its two rows, and each goes
+on with one, l / 4 + 8 (l % 2), whose scales it keeps in registers.
 
 A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the sum of q under
 a minimum, and the minima of a chunk are a product with imin. What follows depends on the format alone (`Form`).
@@ -21,17 +22,18 @@ from numba import cuda
 
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, Format, format_of
-from ...quant.tile import tile_bytes
+from ...quant.tile import ROWS, tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
 from .cooperative import cooperative
 from .glu import gated_unit
-from .ptx import (add, afresh, as_f32, as_u32, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
+from .ptx import (add, afresh, as_f32, as_u32, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mad_wide, mma16, mma32, mma32u, prmt,
                   st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
 from .weights import shared_unpacker
 
 QUAD = 4                  # tokens
 QUAD_WORDS = 2 * QUAD * CHUNK // 4
+TOKEN_ROWS = ROWS // 2    # of a tile for a single token
 MOST_FEW = 4              # quads for which products are cheaper than work on a tile's words
 
 
@@ -106,7 +108,7 @@ def swizzle(r):
 class TileProduct(NamedTuple):
     """The device functions of a format and a number of quads."""
     multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and token l % 4;
-                      # of a single token acc[0], of row l / 4 + 8 (l % 4); limbs are then the sums of q, and there is no scratch
+                      # of a single token acc[0], of row l / 4 + 8 (l % 2) of the half; limbs are then the sums of q, and there is no scratch
     n_entries: int    # of codebooks
     entry: object     # (i) -> one of them
 
@@ -220,9 +222,9 @@ def table_words(name: str) -> int:
 
 
 def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = False) -> TileProduct:
-    """first_table: word of shared memory at which the codebooks begin. single: one token, `act` holds its two rows only."""
+    """first_table: word of shared memory at which the codebooks begin. single: one token, `act` holds its two rows only, the tile 16 rows."""
     fmt = format_of(name)
-    unpack, n_entries, entry = shared_unpacker(name, first_table)
+    unpack, n_entries, entry = shared_unpacker(name, first_table, TOKEN_ROWS if single else ROWS)
     quarter, sub, group, pairs = unpack.quarter, unpack.sub, unpack.group, unpack.pairs
     step, integer, wide, carried = form(fmt)
     many, split, late = n_quads > MOST_FEW, is_split(fmt, n_quads), is_late(fmt, n_quads)
@@ -336,26 +338,24 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         return i32(a), i32(b), i32(c), i32(d)
 
     @device
-    def fragments(lane, shared, tile, j):
-        """Of the tile's rows 0..15, then of rows 16..31, columns 32 j .. 32 j + 31."""
-        g, q = lane >> 2, lane & 3
+    def fragments(lane, shared, tile, first, j):
+        """Of 16 rows from `first`, columns 32 j .. 32 j + 31."""
+        g, q = first + (lane >> 2), lane & 3
         w0, w2 = row_words((shared, tile, g), j, q)
         w1, w3 = row_words((shared, tile, g + 8), j, q)
-        v0, v2 = row_words((shared, tile, g + 16), j, q)
-        v1, v3 = row_words((shared, tile, g + 24), j, q)
-        return w0, w1, w2, w3, v0, v1, v2, v3
+        return w0, w1, w2, w3
 
     @device
     def block(lane, shared, tile, act, scratch, j, b0, b1, acc, high, low, m_high, m_low):
         """Columns 32 j .. 32 j + 31. b0, b1: their fragments of a single quad."""
         g, q = lane >> 2, lane & 3
-        w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
+        w, v = fragments(lane, shared, tile, 0, j), fragments(lane, shared, tile, 16, j)
         if split:
             first = steps * j + ((q >> 1) if pairs and steps == 2 else 0)  # the sub-blocks of a lane's two words
             last = first if pairs else steps * j + steps - 1
             f, e = four_rows(shared, scratch, first, g), four_rows(shared, scratch, last, g)
-            w = four_limbs((w0, w1, w2, w3), f[0], f[1], e[0], e[1])
-            v = four_limbs((v0, v1, v2, v3), f[2], f[3], e[2], e[3])
+            w = four_limbs(w, f[0], f[1], e[0], e[1])
+            v = four_limbs(v, f[2], f[3], e[2], e[3])
             for pair in range(n_quads // 2):
                 b = tokens(lane, shared, act, j, 2 * pair)
                 split_quad(w, b[0], b[1], 8 * pair, high, low, m_high, m_low)
@@ -363,7 +363,6 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
                 split_quad(w, b[2], b[3], 8 * pair + 4, high, low, m_high, m_low)
                 split_quad(v, b[2], b[3], 8 * pair + 6, high, low, m_high, m_low)
         else:
-            w, v = (w0, w1, w2, w3), (v0, v1, v2, v3)
             f = i = w + v
             if not carried:
                 f = four_rows(shared, scratch, steps * j, g) + four_rows(shared, scratch, steps * j + steps - 1, g)
@@ -449,10 +448,9 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
     # A single token
 
     @device
-    def own(lane, a, b, c, d):
-        """Of the values of rows l / 4, + 8, + 16, + 24 that of the lane's own."""
-        first, last = b if lane & 1 else a, d if lane & 1 else c
-        return i32(last if lane & 2 else first)
+    def own(lane, a, b):
+        """Of the values of rows l / 4 and l / 4 + 8 that of the lane's own."""
+        return i32(b if lane & 1 else a)
 
     @device
     def integer_scales(t, shared, sums, isc):
@@ -470,20 +468,20 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
     @device
     def token_block(lane, shared, tile, j, b0, b1, t, isc, acc, total, high, low):
         """Adds the products of columns 32 j .. 32 j + 31."""
-        w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
-        w, v, q = (w0, w1, w2, w3), (v0, v1, v2, v3), lane & 3
+        w, q = fragments(lane, shared, tile, 0, j), lane & 3
         if carried:
             carry(w, b0, b1, 0, high, low)
-            carry(v, b0, b1, 2, high, low)
         else:
             for s in range(steps):
                 c = z, z, z, z
                 if zero:
                     c = product((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
-                x, y = product(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), product(v, b0, b1, s, q, c[0], c[1], c[2], c[3])
-                both = own(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
-                if integer:
-                    total[0] = total_type(total[0] + total_type(isc[steps * j + s]) * total_type(both))
+                c = product(w, b0, b1, s, q, c[0], c[1], c[2], c[3])
+                both = own(lane, (c[0] << 7) + c[1], (c[2] << 7) + c[3])
+                if wide:
+                    total[0] = mad_wide(isc[steps * j + s], both, total[0])
+                elif integer:
+                    total[0] = i32(total[0] + isc[steps * j + s] * both)
                 else:
                     d, m = group(t, (32 * j + 16 * s) // n_group)
                     acc[0] = fma(i2f(both), d, acc[0])
@@ -504,8 +502,8 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         d, m = group(t, i)
         s = total[0]
         if carried:
-            s = i32((own(lane, high[0], high[1], high[2], high[3]) << 7) + own(lane, low[0], low[1], low[2], low[3]))
-            for k in range(4):
+            s = i32((own(lane, high[0], high[1]) << 7) + own(lane, low[0], low[1]))
+            for k in range(2):
                 high[k], low[k] = z, z
         acc[0] = fma(l2f(s) if wide else i2f(s), d, acc[0])
         if has_min:
@@ -513,10 +511,10 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
 
     @cooperative
     def multiply_token(lane, shared, tile, act, sums, scratch, acc):
-        isc, total, high, low = cuda.local.array(16, i32), cuda.local.array(1, total_type), cuda.local.array(4, i32), cuda.local.array(4, i32)
-        t, acc[0] = (shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), f32(0)
+        isc, total, high, low = cuda.local.array(16, i32), cuda.local.array(1, total_type), cuda.local.array(2, i32), cuda.local.array(2, i32)
+        t, acc[0] = (shared, tile, i32((lane >> 2) + ((lane & 1) << 3))), f32(0)
         total[0] = total_type(0)
-        for k in range(4):
+        for k in range(2):
             high[k], low[k] = z, z
         minimum = z
         if integer:
@@ -525,7 +523,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
         if n_group == 128:
             end_token(lane, t, 0, minimum, acc, total, high, low)
-        if n_entries or not wide and (step == 16 or has_min and not whole):
+        if n_entries or n_group == 128 or not wide and (step == 16 or has_min and not whole):
             syncwarp()  # what is loaded for the other half is loaded behind it: registers
         two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
         two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)

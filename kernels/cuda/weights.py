@@ -29,10 +29,9 @@ def shared_word(words, piece, i):
     return lds(words, piece + i)
 
 
-def _loads(fmt: Format, load, load_word):
+def _loads(fmt: Format, load, load_word, rows: int = tile.ROWS):
     """(ldw, ld4, ld2) of `quant.tile.loads` by load(words, i) and load_word(words, word at which a piece begins, i). t = (words, base, row, ...).
-    Constants are added to what is known at run time only: they become the offset of the load, not an addition of their own."""
-    rows = tile.ROWS
+    rows: of the tile that are there, without gaps. Constants are added to what is known at run time only: they become the offset of the load, not an addition of their own."""
     word_plane = rows * 4 * fmt.n_pieces
     half_plane = word_plane + rows * fmt.n_words
 
@@ -58,9 +57,9 @@ def loads(fmt: Format):
     return _loads(fmt, ldc, global_word)
 
 
-def quarter_loads(fmt: Format):
+def quarter_loads(fmt: Format, rows: int = tile.ROWS):
     """(ldw, ld4, ld2) for lanes that each take a quarter, a word at a time from a shared array of uint32. t = (shared, base, row, ...)."""
-    return _loads(fmt, lds, shared_word)
+    return _loads(fmt, lds, shared_word, rows)
 
 
 @device
@@ -168,14 +167,14 @@ def _with_tables(fmt: Format, loads, load) -> Tables:
 
 
 @lru_cache(None)
-def shared_unpacker(name: str, first: int = 0) -> Tables:
+def shared_unpacker(name: str, first: int = 0, rows: int = tile.ROWS) -> Tables:
     """Weights in the same shared array of uint32 as the codebooks, which begin at its word `first`: t = (shared, base, row) of `quarter_loads`."""
     @device
     def load(t, i):
         return lds(t[0], first + i)
 
     fmt = format_of(name)
-    return _with_tables(fmt, quarter_loads(fmt), load)
+    return _with_tables(fmt, quarter_loads(fmt, rows), load)
 
 
 @lru_cache(None)
