@@ -11,7 +11,7 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from .cooperative import cooperative
 from .launch import F32, Kernel, N, SCALAR_F32, U32, check, factory
-from .mmq_few import MADE, MAX_WARPS, by_turns, checked_sizes, few_shape, in_a_row, products
+from .mmq_few import MADE, MAKING_WARPS, by_turns, checked_sizes, few_shape, in_a_row, products
 from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, wait_for_previous
 from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
@@ -131,7 +131,7 @@ def add_rms_norm_mmq_few_qkv_kernel(q, k, v, biased):
         # blocks as in mmq_few_kernel
         run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), (x, y, w, total, eps, row), n_cols,
             i32(1), per_round)
-    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, 32 * MAX_WARPS[1])
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, 32 * MAKING_WARPS)
 
 
 @factory([("silu", "Q4_K", "Q4_K", False), ("silu", "Q4_1", "Q4_1", False), ("gelu", "IQ2_S", "Q8_0", True)])
@@ -140,15 +140,14 @@ def add_rms_norm_mmq_few_glu_kernel(activation, gate, up, biased):
 
     def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, per_round):  # blocks as in mmq_few_kernel
         run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), (x, y, w, total, eps, row), n_cols, i32(1), per_round)
-    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, 32 * MAX_WARPS[1])
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, 32 * MAKING_WARPS)
 
 
 def row_shape(target, op: str, names: tuple[str, ...], n_rows: int, n_cols: int):
     """(shape, word of shared memory at which the row begins). n_rows: of all matrices in a row."""
-    checked_sizes(op, names, n_rows, n_cols, 1)
     check(op, n_cols % 4 == 0, "n_cols", n_cols, "a multiple of 4")
     shape = few_shape(names, n_rows, n_cols, 1, target.n_multiprocessors, target.shared_limit, row_words(n_cols))
-    check(op, shape.n_bytes <= target.shared_limit, "n_cols", n_cols, f"a row for which {target.shared_limit} bytes of shared memory are enough")
+    check(op, shape.n_bytes <= target.shared_limit, "n_cols", n_cols, f"rows that leave room in {target.shared_limit} bytes of shared memory")
     return shape, shape.n_bytes // 4 - row_words(n_cols)
 
 
@@ -164,6 +163,7 @@ def add_rms_norm_mul_mat_qkv(target, x, y, w, eps, total, types, words, outs, n_
 
 def add_rms_norm_mul_mat_glu(target, x, y, w, eps, total, act, gate_type, up_type, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols):
     """x, y, w, total: addresses of float32 [n_cols], on 16 bytes; the others as of `mul_mat_glu`, both formats quantized, of one token."""
+    checked_sizes("add_rms_norm_mul_mat_glu", (gate_type, up_type), n_rows, n_cols, 1)
     shape, row = row_shape(target, "add_rms_norm_mul_mat_glu", (gate_type, up_type), n_rows, n_cols)
     kernel = add_rms_norm_mmq_few_glu_kernel(act, gate_type, up_type, gate_bias is not None)
     args = x, y, w, total, eps, row, gate_words, up_words, *((gate_bias, up_bias) if gate_bias is not None else (out, out)), out, n_rows, n_cols, shape.per_round

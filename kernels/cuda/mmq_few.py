@@ -27,6 +27,7 @@ from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, TOKEN_ROWS, Ending
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
 MAX_WARPS = {1: 24, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 80 a thread for 24 warps, 255 for 8
+MAKING_WARPS = 20   # of a block that makes its activations: 96 registers a thread
 SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 124 chunks of one token
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
 MOST_RESIDENT = {1: 8, QUAD: 4, 2 * QUAD: 4, MOST_TOKENS: 4}  # blocks on a multiprocessor
@@ -546,10 +547,10 @@ def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multip
     multiprocessor, two where there are more row tiles than those; one where each makes its activations. names: formats of the matrices; row_words: as of
     `shared_words`."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
-    n_items, n_chunks = -(-n_rows // rows_of(n_tokens)) * -(-n // n_tokens), -(-n_cols // CHUNK)
+    n_items, n_chunks, most = -(-n_rows // rows_of(n_tokens)) * -(-n // n_tokens), -(-n_cols // CHUNK), MAKING_WARPS if row_words else MAX_WARPS[n_tokens]
     residents = (1,) if row_words else range(1, MOST_RESIDENT[1] + 1) if n_tokens == 1 else (1,) if n_items <= n_multiprocessors else (2,)
     shapes = [(resident, shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors, row_words))
-              for resident in residents for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
+              for resident in residents for n_warps in range(1, min(most // resident, n_chunks) + 1)]
     return fastest(shapes, n_items, n_chunks, n_multiprocessors, shared_limit)
 
 
