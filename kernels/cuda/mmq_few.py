@@ -27,7 +27,7 @@ from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, TOKEN_ROWS, Ending
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
 MAX_WARPS = {1: 24, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 80 a thread for 24 warps, 255 for 8
-MAKING_WARPS = 20   # of a block that makes its activations: 96 registers a thread
+MAKING_WARPS = 20   # of blocks that make their activations: 96 registers a thread
 SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 124 chunks of one token
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
 MOST_RESIDENT = {1: 8, QUAD: 4, 2 * QUAD: 4, MOST_TOKENS: 4}  # blocks on a multiprocessor
@@ -531,11 +531,12 @@ def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens:
     return FewShape(n_tokens, n_warps, per_round, (min(n_tiles, n_blocks), -(-n // n_tokens)), n_bytes)
 
 
-def fastest(shapes: list[tuple[int, FewShape]], n_items: int, n_chunks: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
+def fastest(shapes: list[tuple[int, FewShape]], n_items: int, n_chunks: int, n_multiprocessors: int, shared_limit: int, making: bool = False) -> FewShape:
     """Of shapes and the number of their blocks on a multiprocessor, where shared memory holds so many, that by which `work` on n_items tiles is done first,
-    then that which leaves the fewest warps without a chunk, then two blocks, which hide each other's barriers (docs/kernels-log.md)."""
+    then that which leaves the fewest warps without a chunk, then two blocks, which hide each other's barriers (docs/kernels-log.md). making: each block
+    makes its activations, which is about as much work as a tile."""
     def time(resident, shape):
-        turns = -(-n_items // (resident * n_multiprocessors))
+        turns = -(-n_items // (resident * n_multiprocessors)) + making
         return turns * work(shape.n_tokens, shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, abs(resident - 2)
     fitting = [(resident, shape) for resident, shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
     return min(fitting, key=lambda each: time(*each))[1]
@@ -544,14 +545,13 @@ def fastest(shapes: list[tuple[int, FewShape]], n_items: int, n_chunks: int, n_m
 @lru_cache(None)
 def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int, row_words: int = 0) -> FewShape:
     """As many tokens as a block can take; of the numbers of warps and of blocks on a multiprocessor the `fastest`. For several tokens one block a
-    multiprocessor, two where there are more row tiles than those; one where each makes its activations. names: formats of the matrices; row_words: as of
-    `shared_words`."""
+    multiprocessor, two where there are more row tiles than those. names: formats of the matrices; row_words: as of `shared_words`."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
     n_items, n_chunks, most = -(-n_rows // rows_of(n_tokens)) * -(-n // n_tokens), -(-n_cols // CHUNK), MAKING_WARPS if row_words else MAX_WARPS[n_tokens]
-    residents = (1,) if row_words else range(1, MOST_RESIDENT[1] + 1) if n_tokens == 1 else (1,) if n_items <= n_multiprocessors else (2,)
+    residents = range(1, MOST_RESIDENT[1] + 1) if n_tokens == 1 else (1,) if n_items <= n_multiprocessors else (2,)
     shapes = [(resident, shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors, row_words))
               for resident in residents for n_warps in range(1, min(most // resident, n_chunks) + 1)]
-    return fastest(shapes, n_items, n_chunks, n_multiprocessors, shared_limit)
+    return fastest(shapes, n_items, n_chunks, n_multiprocessors, shared_limit, row_words > 0)
 
 
 def checked_sizes(op, names, n_rows, n_cols, n):
