@@ -5,7 +5,7 @@ Shapes are numpy's (rows outside): n = tokens, k and m = columns. dtypes: f32, i
 """
 from dataclasses import dataclass, field
 from math import prod
-from typing import Callable
+from typing import Callable, NamedTuple
 
 from .quant.formats import FORMATS
 
@@ -295,6 +295,29 @@ def add_rms_norm_act(params, x, y, w):
     return rms_norm_act(params, x, w)
 
 
+MOST_NORMED = 8192  # columns of a row that every block of the products behind it norms for itself: what the shared memory of all GPUs has room for
+
+
+class Result(NamedTuple):
+    """What a rule gives, as an operand of another one."""
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _row_norm_act(params, x, y, w):
+    n_cols = x.shape[-1]
+    need(x.shape[:-1] == (1,), "x must be one row")
+    need(n_cols % 4 == 0 and n_cols <= MOST_NORMED, f"x has {n_cols} columns, allowed: a multiple of 4 up to {MOST_NORMED}")
+    return Result(*add_rms_norm_act(params, x, y, w))
+
+
+@op("x y w q k v q_bias k_bias v_bias", "eps", room="add_rms_norm_mul_mat", n_optional=3,
+    also={"sum": "x", "q": lambda _, x, y, w, q, *others: ("f32", (1, q.shape[0])), "k": lambda _, x, y, w, q, k, *others: ("f32", (1, k.shape[0]))})
+def add_rms_norm_mul_mat_qkv(params, x, y, w, q, k, v, *biases):
+    """mul_mat_qkv of add_rms_norm_act(x, y, w), of one row, and the sum."""
+    return mul_mat_qkv(params, q, k, v, _row_norm_act(params, x, y, w), *biases)
+
+
 GLU = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}  # gated linear units -> their activations
 
 
@@ -333,6 +356,12 @@ def mul_mat_glu(params, gate, up, x, *biases):
     need(all(b.dtype == "f32" and b.shape == gate.shape[:1] for b in biases), "biases must be f32 [m]")
     mul_mat(params, up, x)
     return mul_mat(params, gate, x)
+
+
+@op("x y w gate up gate_bias up_bias", "eps act", room="add_rms_norm_mul_mat", n_optional=2, also={"sum": "x"})
+def add_rms_norm_mul_mat_glu(params, x, y, w, gate, up, *biases):
+    """mul_mat_glu of add_rms_norm_act(x, y, w), of one row, and the sum."""
+    return mul_mat_glu(params, gate, up, _row_norm_act(params, x, y, w), *biases)
 
 
 @op("gate up x ids gate_bias up_bias", "act alpha limit", n_optional=2, defaults={"alpha": 0.0, "limit": 0.0})

@@ -16,11 +16,13 @@ class Match(NamedTuple):
 
 
 def chain(producer: str, consumer: str) -> Callable[[Tensor], Match | None]:
-    """A node of op `consumer` whose first operand is made by `producer`: the fused op has the operands of both, and the parameters."""
+    """A node of op `consumer` whose operand x is made by `producer`: the fused op has the operands of both, the producer's first, and the parameters."""
+    at = OPS[consumer].operands.index("x")
+
     def match(node: Tensor) -> Match | None:
-        if node.op == consumer and node.src[0].op == producer:
-            made, *others = node.src
-            return Match((*made.src, *others), {**made.params, **node.params}, [made])
+        if node.op == consumer and node.src[at].op == producer:
+            made = node.src[at]
+            return Match((*made.src, *node.src[:at], *node.src[at + 1:]), {**made.params, **node.params}, [made])
         return None
     return match
 
@@ -138,12 +140,12 @@ def routing(node: Tensor) -> Match | None:
 #
 # - the op, defined as the composition of what is taken, takes the operands and parameters by its shape rule,
 # - all that is taken is on the node's device,
-# - nobody else reads a result that is taken, and it is no output; but for those that the fused op gives as well, as add_rms_norm gives the sum:
-#   their other readers only have to stand behind the node,
+# - nobody else reads a result that is taken, and it is no output; but for those that the fused op gives as well, as add_rms_norm gives the sum, and
+#   further results of what is taken: their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
 # They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes, which looks at the
-# attention that flash_attn_ext_act takes.
+# attention that flash_attn_ext_act takes; the products of a norm at what makes both.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
@@ -155,6 +157,8 @@ PASSES = {
     "rope_set_rows": rotated_and_cached,
     "flash_attn_ext_act": chain("flash_attn_ext", "quantize"),
     "topk_moe": routing,
+    "add_rms_norm_mul_mat_qkv": chain("add_rms_norm_act", "mul_mat_qkv"),
+    "add_rms_norm_mul_mat_glu": chain("add_rms_norm_act", "mul_mat_glu"),
 }
 
 
@@ -181,13 +185,13 @@ def _run(op: str, find: Callable, graph: Graph) -> None:
         for source in node.src:
             readers[source].add(node)
 
-    def may_fuse(node: Tensor, match: Match, given: list[Tensor]) -> bool:
-        """given: what is taken and stays a result."""
+    def may_fuse(node: Tensor, match: Match, given: list[Tensor], further: list[Tensor]) -> bool:
+        """given: what is taken and stays a result; further: results of what is taken."""
         first = min(index[each] for each in match.taken)
-        others = {each: readers[each] - {node, *match.taken} for each in match.taken}
+        others = {each: readers[each] - {node, *match.taken} for each in (*match.taken, *further)}
         between = [each for each in nodes[first:index[node]] if each not in match.taken]
         return (_takes(op, match) and all(each.device == node.device and index[each] <= index[node] for each in match.taken)
-                and all(index[reader] > index[node] for each in given for reader in others[each])
+                and all(index[reader] > index[node] for each in (*given, *further) for reader in others[each])
                 and not any(others[each] or each in graph.outputs for each in match.taken if each not in given)
                 and not _caches(between) & {source.base for source in match.src}
                 and not _caches(match.taken) & {source.base for each in between for source in each.src})
@@ -196,11 +200,14 @@ def _run(op: str, find: Callable, graph: Graph) -> None:
         match = find(found)
         if match is None:
             continue
-        node, given = match.into or found, match.taken[:len(OPS[op].also)]
-        if may_fuse(node, match, given):
-            taken = sorted(set(match.taken), key=index.get)
-            node.op, node.src, node.params, node.also = op, match.src, match.params, tuple(given)
+        node, taken = match.into or found, sorted(set(match.taken), key=index.get)
+        further = [tensor for each in taken for tensor in each.also]
+        given = match.taken[:len(OPS[op].also) - len(further) - len(node.also)]
+        if may_fuse(node, match, given, further):
+            node.op, node.src, node.params, node.also = op, match.src, match.params, (*given, *further, *node.also)
             node.replaces = tuple(name for each in (*taken, node) for name in each.replaces or (each.name,))
+            for each in taken:
+                each.also = ()
             for each in given:
                 each.alias = each.base if each.in_place else None
                 each.op, each.src, each.params, each.replaces = None, (), {}, ()

@@ -2,6 +2,7 @@
 import numpy as np
 
 from ggml_py.kernels.cuda import add_rms_norm as cuda_add_rms_norm
+from ggml_py.kernels.cuda import add_rms_norm_mul_mat as cuda_add_rms_norm_mul_mat
 from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import elementwise as cuda_elementwise
 from ggml_py.kernels.cuda import experts as cuda_experts
@@ -22,8 +23,8 @@ from ggml_py.kernels.cuda import soft_max as cuda_soft_max
 from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
 from ggml_py.kernels.cuda import topk_moe as cuda_topk_moe
 from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
-from ggml_py.kernels.reference import (add_rms_norm, argmax, elementwise, experts, flash_attn_ext, flash_attn_ext_act, glu, heads, mul_mat_glu, mul_mat_qkv,
-                                       rms_norm, rms_norm_act, rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
+from ggml_py.kernels.reference import (add_rms_norm, add_rms_norm_mul_mat, argmax, elementwise, experts, flash_attn_ext, flash_attn_ext_act, glu, heads,
+                                       mul_mat_glu, mul_mat_qkv, rms_norm, rms_norm_act, rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -120,6 +121,33 @@ def check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased) -> None:
                                              tuple(map(machine.upload, biases))))
     for part, at, out in zip("qkv", outs, expected):
         check_floats(machine, at, out, f"{name} {part}")
+    machine.free()
+
+
+def check_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act=None, biased=False, kind=0, eps=EPS) -> None:
+    """Of Q, K and V with n_rows each, or, with an activation, of gate and up. kind: which row of `edges` is added to an ordinary one."""
+    name = f"add_rms_norm_mul_mat[{act or 'qkv'}, {types}, n_rows={n_rows}, n_cols={n_cols}, kind={kind}, eps={eps}{', biased' * biased}]"
+    rng, rows = seeded(name), n_rows if act is None else (n_rows,) * 2
+    words = [tile.pack(random_weight(format_of(t), m, n_cols, rng), t, m, n_cols).reshape(-1).view(np.uint32) for t, m in zip(types, rows)]
+    x, y, w = edges(kind + 1, n_cols, rng)[kind:], activations(1, n_cols, rng), activations(1, n_cols, rng)[0]
+    if kind > 1:
+        y[:] = x[:, ::-1]
+    biases = tuple(activations(1, m, rng)[0] for m in rows) if biased else ()
+    total, expected = np.empty_like(x), [np.empty((1, m), np.float32) for m in (rows if act is None else rows[:1])]
+    at = [machine.upload(np.full(out.size + GUARD, np.nan, np.float32)) for out in (total, *expected)]
+    addresses = [machine.upload(a) for a in (x, y, w)]
+    matrices, added = tuple(map(machine.upload, words)), tuple(map(machine.upload, biases))
+    if act is None:
+        add_rms_norm_mul_mat.add_rms_norm_mul_mat_qkv(*types)(x, y, w, np.float32(eps), words, biases, expected, total)
+        launch = cuda_add_rms_norm_mul_mat.add_rms_norm_mul_mat_qkv(machine.target, *addresses, eps, at[0], types, matrices, tuple(at[1:]), n_rows, n_cols, added)
+    else:
+        reference = add_rms_norm_mul_mat.add_rms_norm_mul_mat_glu(act, *types)
+        reference(x, y, w, np.float32(eps), *words, biases, *expected, np.empty((1, n_rows), np.float32), total)
+        launch = cuda_add_rms_norm_mul_mat.add_rms_norm_mul_mat_glu(machine.target, *addresses, eps, at[0], act, *types, *matrices, *(added or (None, None)),
+                                                                    at[1], n_rows, n_cols)
+    machine.run(launch)
+    for i, (address, out) in enumerate(zip(at, (total, *expected))):
+        check_floats(machine, address, out, f"{name} {f'product {i}' if i else 'total'}")
     machine.free()
 
 

@@ -1,11 +1,15 @@
 """rms_norm, elementwise operations, what is fused, rope, set_rows and the small ops of experts in numba's CUDA simulator; and what their launch functions
 refuse."""
+from types import SimpleNamespace
+
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import argmax as cuda_argmax
+from ggml_py.kernels.cuda import mmq_few
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
+from ggml_py.kernels.cuda.add_rms_norm_mul_mat import add_rms_norm_mul_mat_glu, add_rms_norm_mul_mat_qkv, row_words
 from ggml_py.kernels.cuda.elementwise import add
 from ggml_py.kernels.cuda.experts import weighted_sum
 from ggml_py.kernels.cuda.glu import swiglu_oai
@@ -21,9 +25,11 @@ from ggml_py.kernels.cuda.set_rows import cpy_rows_indirect, set_rows
 from ggml_py.kernels.cuda.soft_max import soft_max
 from ggml_py.kernels.cuda.swiglu_act import swiglu_act
 from ggml_py.kernels.cuda.topk_moe import topk_moe
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_glu, check_heads,
-                            check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
-                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
+from ggml_py.ops import MOST_NORMED
+from ggml_py.quant.formats import FORMATS
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_add_rms_norm_mul_mat, check_argmax, check_binary, check_cpy_rows, check_experts,
+                            check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows,
+                            check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 
 
 def test_in_the_simulator():
@@ -88,6 +94,22 @@ def simulate_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased):
     (("F16", "F32", "BF16"), (3, 1, 33), 21, 2, True)], ids=str)
 def simulate_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased):
     check_mul_mat_qkv(machine, types, n_rows, n_cols, n, biased)
+
+
+@pytest.mark.parametrize("types, n_rows, n_cols, act, biased, kind", [
+    (("Q4_K", "Q4_K", "Q6_K"), (33, 1, 34), 256, None, True, 0), (("Q8_0", "Q4_1", "Q5_0"), (3, 34, 32), 288, None, False, 0),
+    (("Q4_1",) * 3, (40, 9, 9), 576, None, False, 0), (("IQ2_S", "Q8_0"), 34, 512, "silu", False, 0),
+    *((("Q4_1", "Q8_0"), 3, 32, "relu", False, kind) for kind in range(8)), *((("Q8_0",) * 3, (3, 2, 1), 544, None, False, kind) for kind in range(1, 4))],
+    ids=str)
+def simulate_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act, biased, kind):
+    check_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act, biased, kind)
+
+
+def simulate_row_of_more_chunks_than_warps(machine, monkeypatch):
+    monkeypatch.setitem(mmq_few.MAX_WARPS, 1, 2)
+    mmq_few.few_shape.cache_clear()
+    check_add_rms_norm_mul_mat(machine, ("Q4_1", "Q8_0"), 20, 1312, "gelu", True)
+    mmq_few.few_shape.cache_clear()
 
 
 def simulate_scale(machine):
@@ -168,6 +190,14 @@ def test_threads_of_a_normed_row(n_cols, threads):
     assert n_threads(n_cols) == threads
 
 
+def test_every_gpu_has_room_for_a_row():
+    """Of the longest rows that the fused ops take, beside the codebooks and the weights of a warp, whatever the formats."""
+    for fmt in FORMATS.values():
+        if fmt.is_quantized:
+            shape = mmq_few.few_shape((fmt.name,) * 3, 4096, MOST_NORMED, 1, 132, 99 << 10, row_words(MOST_NORMED))
+            assert shape.n_bytes <= 99 << 10 and shape.n_warps >= 4, (fmt.name, shape)
+
+
 def test_refusals():
     for refused, message in [
         (lambda: rms_norm(None, 0, 0, 0, 0, 5, 1e-5), "rms_norm: n_rows is 0, allowed: at least 1"),
@@ -180,6 +210,12 @@ def test_refusals():
         (lambda: mul_mat_qkv(None, ("Q8_0", "F16", "Q8_0"), (0, 0, 0), 0, (0, 0, 0), (5, 5, 5), 32, 1),
          "mul_mat_qkv: types is Q8_0, F16, Q8_0, allowed: all quantized or all float"),
         (lambda: mul_mat_qkv(None, ("Q8_0",) * 3, (0, 0, 0), 0, (0, 0, 0), (5, 0, 5), 32, 1), "mul_mat_qkv: n_rows is 0, allowed: at least 1"),
+        (lambda: add_rms_norm_mul_mat_qkv(None, 0, 0, 0, 0.0, 0, ("F16", "Q8_0", "Q8_0"), (0,) * 3, (0,) * 3, (5, 5, 5), 32),
+         "add_rms_norm_mul_mat_qkv: type is F16, allowed: quantized types"),
+        (lambda: add_rms_norm_mul_mat_glu(None, 0, 0, 0, 0.0, 0, "silu", "Q8_0", "Q8_0", 0, 0, None, None, 0, 5, 34),
+         "add_rms_norm_mul_mat_glu: n_cols is 34, allowed: a multiple of 4"),
+        (lambda: add_rms_norm_mul_mat_glu(SimpleNamespace(n_multiprocessors=4, shared_limit=99 << 10), 0, 0, 0, 0.0, 0, "silu", "Q8_0", "Q8_0", 0, 0, None, None, 0, 5, 32768),
+         "add_rms_norm_mul_mat_glu: n_cols is 32768, allowed: rows that leave room in 101376 bytes of shared memory"),
         (lambda: swiglu_act(None, 0, 0, 0, 65536, 5), "swiglu_act: n is 65536, allowed: 1..65535"),
         (lambda: add(None, 0, 0, 0, 4, 5, 2), "add: y_rows is 2, allowed: 1 or 4"),
         (lambda: rope(None, 0, 0, 0, 0, 1, 1, 64, 66, True), "rope: n_rot is 66, allowed: even, 2 to 64"),

@@ -10,7 +10,7 @@ from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops import GATINGS
 from matmul_comparisons import SPECIAL
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy_rows, check_experts, check_flash_attn_ext,
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_add_rms_norm_mul_mat, check_argmax, check_binary, check_cpy_rows, check_experts, check_flash_attn_ext,
                             check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 from test_moe_ops import N_EXPERT
@@ -78,6 +78,17 @@ def test_mul_mat_qkv(machine, types, n, biased):
     check_mul_mat_qkv(machine, types, (130, 64, 33), 512, n, biased)
     check_mul_mat_qkv(machine, types, (1, 257, 32), 1536, n, biased)
     check_mul_mat_qkv(machine, types, (4096, 1024, 1024), 256, n, biased)
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3, ("Q4_1", "Q5_0", "Q4_0"), ("IQ2_S", "Q4_K", "IQ4_XS")], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_add_rms_norm_mul_mat(machine, types, biased):
+    for n_cols in (256, 2048, 4096, 8192, *((32, 576, 544, 2880) if types[0] not in ("Q4_K", "IQ2_S") else ())):
+        check_add_rms_norm_mul_mat(machine, types, (130, 64, 33), n_cols, biased=biased)
+        check_add_rms_norm_mul_mat(machine, types[:2], 1500, n_cols, "silu", biased)
+    for kind in range(1, 8):
+        check_add_rms_norm_mul_mat(machine, types, (5000, 257, 32), 1024, biased=biased, kind=kind)
+        check_add_rms_norm_mul_mat(machine, types[1:], 33, 1024, "gelu", biased, kind, eps=0)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])

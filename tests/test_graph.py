@@ -101,6 +101,10 @@ def test_activations_are_quantized_once():
      "glu: mul_mat_glu: gate and up must have one shape; operands: w: F32 [5, 64]; w: F32 [6, 64]; x: f32 [3, 64]"),
     (lambda g: g.mul_mat_qkv(*(weight(type_, 5, 64) for type_ in ("F16", "Q8_0", "F32")), g.input("x", "f32", (3, 64)), name="qkv"),
      "qkv: mul_mat_qkv: x must be act for a Q8_0 weight; operands: w: F16 [5, 64]; w: Q8_0 [5, 64]; w: F32 [5, 64]; x: f32 [3, 64]"),
+    *((lambda g, n=n, k=k: g.add_rms_norm_mul_mat_glu(*(g.input(name, "f32", (n, k)) for name in "xy"), weight("f32", k), *(weight("Q8_0", 5, k),) * 2, act="silu",
+                                                      eps=1e-5, name="glu"),
+       f"glu: add_rms_norm_mul_mat_glu: {found}; operands: x: f32 [{n}, {k}]; y: f32 [{n}, {k}]; w: f32 [{k}]; w: Q8_0 [5, {k}]; w: Q8_0 [5, {k}]")
+      for n, k, found in ((2, 64, "x must be one row"), (1, 8224, "x has 8224 columns, allowed: a multiple of 4 up to 8192"))),
     (lambda g: g.mul_mat_glu(weight("F16", 5, 64), weight("Q8_0", 5, 64), g.input("x", "f32", (3, 64)), act="silu", name="glu"),
      "glu: mul_mat_glu: x must be act for a Q8_0 weight; operands: w: F16 [5, 64]; w: Q8_0 [5, 64]; x: f32 [3, 64]"),
     (lambda g: g.mul_mat_glu(weight("F32", 5, 64), weight("F32", 5, 64), g.input("x", "f32", (3, 64)), *(g.input("b", "f32", (3, 5)),) * 2, act="silu",

@@ -13,7 +13,7 @@ from ggml_py.backends.cpu import CPUBackend
 from ggml_py.errors import UserError
 from ggml_py.graph import Graph, Tensor
 from ggml_py.model import Model
-from ggml_py.ops import GLU, OPS
+from ggml_py.ops import GLU, MOST_NORMED, OPS
 from ggml_py.passes import PASSES, fuse, switched_off
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
@@ -39,9 +39,9 @@ def vector(name, n=K):
     return leaf(name, "f32", np.linspace(-2, 2, n, dtype=np.float32))
 
 
-def start():
+def start(n=N):
     g = Graph()
-    return g, g.input("x", "f32", (N, K)), g.input("y", "f32", (N, K))
+    return g, g.input("x", "f32", (n, K)), g.input("y", "f32", (n, K))
 
 
 def norm(g, x):
@@ -70,9 +70,9 @@ def both():
     return g
 
 
-def layer():
+def layer(n=N):
     """As in a model: the second sum is of the first one."""
-    g, x, y = start()
+    g, x, y = start(n)
     x = g.add(x, y, name="inp")
     h = norm(g, x)
     gate, up = (g.mul_mat(matrix(name), h, name=name) for name in ("gate", "up"))
@@ -124,6 +124,17 @@ def glu(op="swiglu", types=("Q8_0", "Q4_1"), biased=(False, False)):
     return g
 
 
+def sum_read_before_the_products():
+    """Behind the norm, but before the last of the products that it would be made with."""
+    g, x, y = start(1)
+    total = g.add(x, y)
+    h = norm(g, total)
+    gate = g.mul_mat(matrix("gate"), h)
+    doubled = g.scale(total, factor=2.0)
+    g.outputs = [g.geglu(gate, g.mul_mat(matrix("up"), h)), g.add(doubled, doubled)]
+    return g
+
+
 def product_with_itself():
     g, x, _ = start()
     gate, _ = products(g, x, ("F32", "F32"))
@@ -139,21 +150,21 @@ def q_as_it_is(g, x, y):
 
 
 def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, norms=(None, None), indirect=False,
-              between=lambda g, q, k, cache: [], qkv=q_as_it_is):
-    """Nine heads of Q and three of K and V, put into three of eight cells. norms: eps of those of Q and K. between: (graph, rotated Q and K, cache of K) -> outputs, made after K is written
+              between=lambda g, q, k, cache: [], qkv=q_as_it_is, cells=CELLS):
+    """Nine heads of Q and three of K and V, put into some of eight cells. norms: eps of those of Q and K. between: (graph, rotated Q and K, cache of K) -> outputs, made after K is written
     and before V is. qkv: (graph, x, y) -> Q, K, V."""
-    g, x, y = start()
+    g, x, y = start(len(cells))
     x, k, v = qkv(g, x, y)
-    pos, seq = leaf("pos", "i32", CELLS.astype(np.int32)), leaf("seq", "i32", np.zeros(N, np.int32))
-    rows = {name: leaf(name, "i64", CELLS) for name in ("rows", "other rows")}
-    present = np.isin(np.arange(8), CELLS).astype(np.uint8)[None]
+    pos, seq = leaf("pos", "i32", cells.astype(np.int32)), leaf("seq", "i32", np.zeros(len(cells), np.int32))
+    rows = {name: leaf(name, "i64", cells) for name in ("rows", "other rows")}
+    present = np.isin(np.arange(8), cells).astype(np.uint8)[None]
     table = leaf("table", "f32", np.random.default_rng(2).uniform(-1, 1, (8, 12, 2)).astype(np.float32))
     cache_k, cache_v = (leaf(f"cache {type_}", type_, np.zeros((8, {"f32": 384, "f16": 192, "q8_0": 102}[type_]), np.uint8), (8, 96)) for type_ in types)
     x, k = (h if eps is None else g.rms_norm(h, vector(f"{name}_norm", 32), eps=eps, name=f"{name}_normed") for name, h, eps in zip("qk", (x, k), norms))
     q = g.rope(x, pos, table, n_head=9, neox=neox[0], name="q")
     rotated = g.rope(k, pos, table, n_head=3, neox=neox[1], name="rotated k")
     if indirect:
-        dst = leaf("dst", "i64", np.array([[CPU.address(cache) + cell * cache.storage[0].nbytes // 8 for cell in CELLS] for cache in (cache_v, cache_k)]))
+        dst = leaf("dst", "i64", np.array([[CPU.address(cache) + cell * cache.storage[0].nbytes // 8 for cell in cells] for cache in (cache_v, cache_k)]))
     write_v = lambda: (g.cpy_rows_indirect(cache_v, v, dst, slot=0, name="cached v") if indirect else
                        g.set_rows(cache_v, v, rows[rows_of_v], name="cached v"))
     if v_first:
@@ -183,6 +194,26 @@ def all_of_k_is_read():
         q, k, v = three_products()(g, x, y)
         return q, k, g.add(v, k)
     return attention(qkv=qkv)
+
+
+def attention_of_a_norm(norms=norm, read=lambda g, total: g.scale(total, factor=2.0), cells=CELLS[:1], **given):
+    """Q, K and V of the norm of a sum, of one token; the sum is read later. norms: (graph, sum) -> norm."""
+    def qkv(g, x, y):
+        return three_products(**given)(g, x, norms(g, g.add(x, y, name="total")))
+    g = attention(qkv=qkv, cells=cells)
+    g.outputs.append(read(g, g.nodes[0]))
+    return g
+
+
+def one_gate(n_cols=K, types=("Q8_0", "Q4_1"), biased=(False, False)):
+    """A gated product of the norm of a sum, of one token."""
+    g = Graph()
+    total = g.add(*(g.input(name, "f32", (1, n_cols)) for name in "xy"), name="total")
+    h = g.rms_norm(total, vector("norm.weight", n_cols), eps=1e-5, name="norm")
+    gate, up = (g.mul_mat(matrix(f"{name}{n_cols}", type_, n_cols), h, name=name) for name, type_ in zip(("gate", "up"), types))
+    gate, up = (g.add(each, vector(f"{each.name} bias", M)) if bias else each for each, bias in zip((gate, up), biased))
+    g.outputs = [g.geglu(gate, up, name="glu"), g.scale(total, factor=2.0)]
+    return g
 
 
 def q_is_read_after():
@@ -247,7 +278,7 @@ def run(g, no_fuse=()):
     x["x"][2, 7] = np.inf
     arenas = Arenas({"cpu": CPU, "other": CPUBackend(device="other")})
     program = Program(g, arenas, no_fuse)
-    return program.run({name: x[name] for name in g.inputs}), [node.op for node in program.nodes if node.op != "cpy"]
+    return program.run({name: np.resize(x[name], tensor.shape) for name, tensor in g.inputs.items()}), [node.op for node in program.nodes if node.op != "cpy"]
 
 
 @pytest.mark.parametrize("build, fused", [
@@ -284,6 +315,22 @@ def run(g, no_fuse=()):
     (lambda: attention(qkv=three_products(biased=(True,) * 3)), ["quantize", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
     (lambda: attention(qkv=three_products(("F16", "F32", "F32"), (True,) * 3)), ["mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
     (all_of_k_is_read, ["quantize", "mul_mat_qkv", "add", "rope_set_rows", "flash_attn_ext"]),
+    (attention_of_a_norm, ["add_rms_norm_mul_mat_qkv", "rope_set_rows", "flash_attn_ext", "scale"]),
+    (lambda: attention_of_a_norm(biased=(True,) * 3), ["add_rms_norm_mul_mat_qkv", "rope_set_rows", "flash_attn_ext", "scale"]),
+    (lambda: attention_of_a_norm(cells=CELLS[:2]), ["add_rms_norm_act", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext", "scale"]),
+    (lambda: attention_of_a_norm(weights=("F32",) * 3), ["add_rms_norm", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext", "scale"]),
+    (lambda: attention_of_a_norm(lambda g, total: norm(g, g.scale(total, factor=3.0))),
+     ["add", "scale", "rms_norm_act", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext", "scale"]),
+    (lambda: attention_of_a_norm(read=lambda g, total: g.mul_mat(matrix("a"), g.nodes[2].src[0])),  # the norm's activations are read elsewhere
+     ["add_rms_norm_act", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext", "mul_mat"]),
+    (lambda: attention_of_a_norm(read=lambda g, total: total), ["add_rms_norm_mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
+    (sum_read_before_the_products, ["add_rms_norm_act", "scale", "mul_mat_glu", "add"]),
+    (lambda: layer(1), ["add_rms_norm_mul_mat_glu", "quantize", "mul_mat", "add_rms_norm_act", "mul_mat"]),
+    (one_gate, ["add_rms_norm_mul_mat_glu", "scale"]),
+    (lambda: one_gate(biased=(True, True)), ["add_rms_norm_mul_mat_glu", "scale"]),
+    (lambda: one_gate(MOST_NORMED), ["add_rms_norm_mul_mat_glu", "scale"]),
+    (lambda: one_gate(MOST_NORMED + 32), ["add_rms_norm_act", "mul_mat_glu", "scale"]),
+    (lambda: one_gate(258, ("F16", "F16")), ["add_rms_norm", "mul_mat_glu", "scale"]),
 ])
 def test_fused_and_unfused_give_the_same_bits(build, fused):
     g, plain = build(), build()
@@ -305,6 +352,11 @@ def test_a_fused_node_remembers_what_it_replaces():
     fuse(square)
     assert square.live()[0].replaces == ("g", "square")
     assert [[tensor.name for tensor in node.also] for node in g.live()] == [["inp"], [], [], [], ["out"], []]
+    g = attention_of_a_norm()
+    fuse(g)
+    node = g.live()[0]
+    assert node.replaces == ("total", "norm", "norm-act", "q product", "kk product", "vvv product")
+    assert [tensor.name for tensor in node.written] == ["vvv product", "total", "q product", "kk product"]
 
 
 def test_what_a_fused_node_writes_into_caches_is_theirs():
@@ -567,7 +619,8 @@ def random_graph(seed):
     """Of what passes look at, in any order: sums are read before and after they are normed, products by one and by many."""
     rng = random.Random(seed)
     g = Graph()
-    tensors = [g.input(name, "f32", (N, K)) for name in "xy"]
+    n = rng.choice((1, N))
+    tensors = [g.input(name, "f32", (n, K)) for name in "xy"]
     weights = [matrix(name, type_, n_rows=K) for name, type_ in (("q", "Q8_0"), ("qq", "Q4_1"), ("f", "F16"))]
     for _ in range(rng.randrange(3, 16)):
         g.device = "cpu" if rng.random() < 0.9 else "other"
@@ -608,7 +661,13 @@ def test_passes_make_ops():
      dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q product", "kk product", "vvv product"), n_rows=(K, 96, 96), n_cols=K, n=N, biases=[])),
     (lambda: attention(qkv=three_products(biased=(True,) * 3)), "mul_mat_qkv",
      dict(types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"), x="y-act", outs=("q sum", "kk sum", "vvv sum"), n_rows=(K, 96, 96), n_cols=K, n=N,
-          biases=["q bias", "kk bias", "vvv bias"]))])
+          biases=["q bias", "kk bias", "vvv bias"])),
+    (lambda: attention_of_a_norm(biased=(True,) * 3), "add_rms_norm_mul_mat_qkv",
+     dict(x="x", y="y", w="norm.weight", eps=1e-5, total="total", types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"),
+          outs=("q sum", "kk sum", "vvv sum"), n_rows=(K, 96, 96), n_cols=K, biases=["q bias", "kk bias", "vvv bias"])),
+    (lambda: one_gate(biased=(True, True)), "add_rms_norm_mul_mat_glu",
+     dict(x="x", y="y", w="norm.weight", eps=1e-5, total="total", act="gelu", gate_type="Q8_0", up_type="Q4_1", gate_words=f"gate{K}", up_words=f"up{K}",
+          gate_bias="gate bias", up_bias="up bias", out="glu", n_rows=M, n_cols=K))])
 def test_what_cuda_launches(build, op, expected):
     """Names stand for addresses: each must come to the parameter of the launch function that it is meant for."""
     pytest.importorskip("numba_cuda")
@@ -642,7 +701,7 @@ def test_each_pass_is_switched_off_alone():
 
 @pytest.mark.parametrize("arch, types, never", [
     ("llama", ("Q8_0",), set()), ("qwen2", ("Q8_0", "Q5_1", "Q4_0"), set()),
-    ("qwen3", ("Q4_1", "Q8_0", "F16", "Q5_0"), {"mul_mat_glu", "mul_mat_qkv"})])  # some are float and others quantized
+    ("qwen3", ("Q4_1", "Q8_0", "F16", "Q5_0"), {"mul_mat_glu", "mul_mat_qkv", "add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"})])  # some are float and others quantized
 def test_models(arch, types, never, tmp_path):
     """Prompts and single tokens, with and without logits, whatever is fused."""
     tokens = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)
@@ -669,7 +728,7 @@ def test_unknown_passes_are_named(tmp_path, capsys):
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
     allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, mul_mat_qkv, "
-               "rope_set_rows, flash_attn_ext_act, topk_moe, all")
+               "rope_set_rows, flash_attn_ext_act, topk_moe, add_rms_norm_mul_mat_qkv, add_rms_norm_mul_mat_glu, all")
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err

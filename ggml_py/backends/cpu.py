@@ -98,7 +98,7 @@ class CPUBackend:
         pass
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        return ("f32", node.shape) if node.op in ("mul_mat_glu", "mul_mat_id_glu", "flash_attn_ext_act") else None
+        return ("f32", node.shape) if node.op in ("mul_mat_glu", "add_rms_norm_mul_mat_glu", "mul_mat_id_glu", "flash_attn_ext_act") else None
 
     def bind(self, node: Tensor) -> Callable[[], None]:
         return BINDERS[node.op](self.kernel(node.op), node, *map(self.view, node.src), *map(self.view, node.written))
@@ -236,6 +236,20 @@ def bind_add_rms_norm(kernel, node, x, y, w, out, total):
 @binds("add_rms_norm_act")
 def bind_add_rms_norm_act(kernel, node, x, y, w, act, total):
     return partial(kernel, x, y, w, np.float32(node.params["eps"]), *act, total)
+
+
+@binds("add_rms_norm_mul_mat_qkv")
+def bind_add_rms_norm_mul_mat_qkv(kernel, node, x, y, w, q, k, v, *others):
+    *biases, out_v, total, out_q, out_k = others
+    types = (each.dtype for each in node.src[3:6])
+    return partial(kernel(*types), x, y, w, np.float32(node.params["eps"]), (q, k, v), biases, (out_q, out_k, out_v), total)
+
+
+@binds("add_rms_norm_mul_mat_glu")
+def bind_add_rms_norm_mul_mat_glu(kernel, node, x, y, w, gate, up, *others):
+    *biases, out, total, scratch = others
+    types = (each.dtype for each in node.src[3:5])
+    return partial(kernel(node.params["act"], *types), x, y, w, np.float32(node.params["eps"]), gate, up, biases, out, scratch, total)
 
 
 @binds("add", "mul")

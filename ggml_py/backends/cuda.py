@@ -262,6 +262,23 @@ def bind_add_rms_norm_act(launch, target, node, x, y, w, out, total):
     return launch(target, x, y, w, out, total, *node.shape, node.params["eps"])
 
 
+@binds("add_rms_norm_mul_mat_qkv")
+def bind_add_rms_norm_mul_mat_qkv(launch, target, node, x, y, w, q, k, v, *others):
+    *biases, out_v, total, out_q, out_k = others
+    matrices = node.src[3:6]
+    return launch(target, x, y, w, node.params["eps"], total, tuple(m.dtype for m in matrices), (q, k, v), (out_q, out_k, out_v),
+                  tuple(m.shape[0] for m in matrices), matrices[0].shape[1], biases)
+
+
+@binds("add_rms_norm_mul_mat_glu")
+def bind_add_rms_norm_mul_mat_glu(launch, target, node, x, y, w, gate_words, up_words, *others):
+    *biases, out, total = others
+    gate, up = node.src[3:5]
+    gate_bias, up_bias = biases or (None, None)
+    return launch(target, x, y, w, node.params["eps"], total, node.params["act"], gate.dtype, up.dtype, gate_words, up_words, gate_bias, up_bias, out,
+                  *gate.shape)
+
+
 @binds("add", "mul")
 def bind_binary(launch, target, node, x, y, out):
     return launch(target, x, y, out, *node.shape, node.shape[0] if node.src[1].shape == node.shape else 1)

@@ -9,6 +9,7 @@ quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
 mul_mat_glu  gate, up and their activation
 mul_mat_qkv  three matrices with one x
+add_rms_norm_mul_mat   both of one token, whose activations each block makes
 mul_mat_id, mul_mat_id_glu   matrices of experts: the choice between mmq_few_id (each block sorts few pairs) and dispatch (sorted once) before mmq
 get_rows, dequantize   rows and whole tensors as floats
 rms_norm_act, add_rms_norm, swiglu_act, flash_attn_ext_act   what makes activations, fused with quantize

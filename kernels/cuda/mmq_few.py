@@ -37,6 +37,9 @@ def quads_of(n_tokens: int) -> int:
     return -(-n_tokens // QUAD)
 
 
+MADE = Slot(0, 2 * CHUNK // 4, 2 * CHUNK // 4 + 4, CHUNK)  # of a chunk of a single token whose activations the block makes: they are not in the ring
+
+
 def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
     """Of one token: its two rows, its scale and, where they are wanted, the sums of q in the place of limbs."""
     if n_tokens > 1:
@@ -55,10 +58,10 @@ class Layout(NamedTuple):
     n_slots: int     # chunks on their way, or one that is multiplied and the others on their way
 
 
-def layout(names: tuple[str, ...], n_tokens: int) -> Layout:
-    """names: formats of the matrices."""
+def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
+    """names: formats of the matrices. made: a single token whose activations the block makes."""
     fmts = [format_of(name) for name in names]
-    words = max(chunk_slot(fmt, n_tokens).n_words for fmt in fmts)
+    words = max(chunk_slot(fmt, n_tokens).act if made else chunk_slot(fmt, n_tokens).n_words for fmt in fmts)
     if n_tokens > 1:
         first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), 3 if words <= 3072 else 2
     else:  # so many that eight warps keep the memory busy
@@ -71,10 +74,11 @@ def sum_words(n: int) -> int:
     return n * (ROWS + 1)
 
 
-def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2) -> int:
-    """n_sides: 1 where a block has a single round."""
-    at = layout(names, n_tokens)
-    return at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
+def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2, row_words: int = 0) -> int:
+    """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes."""
+    at = layout(names, n_tokens, row_words > 0)
+    words = at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
+    return (words + 3 & -4) + row_words
 
 
 def copier(fmt: Format, n_tokens: int, listed: bool):
@@ -286,31 +290,33 @@ def codebooks(products, tables):
 
 
 def multiplier(product, at: Slot):
-    """`TileProduct.multiply` of a chunk in a slot."""
+    """`TileProduct.multiply` of a chunk in a slot: (lane, shared, slot, that of its activations, scratch, acc)."""
     multiply, act_at, limbs_at = product.multiply, at.act, at.limbs
 
     @device
-    def multiply_slot(lane, shared, now, scratch, acc):
-        multiply(lane, shared, now, now + act_at, now + limbs_at, scratch, acc)
+    def multiply_slot(lane, shared, now, tokens, scratch, acc):
+        multiply(lane, shared, now, tokens + act_at, tokens + limbs_at, scratch, acc)
     return multiply_slot
 
 
-def products(names: tuple[str, ...], n_tokens: int, course: Course):
+def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
     """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: as the course takes them; n: rows of
-    activations."""
+    activations. make: the function by which a block waits for the kernel before and makes the activations of its single token, for all its places:
+    (act, shared, tid, n_threads, n_cols); act is then the tuple that it takes, the last of them the word of shared memory where it leaves them (`MADE`)."""
     kinds, n_quads, single, pick = tuple(dict.fromkeys(names)), quads_of(n_tokens), n_tokens == 1, PICK[len(names)]
     kind_of, fmts = tuple(i32(kinds.index(name)) for name in names), [format_of(name) for name in kinds]
     tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
     multipliers = [tile_product(name, n_quads, table, single) for name, table in zip(kinds, tables)]
     first_place, following_place, inside, weight, tokens, leave, prepare = course
     known = prepare is None  # what a block multiplies is known before the kernel before has ended
-    slots_of_kinds = [chunk_slot(fmt, n_tokens) for fmt in fmts]
+    made = make is not None
+    slots_of_kinds = [MADE if made else chunk_slot(fmt, n_tokens) for fmt in fmts]
     copy_weights, copy_activations = (choice(copiers) for copiers in zip(*(copier(fmt, n_tokens, not known) for fmt in fmts)))
     multiply, d_places, pick_kind = choice(list(map(multiplier, multipliers, slots_of_kinds))), tuple(i32(s.d) for s in slots_of_kinds), PICK[len(kinds)]
     write_codebooks, has_codebooks = codebooks(multipliers, tables), any(product.n_entries for product in multipliers)
-    first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens)
+    first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
     n_sums, wait = 4 * n_quads, copies_wait_but(slots - 1)
-    prepare = prepare or nothing
+    prepare, make = prepare or nothing, make or nothing
 
     @device
     def copy_tile(operands, place, lane, shared, to, chunk, n_chunks):
@@ -349,22 +355,27 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course):
             for _ in range(slots):
                 if inside(operands, shared, ahead):
                     copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
+                if made:
+                    copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
         write_codebooks(shared, tid, n_threads)
-        wait_for_previous()
-        if not known:
-            prepare(operands, shared, tid, n_threads)
-        ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
-        for _ in range(slots):
-            if inside(operands, shared, ahead):
-                if not known:
-                    copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
-                copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
-            copies_commit()
-            ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
-            to = i32(to + slot_words)
-        if has_codebooks:
+        if made:
+            make(act, shared, tid, n_threads, n_cols)
+        else:
+            wait_for_previous()
+            if not known:
+                prepare(operands, shared, tid, n_threads)
+            ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
+            for _ in range(slots):
+                if inside(operands, shared, ahead):
+                    if not known:
+                        copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
+                    copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
+                copies_commit()
+                ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
+                to = i32(to + slot_words)
+        if has_codebooks or made:
             cuda.syncthreads()  # they are there
         now, side, place = ring, i32(0), first_place(operands, shared)
         while inside(operands, shared, place):
@@ -376,7 +387,8 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course):
                 while w < in_round:
                     wait()
                     syncwarp()  # the chunk is there, for all lanes
-                    multiply(kind, lane, shared, now, scratch, acc)
+                    tokens_at = i32(act[-1] + ((before + w) << 8)) if made else now
+                    multiply(kind, lane, shared, now, tokens_at, scratch, acc)
                     at = i32(sums + side + w * stride * 33)
                     if single:
                         sts(shared, at + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
@@ -387,11 +399,12 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course):
                                 for k in range(4):
                                     sts(shared, at + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
                     if lane < n_valid:
-                        sts(shared, at + stride * 32 + lane, lds(shared, now + pick_kind(d_places, kind) + lane))
+                        sts(shared, at + stride * 32 + lane, lds(shared, tokens_at + pick_kind(d_places, kind) + lane))
                     syncwarp()  # all are done with the slot, which is filled anew
                     if inside(operands, shared, ahead):
                         copy_tile(operands, ahead, lane, shared, now, ahead_chunk, n_chunks)
-                        copy_tokens(operands, ahead, lane, shared, now, act, ahead_chunk, n, n_chunks)
+                        if not made:
+                            copy_tokens(operands, ahead, lane, shared, now, act, ahead_chunk, n, n_chunks)
                     copies_commit()
                     ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                     now = i32(now + slot_words)
@@ -478,23 +491,24 @@ def chunks_of_round(n_chunks: int, n_warps: int, n: int) -> int:
     return n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n))))
 
 
-def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int) -> FewShape:
-    """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most."""
+def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int, row_words: int = 0) -> FewShape:
+    """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most; row_words: as of `shared_words`."""
     n_tiles, n_chunks, n_valid = -(-n_rows // ROWS), -(-n_cols // CHUNK), min(n, n_tokens)
     per_round = chunks_of_round(n_chunks, n_warps, n_valid)
     n_sides = 1 if per_round >= n_chunks and n_tiles <= n_blocks and len(names) == 1 else 2
-    n_bytes = 4 * shared_words(names, n_tokens, n_warps, per_round, n_valid, n_sides)
+    n_bytes = 4 * shared_words(names, n_tokens, n_warps, per_round, n_valid, n_sides, row_words)
     return FewShape(n_tokens, n_warps, per_round, (min(n_tiles, n_blocks), -(-n // n_tokens)), n_bytes)
 
 
 @lru_cache(None)
-def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
+def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int, row_words: int = 0) -> FewShape:
     """As many tokens as a block can take, as many warps as registers and shared memory hold, of those numbers the one that `work` finds the fastest.
-    One block a multiprocessor for one token, else two where there are more row tiles than those. names: formats of the matrices."""
+    One block a multiprocessor for one token, else two where there are more row tiles than those. names: formats of the matrices; row_words: as of
+    `shared_words`."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
     n_tiles, n_chunks, groups = -(-n_rows // ROWS), -(-n_cols // CHUNK), -(-n // n_tokens)
     resident = 1 if n_tokens == 1 or n_tiles * groups <= n_multiprocessors else 2
-    shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors)
+    shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors, row_words)
               for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
     fitting = [shape for shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
     return min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))

@@ -87,6 +87,39 @@ def level(x, inverse, used):
     return f2i(mul(x, inverse)) if used else i32(0)
 
 
+@device
+def largest(a, b, c, d):
+    """The bits of the largest magnitude of four."""
+    return i32(max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
+
+
+@device
+def levels_of(bits):
+    """(used, inverse) of a chunk with that amax, given as its bits: whether it has levels, and what a column is multiplied by to be one."""
+    amax = as_f32(bits)
+    used = bits < INFINITY_BITS and amax >= SMALLEST
+    return used, div(FULL, amax) if used else f32(0)
+
+
+@device
+def d_bits(bits, used):
+    return as_i32(div(as_f32(bits), FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0)
+
+
+@device
+def limb_words(a, b, c, d, inverse, used):
+    """(hi, lo, sum) of four columns: words of their limbs, the sum of their levels."""
+    qa, qb, qc, qd = level(a, inverse, used), level(b, inverse, used), level(c, inverse, used), level(d, inverse, used)
+    ha, hb, hc, hd = (qa + 64) >> 7, (qb + 64) >> 7, (qc + 64) >> 7, (qd + 64) >> 7
+    return four_bytes(ha, hb, hc, hd), four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)), i32(qa + qb + qc + qd)
+
+
+@device
+def sum_of_four_lanes(s, lane):
+    s = i32(s + shuffle(s, lane ^ 1))
+    return i32(s + shuffle(s, lane ^ 2))
+
+
 @lru_cache(None)
 def chunk_quantizer(n_groups: int):
     """The function by which each group of 64 threads, of at most n_groups in a block, quantizes a chunk."""
@@ -101,7 +134,7 @@ def chunk_quantizer(n_groups: int):
         t, lane, warp = i32(tid & (N_THREADS - 1)), i32(tid & 31), i32(tid >> 5)
 
         # 1. amax, the largest bit pattern: of four columns, of a warp's, of both warps'
-        bits = redux_max(i32(max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d)))))
+        bits = redux_max(largest(a, b, c, d))
         if lane == 0:
             sts(maxima, warp, bits)
         cuda.syncthreads()
@@ -110,22 +143,17 @@ def chunk_quantizer(n_groups: int):
         bits = i32(max(bits, lds(maxima, warp ^ 1)))
 
         # 2. levels and limbs
-        amax = as_f32(bits)
-        used = bits < INFINITY_BITS and amax >= SMALLEST
-        inverse = div(FULL, amax) if used else f32(0)
-        qa, qb, qc, qd = level(a, inverse, used), level(b, inverse, used), level(c, inverse, used), level(d, inverse, used)
-        ha, hb, hc, hd = (qa + 64) >> 7, (qb + 64) >> 7, (qc + 64) >> 7, (qd + 64) >> 7
+        used, inverse = levels_of(bits)
+        hi, low, s = limb_words(a, b, c, d, inverse, used)
         lo, scales, sums, limbs = plane_words(n, n_chunks)
         at = i64(row) * n_chunks + chunk
-        st(act, at * 64 + t, four_bytes(ha, hb, hc, hd))
-        st(act, lo + at * 64 + t, four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)))
+        st(act, at * 64 + t, hi)
+        st(act, lo + at * 64 + t, low)
         if t == 0:
-            st(act, scales + at, as_i32(div(amax, FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0))
+            st(act, scales + at, d_bits(bits, used))
 
         # 3. sums of 16 columns, with each of their four lanes, which make a limb each; words of the limbs of four sums
-        s = i32(qa + qb + qc + qd)
-        s = i32(s + shuffle(s, lane ^ 1))
-        s = i32(s + shuffle(s, lane ^ 2))
+        s = sum_of_four_lanes(s, lane)
         if lane & 3 == 0:
             st(act, sums + at * 16 + (t >> 2), s)
         k = i32(lane & 3)

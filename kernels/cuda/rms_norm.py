@@ -125,20 +125,27 @@ def four_of_partial(stage, i):
     return as_f32(lds(stage, i)), as_f32(lds(stage, i + PARTIALS)), as_f32(lds(stage, i + 2 * PARTIALS)), as_f32(lds(stage, i + 3 * PARTIALS))
 
 
+@device
+def sum_of_partial(stage, i, end):
+    """The sum of the squares of the columns i, i + 128, .. below end; whole fours of them."""
+    ss, (a, b, c, d) = f32(0), four_of_partial(stage, i)
+    i = i32(i + 4 * PARTIALS)
+    while i < end:  # the next four are on their way
+        e, f, g, h = four_of_partial(stage, i)
+        ss = fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
+        a, b, c, d = e, f, g, h
+        i = i32(i + 4 * PARTIALS)
+    return fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
+
+
 @cooperative
 def reciprocal_of_round(stage, n_cols, eps):
     """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x]. Each warp adds the 128 partials."""
     partials = cuda.shared.array(PARTIALS, f32)
-    j, end = i32(cuda.threadIdx.x), i32(COLUMNS * cuda.blockDim.x)
+    j = i32(cuda.threadIdx.x)
     cuda.syncthreads()  # the row is in `stage`
     if j < PARTIALS:
-        ss, i, (a, b, c, d) = f32(0), i32(j + 4 * PARTIALS), four_of_partial(stage, j)
-        while i < end:  # the next four are on their way
-            e, f, g, h = four_of_partial(stage, i)
-            ss = fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
-            a, b, c, d = e, f, g, h
-            i = i32(i + 4 * PARTIALS)
-        sts(partials, j, fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss)))))
+        sts(partials, j, sum_of_partial(stage, j, i32(COLUMNS * cuda.blockDim.x)))
     cuda.syncthreads()  # the partials are there
     lane = j & 31
     total = halve128(lds(partials, lane), lds(partials, lane + 32), lds(partials, lane + 64), lds(partials, lane + 96), lane)

@@ -108,6 +108,7 @@ class Operands:
 KV, Q = HEADS_KV * DIM, HEADS * DIM
 WEIGHT, CACHE, PLAIN = WEIGHTS, list(CACHE_TYPES), [""]
 GATES = ["Q4_K", "Q8_0", "F16"]  # mul_mat has them all
+NORMED = ["Q4_K", "Q8_0"]        # products of a norm's activations
 
 # op, and what a further case of it is -> (types that it is tried with, its operands, its parameters)
 CASES = {
@@ -121,6 +122,9 @@ CASES = {
     "rms_norm_act": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
     "add_rms_norm": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
     "add_rms_norm_act": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
+    "add_rms_norm_mul_mat_qkv": (NORMED, lambda o: [o.x(), o.x(), o.vector(), *(o.matrix() for _ in range(3)), *(o.vector(M) for _ in range(3))],
+                                 {"eps": 1e-5}),
+    "add_rms_norm_mul_mat_glu": (NORMED, lambda o: [o.x(), o.x(), o.vector(), o.matrix(), o.matrix(), o.vector(M), o.vector(M)], {"eps": 1e-5, "act": "silu"}),
     "add": (PLAIN, lambda o: [o.x(), o.x()], {}),
     "mul": (PLAIN, lambda o: [o.x(), o.vector()], {}),
     "scale": (PLAIN, lambda o: [o.x()], {"factor": 0.3}),
@@ -163,6 +167,7 @@ CASES = {
     "cpy": (PLAIN, lambda o: [o.x()], {}),
 }
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
+SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"}  # of one row
 
 
 def op_of(case: str) -> str:

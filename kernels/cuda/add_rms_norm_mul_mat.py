@@ -1,0 +1,170 @@
+"""Products of one token whose activations each block makes for itself: total = x + y, and those of its rms_norm, as in add_rms_norm_act.
+
+While the first weights are on their way, the block's warps take the row's chunks by turns: x and y to floats in shared memory, the sum of squares with a
+barrier on either side, then each chunk normed and quantized where it stands, for `mmq_few` to multiply. Only the first block writes total.
+"""
+from functools import lru_cache
+
+from numba import cuda
+
+from ...quant.formats import CHUNK, format_of
+from ...quant.tile import ROWS
+from .cooperative import cooperative
+from .launch import F32, Kernel, N, SCALAR_F32, U32, check, factory
+from .mmq_few import MADE, MAX_WARPS, by_turns, checked_sizes, few_shape, in_a_row, products
+from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, wait_for_previous
+from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
+from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
+from .tile_product import gate_and_store, swizzle, takes_sums
+
+
+def row_words(n_cols: int) -> int:
+    """Words of shared memory for a row: its columns or activations by chunks, an even number of them, and the 128 partials of its sum of squares."""
+    return (-(-n_cols // CHUNK) + 1 & -2) * CHUNK + PARTIALS
+
+
+@device
+def sums(x, y, column, last):
+    """Of four columns, the last four for those past the end."""
+    a, b, c, d = ld4(x, min(column, last))
+    e, f, g, h = ld4(y, min(column, last))
+    return add(a, e), add(b, f), add(c, g), add(d, h)
+
+
+@device
+def keep(shared, row, total, column, last, a, b, c, d):
+    if column > last:
+        a, b, c, d = f32(0), f32(0), f32(0), f32(0)
+    elif cuda.blockIdx.x == 0:
+        st4(total, column, a, b, c, d)
+    sts4(shared, row + column, as_u32(a), as_u32(b), as_u32(c), as_u32(d))
+
+
+@device
+def normed(shared, row, column, last, r, wa, wb, wc, wd):
+    """Four columns, +0 past the end."""
+    if column > last:
+        return f32(0), f32(0), f32(0), f32(0)
+    a, b, c, d = lds4(shared, row + column)
+    return mul(mul(as_f32(a), r), wa), mul(mul(as_f32(b), r), wb), mul(mul(as_f32(c), r), wc), mul(mul(as_f32(d), r), wd)
+
+
+@lru_cache(None)
+def row_maker(sums_too: bool):
+    """The function by which all threads of a block make the activations of its token. sums_too: with the sums of q."""
+    act_at, d_at, sums_at = MADE.act, MADE.d, MADE.limbs
+
+    @device
+    def put(shared, chunk, lane, half, hi, lo, s):
+        """Of the columns 128 half + 4 lane of a chunk: the limbs, swizzled as `mmq_few` copies them, and, of four lanes, the sum."""
+        t = i32(32 * half + lane)
+        sts(shared, chunk + act_at + ((((t >> 2) ^ swizzle(0)) << 2) | (t & 3)), hi)
+        sts(shared, chunk + act_at + 64 + ((((t >> 2) ^ swizzle(1)) << 2) | (t & 3)), lo)
+        if sums_too:
+            s = sum_of_four_lanes(s, lane)
+            if lane & 3 == 0:
+                sts(shared, chunk + sums_at + (t >> 2), s)
+
+    @cooperative
+    def make(act, shared, tid, n_threads, n_cols):
+        """act: (x, y, w, total, eps, row). The chunks' activations, which a barrier must follow, lie from word `row` of shared memory on, CHUNK words each.
+        The norm's weights of a warp's first chunk are asked for before the wait for the kernel before."""
+        x, y, w, total, eps, row = act
+        lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
+        n_chunks, last, step = i32((n_cols + 255) >> 8), i32(n_cols - 4), i32(8 * n_threads)
+        partials = i32(row + (((n_chunks + 1) & -2) << 8))
+        column = i32(256 * warp + 4 * lane)
+        wa, wb, wc, wd = ld4(w, min(column, last))
+        we, wf, wg, wh = ld4(w, min(column + 128, last))
+        wait_for_previous()
+
+        # 1. total, and zeros up to the partials
+        while row + column < partials:
+            a, b, c, d = sums(x, y, column, last)
+            e, f, g, h = sums(x, y, column + 128, last)
+            keep(shared, row, total, column, last, a, b, c, d)
+            keep(shared, row, total, column + 128, last, e, f, g, h)
+            column = i32(column + step)
+        cuda.syncthreads()  # the row is there
+
+        # 2. r, for each warp
+        j = tid
+        while j < PARTIALS:
+            sts(shared, partials + j, as_u32(sum_of_partial(shared, row + j, partials)))
+            j = i32(j + n_threads)
+        cuda.syncthreads()  # the partials are there
+        at = i32(partials + lane)
+        squares = halve128(as_f32(lds(shared, at)), as_f32(lds(shared, at + 32)), as_f32(lds(shared, at + 64)), as_f32(lds(shared, at + 96)), lane)
+        r = reciprocal(squares, n_cols, eps)
+
+        # 3. a warp's chunks in the place of their columns
+        chunk, column = warp, i32(256 * warp + 4 * lane)
+        while chunk < n_chunks:
+            a, b, c, d = normed(shared, row, column, last, r, wa, wb, wc, wd)
+            e, f, g, h = normed(shared, row, column + 128, last, r, we, wf, wg, wh)
+            bits = redux_max(i32(max(largest(a, b, c, d), largest(e, f, g, h))))  # its lanes have loaded the chunk, too
+            used, inverse = levels_of(bits)
+            at = i32(row + (chunk << 8))
+            hi, lo, s = limb_words(a, b, c, d, inverse, used)
+            put(shared, at, lane, 0, hi, lo, s)
+            hi, lo, s = limb_words(e, f, g, h, inverse, used)
+            put(shared, at, lane, 1, hi, lo, s)
+            if lane == 0:
+                sts(shared, at + d_at, d_bits(bits, used))
+            chunk, column = i32(chunk + n_warps), i32(column + step)
+            if chunk < n_chunks:
+                wa, wb, wc, wd = ld4(w, min(column, last))
+                we, wf, wg, wh = ld4(w, min(column + 128, last))
+    return make
+
+
+def maker(names: tuple[str, ...]):
+    """`row_maker` for matrices of these formats."""
+    return row_maker(any(takes_sums(format_of(name)) for name in names))
+
+
+@factory([("Q4_K", "Q4_K", "Q4_K", False), ("Q4_1", "Q8_0", "IQ2_S", False), ("Q4_K", "Q4_K", "Q6_K", True)])
+def add_rms_norm_mmq_few_qkv_kernel(q, k, v, biased):
+    run = products((q, k, v), 1, in_a_row(3, 1, biased), maker((q, k, v)))
+
+    def kernel(x, y, w, total, eps, row, q_words, k_words, v_words, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, per_round):
+        # blocks as in mmq_few_kernel
+        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), (x, y, w, total, eps, row), n_cols,
+            i32(1), per_round)
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, 32 * MAX_WARPS[1])
+
+
+@factory([("silu", "Q4_K", "Q4_K", False), ("silu", "Q4_1", "Q4_1", False), ("gelu", "IQ2_S", "Q8_0", True)])
+def add_rms_norm_mmq_few_glu_kernel(activation, gate, up, biased):
+    run = products((gate, up), 1, by_turns(2, 1, gate_and_store(activation, biased)), maker((gate, up)))
+
+    def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, per_round):  # blocks as in mmq_few_kernel
+        run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), (x, y, w, total, eps, row), n_cols, i32(1), per_round)
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, 32 * MAX_WARPS[1])
+
+
+def row_shape(target, op: str, names: tuple[str, ...], n_rows: int, n_cols: int):
+    """(shape, word of shared memory at which the row begins). n_rows: of all matrices in a row."""
+    check(op, n_cols % 4 == 0, "n_cols", n_cols, "a multiple of 4")
+    shape = few_shape(names, n_rows, n_cols, 1, target.n_multiprocessors, target.shared_limit, row_words(n_cols))
+    check(op, shape.n_bytes <= target.shared_limit, "n_cols", n_cols, f"rows that leave room in {target.shared_limit} bytes of shared memory")
+    return shape, shape.n_bytes // 4 - row_words(n_cols)
+
+
+def add_rms_norm_mul_mat_qkv(target, x, y, w, eps, total, types, words, outs, n_rows, n_cols, biases=()):
+    """x, y, w, total: addresses of float32 [n_cols], on 16 bytes; types, words, outs, n_rows, biases: as of `mul_mat_qkv`, all quantized, of one token."""
+    for rows in n_rows:
+        checked_sizes("add_rms_norm_mul_mat_qkv", types, rows, n_cols, 1)
+    shape, row = row_shape(target, "add_rms_norm_mul_mat_qkv", tuple(types), ROWS * sum(-(-rows // ROWS) for rows in n_rows), n_cols)
+    kernel = add_rms_norm_mmq_few_qkv_kernel(*types, bool(biases))
+    args = x, y, w, total, eps, row, *words, *(biases or outs), *outs, *n_rows, n_cols, shape.per_round
+    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+
+
+def add_rms_norm_mul_mat_glu(target, x, y, w, eps, total, act, gate_type, up_type, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols):
+    """x, y, w, total: addresses of float32 [n_cols], on 16 bytes; the others as of `mul_mat_glu`, both formats quantized, of one token."""
+    checked_sizes("add_rms_norm_mul_mat_glu", (gate_type, up_type), n_rows, n_cols, 1)
+    shape, row = row_shape(target, "add_rms_norm_mul_mat_glu", (gate_type, up_type), n_rows, n_cols)
+    kernel = add_rms_norm_mmq_few_glu_kernel(act, gate_type, up_type, gate_bias is not None)
+    args = x, y, w, total, eps, row, gate_words, up_words, *((gate_bias, up_bias) if gate_bias is not None else (out, out)), out, n_rows, n_cols, shape.per_round
+    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
