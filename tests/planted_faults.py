@@ -5,6 +5,7 @@ they say so.
 """
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Callable
 
 import numpy as np
@@ -114,7 +115,8 @@ def norms(norm) -> dict:
         *blocks, total = others
         total[...] = x + y
         act(norm(total, w, eps), *blocks)
-    return {kernel.__name__: instead(kernel) for kernel in (rms_norm, rms_norm_act, add_rms_norm, add_rms_norm_act)}
+    products = dict.fromkeys(("add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"), lambda make: partial(make, add_rms_norm_act=add_rms_norm_act))
+    return {**{kernel.__name__: instead(kernel) for kernel in (rms_norm, rms_norm_act, add_rms_norm, add_rms_norm_act)}, **products}
 
 
 def other_order(x, w, eps):
@@ -278,7 +280,8 @@ FAULTS = [
     in_kernels("a scatter by atomics", "rerun", lambda: norms(arrival_order())),
     in_kernels("a contraction of multiply and add", "", {"rope": instead(contracted_rope), "rope_set_rows": instead(contracted_rope_set_rows)}),
     in_kernels("an approximate exponential", "",
-               {"swiglu": instead(rough_glu), "swiglu_act": instead(rough_glu_act), "mul_mat_glu": instead(rough_mul_mat_glu)}),
+               {"swiglu": instead(rough_glu), "swiglu_act": instead(rough_glu_act), "mul_mat_glu": instead(rough_mul_mat_glu),
+                "add_rms_norm_mul_mat_glu": lambda make: partial(make, mul_mat_glu=rough_mul_mat_glu)}),
     in_kernels("a stale compiled kernel", "", norms(stale)),
     in_kernels("a top-k with unstable ties", "rerun", unstable_top_k, tied=True),
     in_kernels("an expert sum in arrival order", "rerun", experts_as_they_come, tied=True),
