@@ -10,12 +10,10 @@ for the one that had its registers, and used later, behind other work.
 Integer scales are multiplied to the levels while these are unpacked (`splitter`), so that nothing is left to do before the end of a chunk. Sums that a
 float scale follows are taken by turns: one product runs while the sums of the other are followed up. The blocks of a chunk follow each other without a loop.
 """
-from typing import NamedTuple
-
 from ...quant.formats import CHUNK, format_of
 from .cooperative import cooperative
 from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp
-from .tile_product import factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
+from .tile_product import TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, place, products, wait_for_all_but_one, wait_for_all_but_two
 
@@ -32,18 +30,9 @@ def in_order(lane, a, b):
     return w if odd else v, v if odd else w
 
 
-class GroupProduct(NamedTuple):
-    """The device functions of a format and a number of quads. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk
-    to chunk."""
-    multiply: object  # (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half + l / 4 + 8 k and
-                      # token l % 4; with integer scales only starts the products
-    finish: object    # (lane, half, shared, limbs, scratch, acc, d, e): acc of them; None with float scales
-    n_entries: int    # of codebooks
-    entry: object     # (i) -> one of them
-
-
-def group_product(name: str, n_quads: int) -> GroupProduct:
-    """n_quads: even."""
+def group_product(name: str, n_quads: int) -> TileProduct:
+    """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half + l / 4 + 8 k and
+    token l % 4. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk to chunk. n_quads: even."""
     fmt = format_of(name)
     start, start_u, wait, wait_but_one = products(8 * n_quads)
     half_words = n_quads * ATOM_WORDS  # of 128 columns of the activations
@@ -191,6 +180,7 @@ def group_product(name: str, n_quads: int) -> GroupProduct:
             w = two_blocks(lane, half, shared, tile, b, scratch, i32(2), w, d, e)
             w = two_blocks(lane, half, shared, tile, b, scratch, i32(4), w, d, e)
             two_blocks(lane, half, shared, tile, b, scratch, i32(6), w, d, e)
+            finish(lane, half, shared, limbs, scratch, acc, d, e)
         else:
             w = taken(lane, half, shared, tile, i)
             start_block(d, shared, b, i, w, z)
@@ -230,4 +220,4 @@ def group_product(name: str, n_quads: int) -> GroupProduct:
                     v = two_turns(lane, half, shared, tile, act, b, scratch, i32(10), v, acc, d, e)
                     v = two_turns(lane, half, shared, tile, act, b, scratch, i32(12), v, acc, d, e)
                 two_turns(lane, half, shared, tile, act, b, scratch, i32(last - 1), v, acc, d, e)
-    return GroupProduct(multiply, finish if integer else None, n_entries, entry)
+    return TileProduct(multiply, n_entries, entry)

@@ -2,8 +2,8 @@
 
 A block takes `row_tiles` tiles of 32 rows and `groups` groups of `quads` quads of tokens, a warp for each tile and group (`tile_product`), or on Hopper two
 warps for each tile (`group_product`). It goes through the chunks of 256 columns: while one lies in a slot of shared memory and is multiplied, the
-weight tiles and activations of the next one are on their way to the other. One barrier a chunk; a warp's totals stay in registers. Two warpgroups go each
-at its own pace instead (`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it.
+weight tiles and activations of the next one are on their way to the other. One barrier a chunk; a warp's totals stay in registers. Two warpgroups
+of formats with float scales go each at its own pace instead (`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it.
 """
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -37,11 +37,6 @@ class Block:
         return self.row_tiles * (2 if self.warpgroups else self.groups)
 
     @property
-    def paced(self) -> bool:
-        """Whether its two warpgroups go each at its own pace, by barriers of the slots."""
-        return self.warpgroups and self.row_tiles > 2
-
-    @property
     def prepared_quads(self) -> int:
         """Quads for which a warp prepares scales and minima."""
         return group_product.MOST_QUADS if self.warpgroups else self.quads
@@ -58,7 +53,7 @@ class Block:
         return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}"
 
 
-N_BARRIERS = 3  # of a slot, its last words: the chunk is there; all are done with it; warps of the second warpgroup have started its products
+N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done with it
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
 
@@ -68,11 +63,16 @@ def most_quads(fmt: Format) -> int:
     return 16 if form(fmt) == Form(32, False, False, False) and not fmt.has_min else 8
 
 
+def is_paced(fmt: Format, block: Block) -> bool:
+    """Whether two warpgroups go each at its own pace, by barriers of the slots. With integer scales that is no faster, gate and up are slower."""
+    return block.warpgroups and block.row_tiles > 2 and not form(fmt).integer
+
+
 def chunk_slot(fmt: Format, block: Block) -> Slot:
     at = slot(fmt, block.row_tiles, block.groups * block.quads, is_late(fmt, block.prepared_quads))
     if not block.warpgroups:
         return at
-    n_act, n_words = at.d - at.act, at.n_words + N_BARRIERS * mbarrier.WORDS * block.paced  # first, so that atoms are aligned
+    n_act, n_words = at.d - at.act, at.n_words + N_BARRIERS * mbarrier.WORDS * is_paced(fmt, block)  # first, so that atoms are aligned
     return Slot(0, at.d, at.limbs, -(-n_words // wgmma.ATOM_WORDS) * wgmma.ATOM_WORDS, n_act)
 
 
@@ -325,10 +325,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):
     """The body of a kernel: the products with one matrix."""
     waiting_at, finish = ending
     fmt, warpgroups = format_of(name), block.warpgroups
-    if warpgroups:
-        multiply, finish_chunk, n_entries, entry = group_product.group_product(name, block.quads)
-    else:
-        (multiply, n_entries, entry), finish_chunk = tile_product(name, block.quads), None
+    multiply, n_entries, entry = (group_product.group_product if warpgroups else tile_product)(name, block.quads)
     (find, start_copies), (n_offsets, n_scales, n_limbs, n_places) = copier(fmt, block, part), sources(fmt, block)
     n_own = n_scales + n_limbs
     at, tile_words, own_words, first_warp, first = chunk_slot(fmt, block), tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(name), first_slot(fmt, block)
@@ -337,8 +334,8 @@ def products(name: str, block: Block, ending: Ending, part: Part):
     slots, last_slot, wait = block.slots, first + (block.slots - 1) * slot_words, copies_wait_but(block.slots - 2)
     n_rows_lane = 2 if warpgroups else 4  # of a lane, eight rows apart
     row_block, matrix, _, _, targets_from, target_of, _ = part
-    paced, split = block.paced, finish_chunk is not None
-    there, done, started = (slot_words - mbarrier.WORDS * i for i in range(N_BARRIERS, 0, -1))  # barriers of a slot
+    paced = is_paced(fmt, block)
+    there, done = (slot_words - mbarrier.WORDS * i for i in range(N_BARRIERS, 0, -1))  # barriers of a slot
     log_rows, n_sums, n_products = n_rows_lane.bit_length() - 1, n_rows_lane * quads, 4 * quads
 
     @device
@@ -376,7 +373,6 @@ def products(name: str, block: Block, ending: Ending, part: Part):
         if tid < slots:
             mbarrier.begin(shared, slot + there, n_threads)
             mbarrier.begin(shared, slot + done, n_warps)
-            mbarrier.begin(shared, slot + started, 4)
 
     @device
     def end_barriers(tid, shared):
@@ -384,7 +380,6 @@ def products(name: str, block: Block, ending: Ending, part: Part):
         if tid < slots:
             mbarrier.end(shared, slot + there)
             mbarrier.end(shared, slot + done)
-            mbarrier.end(shared, slot + started)
 
     @cooperative
     def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):
@@ -412,7 +407,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):
         while copied < slots - 1:  # the copies run ahead by so many chunks
             fill(tid, shared, free, free_turn, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
             copied, free = i32(copied + 1), i32(free + slot_words)
-        later = paced and tid >= 128  # the second warpgroup fills slots behind its products, and runs ahead of the first by about half a chunk
+        later = warpgroups and tid >= 128  # fills slots behind its products, so that two warps of a scheduler are not at the same work
         while chunk < n_chunks:
             if paced:
                 mbarrier.wait(shared, now + there, turn)
@@ -424,8 +419,6 @@ def products(name: str, block: Block, ending: Ending, part: Part):
                 cuda.syncthreads()  # the chunk is there; all are done with the one before, whose slot is filled anew
             if not later:
                 fill(tid, shared, free, free_turn, words, act, copied, n_rows, n_chunks, n, places, offsets, own)
-                if paced and split:
-                    mbarrier.wait(shared, now + started, turn)
             if not warpgroups:
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
@@ -434,10 +427,6 @@ def products(name: str, block: Block, ending: Ending, part: Part):
             tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
             if warpgroups:
                 multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e)
-                if split:
-                    if paced and later and lane == 0:
-                        mbarrier.arrive(shared, now + started)
-                    finish_chunk(lane, half, shared, sums_at, scratch, acc, d, e)
             else:
                 multiply(lane, shared, tile_at, i32(q_at + first_quad * QUAD_WORDS), sums_at, scratch, acc)
             if warpgroups:

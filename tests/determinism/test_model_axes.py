@@ -46,12 +46,16 @@ def test_experts_a_hundred_times_under_load(kind, tmp_path):
     """100 runs beside other work on the GPU, of one sequence after the other and of all together."""
     if reason := no_gpu():
         pytest.skip(reason)
+    digests = set()
     with Model.load(write(tmp_path / "m.gguf", kind), device="cuda:0") as model, Noise("cuda:0"):
-        digests = set()
+        contexts = [model.new_context(n_ctx=WINDOWS.size, n_seq_max=len(WINDOWS), n_ubatch=n_ubatch) for n_ubatch in (512, 64, 7)]
         for i in range(100):
-            with model.new_context(n_ctx=WINDOWS.size, n_seq_max=len(WINDOWS), n_ubatch=(512, 64, 7)[i % 3]) as context:
-                rows = context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2 else [context.decode(w, seq, "all") for seq, w in enumerate(WINDOWS)]
+            context = contexts[i % 3]
+            context.clear()
+            rows = context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2 else [context.decode(w, seq, "all") for seq, w in enumerate(WINDOWS)]
             digests.add(digest(np.concatenate(rows)))
+        for context in contexts:
+            context.close()
     assert len(digests) == 1
 
 
