@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq import mmvq_kernel
 from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
@@ -58,6 +59,18 @@ def partial_columns(name):
 @pytest.mark.parametrize("n, k", [(1, 1), (2, 257), (1, 512)])
 def simulate_quantize(machine, n, k):
     check_quantize(machine, activations(n, k, seeded(f"quantize {n} {k}")), f"quantize[n={n}, k={k}]")
+
+
+@pytest.mark.parametrize("n, k, expected", [(1, 14336, ((56, 1), 64)), (512, 14336, ((14, 512), 256)), (65535, 576, ((1, 65535), 192)), (512, 2048, ((8, 512), 64))])
+def test_blocks_of_quantize(n, k, expected):
+    assert cuda_quantize.blocks("quantize", n, k) == expected
+
+
+@pytest.mark.parametrize("n, k", [(1, 1100), (2, 257)])
+def simulate_quantize_many(machine, n, k, monkeypatch):
+    """Blocks of several chunks."""
+    monkeypatch.setattr(cuda_quantize, "MOST_BLOCKS", 1)
+    check_quantize(machine, activations(n, k, seeded(f"quantize {n} {k}")), f"quantize[n={n}, k={k}], several chunks a block")
 
 
 @pytest.mark.parametrize("value", SPECIAL)

@@ -6,6 +6,7 @@ import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import argmax as cuda_argmax
+from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import mmq_few
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
 from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
@@ -67,7 +68,9 @@ def simulate_add_rms_norm(machine, n, k):
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (8, 255), (1, 256), (4, 257), (4, 576), (1, 1000)])
-def simulate_swiglu_act(machine, n, k):
+def simulate_swiglu_act(machine, n, k, monkeypatch):
+    check_swiglu_act(machine, n, k)
+    monkeypatch.setattr(cuda_quantize, "MOST_BLOCKS", 1)  # several chunks a block
     check_swiglu_act(machine, n, k)
 
 

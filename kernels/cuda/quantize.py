@@ -20,6 +20,8 @@ from .launch import F32, Kernel, N, U32, check, factory
 from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, ld4, lds, mul, redux_max, shuffle, st, sts, u32
 
 N_THREADS = 64  # of a chunk: four columns each
+GROUPS = 4      # chunks of a block, where there are many
+MOST_BLOCKS = 4096  # of a chunk each; a multiprocessor starts one in 0.16 us (docs/kernels-log.md)
 
 
 class Planes(NamedTuple):
@@ -171,13 +173,21 @@ def element(x, first, column, k):
     return ld(x, first + column) if column < k else f32(0)
 
 
+@cooperative
+def own_chunk():
+    """(chunk, first of the four columns of a thread) in a block of `blocks`."""
+    tid = i32(cuda.threadIdx.x)
+    chunk = i32(cuda.blockIdx.x * (cuda.blockDim.x // N_THREADS) + tid // N_THREADS)
+    return chunk, i32(chunk * CHUNK + (tid & (N_THREADS - 1)) * 4)
+
+
 @factory([()])
 def quantize_kernel():
-    quantize_chunk = chunk_quantizer(1)
+    quantize_chunk = chunk_quantizer(GROUPS)
 
-    def kernel(x, act, n, k):  # block: chunk blockIdx.x of row blockIdx.y
-        chunk, row = cuda.blockIdx.x, cuda.blockIdx.y
-        first, column = i64(row) * k, i32(chunk * CHUNK + cuda.threadIdx.x * 4)
+    def kernel(x, act, n, k):  # block: chunks of row blockIdx.y
+        row, (chunk, column) = cuda.blockIdx.y, own_chunk()
+        first = i64(row) * k
         if k & 3:
             a, b = element(x, first, column, k), element(x, first, column + 1, k)
             c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
@@ -185,18 +195,19 @@ def quantize_kernel():
             a, b, c, d = ld4(x, first + min(column, i32(k - 4)))
             if column >= k:
                 a, b, c, d = f32(0), f32(0), f32(0), f32(0)
-        quantize_chunk(a, b, c, d, act, n, row, chunk, cuda.gridDim.x)
-    return Kernel(kernel, (F32, U32, N, N), N_THREADS)
+        quantize_chunk(a, b, c, d, act, n, row, chunk, (k + 255) >> 8)
+    return Kernel(kernel, (F32, U32, N, N), GROUPS * N_THREADS)
 
 
-def grid(op: str, n: int, k: int) -> tuple[int, int]:
-    """A block for each chunk of each row."""
+def blocks(op: str, n: int, k: int) -> tuple[tuple[int, int], int]:
+    """(grid, threads of a block): a block for each chunk of each row, or for four of them."""
     check(op, 1 <= n < 65536, "n", n, "1..65535")
     check(op, k >= 1, "k", k, "at least 1")
-    return -(-k // CHUNK), n
+    n_chunks = -(-k // CHUNK)
+    groups = 1 if n_chunks * n <= MOST_BLOCKS else min(GROUPS, n_chunks)
+    return (-(-n_chunks // groups), n), groups * N_THREADS
 
 
 def quantize(target, x, act, n, k):
     """x: address of float32 [n, k]; act: address of `activation_bytes(n, k)`; both on 16 bytes."""
-    blocks = grid("quantize", n, k)
-    return target.launch(quantize_kernel(), blocks, N_THREADS, (x, act, n, k))
+    return target.launch(quantize_kernel(), *blocks("quantize", n, k), (x, act, n, k))
