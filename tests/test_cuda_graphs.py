@@ -368,12 +368,12 @@ def test_the_next_step_is_queued_before_an_id_is_waited_for(open_model, monkeypa
 
 
 def test_what_cannot_be_queued_ahead_is_not(open_model, tmp_path):
-    """Programs that are refused, or whose kernels leave errors to be read, go step by step."""
+    """Programs that are refused go step by step; those whose kernels leave errors to be read are queued ahead as others are."""
     model = open_model()
     with moving(model) as context:
         assert list(context.greedy(5, 3)) == [0] * 3 and not model.backend.copied and context.graphs.counters.eager == 3
     with Model(GGUFFile.open(write_moe_model(tmp_path / "m.gguf", "qwen3moe", ("Q8_0",))), RecordingBackend()) as model, model.new_context(n_ctx=64) as context:
-        assert list(context.greedy(5, 3)) == [0] * 3 and not model.backend.copied and context.graphs.counters.replays == 2
+        assert list(context.greedy(5, 3)) == [0] * 3 and len(model.backend.copied) == 2 and context.graphs.counters.replays == 2
 
 
 # Cells by address
