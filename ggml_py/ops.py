@@ -295,7 +295,7 @@ def add_rms_norm_act(params, x, y, w):
     return rms_norm_act(params, x, w)
 
 
-MOST_NORMED = 8192  # columns of a row that every block of the products behind it norms for itself: what the shared memory of all GPUs has room for
+MOST_NORMED = 6144  # columns of a row that every block of the products behind it norms for itself: what the shared memory of all GPUs has room for
 
 
 class Result(NamedTuple):

@@ -210,4 +210,5 @@ def blocks(op: str, n: int, k: int) -> tuple[tuple[int, int], int]:
 
 def quantize(target, x, act, n, k):
     """x: address of float32 [n, k]; act: address of `activation_bytes(n, k)`; both on 16 bytes."""
-    return target.launch(quantize_kernel(), *blocks("quantize", n, k), (x, act, n, k))
+    grid, n_threads = blocks("quantize", n, k)
+    return target.launch(quantize_kernel(), grid, n_threads, (x, act, n, k))

@@ -27,4 +27,5 @@ def swiglu_act_kernel():
 
 def swiglu_act(target, gate, up, act, n, k):
     """gate, up: addresses of f32 [n, k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
-    return target.launch(swiglu_act_kernel(), *blocks("swiglu_act", n, k), (gate, up, act, n, k))
+    grid, n_threads = blocks("swiglu_act", n, k)
+    return target.launch(swiglu_act_kernel(), grid, n_threads, (gate, up, act, n, k))
