@@ -1,7 +1,6 @@
 """Greedy generation: the ids of single steps, with the next step queued ahead or not; whoever stops or does something else finds the sequence as it was fed."""
 from itertools import islice
 
-import numpy as np
 import pytest
 
 from ggml_py.backends.cpu import CPUBackend

@@ -25,7 +25,7 @@ from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_
                           pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
+from .ptx import (add, afresh, as_f32, as_i32, device, exp, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
                   sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 

@@ -427,9 +427,6 @@ def products(name: str, block: Block, ending: Ending, part: Part):
             tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
             if warpgroups:
                 multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e)
-            else:
-                multiply(lane, shared, tile_at, i32(q_at + first_quad * QUAD_WORDS), sums_at, scratch, acc)
-            if warpgroups:
                 for i in range(quads // 4):
                     d0, d1, d2, d3 = lds4(shared, now + d_at + (lane & 3) * quads + 4 * i)
                     for k in range(n_rows_lane):
@@ -437,6 +434,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):
                         total[o], total[o + 2] = fma(acc[o], as_f32(d0), total[o]), fma(acc[o + 2], as_f32(d1), total[o + 2])
                         total[o + 4], total[o + 6] = fma(acc[o + 4], as_f32(d2), total[o + 4]), fma(acc[o + 6], as_f32(d3), total[o + 6])
             else:
+                multiply(lane, shared, tile_at, i32(q_at + first_quad * QUAD_WORDS), sums_at, scratch, acc)
                 place = i32(now + d_at + first_quad * 4 + (lane & 3))
                 for quad in range(quads):
                     scale = as_f32(lds(shared, place + 4 * quad))

@@ -21,7 +21,7 @@ from .launch import F32, Kernel, N, U32, check, factory
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
                   wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, form, gate_and_store, slot, swizzle, table_words, takes_sums,
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, slot, swizzle, table_words, takes_sums,
                            tile_product)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block

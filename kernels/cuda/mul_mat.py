@@ -23,7 +23,8 @@ class MMVQShape:
 
 
 def mmvq_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> MMVQShape:
-    """As many tokens as a block can take, of more than eight at once. Blocks of few warps where there are many blocks; every warp of a block takes as many chunks."""
+    """As many tokens as a block can take, of more than eight at once. Blocks of few warps where there are many blocks; every warp of a block takes as many
+    chunks."""
     n_tokens = MANY if n > 2 * FEW[-1] else next((c for c in FEW if c >= n), FEW[-1])
     n_chunks, grid = -(-n_cols // CHUNK), (-(-n_rows // ROWS), -(-n // n_tokens))
     n_warps = min(n_chunks, max_warps(format_of(type_), n_tokens), max(FEWEST_WARPS, WARPS_RESIDENT * n_multiprocessors // (grid[0] * grid[1])))

@@ -173,6 +173,19 @@ def element(x, first, column, k):
     return ld(x, first + column) if column < k else f32(0)
 
 
+@device
+def four_elements(x, first, column, k):
+    """Those of columns column .. column + 3. x: on 16 bytes."""
+    if k & 3:
+        a, b = element(x, first, column, k), element(x, first, column + 1, k)
+        c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
+    else:
+        a, b, c, d = ld4(x, first + min(column, i32(k - 4)))
+        if column >= k:
+            a, b, c, d = f32(0), f32(0), f32(0), f32(0)
+    return a, b, c, d
+
+
 @cooperative
 def own_chunk():
     """(chunk, first of the four columns of a thread) in a block of `blocks`."""
@@ -187,14 +200,7 @@ def quantize_kernel():
 
     def kernel(x, act, n, k):  # block: chunks of row blockIdx.y
         row, (chunk, column) = cuda.blockIdx.y, own_chunk()
-        first = i64(row) * k
-        if k & 3:
-            a, b = element(x, first, column, k), element(x, first, column + 1, k)
-            c, d = element(x, first, column + 2, k), element(x, first, column + 3, k)
-        else:
-            a, b, c, d = ld4(x, first + min(column, i32(k - 4)))
-            if column >= k:
-                a, b, c, d = f32(0), f32(0), f32(0), f32(0)
+        a, b, c, d = four_elements(x, i64(row) * k, column, k)
         quantize_chunk(a, b, c, d, act, n, row, chunk, (k + 255) >> 8)
     return Kernel(kernel, (F32, U32, N, N), GROUPS * N_THREADS)
 

@@ -4,7 +4,7 @@ from numba import cuda
 from .elementwise import BINARY
 from .launch import F32, N, U32, Kernel, factory
 from .ptx import i64
-from .quantize import GROUPS, N_THREADS, blocks, chunk_quantizer, element, own_chunk
+from .quantize import GROUPS, N_THREADS, blocks, chunk_quantizer, four_elements, own_chunk
 
 swiglu = BINARY["swiglu"]
 
@@ -16,16 +16,14 @@ def swiglu_act_kernel():
     def kernel(gate, up, act, n, k):  # block: chunks of row blockIdx.y
         row, (chunk, column) = cuda.blockIdx.y, own_chunk()
         first = i64(row) * k
-        ga, gb = element(gate, first, column, k), element(gate, first, column + 1, k)
-        gc, gd = element(gate, first, column + 2, k), element(gate, first, column + 3, k)
-        ua, ub = element(up, first, column, k), element(up, first, column + 1, k)
-        uc, ud = element(up, first, column + 2, k), element(up, first, column + 3, k)
+        ga, gb, gc, gd = four_elements(gate, first, column, k)
+        ua, ub, uc, ud = four_elements(up, first, column, k)
         a, b, c, d = swiglu(ga, ua), swiglu(gb, ub), swiglu(gc, uc), swiglu(gd, ud)  # +0 past the row's end; all loads before them
         quantize_chunk(a, b, c, d, act, n, row, chunk, (k + 255) >> 8)
     return Kernel(kernel, (F32, F32, U32, N, N), GROUPS * N_THREADS)
 
 
 def swiglu_act(target, gate, up, act, n, k):
-    """gate, up: addresses of f32 [n, k]; act: address of `activation_bytes(n, k)`, on 16 bytes."""
+    """gate, up: addresses of f32 [n, k]; act: address of `activation_bytes(n, k)`; all on 16 bytes."""
     grid, n_threads = blocks("swiglu_act", n, k)
     return target.launch(swiglu_act_kernel(), grid, n_threads, (gate, up, act, n, k))
