@@ -1,9 +1,9 @@
-"""Running CUDA kernels in tests: in numba's simulator, which needs a process of its own, and on a GPU.
+"""Running CUDA kernels in tests: in the simulator, which needs a process of its own, and on a GPU.
 
 A machine has `target`, for launch functions, and `upload(array) -> address`, `number(address)`, what kernels see of it, `run(launch)`,
 `download(address, dtype, shape)`, `free()`.
 Tests of the simulator are functions named simulate_*, run by a pytest of their own, which one ordinary test of the file starts with
-`run_in_simulator(__file__)`, or some, each a part of them.
+`run_in_simulator(__file__)`.
 """
 import os
 import subprocess
@@ -13,22 +13,14 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parent.parent
-LIMIT_SECONDS = 1500
-PART = "SIMULATED_PART"  # of the environment: part/n_parts
+LIMIT_SECONDS = 600
 
 
-def pytest_collection_modifyitems(items):
-    """Of the process that simulates, which has this file as a plugin."""
-    part, n_parts = map(int, os.environ[PART].split("/"))
-    items[:] = items[part::n_parts]
-
-
-def run_in_simulator(file: str, part: int = 0, n_parts: int = 1) -> None:
-    """Runs the simulate_* functions of a test file, of their cases every n_parts-th from `part` on, in a process that simulates CUDA; AssertionError with
-    its output if one fails."""
+def run_in_simulator(file: str) -> None:
+    """Runs the simulate_* functions of a test file in a process that simulates CUDA; AssertionError with its output if one fails."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "cuda_simulator", "-o", "python_functions=simulate_*", file]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path, PART: f"{part}/{n_parts}"},
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "python_functions=simulate_*", file]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path},
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stdout[-6000:]
 

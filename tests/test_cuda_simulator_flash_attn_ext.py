@@ -1,4 +1,4 @@
-"""flash_attn_ext in numba's CUDA simulator: every kernel of it; which one is chosen, and what is refused."""
+"""flash_attn_ext in the simulator: every kernel of it; which one is chosen, and what is refused."""
 from inspect import signature
 from itertools import product
 
@@ -22,12 +22,9 @@ from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import run, seeded
 from op_comparisons import check_act, check_flash_attn_ext
 
-PARTS = 4  # of what is simulated, each in a process
 
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_in_the_simulator(part):
-    run_in_simulator(__file__, part, PARTS)
+def test_in_the_simulator():
+    run_in_simulator(__file__)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Decode steps in numba's CUDA simulator, eager and replayed, with cells by address: the CPU's bits."""
+"""Decode steps in the simulator, eager and replayed, with cells by address: the CPU's bits."""
 from dataclasses import dataclass
 
 import numpy as np

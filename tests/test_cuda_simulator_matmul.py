@@ -1,4 +1,4 @@
-"""quantize, mul_mat, get_rows, dequantize and take_rows in numba's CUDA simulator: every format at the smallest shape, and the edges."""
+"""quantize, mul_mat, get_rows, dequantize and take_rows in the simulator: every format at the smallest shape, and the edges."""
 from dataclasses import astuple
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""mmq and mmq_few in numba's CUDA simulator: one format of each form, at blocks of one warp and of some."""
+"""mmq and mmq_few in the simulator: one format of each form, at blocks of one warp and of some."""
 from dataclasses import astuple
 
 import numpy as np

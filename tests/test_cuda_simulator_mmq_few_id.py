@@ -1,4 +1,4 @@
-"""Products of few tokens with the matrices of experts and heads in numba's CUDA simulator."""
+"""Products of few tokens with the matrices of experts and heads in the simulator."""
 from dataclasses import astuple
 
 import numpy as np

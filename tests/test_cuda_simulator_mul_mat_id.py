@@ -1,4 +1,4 @@
-"""Sorted dispatch and the products with experts in numba's CUDA simulator, and the shapes of their launches."""
+"""Sorted dispatch and the products with experts in the simulator, and the shapes of their launches."""
 from math import sqrt
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""rms_norm, elementwise operations, what is fused, rope, set_rows and the small ops of experts in numba's CUDA simulator; and what their launch functions
+"""rms_norm, elementwise operations, what is fused, rope, set_rows and the small ops of experts in the simulator; and what their launch functions
 refuse."""
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Recording and bisection between the CPU and CUDA in numba's simulator: every node's rows compare, limbs of activations included, and a fault is named."""
+"""Recording and bisection between the CPU and CUDA in the simulator: every node's rows compare, limbs of activations included, and a fault is named."""
 from contextlib import nullcontext
 
 import numpy as np

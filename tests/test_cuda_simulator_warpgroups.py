@@ -1,4 +1,4 @@
-"""Products of warpgroups (`wgmma`) in numba's simulator, against the reference bit for bit."""
+"""Products of warpgroups (`wgmma`) in the simulator, against the reference bit for bit."""
 import numpy as np
 import pytest
 

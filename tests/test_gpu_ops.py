@@ -181,7 +181,7 @@ SEQUENCES = [(2, 5), (0, 300), (2, 6), (1, 0), (0, 301), (3, 127), (3, 128), (1,
 HOLES = [(0, p) for p in (*range(128, 256), 0, 5, 299)] + [(2, 3), (4, 0), *((3, p) for p in range(127))]
 
 
-@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+@pytest.mark.parametrize("types", list(product(TYPES, TYPES)), ids=str)
 def test_flash_attn_ext_types(machine, types):
     check_flash_attn_ext(machine, types, SEQUENCES, (9, 3), (64, 64), n_ctx=302, holes=HOLES)
     check_flash_attn_ext(machine, types, one_sequence(3, 126), (4, 4), (72, 40), n_ctx=131)
@@ -197,7 +197,7 @@ def test_flash_attn_ext_shapes(machine, type_, heads, dims, tokens):
     check_flash_attn_ext(machine, (type_, type_), tokens, heads, dims, n_ctx=tokens[-1][1] + 1)
 
 
-@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+@pytest.mark.parametrize("types", list(product(TYPES, TYPES)), ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (4, 1), (16, 2)], ids=str)
 def test_flash_attn_ext_kernels(machine, types, heads):
     """Every kernel that takes the types, in shapes that are not chosen as well: blocks with several pieces each, tiles of either size."""
@@ -210,7 +210,7 @@ def test_flash_attn_ext_kernels(machine, types, heads):
         check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
 
 
-@pytest.mark.parametrize("types", product(TYPES, TYPES), ids=str)
+@pytest.mark.parametrize("types", list(product(TYPES, TYPES)), ids=str)
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 290])
 def test_flash_attn_ext_windows_and_sinks(machine, types, window):
     """gpt-oss's heads, with every kernel."""

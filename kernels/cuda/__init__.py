@@ -1,9 +1,8 @@
 """CUDA kernels, equal to kernels/reference bit for bit.
 
 ptx          intrinsics: every float operation, every access to global memory; what kernel modules are written in
-cooperative  device functions with barriers
 launch       a kernel and its launch as values; compiling to PTX, the disk cache, loading; how kernels of a stream overlap
-simulator    the same kernel functions in numba's CUDA simulator, on arrays in host memory
+simulator    the same kernel functions on the host, a greenlet a thread, on its arrays
 weights      weight tiles on the device: loads for the unpackings of quant/
 quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)

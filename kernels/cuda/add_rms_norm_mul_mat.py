@@ -9,7 +9,6 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
-from .cooperative import cooperative
 from .launch import F32, Kernel, N, SCALAR_F32, U32, check, factory
 from .mmq_few import MADE, MAX_WARPS, by_turns, checked_sizes, few_shape, in_a_row, products
 from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, wait_for_previous
@@ -65,7 +64,7 @@ def row_maker(sums_too: bool):
             if lane & 3 == 0:
                 sts(shared, chunk + sums_at + (t >> 2), s)
 
-    @cooperative
+    @device
     def make(act, shared, tid, n_threads, n_cols):
         """act: (x, y, w, total, eps, row). The chunks' activations, which a barrier must follow, lie from word `row` of shared memory on, CHUNK words each.
         The norm's weights of a warp's first chunk are asked for before the wait for the kernel before."""

@@ -4,7 +4,6 @@ Floats are compared as integers of the same order, so that a NaN comes out above
 """
 from numba import cuda, types
 
-from .cooperative import cooperative
 from .launch import F32, I32, N, Kernel, Launches, check, factory
 from .ptx import as_i32, device, i32, i64, ld, lds, st, sts
 
@@ -29,10 +28,10 @@ def rank(x):
 
 def best_of(n_threads):
     """Cooperative function (t, rank, column) -> those of the largest rank of a block's n_threads, a power of two; of equal ones the first column."""
-    @cooperative
+    @device
     def best(t, r, column):
         ranks = cuda.shared.array(n_threads, types.int32)
-        columns = cuda.shared.array(n_threads, types.int32)  # on a line of its own: the simulator knows arrays by their lines
+        columns = cuda.shared.array(n_threads, types.int32)
         sts(ranks, t, r)
         sts(columns, t, column)
         half = n_threads // 2

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
-from .cooperative import cooperative
 from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limb_pair, limbs, octet_loader,
                           pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
@@ -226,7 +225,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
             x = add_block(raw, (n_blocks - 1) * 2 * k_words, n_blocks - 1, lane, s, x)
         return x
 
-    @cooperative
+    @device
     def scores_by_block(k, first, row, key, position, lane, s):
         raw, following = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
         load_key_block(k, first, row, key, position, 0, lane, following)
@@ -252,7 +251,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
             state = amax_v(state, raw, first + 3 * v_words)
         return state
 
-    @cooperative
+    @device
     def value_amaxes_by_slab(v, first, row, key, position, lane):
         raw = cuda.local.array(n_v_raw, u32)
         a, b, i = z, z, i32(0)
@@ -308,7 +307,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         if at_once > 1 and b + 1 < n_slabs:
             leave_slab(p, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
 
-    @cooperative
+    @device
     def more_slabs(p, raw, b, inv, mask, tid, s, pieces, piece, most_pieces):
         """Adds up those before b, leaves those from b on."""
         cuda.syncthreads()

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
-from .cooperative import cooperative
 from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
 from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at
 from .flash_attn_ext_few import amax4, four, get, limbs4, max_lane, max_pattern, put
@@ -150,7 +149,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         load_value(v, (cell + min(position, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw0, 0)
         load_value(v, (cell + min(position + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw1, 0)
 
-    @cooperative
+    @device
     def stage(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
         """Keys key .. key + 15 of the piece that begins at position `first`; those beyond `last` are not seen, and read there or not at all."""
         k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
@@ -368,7 +367,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             leave_row(out, rows[0], lane & 3, i, O, 0)
             leave_row(out, rows[1], lane & 3, i, O, 2)
 
-    @cooperative
+    @device
     def work(tid, s, bound, window, reach, M, L, O, out, rows, statistics):
         """A warp's rows with the piece in shared memory. bound: the positions of two rows, -1 for a row that is not to be touched. Returns M and L; where
         the blocks share pieces, (m, l, o) go to `rows` of `out`, -1 for none."""
@@ -440,12 +439,12 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         token = i32(row // heads)
         return token, i32(row - token * heads)
 
-    @cooperative
+    @device
     def index(first_token, token, head):
         """Of a row among all tokens' heads."""
         return i64(i32(i32(first_token + token) * i32(cuda.gridDim.x * heads) + i32(cuda.blockIdx.x * heads) + head))
 
-    @cooperative
+    @device
     def row_of_piece(first_token, token, head, n_ctx, first, bound):
         """Where o of a row and the piece that begins at `first` goes; -1 for a row whose query is before the piece, or is not to be touched."""
         row = -1

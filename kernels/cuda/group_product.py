@@ -11,7 +11,6 @@ Integer scales are multiplied to the levels while these are unpacked (`splitter`
 float scale follows are taken by turns: one product runs while the sums of the other are followed up. The blocks of a chunk follow each other without a loop.
 """
 from ...quant.formats import CHUNK, format_of
-from .cooperative import cooperative
 from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp
 from .tile_product import TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
@@ -169,7 +168,7 @@ def group_product(name: str, n_quads: int) -> TileProduct:
                 acc[2 * quad] = fma(as_f32(m[0]), i2f(m0), acc[2 * quad])
                 acc[2 * quad + 1] = fma(as_f32(m[1]), i2f(m1), acc[2 * quad + 1])
 
-    @cooperative
+    @device
     def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e):
         i, b = i32(0), place(shared, act)
         if integer:

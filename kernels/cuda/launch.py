@@ -103,8 +103,7 @@ def _find_nvvm() -> tuple:
 def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     """PTX of a kernel for a compute capability. Needs libnvvm but no GPU.
 
-    Shared arrays are put on 16 bytes for wide accesses, dynamic ones on 1024 for atoms of `wgmma`: numba aligns them to their elements, and its simulator
-    knows no other alignment."""
+    Shared arrays are put on 16 bytes for wide accesses, dynamic ones on 1024 for atoms of `wgmma`: numba aligns them to their elements."""
     _find_nvvm()
     if kernel.arch and kernel.arch[:2] != cc:
         raise ValueError(f"{kernel.name}: compute capability is {cc}, allowed: {kernel.arch[:2]}")

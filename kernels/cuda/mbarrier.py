@@ -37,6 +37,6 @@ def _operation(name, text, n_operands=0):
 begin = _operation("begin", "mbarrier.init.shared::cta.b64 [$0], $1;", 1)  # (.., n): of n arrivals a phase; by one thread, seen behind a barrier of the block
 end = _operation("end", "mbarrier.inval.shared::cta.b64 [$0];")            # before another one is made there; by one thread
 arrive = _operation("arrive", "mbarrier.arrive.shared::cta.b64 _, [$0];")
-arrive_behind_copies = _operation("arrive", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];")  # when the thread's copies so far are there
+arrive_behind_copies = _operation("arrive_behind_copies", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];")  # when the thread's copies so far are there
 wait = _operation("wait", "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; bra AGAIN; OVER: }", 1)
 # (.., parity): until a phase of that parity is over: at once while the phase under way is of the other one

@@ -14,7 +14,6 @@ from numba import cuda, types
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import group_product, mbarrier, wgmma
-from .cooperative import cooperative
 from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, check, factory
 from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, lds4, sts, syncwarp
@@ -381,7 +380,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):
             mbarrier.end(shared, slot + there)
             mbarrier.end(shared, slot + done)
 
-    @cooperative
+    @device
     def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):
         shared = cuda.shared.array(0, types.uint32)
         total, acc = cuda.local.array(n_sums, f32), cuda.local.array(n_sums, f32)
@@ -485,7 +484,7 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
     first, last, n_products = products(names[0], block, ending, part), products(names[-1], block, ending, part), len(names)
     looped = len(set(names)) == 1 and (n_products == 1 or not form(format_of(names[0])).integer)
 
-    @cooperative
+    @device
     def run(words, other_words, bias, other_bias, act, out, n_rows, n_cols, n, n_out):
         if looped:  # the same code for both: in a second copy for float scales ptxas would let no product of a warpgroup run beside other work
             left = i32(n_products)
@@ -545,7 +544,7 @@ def grouped_products(names: tuple[str, ...], block: Block, ending: Ending, heads
     part, (count, take) = grouped(block, at), taker(block, at, heads)
     multiply = both_products(names, block, ending, part)
 
-    @cooperative
+    @device
     def run(words, other_words, bias, other_bias, act, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
         shared = cuda.shared.array(0, types.uint32)
         n_row_blocks = i32((n_rows + (rows - 1)) // rows)

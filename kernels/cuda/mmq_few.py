@@ -16,7 +16,6 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
-from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
                   wait_for_previous)
@@ -336,7 +335,7 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
             chunk, place = warp, following_place(operands, place)
         return place, chunk
 
-    @cooperative
+    @device
     def run(operands, act, n_cols, n, per_round):
         shared = cuda.shared.array(0, types.uint32)
         acc = cuda.local.array(n_sums, f32)

@@ -12,7 +12,6 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
-from .cooperative import cooperative
 from .dispatch import report
 from .launch import F32, I32, Kernel, N, U32, check, factory
 from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, chunks_of_round, products, shared_words, tiles_of, work
@@ -72,7 +71,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
             if cuda.blockIdx.x == 0:
                 report(operands[FAULT], operands[NODE], pair, ld(operands[IDS], pair))
 
-    @cooperative
+    @device
     def prepare_token(operands, shared, tid, n_threads):
         matrices, rows, n_pairs, none = plane(operands, MATRICES), plane(operands, ROWS_OF_X), operands[N_PAIRS], operands[N_MATRICES]
         pair = tid
@@ -123,7 +122,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
             sts(shared, plane(operands, END) + 1, i32(0))  # if no pair has an expert
         cuda.syncthreads()
 
-    @cooperative
+    @device
     def prepare_tokens(operands, shared, tid, n_threads):
         n_pairs, none, end = operands[N_PAIRS], operands[N_MATRICES], plane(operands, END)
         keys, leaders, counts = plane(operands, SORTED), plane(operands, LEADERS), i32(end + COUNTS)

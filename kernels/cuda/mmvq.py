@@ -9,7 +9,6 @@ from numba import cuda
 
 from ...quant.formats import FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
-from .cooperative import cooperative
 from .launch import F32, I32, Kernel, N, U32, factory
 from .ptx import add, device, f32, fma, i32, i64, ld, ld4, st, wait_for_previous
 from .quantize import element
@@ -137,7 +136,7 @@ def products(fmt: Format, n_tokens: int, waits: bool = True):
     n_parts, n_rows_each = 2 * per_round * n_owned, rows_of_lane(n_tokens)
     n_lanes, n_tokens_each = 32 // n_rows_each, n_tokens // n_rows_each  # lanes side by side in a row
 
-    @cooperative
+    @device
     def run(words, x, out, row_tile, tiles, n_rows, n_cols, first, n, first_out, n_out):
         parts = cuda.shared.array(n_parts, f32)    # [round % 2][chunk][token][row]
         totals = cuda.shared.array(n_owned, f32)   # [token][row]

@@ -465,7 +465,7 @@ def _copy_async(name, width, n=1):
 def _effect(name, text):
     """() of one instruction that memory depends on."""
     if SIMULATED:
-        return lambda: None
+        return getattr(simulator, name, lambda: None)
     assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", True)
 
     def typed(typingctx):
@@ -504,7 +504,7 @@ copies_commit = _effect("copies_commit", "cp.async.commit_group;")  # those sinc
 
 def copies_wait_but(n: int):
     """The intrinsic that waits for this thread's groups of copies but for the last n."""
-    return _effect("copies_wait_but", f"cp.async.wait_group {n};")
+    return simulator.copies_wait_but(n) if SIMULATED else _effect("copies_wait_but", f"cp.async.wait_group {n};")
 
 
 # The functions of arith, for this target

@@ -15,7 +15,6 @@ from numba import cuda
 
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK
-from .cooperative import cooperative
 from .launch import F32, Kernel, N, U32, check, factory
 from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, ld4, lds, mul, redux_max, shuffle, st, sts, u32
 
@@ -127,7 +126,7 @@ def chunk_quantizer(n_groups: int):
     """The function by which each group of 64 threads, of at most n_groups in a block, quantizes a chunk."""
     n_warps = n_groups * (N_THREADS // 32)
 
-    @cooperative
+    @device
     def quantize_chunk(a, b, c, d, act, n, row, chunk, n_chunks):
         """a, b, c, d: columns 4 t .. 4 t + 3 of chunk `chunk` of row `row` of n, t the thread in its group; +0 past the row's end.
         Every thread of the block takes part; chunks from n_chunks on are not stored. Called again, it wants a barrier between."""
@@ -186,7 +185,7 @@ def four_elements(x, first, column, k):
     return a, b, c, d
 
 
-@cooperative
+@device
 def own_chunk():
     """(chunk, first of the four columns of a thread) in a block of `blocks`."""
     tid = i32(cuda.threadIdx.x)

@@ -8,7 +8,6 @@ from typing import Callable, NamedTuple
 
 from numba import cuda
 
-from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, Kernel, check, factory
 from .ptx import add, as_f32, as_i32, device, div, f32, fma, i2f, i32, i64, ld, ld4, ldc, lds, mul, shuffle, sqrt, st, sts
 
@@ -79,7 +78,7 @@ def halve128(a, b, c, d, lane):
 def reciprocal_rms(source: Source):
     load, keep = source.load, source.keep
 
-    @cooperative
+    @device
     def of_row(t, stage, row, n_cols, eps):
         """r of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE]; it is left with the last round."""
         partials = cuda.shared.array(PARTIALS, f32)
@@ -138,7 +137,7 @@ def sum_of_partial(stage, i, end):
     return fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
 
 
-@cooperative
+@device
 def reciprocal_of_round(stage, n_cols, eps):
     """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x]. Each warp adds the 128 partials."""
     partials = cuda.shared.array(PARTIALS, f32)
@@ -174,7 +173,7 @@ def put(out, row, column, n_cols, y):
 def row_norm(source: Source):
     reciprocal_of_row = reciprocal_rms(source)
 
-    @cooperative
+    @device
     def norm_row(t, w, out, n_cols, eps):
         """Row blockIdx.x of out."""
         stage = cuda.shared.array(STAGE, f32)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from numba import cuda
 
 from ...quant.formats import CHUNK
-from .cooperative import cooperative
 from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
 from .ptx import as_u32, device, f32, i32, i64, ld4, mul, sts4, u32, wait_for_previous
 from .quantize import N_THREADS, chunk_quantizer
@@ -24,7 +23,7 @@ def padded(y, column, n_cols):
 def row_norm_act(source: Source):
     reciprocal_of_row, quantize_chunk = reciprocal_rms(source), chunk_quantizer(MOST_THREADS // N_THREADS)
 
-    @cooperative
+    @device
     def norm_row_act(t, w, act, n, n_cols, eps):
         """Row blockIdx.x of n of act."""
         stage = cuda.shared.array(STAGE, f32)
@@ -48,7 +47,7 @@ def row_norm_act(source: Source):
 def round_norm_act(source: Source):
     quantize_chunk, load4, keep4 = chunk_quantizer(MOST_THREADS // N_THREADS), source.load4, source.keep4
 
-    @cooperative
+    @device
     def norm_round_act(t, w, act, n, n_cols, eps):
         """Row blockIdx.x of n of act, a thread for each four columns. Weights are asked for before the kernel that makes the row has ended."""
         stage = cuda.shared.array(STAGE, u32)

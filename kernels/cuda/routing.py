@@ -10,7 +10,6 @@ from ..arith import NAN
 from ..reference import routing as reference
 from ..reference.routing import MINUS_INFINITY, SMALLEST_SUM
 from .argmax import LEAST_RANK, order
-from .cooperative import cooperative
 from .elementwise import THREADS, grid
 from .launch import F32, I32, Kernel, N, check, factory
 from .ptx import add, as_f32, as_i32, device, div, f32, i32, i64, ld, lds, redux_max, redux_min, shuffle, st, sts, syncwarp
@@ -53,7 +52,7 @@ def mask_row(n):
     n_shared, n_scores = 32 * n, max(1, n // 2)  # groups are of two columns at least
     rank_scores, choose = rank_row(n_scores), next_column(n_scores)
 
-    @cooperative
+    @device
     def mask(v, n_cols, n_group, n_group_used, lane):
         """Values of a row outside the chosen groups become -infinity. A lane scores groups lane, lane + 32, ..., from a column of its own on."""
         row = cuda.shared.array(n_shared, f32)

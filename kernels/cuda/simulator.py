@@ -1,4 +1,4 @@
-"""Kernels on the host: numba's CUDA simulator runs the same functions, a Python thread a CUDA thread, with ptx's instructions in Python.
+"""Kernels on the host: the same functions, a greenlet a CUDA thread, with ptx's instructions in Python.
 
 Needs NUMBA_ENABLE_CUDASIM=1 before numba is imported. `Target` takes the place of `launch.Target`; its addresses are arrays:
 
@@ -6,13 +6,21 @@ Needs NUMBA_ENABLE_CUDASIM=1 before numba is imported. `Target` takes the place 
     y = np.empty(33, np.float32)
     scale(target, target.address(x), target.address(y), 33, 0.5)(None)
 
-It shows wrong results, indices outside an array, misaligned wide accesses, floats of a wrong type. It shows few races, and not
-the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
+A thread runs on until it must wait for others, blocks and threads in an order of chance that is the same each time; copies to shared memory arrive as late as
+they may, and shared and local arrays hold ones in all bits until something else is written. So it shows wrong results, barriers and waits that are missing or
+that not all come to, values that nothing wrote, indices outside an array, misaligned wide accesses, floats of a wrong type. It does not show every
+race, nor the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
 """
+import sys
+from collections import deque
 from dataclasses import dataclass
-from threading import Barrier, Condition, Lock, current_thread
+from random import Random
+from types import ModuleType
+from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
+from greenlet import getcurrent, greenlet
 from numba import cuda, types
 from numba.cuda.core import config
 
@@ -192,29 +200,135 @@ def store(name, width):
     return put
 
 
-# What the lanes of a warp do together: each leaves its operands, the last one to come computes for all
+# Threads
+
+class _Dim3(NamedTuple):
+    x: int
+    y: int = 1
+    z: int = 1
+
 
 class _Warp:
-    def __init__(self):
-        self.operands, self.compute, self.results = [None] * 32, None, None
-        self.barrier = Barrier(32, action=self._act)
+    def __init__(self, threads):
+        self.threads, self.operands, self.results, self.n_arrived = threads, [None] * len(threads), None, 0
 
-    def _act(self):
-        if len({c for c, _ in self.operands}) != 1:
-            raise RuntimeError("the lanes of a warp are at different instructions")
-        self.results = self.operands[0][0]([o for _, o in self.operands])
 
+class _Thread(greenlet):
+    """A thread of a block. When it must wait, it switches to the block's scheduler, its parent."""
+
+    def __init__(self, block, function, index, number):
+        super().__init__(function)
+        self.block, self.index, self.lane = block, index, number % 32
+        self.copies, self.groups = [], []  # copies under way: behind the last group, and the groups
+
+
+class _Block:
+    """The threads of a block, and what they share."""
+
+    def __init__(self, launch, index, random):
+        self.index, self.dim, self.grid = index, launch.block, launch.grid
+        self.arrays, self.dynamic = {}, _unwritten(launch.shared, np.uint8)
+        self.barriers, self.waiting = {}, []  # those of `mbarrier` by their words; the threads at syncthreads
+        function = launch.kernel.function
+        self.threads = [_Thread(self, function, _Dim3(x, y, z), x + self.dim.x * (y + self.dim.y * z))
+                        for z in range(self.dim.z) for y in range(self.dim.y) for x in range(self.dim.x)]
+        for first in range(0, len(self.threads), 32):
+            warp = _Warp(self.threads[first:first + 32])
+            for thread in warp.threads:
+                thread.warp = warp
+        self.n_live = len(self.threads)
+        self.ready = deque(random.sample(self.threads, self.n_live))
+
+    def run(self, args) -> None:
+        for thread in self.threads:
+            thread.parent = getcurrent()
+        while self.ready:
+            thread = self.ready.popleft()
+            try:
+                thread.switch(*(() if thread else args))
+            except Exception as error:
+                error.add_note(f"in thread {tuple(thread.index)} of block {tuple(self.index)}")
+                raise
+            if thread.dead:
+                self.n_live -= 1
+                self.end_barrier()
+        if self.n_live:
+            places = {}
+            for thread in self.threads:
+                if not thread.dead:
+                    places.setdefault(_place(thread), []).append(tuple(thread.index))
+            raise RuntimeError("threads wait for ever: " + "; ".join(f"{len(t)} at {place}, of which {t[0]} is one" for place, t in places.items()))
+
+    def end_barrier(self) -> None:
+        if self.waiting and len(self.waiting) == self.n_live:
+            self.ready.extend(reversed(self.waiting))  # the last one to come goes first
+            self.waiting.clear()
+
+
+def _place(thread) -> str:
+    """Where a thread waits: its innermost frame outside this file."""
+    frame = thread.gr_frame
+    while frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _unwritten(shape, dtype):
+    dtype = np.dtype(getattr(dtype, "name", dtype))  # numba's types have names
+    return np.full(int(np.prod(shape)) * dtype.itemsize, 255, np.uint8).view(dtype).reshape(shape)
+
+
+class _Shared:
+    """Arrays of the running block, one a call in the source. Those of size 0 are all of its dynamic shared memory."""
+
+    def array(self, shape, dtype):
+        caller, block = sys._getframe(1), getcurrent().block
+        if shape == 0:
+            return block.dynamic.view(_unwritten(0, dtype).dtype)
+        return block.arrays.setdefault((caller.f_code, caller.f_lasti, shape), _unwritten(shape, dtype))
+
+
+class _Local:
+    def array(self, shape, dtype):
+        return _unwritten(shape, dtype)
+
+
+class _Module(ModuleType):
+    """`numba.cuda` as kernels see it: of the thread that runs."""
+    threadIdx = property(lambda module: getcurrent().index)
+    blockIdx = property(lambda module: getcurrent().block.index)
+    blockDim = property(lambda module: getcurrent().block.dim)
+    gridDim = property(lambda module: getcurrent().block.grid)
+
+
+def _syncthreads():
+    thread = getcurrent()
+    thread.block.waiting.append(thread)
+    thread.block.end_barrier()
+    thread.parent.switch()
+
+
+if config.ENABLE_CUDASIM:
+    cuda.__class__ = _Module
+    cuda.shared, cuda.local, cuda.syncthreads = _Shared(), _Local(), _syncthreads
+
+
+# What the lanes of a warp do together: each leaves its operands, the last one to come computes for all
 
 def _together(compute, operands):
-    """compute(the operands of the 32 lanes) -> 32 results, of which the caller gets its own. One barrier an instruction: results are replaced
-    only when all lanes have come to the next one."""
-    thread = current_thread()
-    with _warps_lock:
-        warp = thread._manager.__dict__.setdefault("warps", {}).setdefault((tuple(thread.blockIdx), thread.thread_id // 32), _Warp())
-    lane = thread.thread_id % 32
-    warp.operands[lane] = compute, operands
-    warp.barrier.wait(LIMIT_SECONDS)
-    return warp.results[lane]
+    """compute(the operands of the 32 lanes) -> 32 results, of which the caller gets its own."""
+    thread = getcurrent()
+    warp = thread.warp
+    warp.operands[thread.lane] = compute, operands
+    warp.n_arrived += 1
+    if warp.n_arrived < 32:
+        thread.parent.switch()
+    else:
+        if any(c is not compute for c, _ in warp.operands):
+            raise RuntimeError("the lanes of a warp are at different instructions")
+        warp.n_arrived, warp.results = 0, compute([o for _, o in warp.operands])
+        thread.block.ready.extendleft(other for other in warp.threads if other is not thread)  # the warp goes on before others do
+    return warp.results[thread.lane]
 
 
 def _nothing(lanes):
@@ -251,47 +365,45 @@ class _Phases:
     """A barrier of `mbarrier`: one phase after the other, each of n arrivals."""
 
     def __init__(self, n):
-        self.n, self.n_arrived, self.phase, self.changed = n, 0, 0, Condition()
-
-
-def _barriers():
-    thread = current_thread()
-    with _warps_lock:
-        return thread._manager.__dict__.setdefault("phases", {}).setdefault(tuple(thread.blockIdx), {})
+        self.n, self.n_arrived, self.phase, self.waiting = n, 0, 0, []
 
 
 def barrier_begin(array, index, n):
     if not 0 <= index <= len(array) - 2 or index % 2:
         raise IndexError(f"mbarrier: elements {index}..{index + 1} of {len(array)}")
-    if int(index) in _barriers():
+    barriers = getcurrent().block.barriers
+    if int(index) in barriers:
         raise RuntimeError(f"mbarrier: word {index} holds one that has not ended")
-    _barriers()[int(index)] = _Phases(int(n))
+    barriers[int(index)] = _Phases(int(n))
 
 
 def barrier_end(array, index):
-    barrier = _barriers().pop(int(index))
+    barrier = getcurrent().block.barriers.pop(int(index))
     if barrier.n_arrived:
         raise RuntimeError(f"mbarrier: word {index} ends with {barrier.n_arrived} arrivals of {barrier.n}")
 
 
 def barrier_arrive(array, index):
-    barrier = _barriers()[int(index)]
-    with barrier.changed:
-        barrier.n_arrived += 1
-        if barrier.n_arrived == barrier.n:
-            barrier.phase, barrier.n_arrived = barrier.phase + 1, 0
-            barrier.changed.notify_all()
+    block = getcurrent().block
+    barrier = block.barriers[int(index)]
+    barrier.n_arrived += 1
+    if barrier.n_arrived == barrier.n:
+        barrier.phase, barrier.n_arrived = barrier.phase + 1, 0
+        block.ready.extend(barrier.waiting)
+        barrier.waiting.clear()
+
+
+def barrier_arrive_behind_copies(array, index):
+    copies_wait()
+    barrier_arrive(array, index)
 
 
 def barrier_wait(array, index, parity):
-    barrier = _barriers()[int(index)]
-    with barrier.changed:
-        if not barrier.changed.wait_for(lambda: barrier.phase & 1 != parity, LIMIT_SECONDS):
-            raise RuntimeError(f"mbarrier: word {index} has {barrier.n_arrived} arrivals of {barrier.n}")
-
-
-_warps_lock = Lock()
-LIMIT_SECONDS = 60  # for a lane to wait for the others, one of which may have failed
+    thread = getcurrent()
+    barrier = thread.block.barriers[int(index)]
+    if barrier.phase & 1 == parity:
+        barrier.waiting.append(thread)
+        thread.parent.switch()
 
 
 def _words(dtype, rows):
@@ -352,13 +464,36 @@ def group_product(a_type, n):
     return start
 
 
+# Copies that run on while the thread does: begun and done when it waits for them
+
 def copy(name, width, n):
     def put(array, index, pointer, first):
+        copies = getcurrent().copies
         for i in range(0, 128 * n, 128):
             if not 0 <= index + i <= len(array) - width or index % width:
                 raise IndexError(f"{name}: elements {index + i}..{index + i + width - 1} of {len(array)}")
-            array[index + i:index + i + width] = pointer.elements[pointer.slice(name, first + i, width)]
+            copies.append((array[index + i:index + i + width], pointer.elements[pointer.slice(name, first + i, width)]))
     return put
+
+
+def copies_commit():
+    thread = getcurrent()
+    thread.groups.append(thread.copies)
+    thread.copies = []
+
+
+def copies_wait_but(n):
+    def wait():
+        groups = getcurrent().groups
+        while len(groups) > n:
+            for to, value in groups.pop(0):
+                to[:] = value
+    return wait
+
+
+def copies_wait():
+    copies_commit()
+    copies_wait_but(0)()
 
 
 # Launching
@@ -366,13 +501,16 @@ def copy(name, width, n):
 @dataclass(frozen=True)
 class Launch:
     kernel: Kernel
-    grid: object
-    block: object
+    grid: _Dim3
+    block: _Dim3
     args: tuple
     shared: int
 
     def __call__(self, stream=None) -> None:
-        cuda.jit(self.kernel.function)[self.grid, self.block, 0, self.shared](*self.args)
+        random = Random(crc32(self.name.encode()))
+        blocks = [_Dim3(x, y, z) for z in range(self.grid.z) for y in range(self.grid.y) for x in range(self.grid.x)]
+        for index in random.sample(blocks, len(blocks)):
+            _Block(self, index, random).run(self.args)
 
     @property
     def name(self):
@@ -380,7 +518,7 @@ class Launch:
 
 
 class Target:
-    """`launch.Target` with numba's simulator for a device."""
+    """`launch.Target` with the host for a device."""
 
     def __init__(self):
         if not config.ENABLE_CUDASIM:
@@ -402,4 +540,4 @@ class Target:
         converted = tuple(Pointer(a, np.dtype(t.dtype.name)) if isinstance(t, types.CPointer)
                           else a if t == types.float32 else int(a)  # integers of a kernel grow to 64 bits, as Python's do
                           for t, a in zip(kernel.parameters, arguments(kernel, args)))
-        return Launch(kernel, grid, block, converted, shared)
+        return Launch(kernel, _Dim3(*np.atleast_1d(grid).tolist()), _Dim3(*np.atleast_1d(block).tolist()), converted, shared)

@@ -5,7 +5,6 @@ from numba import cuda
 
 from ..reference.soft_max import MINUS_INFINITY
 from .argmax import MAGNITUDE, order
-from .cooperative import cooperative
 from .launch import check, factory
 from .ptx import add, as_f32, device, div, exp, f32, i32, redux_max, sub
 from .rms_norm import halve128
@@ -20,7 +19,7 @@ def of_order(r):
 
 @lru_cache(None)
 def soft_max_row(n):
-    @cooperative
+    @device
     def soft_max(v, n_cols, lane):
         """A row's values become those of its softmax, +0 behind the last column."""
         partial = cuda.local.array(4, f32)  # lane, lane + 32, lane + 64, lane + 96

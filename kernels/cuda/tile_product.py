@@ -23,7 +23,6 @@ from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
-from .cooperative import cooperative
 from .glu import gated_unit
 from .ptx import (add, afresh, as_f32, as_u32, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
                   st, sts, sts4, syncwarp, u32)
@@ -138,7 +137,7 @@ def preparer(fmt: Format, unpack, n_quads: int):
         """imin of the sixteenths i .. i + 3 of the chunk."""
         return four_bytes(imin[i // sixteenths], imin[(i + 1) // sixteenths], imin[(i + 2) // sixteenths], imin[(i + 3) // sixteenths])
 
-    @cooperative
+    @device
     def prepare(lane, shared, tile, scratch):
         t = (shared, tile, lane)
         isc, imin, place = cuda.local.array(16, i32), cuda.local.array(16, i32), i32(scratch + ((lane & 7) << 2) + (lane >> 3))
@@ -424,7 +423,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
                 acc[o], acc[o + 1] = fma(as_f32(m[0]), i2f(m0), acc[o]), fma(as_f32(m[1]), i2f(m1), acc[o + 1])
                 acc[o + 2], acc[o + 3] = fma(as_f32(m[2]), i2f(m2), acc[o + 2]), fma(as_f32(m[3]), i2f(m3), acc[o + 3])
 
-    @cooperative
+    @device
     def multiply(lane, shared, tile, act, limbs, scratch, acc):
         high, low = cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32)
         m_high, m_low = cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32)
@@ -518,7 +517,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         if has_min:
             acc[0] = fma(-m, i2f(minimum), acc[0])
 
-    @cooperative
+    @device
     def multiply_token(lane, shared, tile, act, sums, scratch, acc):
         isc, total, high, low = cuda.local.array(16, i32), cuda.local.array(1, total_type), cuda.local.array(4, i32), cuda.local.array(4, i32)
         t, acc[0] = (shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), f32(0)

@@ -1,4 +1,4 @@
-"""The ops of the op table that take no weights and no caches, as the CUDA backend binds them, in numba's simulator: the definition's bits for a few rows."""
+"""The ops of the op table that take no weights and no caches, as the CUDA backend binds them, in the simulator: the definition's bits for a few rows."""
 import numpy as np
 import pytest
 
