@@ -54,11 +54,11 @@ def simulate_rms_norm_act(machine, n, k):
 
 def simulate_rms_norm_in_rounds(machine, monkeypatch):
     """Rows longer than four columns a thread: two whole rounds and a part."""
-    monkeypatch.setattr(cuda_rms_norm, "MOST_THREADS", 128)
-    check_rms_norm(machine, 2, 1030)
-    check_rms_norm_act(machine, 2, 1300)
-    check_add_rms_norm(machine, 2, 1030)
-    check_add_rms_norm_act(machine, 2, 1300)
+    monkeypatch.setattr(cuda_rms_norm, "MOST_THREADS", 256)
+    check_rms_norm(machine, 2, 2060)
+    check_rms_norm_act(machine, 2, 2600)
+    check_add_rms_norm(machine, 2, 2060)
+    check_add_rms_norm_act(machine, 2, 2600)
 
 
 @pytest.mark.parametrize("n, k", [(1, 1), (8, 255), (1, 256), (4, 257), (4, 576), (1, 1000)])
