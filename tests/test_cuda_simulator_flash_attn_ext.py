@@ -32,17 +32,22 @@ def machine():
     return SimulatedMachine()
 
 
-@pytest.mark.parametrize("types, heads, dims, tokens, n_ctx", [
-    (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1), (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128),
-    (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5)], ids=str)
-def simulate_few(machine, types, heads, dims, tokens, n_ctx):
+@pytest.mark.parametrize("types, heads, dims, tokens, n_ctx, n_warps", [
+    *((types, heads, dims, tokens, n_ctx, n_warps) for n_warps in (16, 8) for types, heads, dims, tokens, n_ctx in [
+        (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1), (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200)]),
+    (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128, 16), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5, 16),
+    (("q8_0", "q8_0"), (8, 1), (96, 128), [(0, 127)], 128, 8), (("q8_0", "f16"), (1, 1), (32, 104), [(0, 4)], 5, 8)], ids=str)
+def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
     """Keys on both sides of a piece's end, with one, two, three and four blocks and slabs of channels, whole and short."""
-    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=[(0, p) for p in (3,) if p < tokens[-1][1]])
+    shape = AttentionShape("few", heads[0] // heads[1], 2, n_warps)
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=[(0, p) for p in (3,) if p < tokens[-1][1]], shape=shape)
 
 
-def simulate_few_in_rounds(machine):
+@pytest.mark.parametrize("n_warps", [16, 8])
+def simulate_few_in_rounds(machine, n_warps):
     """A block with two pieces, another with one; a piece without a visible key; two sequences, one of a single key."""
-    check_flash_attn_ext(machine, ("f16", "f16"), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)], shape=AttentionShape("few", 1, 2))
+    check_flash_attn_ext(machine, ("f16", "f16"), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("few", 1, 2, n_warps))
 
 
 @pytest.mark.parametrize("types, heads, dims, n_splits", [
@@ -83,33 +88,34 @@ def simulate_tile_without_a_piece(machine, n_splits):
 SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
 
 
-@pytest.mark.parametrize("kernel, type_", [("few", "f16"), ("any", "f32"), ("any", "f16"), ("any", "q8_0"), ("tile", "q8_0")])
+@pytest.mark.parametrize("kernel, n_warps, type_", [("few", 16, "f16"), ("few", 8, "f16"), ("any", None, "f32"), ("any", None, "f16"), ("any", None, "q8_0"), ("tile", 4, "q8_0")])
 @pytest.mark.parametrize("special", SPECIAL_CASES, ids=str)
-def simulate_special(machine, kernel, type_, special):
-    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1, 4))
+def simulate_special(machine, kernel, n_warps, type_, special):
+    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,), shape=AttentionShape(kernel, 1, 1, n_warps))
 
 
-@pytest.mark.parametrize("kernel, types, heads, dims, window", [
-    *(("few", ("f16", "f16"), (3, 1), (32, 64), window) for window in (1, 127, 131)), ("few", ("q8_0", "q8_0"), (4, 2), (32, 32), 131),
-    *(("any", ("f32", "f32"), (2, 1), (9, 9), window) for window in (1, 127, 131)), ("any", ("f16", "q8_0"), (2, 2), (8, 16), 127),
-    *(("tile", ("f16", "f16"), (8, 1), (64, 64), window) for window in (1, 131))], ids=str)
-def simulate_window_and_sinks(machine, kernel, types, heads, dims, window):
+@pytest.mark.parametrize("kernel, n_warps, types, heads, dims, window", [
+    *(("few", n_warps, ("f16", "f16"), (3, 1), (32, 64), window) for n_warps in (16, 8) for window in (1, 127, 131)), ("few", 16, ("q8_0", "q8_0"), (4, 2), (32, 32), 131),
+    *(("any", None, ("f32", "f32"), (2, 1), (9, 9), window) for window in (1, 127, 131)), ("any", None, ("f16", "q8_0"), (2, 2), (8, 16), 127),
+    *(("tile", 4, ("f16", "f16"), (8, 1), (64, 64), window) for window in (1, 131))], ids=str)
+def simulate_window_and_sinks(machine, kernel, n_warps, types, heads, dims, window):
     """Queries that see one key, no key of their first piece, and both ends of a window; more pieces than blocks; holes."""
     tokens = [(1, 0), (0, 300), (1, 129)] if kernel == "tile" else [(0, 300)]
-    shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2 if kernel == "few" or types[0] == "f32" or window == 131 else None, 4)
+    shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2 if kernel == "few" or types[0] == "f32" or window == 131 else None, n_warps)
     check_flash_attn_ext(machine, types, tokens, heads, dims, 301, [(0, 290), (0, 175)], shape=shape, window=window, sinks=True)
 
 
-@pytest.mark.parametrize("kernel", ["few", "any", "tile"])
-def simulate_sinks(machine, kernel):
-    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 130)], (4, 2), (32, 16), 131, shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, 4), sinks=True)
+@pytest.mark.parametrize("kernel, n_warps", [("few", 16), ("few", 8), ("any", None), ("tile", 4)])
+def simulate_sinks(machine, kernel, n_warps):
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 130)], (4, 2), (32, 16), 131, shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps), sinks=True)
 
 
-@pytest.mark.parametrize("kernel, types, n_head, dims", [("few", "f16", 9, (288, 264)), ("few", "q8_0", 3, (288, 256)), ("few", "f16", 2, (72, 64)), ("any", "f16", 2, (12, 8)),
-                                                         ("any", "f32", 2, (72, 64)), ("tile", "q8_0", 2, (160, 128))], ids=str)
-def simulate_latent(machine, kernel, types, n_head, dims):
+@pytest.mark.parametrize("kernel, n_warps, types, n_head, dims", [
+    ("few", 16, "f16", 9, (288, 264)), ("few", 16, "q8_0", 3, (288, 256)), ("few", 16, "f16", 2, (72, 64)), ("few", 8, "f16", 2, (72, 64)), ("any", None, "f16", 2, (12, 8)),
+    ("any", None, "f32", 2, (72, 64)), ("tile", 4, "q8_0", 2, (160, 128))], ids=str)
+def simulate_latent(machine, kernel, n_warps, types, n_head, dims):
     """Values in K's cache: rows longer than their heads, of octets or not; heads that do not lie in registers; several blocks of a KV head."""
-    shape = AttentionShape(kernel, heads_together(n_head), 2 if kernel == "few" else None, 4)
+    shape = AttentionShape(kernel, heads_together(n_head), 2 if kernel == "few" else None, n_warps)
     check_flash_attn_ext(machine, (types, types), [(0, 129)], (n_head, 1), dims, 130, [(0, 7)], shape=shape, latent=True)
 
 
@@ -196,13 +202,14 @@ def test_heads_together(group, heads):
 
 
 @pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
-    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16)),     # one block a multiprocessor
-    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 16)),
-    (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1)),
-    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1)),
-    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33)),
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 32, 8)),
+    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),   # two blocks a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 2048, AttentionShape("few", 4, 16, 16)),    # pieces for one
+    (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1, 16)),
+    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1, 16)),
+    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33, 16)),
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
-    (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32)),
+    (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32, 16)),
     (("f32", "f32"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
     (("f16", "f16"), 512, (16, 1), (576, 512), 4096, AttentionShape("any", 8)),
     (("f16", "f16"), 512, (16, 16), (192, 128), 4096, AttentionShape("tile", 1, n_warps=4)),
@@ -274,7 +281,7 @@ def test_pieces_that_a_window_reaches(window):
 
 @pytest.mark.parametrize("layout, most", [
     *((lambda dim, heads, types=types: any_kernel.shared_layout(*types, dim, dim, heads), MOST_CHANNELS) for types in product(TYPES, TYPES)),
-    (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads), few_kernel.MOST_CHANNELS),
+    (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads, 16), few_kernel.MOST_CHANNELS),
     (lambda dim, heads: tile_kernel.shared_layout(dim, dim, 4), tile_kernel.MOST_CHANNELS)])
 def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
     """99 KiB a block are the least that devices of compute capability 8.0 or later give. Parts begin on 16 bytes, in order, apart."""

@@ -7,12 +7,12 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ...quant.activation import LIMIT
 from .launch import U16, U32
-from .ptx import add, amax2, as_f32, as_i32, device, div, f16_high_to_f32, f16_to_f32, f32, fma, i2f, i32, ld, ld4, mul, prmt, sub, u32
+from .ptx import add, amax2, as_f32, as_i32, device, f16_high_to_f32, f16_to_f32, f32, fma, i2f, i32, ld, ld4, mul, prmt, sub, u32
+from .quantize import full_over, over_full
 from .set_rows import BLOCK_HALVES, INFINITY_BITS, NAN, SMALLEST, larger
 
-FULL, HIGH, ZERO = f32(LIMIT), f32(16384), f32(0)
+HIGH, ZERO = f32(16384), f32(0)
 MINUS_INFINITY = f32(-np.inf)
 LIFT = f32(1.5 * 2**23 + 64)                   # bits of x + LIFT: 128 hi + lo + 64 in the low 16
 EVEN_BITS, TOP_BITS = u32(0xfefefefe), u32(0x80808080)
@@ -32,7 +32,7 @@ def scales(amax):
     x = as_f32(amax)
     finite = amax < INFINITY_BITS
     used = finite and x >= SMALLEST
-    return div(x, FULL) if used else ZERO if finite else NAN, div(FULL, x) if used else ZERO
+    return over_full(x) if used else ZERO if finite else NAN, full_over(x) if used else ZERO
 
 
 @device

@@ -29,7 +29,7 @@ ANY_RESIDENT = TILES = 4  # blocks of flash_attn_ext_any on a multiprocessor; of
 @dataclass(frozen=True)
 class AttentionShape:
     """kernel: few, tile or any; heads of a block; n_splits: blocks that share the pieces of a token's heads (tile: of a tile's rows), None where one takes
-    all and combines them; n_warps of a block of tile."""
+    all and combines them; n_warps of a block of few and tile."""
     kernel: str
     heads: int
     n_splits: int | None = None
@@ -69,7 +69,8 @@ def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: in
         return 4 * tile.shared_layout(dim_k, dim_v, n_warps).n_words <= shared_limit
     if few_tokens(n, n_ctx):
         if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
-            return AttentionShape("few", heads, n_splits(few.RESIDENT, n * parts))
+            n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, heads, n * parts * most_pieces(n_ctx, window) / n_multiprocessors)
+            return AttentionShape("few", heads, n_splits(few.RESIDENT[n_warps], n * parts), n_warps)
     elif fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and fits(4):
         if split:
             return AttentionShape("tile", heads, n_splits(TILES, n_tiles(4)), 4)
@@ -110,7 +111,7 @@ def flash_attn_ext(target, type_k, type_v, q, k, v, seq, pos, present, out, n, n
     if shape.n_splits is None:
         return many(target, *operands, sinks, out, *sizes, None)
     if shape.kernel == "few":
-        pieces = flash_attn_ext_few(target, *operands, scratch, *sizes, shape.n_splits)
+        pieces = flash_attn_ext_few(target, *operands, scratch, *sizes, shape.n_splits, shape.n_warps)
     else:
         pieces = many(target, *operands, None, scratch, *sizes, shape.n_splits)
     return Launches((pieces, combine(target, pos, scratch, sinks, out, n, n_head, dim_v, n_ctx, window)))

@@ -1,11 +1,11 @@
 """Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8).
 
-A block of 16 warps is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
+A block of 16 warps, or 8, is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
 (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its position and the window reach, which the kernel reads; blocks
 without one exit at once, so a launch holds no number that grows. Position and sequence are read before the kernel that writes the cache has ended; all
 else that a block reads first it asks for at once when it has.
 
-A warp has 8 keys, and no key or value passes through shared memory. Lane l = 4 g + t
+A warp has 8 keys, or 16 in two steps, and no key or value passes through shared memory. Lane l = 4 g + t
 
     1. has of key g the channels 8 t .. and 32 + 8 t .. of each 64: a column of B; A has the queries, head g in row g (hi) and g + 8 (lo)
     2. gets the scores of head g with keys 2 t and 2 t + 1: two levels of p', which stand at the places of hi in a word of A, at those of lo in another
@@ -24,14 +24,16 @@ from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_
                           pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, as_f32, as_i32, device, exp, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
+from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
                   sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 
-THREADS, WARPS, KEYS = 512, 16, 8  # KEYS: of a warp
+STEP = 8             # keys that a warp takes at once
 MOST_HEADS = 8       # of a block: the rows of half a fragment
+MOST_SUMS = 64       # of (head, warp) whose sums of two slabs have room
 MOST_CHANNELS = 576  # that are taken
-RESIDENT = 1         # blocks of a multiprocessor: what registers allow
+RESIDENT = {16: 1, 8: 2}  # warps of a block: blocks of a multiprocessor; what registers allow
+Z = i32(0)
 LANE = 36            # words from one lane's 32 to the next one's: 16 bytes of eight lanes then lie in all 32 banks
 
 
@@ -47,15 +49,21 @@ class Shared(NamedTuple):
     n_words: int
 
 
-def slabs_at_once(dim_v: int, heads: int) -> int:
+def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_pieces: float) -> int:
+    """Warps of a block. n_pieces: of a multiprocessor. 16 are done with a piece soonest; 8 have less to exchange, and two blocks work on a piece each, where
+    there are registers for the values of two steps."""
+    return 8 if n_pieces > 1 and type_k == type_v == "f16" and max(dim_k, dim_v) <= 128 and heads <= MOST_HEADS // 2 else 16
+
+
+def slabs_at_once(dim_v: int, heads: int, n_warps: int) -> int:
     """Slabs of V whose sums have room at once."""
-    return 1 if dim_v <= CHANNELS or heads > MOST_HEADS // 2 else 2
+    return 1 if dim_v <= CHANNELS or heads * n_warps > MOST_SUMS else 2
 
 
-def shared_layout(dim_k: int, dim_v: int, heads: int) -> Shared:
+def shared_layout(dim_k: int, dim_v: int, heads: int, n_warps: int) -> Shared:
     n_blocks = -(-dim_k // CHANNELS)
-    sizes = (WARPS * MOST_HEADS, WARPS * MOST_HEADS, MOST_HEADS, heads * PIECE, n_blocks * 256, n_blocks * MOST_HEADS,
-             slabs_at_once(dim_v, heads) * WARPS * heads * 4 * LANE)
+    sizes = (n_warps * MOST_HEADS, n_warps * MOST_HEADS, MOST_HEADS, heads * PIECE, n_blocks * 256, n_blocks * MOST_HEADS,
+             slabs_at_once(dim_v, heads, n_warps) * n_warps * heads * 4 * LANE)
     return Shared(*accumulate(sizes, initial=0))
 
 
@@ -86,6 +94,12 @@ def max_pattern(x, lane):
 
 
 @device
+def key_of(key, i, lane):
+    """A lane's i-th key of those that its warp has from `key` on."""
+    return key + STEP * (i >> 1) + (i & 1) + 2 * (lane & 3)
+
+
+@device
 def four(p, i, valid):
     """Four float32 from i on, zeros where they are not valid."""
     x = ZERO, ZERO, ZERO, ZERO
@@ -104,28 +118,61 @@ def limbs4(x, inv):
     return limbs(lifted(x[0], inv), lifted(x[1], inv), lifted(x[2], inv), lifted(x[3], inv))
 
 
-@factory([("f16", "f16", 64, 64, 3, 1), ("f16", "f16", 128, 128, 4, 1), ("q8_0", "q8_0", 128, 128, 8, 2), ("f16", "q8_0", 80, 72, 1, 1),
-          ("q8_0", "f16", 256, 256, 8, 1), ("f16", "f16", 256, 256, 6, 1), ("q8_0", "q8_0", 576, 512, 8, 16), ("f16", "f16", 576, 512, 8, 2)])
-def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
+@device
+def half_of(x, half):
+    if half == 0:
+        return x[0], x[1], x[2], x[3]
+    return x[4], x[5], x[6], x[7]
+
+
+@device
+def weigh(both, a, b, inv, mask):
+    """Sums of a lane's two outputs, of one channel's two values: those with hi, then those with lo. both: limbs of p', a step a word."""
+    p, v = both[0], limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask)
+    h, l = mma16(p & HI, (p & LO) << u32(8), v, Z, Z, Z, Z), mma16((p >> u32(8)) & LO, p & LO, v, Z, Z, Z, Z)
+    return h[0], h[1], h[2], h[3], l[0], l[1], l[2], l[3]
+
+
+@device
+def weigh_two(both, a, b, c, d, inv, mask):
+    """The same of two steps, a and b of the first."""
+    p, q, v, w = both[0], both[1], limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask), limb_pair(lifted(c, inv[2]), lifted(d, inv[3]), mask)
+    h = mma32(p & HI, (p & LO) << u32(8), q & HI, (q & LO) << u32(8), v, w, Z, Z, Z, Z)
+    l = mma32((p >> u32(8)) & LO, p & LO, (q >> u32(8)) & LO, q & LO, v, w, Z, Z, Z, Z)
+    return h[0], h[1], h[2], h[3], l[0], l[1], l[2], l[3]
+
+
+@device
+def leave(s, i, c):
+    """HH of two outputs, 4 `rest` of both."""
+    sts4(s, i, c[0], c[1], i32((i32(c[2] + c[4]) << 8) + c[6]), i32((i32(c[3] + c[5]) << 8) + c[7]))
+
+
+@factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16), ("f16", "q8_0", 80, 72, 1, 1, 16),
+          ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16), ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16),
+          ("f16", "f16", 64, 64, 3, 1, 8), ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8)])
+def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps):
     """parts: blocks of the heads of a KV head."""
-    K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads)
-    n_blocks, n_slabs, z = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), i32(0)
-    k_words, v_words, v_row, warp_words, at_once = K.n_words, V.n_words, stride(dim_v), heads * 4 * LANE, slabs_at_once(dim_v, heads)
-    side_words, n_sums, halves = WARPS * warp_words, at_once * 32 * heads, type_k == type_v == "f16"
+    K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads, n_warps)
+    n_threads, n_keys, n_steps, n_own = 32 * n_warps, PIECE // n_warps, PIECE // n_warps // STEP, PIECE // n_warps // 4  # n_own: a lane's keys
+    n_blocks, n_slabs = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
+    k_words, v_words, v_row, warp_words, at_once = K.n_words, V.n_words, stride(dim_v), heads * 4 * LANE, slabs_at_once(dim_v, heads, n_warps)
+    side_words, n_sums, halves = n_warps * warp_words, at_once * 32 * heads, type_k == type_v == "f16"
     whole = max(dim_k, dim_v) <= (256 if halves else 128)  # keys and values lie in registers as a whole
     key_words, value_words = 2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1)  # of a key and a value in registers
-    n_k_raw, n_v_raw = key_words, 2 * value_words
-    ahead = halves and whole  # keys are loaded a piece ahead; else there are no registers for them
+    step_words = 2 * value_words
+    n_k_raw, n_v_raw = key_words * n_steps, step_words * n_steps
+    ahead = halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
 
-    # Key key + g, values key + 2 t and key + 2 t + 1; where they are beyond the query's position, what is there.
+    # Key key + g, values key + 2 t and key + 2 t + 1 of each step; where they are beyond the query's position, what is there.
     # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
 
     @device
-    def load_keys(k, first, row, key, position, lane, raw):
-        load_key(k, first + i64(min(key + (lane >> 2), position)) * row, lane & 3, raw, 0)
+    def load_keys(k, first, row, key, position, lane, raw, at):
+        load_key(k, first + i64(min(key + (lane >> 2), position)) * row, lane & 3, raw, at)
 
     @device
     def load_key_block(k, first, row, key, position, b, lane, raw):
@@ -136,9 +183,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
 
     @device
     def load_values(v, first, row, key, position, lane, raw):
-        g, even = lane >> 2, key + 2 * (lane & 3)
-        load_value(v, first + i64(min(even, position)) * row, g, raw, 0)
-        load_value(v, first + i64(min(even + 1, position)) * row, g, raw, value_words)
+        for i in range(n_own):
+            load_value(v, first + i64(min(key_of(key, i, lane), position)) * row, lane >> 2, raw, i * value_words)
 
     @device
     def load_value_slab(v, first, row, key, position, b, lane, raw):
@@ -148,8 +194,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
 
     @device
     def load_present(present, cell, key, position, lane, held):
-        even = key + 2 * (lane & 3)
-        held[0], held[1] = ld(present, cell + min(even, position)), ld(present, cell + min(even + 1, position))
+        for i in range(n_own):
+            held[i] = ld(present, cell + min(key_of(key, i, lane), position))
 
     @device
     def prepare_block(q, at, b, valid, lane, scale, s):
@@ -159,7 +205,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         first, second = valid and channel < dim_k, valid and channel + 32 < dim_k
         x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
         u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
-        amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(z, x), y), u), w), lane ^ 1), lane ^ 2)
+        amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(Z, x), y), u), w), lane ^ 1), lane ^ 2)
         d, inv = scales(amax)
         x, y, u, w = limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv)
         sts4(s, where.q + b * 256 + 4 * lane, x[0], x[1], y[0], y[1])
@@ -177,15 +223,15 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
     def dot(raw, first, inv, q, p):
         """Sums of a block of eight keys with the queries' halves q, p: HH of keys 2 t and 2 t + 1, then `rest` of both."""
         k, r = octet_limbs(raw, first, inv), octet_limbs(raw, first + k_words, inv)
-        c = mma32(q[0], q[1], q[2], q[3], k[0], k[1], z, z, z, z)
-        e = mma32(q[0], q[1], q[2], q[3], k[2], k[3], z, z, z, z)
+        c = mma32(q[0], q[1], q[2], q[3], k[0], k[1], Z, Z, Z, Z)
+        e = mma32(q[0], q[1], q[2], q[3], k[2], k[3], Z, Z, Z, Z)
         c = mma32(p[0], p[1], p[2], p[3], r[0], r[1], c[0], c[1], c[2], c[3])
         e = mma32(p[0], p[1], p[2], p[3], r[2], r[3], e[0], e[1], e[2], e[3])
         return c[0], c[1], rest(c[2] + e[0], e[2]), rest(c[3] + e[1], e[3])
 
     @device
     def block_amax(raw, first):
-        return amax_k(amax_k(z, raw, first), raw, first + k_words)
+        return amax_k(amax_k(Z, raw, first), raw, first + k_words)
 
     @device
     def block_scales(one, two, lane):
@@ -214,16 +260,23 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         return add_dots(raw, first + 2 * k_words, b + 1, 2, d, inv, lane, s, add_dots(raw, first, b, 0, d, inv, lane, s, x))
 
     @device
-    def scores(raw, lane, s):
-        """Of head g with a lane's two keys."""
+    def scores(raw, first, lane, s):
+        """Of head g with a lane's two keys of a step."""
         x = ZERO, ZERO
         if n_blocks > 1:
-            x = add_two_blocks(raw, 0, 0, lane, s, x)
+            x = add_two_blocks(raw, first, 0, lane, s, x)
         if n_blocks > 3:
-            x = add_two_blocks(raw, 4 * k_words, 2, lane, s, x)
+            x = add_two_blocks(raw, first + 4 * k_words, 2, lane, s, x)
         if n_blocks & 1:
-            x = add_block(raw, (n_blocks - 1) * 2 * k_words, n_blocks - 1, lane, s, x)
+            x = add_block(raw, first + (n_blocks - 1) * 2 * k_words, n_blocks - 1, lane, s, x)
         return x
+
+    @device
+    def scores_of_step(i, k, first, row, key, position, lane, raw, s, x):
+        """The keys of the next step come meanwhile."""
+        if i + 1 < n_steps:
+            load_keys(k, first, row, key + (i + 1) * STEP, position, lane, raw, (i + 1) * key_words)
+        x[2 * i], x[2 * i + 1] = scores(raw, i * key_words, lane, s)
 
     @device
     def scores_by_block(k, first, row, key, position, lane, s):
@@ -242,7 +295,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
     @device
     def value_amax(raw, first):
         """Over a lane's channels of a value."""
-        state = amax_v(z, raw, first)
+        state = amax_v(Z, raw, first)
         if n_slabs > 1:
             state = amax_v(state, raw, first + v_words)
         if n_slabs > 2:
@@ -254,7 +307,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
     @device
     def value_amaxes_by_slab(v, first, row, key, position, lane):
         raw = cuda.local.array(n_v_raw, u32)
-        a, b, i = z, z, i32(0)
+        a, b, i = Z, Z, i32(0)
         while i < n_slabs:
             load_value_slab(v, first, row, key, position, i, lane, raw)
             a, b = amax_v(a, raw, 0), amax_v(b, raw, value_words)
@@ -272,48 +325,65 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         return (as_f32(shuffle(d_v, t)), as_f32(shuffle(d_v, t + 16))), (as_f32(shuffle(inv, t)), as_f32(shuffle(inv, t + 16)))
 
     @device
-    def weigh(p, a, b, inv, mask):
-        """Sums of a lane's two outputs, of one channel's two values."""
-        v = limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask)
-        h, l = mma16(p[0], p[1], v, z, z, z, z), mma16(p[2], p[3], v, z, z, z, z)
-        return h[0], h[1], i32((i32(h[2] + l[0]) << 8) + l[2]), i32((i32(h[3] + l[1]) << 8) + l[3])
+    def by_scale(i, amaxes, lane, held, inv, x):
+        """p' of a lane's two keys of step i, and what their values are multiplied by."""
+        d, inv_d = value_scales(amaxes, lane)
+        x[2 * i], x[2 * i + 1] = mul(x[2 * i], d[0]) if held[2 * i] != 0 else ZERO, mul(x[2 * i + 1], d[1]) if held[2 * i + 1] != 0 else ZERO
+        inv[2 * i], inv[2 * i + 1] = inv_d
 
     @device
-    def leave4(p, a, b, inv, mask, s, at, valid):
-        """The sums of four channels."""
-        x, y = weigh(p, a[0], b[0], inv, mask), weigh(p, a[1], b[1], inv, mask)
-        u, w = weigh(p, a[2], b[2], inv, mask), weigh(p, a[3], b[3], inv, mask)
+    def weigh_values(i, raw, lane, held, inv, x):
+        by_scale(i, (value_amax(raw, i * step_words), value_amax(raw, i * step_words + value_words)), lane, held, inv, x)
+
+    @device
+    def weigh4(both, raw, first, half, inv, mask):
+        """Sums of four channels of one step."""
+        a, b = half_of(values_v(raw, first), half), half_of(values_v(raw, first + value_words), half)
+        return (weigh(both, a[0], b[0], inv, mask), weigh(both, a[1], b[1], inv, mask), weigh(both, a[2], b[2], inv, mask), weigh(both, a[3], b[3], inv, mask))
+
+    @device
+    def weigh4_two(both, raw, first, half, inv, mask):
+        """Of two steps."""
+        a, b = half_of(values_v(raw, first), half), half_of(values_v(raw, first + value_words), half)
+        first += step_words
+        c, d = half_of(values_v(raw, first), half), half_of(values_v(raw, first + value_words), half)
+        return (weigh_two(both, a[0], b[0], c[0], d[0], inv, mask), weigh_two(both, a[1], b[1], c[1], d[1], inv, mask),
+                weigh_two(both, a[2], b[2], c[2], d[2], inv, mask), weigh_two(both, a[3], b[3], c[3], d[3], inv, mask))
+
+    @device
+    def leave4(both, raw, first, half, inv, mask, s, at, valid):
+        """The warp's sums of four channels."""
+        x, y, u, w = weigh4(both, raw, first, half, inv, mask) if n_steps == 1 else weigh4_two(both, raw, first, half, inv, mask)
         if valid:
-            sts4(s, at, x[0], x[1], x[2], x[3])
-            sts4(s, at + 4, y[0], y[1], y[2], y[3])
-            sts4(s, at + 8, u[0], u[1], u[2], u[3])
-            sts4(s, at + 12, w[0], w[1], w[2], w[3])
+            leave(s, at, x)
+            leave(s, at + 4, y)
+            leave(s, at + 8, u)
+            leave(s, at + 12, w)
 
     @device
-    def leave_slab(p, raw, first, side, inv, mask, tid, s):
+    def leave_slab(both, raw, first, side, inv, mask, tid, s):
         """The warp's sums of 64 channels, which begin at word `first`."""
         tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
         lane = tid & 31
         at, valid = where.sums + side * side_words + (tid >> 5) * warp_words + lane * LANE, lane < 4 * heads
-        a, b = values_v(raw, first), values_v(raw, first + value_words)
-        leave4(p, (a[0], a[1], a[2], a[3]), (b[0], b[1], b[2], b[3]), inv, mask, s, at, valid)
-        leave4(p, (a[4], a[5], a[6], a[7]), (b[4], b[5], b[6], b[7]), inv, mask, s, at + 16, valid)
+        leave4(both, raw, first, 0, inv, mask, s, at, valid)
+        leave4(both, raw, first, 1, inv, mask, s, at + 16, valid)
         syncwarp()  # the work on one slab after that on the other, or it takes all registers
 
     @device
-    def leave_slabs(p, raw, b, inv, mask, tid, s):
+    def leave_slabs(both, raw, b, inv, mask, tid, s):
         """Of as many slabs as have room, whose values lie in registers."""
-        leave_slab(p, raw, b * v_words, 0, inv, mask, tid, s)
+        leave_slab(both, raw, b * v_words, 0, inv, mask, tid, s)
         if at_once > 1 and b + 1 < n_slabs:
-            leave_slab(p, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
+            leave_slab(both, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
 
     @device
-    def more_slabs(p, raw, b, inv, mask, tid, s, pieces, piece, most_pieces):
+    def more_slabs(both, raw, b, inv, mask, tid, s, pieces, piece, most_pieces):
         """Adds up those before b, leaves those from b on."""
         cuda.syncthreads()
         add_up(b - at_once, tid, s, pieces, piece, most_pieces)
         cuda.syncthreads()  # those sums are read
-        leave_slabs(p, raw, b, inv, mask, tid, s)
+        leave_slabs(both, raw, b, inv, mask, tid, s)
 
     @device
     def add_up(b, tid, s, pieces, piece, most_pieces):
@@ -321,14 +391,14 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         r = i32(0)
         while r < n_sums:
             i = i32(afresh(tid) + r)
-            r = i32(r + THREADS)
+            r = i32(r + n_threads)
             side = i32(1 if i >= 32 * heads else 0)
             j = i32(i - side * 32 * heads)
             head, channel = i32(j >> 5), i32((b + side) * CHANNELS + 2 * (j & 24) + (j & 7))
-            if (n_sums % THREADS == 0 or i < n_sums) and (dim_v % (at_once * CHANNELS) == 0 or channel < dim_v):
+            if (n_sums % n_threads == 0 or i < n_sums) and (dim_v % (at_once * CHANNELS) == 0 or channel < dim_v):
                 at = where.sums + side * side_words + (j >> 3) * LANE + 4 * (j & 7)
                 x = lds4(s, at)
-                for w in range(1, WARPS):
+                for w in range(1, n_warps):
                     y = lds4(s, at + w * warp_words)
                     x = i32(x[0] + y[0]), i32(x[1] + y[1]), i32(x[2] + y[2]), i32(x[3] + y[3])
                 to, d = i64(i32(piece + head * most_pieces)) * v_row + channel, get(s, where.d_p + head)
@@ -343,7 +413,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
 
     def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):
         s = cuda.shared.array(0, types.int32)
-        k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(2, i32)
+        k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(n_own, i32)
+        x, inv, both = cuda.local.array(n_own, f32), cuda.local.array(n_own, f32), cuda.local.array(n_steps, u32)
         token = cuda.blockIdx.z
         position, sequence = ld(pos, token), ld(seq, token)
         n_splits = i32(cuda.gridDim.x // parts)
@@ -359,59 +430,65 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
         cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
         first_k, first_v = cell * row_k + cuda.blockIdx.y * (dim_k // 8), cell * row_v + cuda.blockIdx.y * (dim_v // 8)
 
-        key = i32(piece * PIECE + warp * KEYS)
+        key = i32(piece * PIECE + warp * n_keys)
         load_present(present, cell, key, position, lane, held)
         if whole:
-            load_keys(k, first_k, row_k, key, position, lane, k_raw)
+            load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
             load_values(v, first_v, row_v, key, position, lane, v_raw)
         block = warp
         while block < n_blocks:
             prepare_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
-            block = i32(block + WARPS)
+            block = i32(block + n_warps)
         cuda.syncthreads()  # the queries are prepared
 
         while piece <= position >> 7:
-            # 1. Scores of keys even and even + 1; those beyond the query's position are not seen
+            # 1. Scores of the lane's keys; those beyond the query's position are not seen
             now, here_key = piece, key
-            even, oldest = i32(key + 2 * t), i32(position - window)
-            if whole:
-                s0, s1 = scores(k_raw, lane, s)
+            if not whole:
+                x[0], x[1] = scores_by_block(k, first_k, row_k, key, position, lane, s)
             else:
-                s0, s1 = scores_by_block(k, first_k, row_k, key, position, lane, s)
-            visible0, visible1 = oldest < even <= position and held[0] != 0, oldest <= even < position and held[1] != 0
+                scores_of_step(0, k, first_k, row_k, key, position, lane, k_raw, s, x)
+            if n_steps == 2:
+                scores_of_step(1, k, first_k, row_k, key, position, lane, k_raw, s, x)
+            for i in range(n_own):
+                held[i] = 1 if position - window < key_of(key, i, lane) <= position and held[i] != 0 else 0
             piece = i32(piece + n_splits)
-            key = i32(piece * PIECE + warp * KEYS)
+            key = i32(piece * PIECE + warp * n_keys)
             if ahead and piece <= position >> 7:  # the next keys come while this piece is worked on
-                load_keys(k, first_k, row_k, key, position, lane, k_raw)
+                load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
 
             # 2. m, p, l and the levels of p'
-            m = larger_float(MINUS_INFINITY, s0 if visible0 else MINUS_INFINITY)
-            m = larger_float(m, s1 if visible1 else MINUS_INFINITY)
+            m = MINUS_INFINITY
+            for i in range(n_own):
+                m = larger_float(m, x[i] if held[i] != 0 else MINUS_INFINITY)
             m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
             if t == 0:
                 put(s, where.maxima + warp * MOST_HEADS + g, m)
             cuda.syncthreads()  # maxima of the warps are written
             tid = afresh(tid)
             lane, warp, g, t = i32(tid & 31), i32(tid >> 5), i32((tid & 31) >> 2), i32(tid & 3)
-            for w in range(0, WARPS, 4):
+            for w in range(0, n_warps, 4):
                 m = larger_float(m, get(s, where.maxima + (w + t) * MOST_HEADS + g))
             m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
-            p0, p1 = exp(sub(s0, m)), exp(sub(s1, m))
-            p0, p1 = p0 if visible0 else ZERO, p1 if visible1 else ZERO
-            if g < heads:
-                to = where.p + g * PIECE + warp * KEYS + 2 * t
-                put(s, to, p0)
-                put(s, to + 1, p1)
+            for i in range(n_own):
+                p = exp(sub(x[i], m))
+                x[i] = p if held[i] != 0 else ZERO
+                if g < heads:
+                    put(s, where.p + g * PIECE + key_of(warp * n_keys, i, lane), x[i])
             if whole:
-                d, inv = value_scales((value_amax(v_raw, 0), value_amax(v_raw, value_words)), lane)
+                weigh_values(0, v_raw, lane, held, inv, x)
+                if n_steps == 2:
+                    weigh_values(1, v_raw, lane, held, inv, x)
             else:
-                d, inv = value_scales(value_amaxes_by_slab(v, first_v, row_v, here_key, position, lane), lane)
-            p0, p1 = mul(p0, d[0]) if visible0 else ZERO, mul(p1, d[1]) if visible1 else ZERO
-            amax = max_pattern(max_pattern(larger(larger(z, p0), p1), lane ^ 1), lane ^ 2)
+                by_scale(0, value_amaxes_by_slab(v, first_v, row_v, here_key, position, lane), lane, held, inv, x)
+            amax = Z
+            for i in range(n_own):
+                amax = larger(amax, x[i])
+            amax = max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
             if t == 0:
                 sts(s, where.amaxes + warp * MOST_HEADS + g, amax)
             cuda.syncthreads()  # p and amaxes of the warps are written
-            for w in range(0, WARPS, 4):
+            for w in range(0, n_warps, 4):
                 other = i32(lds(s, where.amaxes + (w + t) * MOST_HEADS + g))
                 amax = other if other > amax else amax
             amax = max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
@@ -422,33 +499,35 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
             statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * at
             d_p, inv_p = scales(amax)
             mask = pair_mask(here)
-            both = limb_pair(lifted(p0, inv_p), lifted(p1, inv_p), mask)
-            p = both & HI, (both & LO) << u32(8), (both >> u32(8)) & LO, both & LO
+            for i in range(n_steps):
+                both[i] = limb_pair(lifted(x[2 * i], inv_p), lifted(x[2 * i + 1], inv_p), mask)
             if tid < 4 * heads:
                 if t == 0:
                     put(s, where.d_p + g, d_p)
                     st(pieces, statistics + i32(2 * g * most_pieces), m)
-            if warp < heads:
-                l = sum8(s, where.p + warp * PIECE + (lane & 15))
-                l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
-                if lane == 0:
-                    st(pieces, statistics + i32(2 * warp * most_pieces) + 1, l)
+            for first in range(0, heads, n_warps):
+                head = first + warp
+                if head < heads:
+                    l = sum8(s, where.p + head * PIECE + (lane & 15))
+                    l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
+                    if lane == 0:
+                        st(pieces, statistics + i32(2 * head * most_pieces) + 1, l)
 
             # 3. o
             if whole:
-                leave_slabs(p, v_raw, 0, inv, mask, tid, s)
+                leave_slabs(both, v_raw, 0, inv, mask, tid, s)
                 if n_slabs > at_once:
-                    more_slabs(p, v_raw, at_once, inv, mask, tid, s, pieces, at, most_pieces)
+                    more_slabs(both, v_raw, at_once, inv, mask, tid, s, pieces, at, most_pieces)
                 if n_slabs > 2 * at_once:
-                    more_slabs(p, v_raw, 2 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
+                    more_slabs(both, v_raw, 2 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
                 if n_slabs > 3 * at_once:
-                    more_slabs(p, v_raw, 3 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
+                    more_slabs(both, v_raw, 3 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
             else:
                 b = i32(0)
                 while b < n_slabs:
                     load_value_slab(v, first_v, row_v, here_key, position, b, lane, v_raw)
                     side = i32(b & (at_once - 1))
-                    leave_slab(p, v_raw, 0, side, inv, mask, tid, s)
+                    leave_slab(both, v_raw, 0, side, inv, mask, tid, s)
                     b = i32(b + 1)
                     if side == at_once - 1 or b == n_slabs:
                         cuda.syncthreads()  # sums of the warps are written
@@ -458,20 +537,20 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts):
                 row_v = i32(afresh(cell_v) >> 3)
                 load_present(present, cell, key, position, lane, held)
                 if whole and not ahead:
-                    load_keys(k, first_k, row_k, key, position, lane, k_raw)
+                    load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
                 if whole:
                     load_values(v, first_v, row_v, key, position, lane, v_raw)
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
                 add_up((n_slabs - 1) // at_once * at_once, tid, s, pieces, at, most_pieces)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), THREADS)
+    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), n_threads, RESIDENT[n_warps])
 
 
 def flash_attn_ext_few(target, type_k, type_v, q, k, v, seq, pos, present, pieces, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
-                       n_splits):
-    """Pieces of n tokens: arguments of `flash_attn_ext`, pieces: address of what `flash_attn_ext_combine` takes. heads of a block, n_splits blocks share
-    the pieces of a token's heads."""
+                       n_splits, n_warps):
+    """Pieces of n tokens: arguments of `flash_attn_ext`, pieces: address of what `flash_attn_ext_combine` takes. heads of a block, n_splits blocks
+    of n_warps share the pieces of a token's heads."""
     parts = n_head // n_head_kv // heads
-    kernel, grid = flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts), (n_splits * parts, n_head_kv, n)
+    kernel, grid = flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps), (n_splits * parts, n_head_kv, n)
     args = q, k, v, seq, pos, present, pieces, n_ctx, row_v, window, scale
-    return target.launch(kernel, grid, THREADS, args, 4 * shared_layout(dim_k, dim_v, heads).n_words)
+    return target.launch(kernel, grid, 32 * n_warps, args, 4 * shared_layout(dim_k, dim_v, heads, n_warps).n_words)

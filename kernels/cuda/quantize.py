@@ -16,7 +16,7 @@ from numba import cuda
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK
 from .launch import F32, Kernel, N, U32, check, factory
-from .ptx import as_f32, as_i32, device, div, f2i, f32, i32, i64, ld, ld4, lds, mul, redux_max, shuffle, st, sts, u32
+from .ptx import as_f32, as_i32, device, f2i, f32, fma, i32, i64, ld, ld4, lds, mul, redux_max, shuffle, st, sts, u32
 
 N_THREADS = 64  # of a chunk: four columns each
 GROUPS = 4      # chunks of a block, where there are many
@@ -78,6 +78,33 @@ FULL, SMALLEST = f32(LIMIT), f32(2.0**-100)
 INFINITY_BITS, NAN_BITS = i32(0x7f800000), i32(0x7fc00000)
 
 
+# div of an x from 2^-100 on and 16256, both ways, as straight code: a quotient near it and its remainder, which fma gives exactly (Markstein).
+# tests/test_cuda_divisions.py compares every mantissa.
+
+UNIT, ONE = f32(1 / LIMIT), f32(1)
+SIXTEENTH, FULL_16 = f32(-1 / 16), f32(LIMIT / 16)  # of x: that no reciprocal is subnormal
+SEED = i32(0x7ef31000 - 2**31)                      # less the bits of -x: those of 1 / x but for 5 %
+
+
+@device
+def over_full(x):
+    """div(x, 16256)."""
+    q = mul(x, UNIT)
+    return fma(fma(q, -FULL, x), UNIT, q)
+
+
+@device
+def full_over(x):
+    """div(16256, x)."""
+    x = mul(x, SIXTEENTH)
+    y = as_f32(i32(SEED - as_i32(x)))
+    y = fma(fma(x, y, ONE), y, y)
+    y = fma(fma(x, y, ONE), y, y)
+    y = fma(fma(x, y, ONE), y, y)
+    q = mul(y, FULL_16)
+    return fma(fma(x, q, FULL_16), y, q)
+
+
 @device
 def magnitude(x):
     return i32(as_i32(x) & 0x7fffffff)
@@ -99,12 +126,12 @@ def levels_of(bits):
     """(used, inverse) of a chunk with that amax, given as its bits: whether it has levels, and what a column is multiplied by to be one."""
     amax = as_f32(bits)
     used = bits < INFINITY_BITS and amax >= SMALLEST
-    return used, div(FULL, amax) if used else f32(0)
+    return used, full_over(amax) if used else f32(0)
 
 
 @device
 def d_bits(bits, used):
-    return as_i32(div(as_f32(bits), FULL)) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0)
+    return as_i32(over_full(as_f32(bits))) if used else NAN_BITS if bits >= INFINITY_BITS else i32(0)
 
 
 @device

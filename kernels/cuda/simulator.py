@@ -6,8 +6,8 @@ Needs NUMBA_ENABLE_CUDASIM=1 before numba is imported. `Target` takes the place 
     y = np.empty(33, np.float32)
     scale(target, target.address(x), target.address(y), 33, 0.5)(None)
 
-A thread runs on until it must wait for others, blocks and threads in an order of chance that is the same each time; copies to shared memory arrive as late as
-they may, and shared and local arrays hold ones in all bits until something else is written. So it shows wrong results, barriers and waits that are missing or
+A thread runs on until it must wait for others, blocks and threads in an order of chance that is the same each time; copies to shared memory arrive at once or
+as late as they may, and shared and local arrays hold ones in all bits until something else is written. So it shows wrong results, barriers and waits that are missing or
 that not all come to, values that nothing wrote, indices outside an array, misaligned wide accesses, floats of a wrong type. It does not show every
 race, nor the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
 """
@@ -237,7 +237,7 @@ class _Block:
             for thread in warp.threads:
                 thread.warp = warp
         self.n_live = len(self.threads)
-        self.ready = deque(random.sample(self.threads, self.n_live))
+        self.random, self.ready = random, deque(random.sample(self.threads, self.n_live))
 
     def run(self, args) -> None:
         for thread in self.threads:
@@ -464,15 +464,19 @@ def group_product(a_type, n):
     return start
 
 
-# Copies that run on while the thread does: begun and done when it waits for them
+# Copies that run on while the thread does: done at once, or when it waits for them, by chance
 
 def copy(name, width, n):
     def put(array, index, pointer, first):
-        copies = getcurrent().copies
+        thread = getcurrent()
         for i in range(0, 128 * n, 128):
             if not 0 <= index + i <= len(array) - width or index % width:
                 raise IndexError(f"{name}: elements {index + i}..{index + i + width - 1} of {len(array)}")
-            copies.append((array[index + i:index + i + width], pointer.elements[pointer.slice(name, first + i, width)]))
+            to, value = array[index + i:index + i + width], pointer.elements[pointer.slice(name, first + i, width)]
+            if thread.block.random.getrandbits(1):
+                thread.copies.append((to, value))
+            else:
+                to[:] = value
     return put
 
 
