@@ -1,5 +1,6 @@
 """The code of every registered CUDA kernel, compiled without a GPU: our own float operations, nothing approximate or atomic, no spills, and no memory
 touched before the kernel that may write it has ended."""
+import pickle
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from pkgutil import iter_modules
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +19,7 @@ from numba import cuda  # noqa: E402
 
 from ggml_py.kernels import cuda as kernels_cuda  # noqa: E402
 from ggml_py.kernels.compile import Compiled, compiled as compiled_on_cpu  # noqa: E402
-from ggml_py.kernels.cuda import launch, ptx as intrinsics  # noqa: E402
+from ggml_py.kernels.cuda import compile_workers, launch, ptx as intrinsics  # noqa: E402
 from ggml_py.kernels.cuda.launch import F32, FACTORIES, OVERLAPPING, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version  # noqa: E402
 
 for module in iter_modules(kernels_cuda.__path__):
@@ -254,16 +256,75 @@ def test_disk_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(launch, "compiled", Compiled())
     on_cpu = compiled_on_cpu.n_kernels
-    ptx = launch._cached_ptx(kernel, (9, 0))
+    ptx = launch.cached_ptx(kernel, (9, 0))
     assert (launch.compiled.n_kernels, compiled_on_cpu.n_kernels) == (1, on_cpu) and launch.compiled.seconds > 0  # counted once
 
     def compiles(kernel, cc):
         raise InterruptedError("compiles")
     monkeypatch.setattr(launch, "compile_ptx", compiles)
-    assert launch._cached_ptx(kernel, (9, 0)) == ptx and launch.compiled.n_kernels == 1
+    assert launch.cached_ptx(kernel, (9, 0)) == ptx and launch.compiled.n_kernels == 1
     for other in ((kernel, (8, 0)), (replace(kernel, n_threads=64), (9, 0)), (replace(kernel, name="take"), (9, 0))):
         with pytest.raises(InterruptedError):
-            launch._cached_ptx(*other)
+            launch.cached_ptx(*other)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty folder for compiled kernels, of this process and its workers; what this process compiles is counted anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "compiled", Compiled())
+    return tmp_path
+
+
+def test_workers(cache):
+    """They leave what this process then finds; what they cannot make, and what came behind it to the same worker, is left to it."""
+    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "scale", "binary[add]")]
+    compile_workers.compile_all(kernels, (9, 0), 2)
+    assert all(f".entry {entry_name(launch.cached_ptx(kernel, (9, 0)))}(" in launch.ptx_path(kernel, (9, 0)).read_text() for kernel in kernels)
+    assert launch.compiled.n_kernels == 0
+    compile_workers.compile_all([replace(kernels[0], source=(kernels[0].source[0], "none_such", ())), kernels[0]], (8, 0), 1)
+    assert not launch.ptx_path(kernels[0], (8, 0)).exists()
+
+
+def test_every_kernel_can_be_made_by_a_worker():
+    for make, args in KERNELS.values():
+        module, factory, given = pickle.loads(pickle.dumps(make(*args).source))
+        assert getattr(import_module(module), factory)(*given) is make(*args)
+
+
+@pytest.mark.parametrize("n_kernels, n_cores, expected", [(1, 16, 0), (3, 16, 0), (4, 16, 4), (40, 16, 8), (40, 2, 2), (40, 1, 0)])
+def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch):
+    monkeypatch.setattr(compile_workers.os, "sched_getaffinity", lambda pid: range(n_cores), raising=False)
+    assert compile_workers.n_workers(n_kernels) == expected
+
+
+def test_launches_load_together(cache, monkeypatch):
+    """The first call of a launch loads the kernels of all, compiled by workers where there are several; shared memory is allowed when it is known how much."""
+    loaded, allowed, launched = [], [], []
+    handles = {}
+
+    class ObjectCode:
+        @classmethod
+        def from_ptx(cls, ptx):
+            loaded.append(entry_name(ptx.decode()))
+            return SimpleNamespace(get_kernel=lambda name: handles.setdefault(name, object()))
+    monkeypatch.setattr(launch, "ObjectCode", ObjectCode)
+    monkeypatch.setattr(launch, "LaunchConfig", lambda **given: given)
+    monkeypatch.setattr(launch, "launch", lambda stream, config, handle, *args: launched.append(handle))
+    monkeypatch.setattr(launch, "n_workers", lambda n: min(n, 2) if n > 1 else 0)
+    target = object.__new__(launch.Target)
+    target.cc, target._codes, target._waiting = (9, 0), {}, []
+    target._allow_shared = lambda handle, n_bytes: allowed.append(n_bytes)
+    scale, binary = KERNELS["scale"][0](), KERNELS["binary[add]"][0]("add")
+    first, same = (target.launch(scale, 1, 256, (0, 0, n, 2.0), shared) for n, shared in ((1, 64 << 10), (2, 60 << 10)))
+    other = target.launch(binary, 1, 256, (0, 0, 0, 1, 1))
+    assert first.name == "scale" and not loaded
+    first(None)
+    assert len(loaded) == 2 and launch.compiled.n_kernels == 2 and allowed == [64 << 10]
+    same(None), other(None)
+    assert len(loaded) == 2 and len(launched) == 3 and launched[0] is launched[1] is not launched[2]
+    more = target.launch(scale, 1, 256, (0, 0, 3, 2.0), 80 << 10)
+    assert allowed == [64 << 10, 80 << 10] and more.code is first.code
 
 
 def test_ptx_version():

@@ -2,6 +2,7 @@
 
 ptx          intrinsics: every float operation, every access to global memory; what kernel modules are written in
 launch       a kernel and its launch as values; compiling to PTX, the disk cache, loading; how kernels of a stream overlap
+compile_workers   many kernels compiled at once
 simulator    the same kernel functions on the host, a greenlet a thread, on its arrays
 weights      weight tiles on the device: loads for the unpackings of quant/
 quantize     activations

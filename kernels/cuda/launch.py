@@ -15,8 +15,9 @@ A kernel module reads top down: formula, device functions, a factory of kernels,
         check("scale", n >= 1, "n", n, "at least 1")
         return target.launch(scale_kernel(), -(-n // 256), 256, (x, y, n, a))
 
-    launch = scale(target, x, y, 4096, 0.5)          # once: compiles and loads at most once a process, or reads the disk cache
-    launch(stream)                                   # many times: 3 us each
+    launch = scale(target, x, y, 4096, 0.5)          # once
+    launch(stream)                                   # many times: 3 us each; the first time, the kernels of all launches so far are loaded, and compiled
+                                                     # (`compile_workers`: by all cores) unless the disk cache has them
 
 Launch functions hand addresses on without using them, so the same functions launch in the simulator, whose addresses are arrays.
 
@@ -45,6 +46,7 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 from numba import cuda, types
 
 from ..compile import cache_folder, compiled
+from .compile_workers import compile_all, n_workers
 
 F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, types.uint32, types.int64))  # parameters: pointers
 I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
@@ -63,7 +65,8 @@ class Kernel:
     n_threads: int             # in a block at most
     n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more and spills registers for it
     arch: tuple | None = None  # the only compute capability that it is for
-    name: str = ""             # given by `factory`: the factory's name and its arguments
+    name: str = ""             # given by `factory`: the factory's name and its arguments,
+    source: tuple = ()         # and (module, factory, arguments), with which another process makes the kernel
 
 
 FACTORIES: dict[Callable, list[tuple]] = {}  # every factory of a kernel -> the arguments that the tests compile it with
@@ -76,7 +79,7 @@ def factory(cases: list[tuple]):
         @wraps(make)
         def made(*args):
             name = make.__name__.removesuffix("_kernel")
-            return replace(make(*args), name=f"{name}[{', '.join(map(str, args))}]" if args else name)
+            return replace(make(*args), name=f"{name}[{', '.join(map(str, args))}]" if args else name, source=(make.__module__, make.__name__, args))
         FACTORIES[made] = cases
         return made
     return decorate
@@ -126,11 +129,16 @@ def _overlapping(ptx: str, cc: tuple[int, int]) -> str:
     return ptx
 
 
-def _cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
-    """`compile_ptx` through a folder of the disk cache; the folder's name stands for the sources and versions."""
+def ptx_path(kernel: Kernel, cc: tuple[int, int]) -> Path:
+    """Where the disk cache has a kernel; the folder's name stands for the sources and versions."""
     key = repr((kernel.function.__module__, kernel.name, [str(p) for p in kernel.parameters], kernel.n_threads, kernel.n_blocks,
                 cc, numba_cuda.__version__, _find_nvvm()))
-    path = cache_folder() / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.ptx"
+    return cache_folder() / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.ptx"
+
+
+def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
+    """`compile_ptx` through the disk cache."""
+    path = ptx_path(kernel, cc)
     try:
         return path.read_text()
     except OSError:
@@ -160,16 +168,30 @@ def ptx_version(ptx: str) -> tuple[int, int]:
 
 # Launching
 
+@dataclass
+class Code:
+    """A kernel on one device, and what it is launched by once it is loaded."""
+    kernel: Kernel
+    load: Callable             # loads this kernel and all others that wait for it
+    handle: object = None      # cuda.core.Kernel
+    shared: int = STATIC_SHARED  # bytes of dynamic shared memory that launches may ask for
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel with its shape and arguments, prepared for one device: call it with a stream, as often as wanted."""
-    kernel: object     # cuda.core.Kernel
+    code: Code
     config: object     # cuda.core.LaunchConfig
     args: tuple
-    name: str
+
+    @property
+    def name(self) -> str:
+        return self.code.kernel.name
 
     def __call__(self, stream) -> None:
-        launch(stream, self.config, self.kernel, *self.args)
+        if self.code.handle is None:
+            self.code.load()
+        launch(stream, self.config, self.code.handle, *self.args)
 
 
 class Launches(NamedTuple):
@@ -207,33 +229,49 @@ class Target:
         if self.cc < (8, 0):
             found = "{}.{}".format(*self.cc)
             raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")
-        self._loaded = {}
-        self._allowed = {}  # kernel -> bytes of shared memory that its launches may ask for
+        self._codes: dict[Kernel, Code] = {}
+        self._waiting: list[Code] = []  # to be loaded
 
-    def load(self, kernel: Kernel):
-        """The kernel's handle on this device, compiled and loaded the first time."""
-        if kernel not in self._loaded:
-            ptx = _cached_ptx(kernel, self.cc)
-            start = time.perf_counter()
-            try:
-                self._loaded[kernel] = ObjectCode.from_ptx(ptx.encode()).get_kernel(entry_name(ptx))
-            except Exception as error:
-                version = "{}.{}".format(*ptx_version(ptx))
-                raise RuntimeError(
-                    f"{kernel.name}: the driver of cuda:{self.device.device_id} refused PTX {version} from {_find_nvvm()[0]} ({error}). "
-                    "A driver reads PTX up to its CUDA version (13.0: PTX 9.0): install an older CUDA toolkit or point CUDA_HOME to one") from error
-            compiled.add(0, time.perf_counter() - start)
-        return self._loaded[kernel]
+    def load(self) -> None:
+        """Loads the kernels of all launches prepared so far."""
+        start = time.perf_counter()
+        missing = [code.kernel for code in self._waiting if code.kernel.source and not ptx_path(code.kernel, self.cc).exists()]
+        if n := n_workers(len(missing)):
+            compile_all(missing, self.cc, n)
+            compiled.add(sum(ptx_path(kernel, self.cc).exists() for kernel in missing), time.perf_counter() - start)
+        while self._waiting:
+            self._load(self._waiting[-1])
+            self._waiting.pop()
+
+    def _load(self, code: Code) -> None:
+        kernel = code.kernel
+        ptx = cached_ptx(kernel, self.cc)
+        start = time.perf_counter()
+        try:
+            handle = ObjectCode.from_ptx(ptx.encode()).get_kernel(entry_name(ptx))
+        except Exception as error:
+            version = "{}.{}".format(*ptx_version(ptx))
+            raise RuntimeError(
+                f"{kernel.name}: the driver of cuda:{self.device.device_id} refused PTX {version} from {_find_nvvm()[0]} ({error}). "
+                "A driver reads PTX up to its CUDA version (13.0: PTX 9.0): install an older CUDA toolkit or point CUDA_HOME to one") from error
+        if code.shared > STATIC_SHARED:
+            self._allow_shared(handle, code.shared)
+        code.handle = handle
+        compiled.add(0, time.perf_counter() - start)
 
     def launch(self, kernel: Kernel, grid, block, args: tuple, shared: int = 0) -> Launch:
         """A prepared launch. grid, block: an int or a tuple of up to three; args: addresses as int, scalars; shared: bytes of dynamic
         shared memory."""
-        handle = self.load(kernel)
-        if shared > self._allowed.get(kernel, STATIC_SHARED):  # never less again: a launch prepared before may need it
-            self._allow_shared(handle, shared)
-            self._allowed[kernel] = shared
+        code = self._codes.get(kernel)
+        if code is None:
+            code = self._codes[kernel] = Code(kernel, self.load)
+            self._waiting.append(code)
+        if shared > code.shared:  # never less again: a launch prepared before may need it
+            code.shared = shared
+            if code.handle is not None:
+                self._allow_shared(code.handle, shared)
         config = LaunchConfig(grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=self.cc >= OVERLAPPING)
-        return Launch(handle, config, arguments(kernel, args), kernel.name)
+        return Launch(code, config, arguments(kernel, args))
 
     def _allow_shared(self, handle, n_bytes):
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
