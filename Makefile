@@ -4,7 +4,7 @@ VENV := .venv
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 WHEEL := build/wheel-test
 
-.PHONY: perplexity test determinism bench sanitize wheel-test clean
+.PHONY: perplexity test determinism bench sanitize barriers wheel-test clean
 
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
@@ -20,6 +20,9 @@ bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json 
 
 sanitize: $(VENV)/installed  ## compute-sanitizer over the kernel tests; needs a GPU. ARGS=racecheck runs one of its tools
 	$(VENV)/bin/python tests/sanitize.py $(ARGS)
+
+barriers: $(VENV)/installed  ## leaves out each barrier of the CUDA kernels in turn, which a simulated test must miss. ARGS="-n 2 mmq.py" and the like
+	$(VENV)/bin/python tests/barriers.py $(ARGS)
 
 # The wheel, alone in an empty environment and run from another folder; build/lib would carry deleted modules into it.
 wheel-test:

@@ -308,7 +308,7 @@ def compile_kernels(cases: list[Case]) -> None:
     gpu = DryRun(Target())
     for case in cases:
         work(gpu, case)
-    gpu.target.load()
+    gpu.target.load(alone=True)
 
 
 def compile_all(cases: list[Case]) -> None:

@@ -157,7 +157,7 @@ class GPU:
 
 
 class DryRun:
-    """In the place of a GPU where launches are only made, which compiles and loads their kernels: all memory is at the address 0."""
+    """In the place of a GPU where launches are only made, whose kernels `target.load` compiles and loads: all memory is at the address 0."""
 
     def __init__(self, target, l2_bytes: int = 0):
         self.target, self.l2_bytes = target, l2_bytes

@@ -232,11 +232,11 @@ class Target:
         self._codes: dict[Kernel, Code] = {}
         self._waiting: list[Code] = []  # to be loaded
 
-    def load(self) -> None:
-        """Loads the kernels of all launches prepared so far."""
+    def load(self, alone: bool = False) -> None:
+        """Loads the kernels of all launches prepared so far. alone: without workers."""
         start = time.perf_counter()
         missing = [code.kernel for code in self._waiting if code.kernel.source and not ptx_path(code.kernel, self.cc).exists()]
-        if n := n_workers(len(missing)):
+        if not alone and (n := n_workers(len(missing))):
             compile_all(missing, self.cc, n)
             compiled.add(sum(ptx_path(kernel, self.cc).exists() for kernel in missing), time.perf_counter() - start)
         while self._waiting:
