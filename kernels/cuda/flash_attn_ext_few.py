@@ -96,7 +96,7 @@ def max_pattern(x, lane):
 @device
 def key_of(key, i, lane):
     """A lane's i-th key of those that its warp has from `key` on."""
-    return key + STEP * (i >> 1) + (i & 1) + 2 * (lane & 3)
+    return i32(key + STEP * (i >> 1) + (i & 1) + 2 * (lane & 3))
 
 
 @device
@@ -450,8 +450,9 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 scores_of_step(0, k, first_k, row_k, key, position, lane, k_raw, s, x)
             if n_steps == 2:
                 scores_of_step(1, k, first_k, row_k, key, position, lane, k_raw, s, x)
+            oldest = i32(position - window)
             for i in range(n_own):
-                held[i] = 1 if position - window < key_of(key, i, lane) <= position and held[i] != 0 else 0
+                held[i] = 1 if oldest < key_of(key, i, lane) <= position and held[i] != 0 else 0
             piece = i32(piece + n_splits)
             key = i32(piece * PIECE + warp * n_keys)
             if ahead and piece <= position >> 7:  # the next keys come while this piece is worked on
@@ -535,7 +536,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                         cuda.syncthreads()  # and read
             if piece <= position >> 7:
                 row_v = i32(afresh(cell_v) >> 3)
-                load_present(present, cell, key, position, lane, held)
+                load_present(present, i64(afresh(sequence)) * n_ctx, key, position, lane, held)
                 if whole and not ahead:
                     load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
                 if whole:
