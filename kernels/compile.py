@@ -77,9 +77,9 @@ def cache_folder() -> Path:
 
 @dataclass
 class Compiled:
-    """What this process compiled, since it was not on disk. A kernel and everything that it calls count as one."""
+    """What this process compiled, or had compiled by others, since it was not on disk. A kernel and everything that it calls count as one."""
     n_kernels: int = 0
-    seconds: float = 0.0  # on a GPU also those of the driver, which assembles PTX or finds it in a cache of its own
+    seconds: float = 0.0  # that it waited; on a GPU also those of the driver, which assembles PTX or finds it in a cache of its own
 
     def add(self, n_kernels: int, seconds: float) -> None:
         self.n_kernels += n_kernels

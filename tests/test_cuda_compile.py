@@ -277,13 +277,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_workers(cache):
-    """They leave what this process then finds; what they cannot make, and what came behind it to the same worker, is left to it."""
+    """They leave what this process then finds, and what they cannot make to it."""
     kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "scale", "binary[add]")]
     compile_workers.compile_all(kernels, (9, 0), 2)
     assert all(f".entry {entry_name(launch.cached_ptx(kernel, (9, 0)))}(" in launch.ptx_path(kernel, (9, 0)).read_text() for kernel in kernels)
     assert launch.compiled.n_kernels == 0
     compile_workers.compile_all([replace(kernels[0], source=(kernels[0].source[0], "none_such", ())), kernels[0]], (8, 0), 1)
-    assert not launch.ptx_path(kernels[0], (8, 0)).exists()
+    assert launch.ptx_path(kernels[0], (8, 0)).exists()  # behind one that is not there
 
 
 def test_every_kernel_can_be_made_by_a_worker():
@@ -293,13 +293,23 @@ def test_every_kernel_can_be_made_by_a_worker():
 
 
 @pytest.mark.parametrize("n_kernels, n_cores, expected", [(1, 16, 0), (3, 16, 0), (4, 16, 4), (40, 16, 8), (40, 2, 2), (40, 1, 0)])
-def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch):
+def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(compile_workers.os, "sched_getaffinity", lambda pid: range(n_cores), raising=False)
-    assert compile_workers.n_workers(n_kernels) == expected
+    assert compile_workers.n_workers(n_kernels, tmp_path / "new") == expected
+    (tmp_path / "file").write_text("")
+    assert compile_workers.n_workers(n_kernels, tmp_path / "file" / "folder") == 0  # what workers compile could not be kept
+
+
+def test_workers_end_where_there_are_none(monkeypatch, cache):
+    monkeypatch.setattr(compile_workers.sys, "executable", "/bin/false")
+    kernel = KERNELS["scale"][0]()
+    compile_workers.compile_all([kernel] * 3, (9, 0), 2)
+    assert not launch.ptx_path(kernel, (9, 0)).exists()
 
 
 def test_launches_load_together(cache, monkeypatch):
-    """The first call of a launch loads the kernels of all, compiled by workers where there are several; shared memory is allowed when it is known how much."""
+    """The first call of a launch loads the kernels of all, compiled by workers where there are several; shared memory is allowed when it is known how much. A
+    kernel that cannot be compiled is told by its own launch."""
     loaded, allowed, launched = [], [], []
     handles = {}
 
@@ -311,16 +321,23 @@ def test_launches_load_together(cache, monkeypatch):
     monkeypatch.setattr(launch, "ObjectCode", ObjectCode)
     monkeypatch.setattr(launch, "LaunchConfig", lambda **given: given)
     monkeypatch.setattr(launch, "launch", lambda stream, config, handle, *args: launched.append(handle))
-    monkeypatch.setattr(launch, "n_workers", lambda n: min(n, 2) if n > 1 else 0)
+    monkeypatch.setattr(launch, "n_workers", lambda n, folder: min(n, 2) if n > 1 else 0)
     target = object.__new__(launch.Target)
     target.cc, target._codes, target._waiting = (9, 0), {}, []
     target._allow_shared = lambda handle, n_bytes: allowed.append(n_bytes)
     scale, binary = KERNELS["scale"][0](), KERNELS["binary[add]"][0]("add")
     first, same = (target.launch(scale, 1, 256, (0, 0, n, 2.0), shared) for n, shared in ((1, 64 << 10), (2, 60 << 10)))
     other = target.launch(binary, 1, 256, (0, 0, 0, 1, 1))
+
+    def broken(x):
+        intrinsics.st(x, 0, 0.5)
+    bad = target.launch(Kernel(broken, (F32,), 32, name="broken"), 1, 32, (0,))
     assert first.name == "scale" and not loaded
     first(None)
     assert len(loaded) == 2 and launch.compiled.n_kernels == 2 and allowed == [64 << 10]
+    for _ in range(2):
+        with pytest.raises(Exception, match="ptx.st: expected float32, got float64"):
+            bad(None)
     same(None), other(None)
     assert len(loaded) == 2 and len(launched) == 3 and launched[0] is launched[1] is not launched[2]
     more = target.launch(scale, 1, 256, (0, 0, 3, 2.0), 80 << 10)

@@ -1,12 +1,14 @@
 """What the simulator shows: each of these kernels is right but for one thing."""
 import numpy as np
 import pytest
-from numba import cuda
 
-from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda import mbarrier
-from ggml_py.kernels.cuda.launch import I32, U32, Kernel
-from ggml_py.kernels.cuda.ptx import SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, i32, ld, lds, shuffle, st, sts, syncwarp, u32
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from numba import cuda  # noqa: E402
+
+from cuda_simulator import SimulatedMachine, run_in_simulator  # noqa: E402
+from ggml_py.kernels.cuda import mbarrier  # noqa: E402
+from ggml_py.kernels.cuda.launch import I32, U32, Kernel  # noqa: E402
+from ggml_py.kernels.cuda.ptx import SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, i32, ld, lds, shuffle, st, sts, syncwarp, u32  # noqa: E402
 
 N_THREADS = 64
 if SIMULATED:
@@ -17,11 +19,11 @@ def test_in_the_simulator():
     run_in_simulator(__file__)
 
 
-def ran(kernel, parameters=I32, n_threads=N_THREADS, n_blocks=1):
+def ran(kernel, type_x=I32, n_threads=N_THREADS, n_blocks=1):
     """What a kernel of x, 0 .. 63, and out leaves in out."""
     machine = SimulatedMachine()
     x, out = (machine.upload(a) for a in (np.arange(N_THREADS, dtype=np.int32), np.full(N_THREADS * n_blocks, -7, np.int32)))
-    machine.run(machine.target.launch(Kernel(kernel, (parameters, I32), n_threads, name="kernel"), n_blocks, n_threads, (x, out)))
+    machine.run(machine.target.launch(Kernel(kernel, (type_x, I32), n_threads, name="kernel"), n_blocks, n_threads, (x, out)))
     return machine.download(out, np.int32, N_THREADS * n_blocks).tolist()
 
 
@@ -112,6 +114,22 @@ def simulate_arrivals_behind_copies():
         mbarrier.wait(shared, N_THREADS, 0)
         st(out, i, lds(shared, N_THREADS - 1 - i))
     assert ran(kernel, U32) == list(range(N_THREADS))[::-1]
+
+
+def simulate_copies_that_no_arrival_was_behind():
+    def kernel(x, out):
+        shared, i = cuda.shared.array(2 * N_THREADS + 2, u32), cuda.threadIdx.x
+        if i == 0:
+            mbarrier.begin(shared, 2 * N_THREADS, N_THREADS)
+        cuda.syncthreads()
+        copy1(shared, i, x, i)
+        mbarrier.arrive_behind_copies(shared, 2 * N_THREADS)
+        copy1(shared, N_THREADS + i, x, i)
+        mbarrier.wait(shared, 2 * N_THREADS, 0)
+        st(out, i, lds(shared, i))
+        st(out, N_THREADS + i, lds(shared, N_THREADS + i))
+    found = ran(kernel, U32, n_blocks=2)
+    assert found[:N_THREADS] == list(range(N_THREADS)) and {-1} < set(found[N_THREADS:])
 
 
 def simulate_what_nothing_wrote():

@@ -72,9 +72,9 @@ class GraphCache:
         """Runs the steps of a key, callables of a stream or a graph builder."""
         entry = self.entries.get(key)
         if entry is None:
+            self.backend.run(steps)
             self._add(key, _Entry(steps))
             self.counters.eager += 1
-            self.backend.run(steps)
             return
         self.entries.move_to_end(key)
         if entry.graph is None or entry.steps is not steps:

@@ -7,17 +7,25 @@ import os
 import pickle
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib import import_module
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 FEWEST, MOST_WORKERS = 4, 8  # kernels that are worth the workers' start, about a second; a worker takes 400 MB
 
 
-def n_workers(n_kernels: int) -> int:
-    """Worth starting for so many kernels: as many as there are cores for this process, none for a few kernels or a single core."""
+def n_workers(n_kernels: int, folder: Path) -> int:
+    """Worth starting for so many kernels whose PTX goes to a folder: one for each core of this process up to MOST_WORKERS; none for few kernels, a single core
+    or a folder that cannot be written."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(n_cores, n_kernels, MOST_WORKERS) if n_kernels >= FEWEST and n_cores > 1 and sys.executable else 0
+    if n_kernels < FEWEST or n_cores == 1 or not sys.executable or getattr(sys, "frozen", False):
+        return 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return 0
+    return min(n_cores, n_kernels, MOST_WORKERS) if os.access(folder, os.W_OK) else 0
 
 
 def compile_all(kernels: list, cc: tuple[int, int], n: int) -> None:
@@ -26,14 +34,18 @@ def compile_all(kernels: list, cc: tuple[int, int], n: int) -> None:
     for kernel in kernels:
         wanted.put((*kernel.source, cc))
     with ThreadPoolExecutor(n) as pool:
-        for _ in range(n):
-            pool.submit(_feed, wanted)
+        try:
+            wait([pool.submit(_feed, wanted) for _ in range(n)])
+        except BaseException:  # an interrupt: no further kernels
+            while not wanted.empty():
+                wanted.get()
+            raise
 
 
 def _feed(wanted: SimpleQueue) -> None:
     """Hands kernels to one worker until there is none left, or the worker has ended."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", f"from {__name__} import work; work()"]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import work; work()"]  # -P: the current folder is no place for modules
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as worker:
         try:
             while True:
@@ -41,8 +53,8 @@ def _feed(wanted: SimpleQueue) -> None:
                 worker.stdin.flush()
                 if not worker.stdout.readline():
                     return
-        except (Empty, BrokenPipeError):
-            worker.stdin.close()
+        except (Empty, OSError):
+            pass
 
 
 def work() -> None:
@@ -53,5 +65,8 @@ def work() -> None:
             module, factory, args, cc = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        cached_ptx(getattr(import_module(module), factory)(*args), cc)
+        try:
+            cached_ptx(getattr(import_module(module), factory)(*args), cc)
+        except Exception:  # said by the process that wants the kernel
+            pass
         print(flush=True)

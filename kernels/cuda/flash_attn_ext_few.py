@@ -33,6 +33,7 @@ MOST_HEADS = 8       # of a block: the rows of half a fragment
 MOST_SUMS = 64       # of (head, warp) whose sums of two slabs have room
 MOST_CHANNELS = 576  # that are taken
 RESIDENT = {16: 1, 8: 2}  # warps of a block: blocks of a multiprocessor; what registers allow
+MANY_PIECES = 4      # of a multiprocessor: those of a context that is not full yet are fewer, and must not wait
 Z = i32(0)
 LANE = 36            # words from one lane's 32 to the next one's: 16 bytes of eight lanes then lie in all 32 banks
 
@@ -50,9 +51,9 @@ class Shared(NamedTuple):
 
 
 def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_pieces: float) -> int:
-    """Warps of a block. n_pieces: of a multiprocessor. 16 are done with a piece soonest; 8 have less to exchange, and two blocks work on a piece each, where
-    there are registers for the values of two steps."""
-    return 8 if n_pieces > 1 and type_k == type_v == "f16" and max(dim_k, dim_v) <= 128 and heads <= MOST_HEADS // 2 else 16
+    """Warps of a block. n_pieces: for each multiprocessor, of those that the context has room for. 16 are done with a piece soonest; 8 have less to exchange,
+    and two blocks work on a piece each, where there are registers for the values of two steps."""
+    return 8 if n_pieces >= MANY_PIECES and type_k == type_v == "f16" and max(dim_k, dim_v) <= 128 and heads <= MOST_HEADS // 2 else 16
 
 
 def slabs_at_once(dim_v: int, heads: int, n_warps: int) -> int:
@@ -160,6 +161,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     side_words, n_sums, halves = n_warps * warp_words, at_once * 32 * heads, type_k == type_v == "f16"
     whole = max(dim_k, dim_v) <= (256 if halves else 128)  # keys and values lie in registers as a whole
     key_words, value_words = 2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1)  # of a key and a value in registers
+    assert whole or n_steps == 1, (dim_k, dim_v, n_warps)
     step_words = 2 * value_words
     n_k_raw, n_v_raw = key_words * n_steps, step_words * n_steps
     ahead = halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
@@ -506,13 +508,11 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 if t == 0:
                     put(s, where.d_p + g, d_p)
                     st(pieces, statistics + i32(2 * g * most_pieces), m)
-            for first in range(0, heads, n_warps):
-                head = first + warp
-                if head < heads:
-                    l = sum8(s, where.p + head * PIECE + (lane & 15))
-                    l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
-                    if lane == 0:
-                        st(pieces, statistics + i32(2 * head * most_pieces) + 1, l)
+            if warp < heads:
+                l = sum8(s, where.p + warp * PIECE + (lane & 15))
+                l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
+                if lane == 0:
+                    st(pieces, statistics + i32(2 * warp * most_pieces) + 1, l)
 
             # 3. o
             if whole:

@@ -17,7 +17,7 @@ A kernel module reads top down: formula, device functions, a factory of kernels,
 
     launch = scale(target, x, y, 4096, 0.5)          # once
     launch(stream)                                   # many times: 3 us each; the first time, the kernels of all launches so far are loaded, and compiled
-                                                     # (`compile_workers`: by all cores) unless the disk cache has them
+                                                     # (several at a time, `compile_workers`) unless the disk cache has them
 
 Launch functions hand addresses on without using them, so the same functions launch in the simulator, whose addresses are arrays.
 
@@ -172,7 +172,7 @@ def ptx_version(ptx: str) -> tuple[int, int]:
 class Code:
     """A kernel on one device, and what it is launched by once it is loaded."""
     kernel: Kernel
-    load: Callable             # loads this kernel and all others that wait for it
+    load: Callable             # (self): loads this kernel, and all others that wait
     handle: object = None      # cuda.core.Kernel
     shared: int = STATIC_SHARED  # bytes of dynamic shared memory that launches may ask for
 
@@ -190,7 +190,7 @@ class Launch:
 
     def __call__(self, stream) -> None:
         if self.code.handle is None:
-            self.code.load()
+            self.code.load(self.code)
         launch(stream, self.config, self.code.handle, *self.args)
 
 
@@ -233,15 +233,22 @@ class Target:
         self._waiting: list[Code] = []  # to be loaded
 
     def load(self, alone: bool = False) -> None:
-        """Loads the kernels of all launches prepared so far. alone: without workers."""
-        start = time.perf_counter()
-        missing = [code.kernel for code in self._waiting if code.kernel.source and not ptx_path(code.kernel, self.cc).exists()]
-        if not alone and (n := n_workers(len(missing))):
+        """Loads the kernels of all launches prepared so far; what is wrong with one is raised when it is launched. alone: without workers."""
+        start, waiting, self._waiting = time.perf_counter(), self._waiting, []
+        missing = [code.kernel for code in waiting if code.kernel.source and not ptx_path(code.kernel, self.cc).exists()]
+        if not alone and (n := n_workers(len(missing), cache_folder() / "cuda")):
             compile_all(missing, self.cc, n)
             compiled.add(sum(ptx_path(kernel, self.cc).exists() for kernel in missing), time.perf_counter() - start)
-        while self._waiting:
-            self._load(self._waiting[-1])
-            self._waiting.pop()
+        for code in waiting:
+            try:
+                self._load(code)
+            except Exception:  # other launches are none the worse for it
+                pass
+
+    def _first_call(self, code: Code) -> None:
+        self.load()
+        if code.handle is None:
+            self._load(code)
 
     def _load(self, code: Code) -> None:
         kernel = code.kernel
@@ -264,7 +271,7 @@ class Target:
         shared memory."""
         code = self._codes.get(kernel)
         if code is None:
-            code = self._codes[kernel] = Code(kernel, self.load)
+            code = self._codes[kernel] = Code(kernel, self._first_call)
             self._waiting.append(code)
         if shared > code.shared:  # never less again: a launch prepared before may need it
             code.shared = shared

@@ -285,7 +285,7 @@ class _Shared:
         caller, block = sys._getframe(1), getcurrent().block
         if shape == 0:
             return block.dynamic.view(_unwritten(0, dtype).dtype)
-        return block.arrays.setdefault((caller.f_code, caller.f_lasti, shape), _unwritten(shape, dtype))
+        return block.arrays.setdefault((caller.f_code, caller.f_lasti, shape, str(dtype)), _unwritten(shape, dtype))
 
 
 class _Local:
@@ -365,7 +365,7 @@ class _Phases:
     """A barrier of `mbarrier`: one phase after the other, each of n arrivals."""
 
     def __init__(self, n):
-        self.n, self.n_arrived, self.phase, self.waiting = n, 0, 0, []
+        self.n, self.n_arrived, self.phase, self.waiting, self.copies = n, 0, 0, [], []
 
 
 def barrier_begin(array, index, n):
@@ -388,20 +388,26 @@ def barrier_arrive(array, index):
     barrier = block.barriers[int(index)]
     barrier.n_arrived += 1
     if barrier.n_arrived == barrier.n:
+        _done(barrier.copies)
         barrier.phase, barrier.n_arrived = barrier.phase + 1, 0
         block.ready.extend(barrier.waiting)
         barrier.waiting.clear()
 
 
 def barrier_arrive_behind_copies(array, index):
-    copies_wait()
+    """The phase ends with the thread's copies, which are done then."""
+    copies_commit()
+    thread = getcurrent()
+    for group in thread.groups:
+        thread.block.barriers[int(index)].copies += group
+    thread.groups = []
     barrier_arrive(array, index)
 
 
 def barrier_wait(array, index, parity):
     thread = getcurrent()
     barrier = thread.block.barriers[int(index)]
-    if barrier.phase & 1 == parity:
+    while barrier.phase & 1 == parity:
         barrier.waiting.append(thread)
         thread.parent.switch()
 
@@ -480,6 +486,12 @@ def copy(name, width, n):
     return put
 
 
+def _done(copies):
+    for to, value in copies:
+        to[:] = value
+    copies.clear()
+
+
 def copies_commit():
     thread = getcurrent()
     thread.groups.append(thread.copies)
@@ -490,8 +502,7 @@ def copies_wait_but(n):
     def wait():
         groups = getcurrent().groups
         while len(groups) > n:
-            for to, value in groups.pop(0):
-                to[:] = value
+            _done(groups.pop(0))
     return wait
 
 
