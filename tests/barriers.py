@@ -60,7 +60,7 @@ def failed_test(tests: Path, **variables) -> str | None:
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
         return f"{tests.name}, which does not end"
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode and not failed:
         raise RuntimeError(f"{tests.name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return failed[0].rpartition("/")[2] if failed else None

@@ -36,7 +36,7 @@ def machine():
     *((types, heads, dims, tokens, n_ctx, n_warps) for n_warps in (16, 8) for types, heads, dims, tokens, n_ctx in [
         (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1), (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200)]),
     (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128, 16), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5, 16),
-    (("q8_0", "q8_0"), (8, 1), (96, 128), [(0, 127)], 128, 8), (("q8_0", "f16"), (1, 1), (32, 104), [(0, 4)], 5, 8)], ids=str)
+    (("f16", "f16"), (5, 1), (64, 136), [(0, 129)], 130, 16), (("q8_0", "q8_0"), (8, 1), (96, 128), [(0, 127)], 128, 8), (("q8_0", "f16"), (1, 1), (32, 104), [(0, 4)], 5, 8)], ids=str)
 def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
     """Keys on both sides of a piece's end, with one, two, three and four blocks and slabs of channels, whole and short."""
     shape = AttentionShape("few", heads[0] // heads[1], 2, n_warps)
