@@ -13,11 +13,11 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from cuda_simulator import ROOT, simulated
+
 TESTS = sorted(path for path in (ROOT / "tests").glob("test_cuda_simulator_*.py") if path.stem.rpartition("_")[2] not in ("graphs", "verify"))
 LEFT_OUT, SEEN = "GGML_PY_BARRIER_LEFT_OUT", "GGML_PY_BARRIERS_SEEN"  # of the tests' process: a barrier; where it writes down all that it came to
 KERNELS = ROOT / "kernels" / "cuda"
-LIMIT_SECONDS = 900
 ALLOWED = {  # a file and the text of its line: why the barrier need not be missed
     ("argmax.py", "cuda.syncthreads()"): "all threads get the result, its kernels take that of the thread which wrote it",
     ("dispatch.py", "syncwarp()"): "`match` waits for all lanes as well; it orders memory",
@@ -53,16 +53,13 @@ def pytest_configure(config):
 
 def failed_test(tests: Path, **variables) -> str | None:
     """The first simulated test of a file that fails, or the file itself where it does not end."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "barriers", "-o", "python_functions=simulate_*", str(tests)]
-    env = os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path} | variables
     try:
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+        done = simulated(str(tests), "-p", "barriers", **variables)
     except subprocess.TimeoutExpired:
         return f"{tests.name}, which does not end"
     failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
     if done.returncode and not failed:
-        raise RuntimeError(f"{tests.name}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+        raise RuntimeError(f"{tests.name}: exit code {done.returncode}\n{done.stdout}")
     return failed[0].rpartition("/")[2] if failed else None
 
 

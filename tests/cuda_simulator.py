@@ -16,12 +16,18 @@ ROOT = Path(__file__).parent.parent
 LIMIT_SECONDS = 600
 
 
-def run_in_simulator(file: str) -> None:
-    """Runs the simulate_* functions of a test file in a process that simulates CUDA; AssertionError with its output if one fails."""
+def simulated(file: str, *options: str, **variables: str) -> subprocess.CompletedProcess:
+    """Runs the simulate_* functions of a test file, up to the first that fails, in a process that simulates CUDA. options: of pytest; variables: of the
+    environment. Its stdout has its messages too."""
     path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "python_functions=simulate_*", file]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path},
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "python_functions=simulate_*", *options, file]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": path} | variables,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_SECONDS)
+
+
+def run_in_simulator(file: str) -> None:
+    """The same; AssertionError with its output if one fails."""
+    done = simulated(file)
     assert done.returncode == 0, done.stdout[-6000:]
 
 
