@@ -55,6 +55,7 @@ def mmvq():
     yield from (case(name, 128256, 4096) for name in ("Q8_0", "Q6_K", "Q4_K"))
     yield from (case(name, m, 4096) for name in ("Q8_0", "Q4_K") for m in (4096, 14336))
     yield from (case("Q4_1", m, k) for m, k in ((576, 576), (1536, 576), (576, 1536), (192, 576)))  # SmolLM2-135M
+    yield from (case("F32", 128, 2048, n) for n in (1, 512))  # Qwen3-30B-A3B's routers
 
 
 def mmq():

@@ -8,6 +8,7 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq import mmvq_kernel
+from ggml_py.kernels.cuda.mmvq_staged import StagedShape, mmvq_staged, stage_bytes
 from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
 from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, mmvq_shape, mul_mat_shape
 from ggml_py.quant.formats import FORMATS
@@ -31,7 +32,9 @@ def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
     ("Q4_K", 4096, 14336, 1, FewShape), ("Q4_K", 4096, 14336, 8, FewShape), ("Q4_K", 4096, 14336, 192, FewShape), ("Q4_K", 4096, 14336, 256, Block(4, 2, 8)),
     ("Q8_0", 4096, 14336, 512, Block(4, 2, 16)), ("Q4_1", 576, 576, 1, FewShape), ("Q4_1", 576, 576, 2, FewShape), ("Q4_1", 576, 576, 512, FewShape),
-    ("Q8_0", 49152, 576, 33, FewShape), ("Q8_0", 49152, 576, 65, Block(4, 2, 16)), ("F16", 49152, 576, 512, MMVQShape)])
+    ("Q8_0", 49152, 576, 33, FewShape), ("Q8_0", 49152, 576, 65, Block(4, 2, 16)), ("F16", 49152, 576, 512, MMVQShape),
+    ("F32", 128, 2048, 1, StagedShape(16, 8, 8 * (8 << 10) + 8 * (1 << 10) + 8 * 32)), ("BF16", 1050, 4097, 1, StagedShape(132, 16, 17 * (5120 + 32))),
+    ("F32", 128, 2048, 2, MMVQShape), ("F32", 1057, 2048, 1, MMVQShape), ("F32", 8, 25 * 256 + 1, 1, MMVQShape)])  # too many tokens, rows, columns
 def test_mul_mat_shape(type_, n_rows, n_cols, n, expected):
     found = mul_mat_shape(type_, n_rows, n_cols, n, 132, 227 << 10)
     assert found == expected or type(found) is expected
@@ -93,7 +96,8 @@ def simulate_mul_mat(machine, name):
     ("NVFP4", 5, 320, 9),     # groups of 16; two groups of tokens
     ("Q8_0", 3, 2336, 1),     # ten chunks in two rounds of five warps
     ("F16", 3, 2310, 3), ("F32", 33, 7, 5),
-    ("F32", 33, 2314, 18), ("BF16", 31, 284, 9), ("F16", 40, 512, 16)])  # sixteen tokens a block: more chunks than a round, or a part of one
+    ("F32", 33, 2314, 18), ("BF16", 31, 284, 9), ("F16", 40, 512, 16),  # sixteen tokens a block: more chunks than a round, or a part of one
+    ("BF16", 9, 5 * 256 + 3, 1)])  # one token and few rows: six chunks, a part of the last
 def simulate_mul_mat_edges(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n)
 
@@ -105,6 +109,15 @@ def simulate_mmvq_launch_shapes(machine, name, n_warps):
     def launch(target, name, words, x, out, n_rows, n_cols, n):
         return target.launch(mmvq_kernel(name, 1), (1, n), 32 * n_warps, (words, x, out, n_rows, n_cols, n))
     check_mul_mat(machine, name, 18, 544, 2, launch)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16"])
+@pytest.mark.parametrize("n_warps", [1, 3])
+def simulate_mmvq_staged_launch_shapes(machine, name, n_warps):
+    """Six chunks: a warp has more than there are groups of lanes, or a group none."""
+    def launch(target, name, words, x, out, n_rows, n_cols, n):
+        return mmvq_staged(target, name, words, x, out, n_rows, n_cols, StagedShape(3, n_warps, stage_bytes(FORMATS[name], 6)))
+    check_mul_mat(machine, name, 18, 1404, 1, launch)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 0, 1e-35])

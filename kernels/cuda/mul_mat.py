@@ -7,6 +7,7 @@ from .launch import check
 from .mmq import Block, block_shape, hopper_blocks, mmq
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
 from .mmvq import FEW, MANY, max_warps, mmvq_kernel
+from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
 WARPS_RESIDENT, FEWEST_WARPS = 16, 4  # of mmvq: warps of a multiprocessor that keep its memory busy, fewest of a block (docs/kernels-log.md)
 # us of a chunk of Q4_K: a row tile with 16 tokens in mmq_few; a block of warpgroups by its row tiles
@@ -60,11 +61,11 @@ def quantized_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_
 
 
 def mul_mat_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
-                  warpgroups: bool = False) -> MMVQShape | FewShape | Block:
-    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq."""
+                  warpgroups: bool = False) -> MMVQShape | StagedShape | FewShape | Block:
+    """The kernel, by the class of its shape, and the shape for a device. Float weights: mmvq, and mmvq_staged where it can be."""
     fmt = format_of(type_)
     if not fmt.is_quantized:
-        return mmvq_shape(fmt, n_rows, n_cols, n, n_multiprocessors)
+        return staged_shape(fmt, n_rows, n_cols, n, n_multiprocessors, shared_limit) or mmvq_shape(fmt, n_rows, n_cols, n, n_multiprocessors)
     return quantized_shape((fmt.name,), n_rows, n_cols, n, n_multiprocessors, shared_limit, warpgroups)
 
 
@@ -85,4 +86,6 @@ def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
         return mmq(target, fmt.name, *args, shape)
     if isinstance(shape, FewShape):
         return mmq_few(target, fmt.name, *args, shape)
+    if isinstance(shape, StagedShape):
+        return mmvq_staged(target, fmt.name, *args[:5], shape)
     return target.launch(mmvq_kernel(fmt.name, shape.n_tokens), shape.grid, 32 * shape.n_warps, args)

@@ -7,7 +7,7 @@ import numpy as np
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
 from ...quant.words import u64
-from .ptx import as_f32, constant, device, f16_to_f32, i32, ldc, ldc4, lds, mul, prmt, shr, u32
+from .ptx import as_f32, constant, device, f16_to_f32, i32, ldc, ldc4, lds, lds4, mul, prmt, shr, u32
 
 
 @device
@@ -29,10 +29,15 @@ def shared_word(words, piece, i):
     return lds(words, piece + i)
 
 
-def _loads(fmt: Format, load, load_word):
+@device
+def shared_piece_word(words, piece, i):
+    """As `global_word`."""
+    return pick(lds4(words, piece), i)
+
+
+def _loads(fmt: Format, load, load_word, rows=tile.ROWS):
     """(ldw, ld4, ld2) of `quant.tile.loads` by load(words, i) and load_word(words, word at which a piece begins, i). t = (words, base, row, ...).
     Constants are added to what is known at run time only: they become the offset of the load, not an addition of their own."""
-    rows = tile.ROWS
     word_plane = rows * 4 * fmt.n_pieces
     half_plane = word_plane + rows * fmt.n_words
 
@@ -183,3 +188,10 @@ def float_values(name: str):
     """(t, q) -> the float32 values of columns 8q..8q+7, of a float format on the device."""
     fmt = format_of(name)
     return fmt.values(PRIMITIVES, loads(fmt)[0])
+
+
+@lru_cache(None)
+def staged_values(name: str, rows: int):
+    """The same of a tile of so many rows in a shared array of uint32."""
+    fmt = format_of(name)
+    return fmt.values(PRIMITIVES, _loads(fmt, lds, shared_piece_word, rows)[0])
