@@ -30,10 +30,10 @@ from .set_rows import larger
 
 STEP = 8             # keys that a warp takes at once
 MOST_HEADS = 8       # of a block: the rows of half a fragment
-MOST_SUMS = 64       # of (head, warp) whose sums of two slabs have room
+MOST_SUMS = 64       # of (head, warp) of a multiprocessor whose sums of two slabs have room
 MOST_CHANNELS = 576  # that are taken
 RESIDENT = {16: 1, 8: 2}  # warps of a block: blocks of a multiprocessor; what registers allow
-MANY_PIECES = 4      # of a multiprocessor: those of a context that is not full yet are fewer, and must not wait
+MANY_PIECES = 2      # of a multiprocessor: those of a context that is not full yet are fewer, and must not wait
 Z = i32(0)
 LANE = 36            # words from one lane's 32 to the next one's: 16 bytes of eight lanes then lie in all 32 banks
 
@@ -50,15 +50,15 @@ class Shared(NamedTuple):
     n_words: int
 
 
-def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_pieces: float) -> int:
+def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, n_pieces: float) -> int:
     """Warps of a block. n_pieces: for each multiprocessor, of those that the context has room for. 16 are done with a piece soonest; 8 have less to exchange,
     and two blocks work on a piece each, where there are registers for the values of two steps."""
-    return 8 if n_pieces >= MANY_PIECES and type_k == type_v == "f16" and max(dim_k, dim_v) <= 128 and heads <= MOST_HEADS // 2 else 16
+    return 8 if n_pieces >= MANY_PIECES and type_k == type_v == "f16" and max(dim_k, dim_v) <= 128 else 16
 
 
 def slabs_at_once(dim_v: int, heads: int, n_warps: int) -> int:
     """Slabs of V whose sums have room at once."""
-    return 1 if dim_v <= CHANNELS or heads * n_warps > MOST_SUMS else 2
+    return 1 if dim_v <= CHANNELS or heads * n_warps * RESIDENT[n_warps] > MOST_SUMS else 2
 
 
 def shared_layout(dim_k: int, dim_v: int, heads: int, n_warps: int) -> Shared:
@@ -151,7 +151,7 @@ def leave(s, i, c):
 
 @factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16), ("f16", "q8_0", 80, 72, 1, 1, 16),
           ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16), ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16),
-          ("f16", "f16", 64, 64, 3, 1, 8), ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8)])
+          ("f16", "f16", 64, 64, 3, 1, 8), ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("f16", "f16", 128, 128, 8, 1, 8)])
 def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps):
     """parts: blocks of the heads of a KV head."""
     K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads, n_warps)
@@ -367,7 +367,9 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         """The warp's sums of 64 channels, which begin at word `first`."""
         tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
         lane = tid & 31
-        at, valid = where.sums + side * side_words + (tid >> 5) * warp_words + lane * LANE, lane < 4 * heads
+        at = where.sums + side * side_words + (tid >> 5) * warp_words + lane * LANE
+        # All lanes, of 8 heads; where ptxas knows that, it has more values on their way than there are registers for two steps
+        valid = lane < (i32(4 * heads) if n_steps == 1 else afresh(i32(4 * heads)))
         leave4(both, raw, first, 0, inv, mask, s, at, valid)
         leave4(both, raw, first, 1, inv, mask, s, at + 16, valid)
         syncwarp()  # the work on one slab after that on the other, or it takes all registers
