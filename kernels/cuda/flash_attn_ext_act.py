@@ -2,8 +2,9 @@
 
 A block of 256 threads of the combination is 256 columns of a token, whole heads of them or part of one. o comes by copies into a ring of slots of 16
 pieces, four of them on their way. The warps of a head share its pieces, lane = piece: M by a scan and from the warps before, a, b and mul(l, b); in rounds,
-where a head has more pieces than lanes. thread = column: the chain; then the chunk is quantized as by `quantize`. Of the first pieces nothing waits but for the
-kernel before: positions are read earlier. What is left out, and a sink, as in `flash_attn_ext_combine`.
+where a head has more pieces than lanes. Each of 64 threads has the chains of four columns, so that factors are read twice for a chunk, not by all warps, and
+quantizes them as in `quantize`. Of the first pieces nothing waits but for the kernel before: positions are read earlier. What is left out, and a sink, as in
+`flash_attn_ext_combine`.
 """
 from itertools import accumulate
 
@@ -40,7 +41,7 @@ def scanned(x, lane, distance):
 
 @factory([(64, True), (128, False), (512, False)])
 def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
-    n_warps, quantize_chunk = min(dim_v, CHUNK) // 32, chunk_quantizer(THREADS // N_THREADS)  # n_warps: of a head
+    n_warps, quantize_chunk = min(dim_v, CHUNK) // 32, chunk_quantizer(THREADS // N_THREADS)  # n_warps: with pieces of a head
     n_round = 32 * n_warps  # pieces of a round
 
     @device
@@ -73,7 +74,9 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         at = i64(-1)
         if head < n_head:
             at = ((i64(token) * n_head + head) * most_pieces + begin) * dim_v + (copied - head * dim_v)
-        head = i32((chunk * CHUNK + tid) // dim_v)  # of the thread's column and the warp's pieces
+        there = tid < N_THREADS and head < n_head  # the thread's four columns
+        also_first = i32((tid & 63) >> 3 & -n_warps)  # the first warp with pieces of their head
+        head = i32((chunk * CHUNK + tid) // dim_v)  # of the warp's pieces
         first_warp = i32(warp & -n_warps)
         own = i32(32 * (warp - first_warp) + lane)  # piece of a round
         statistics = i64(-1)
@@ -89,7 +92,8 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         while slot < SLOTS - 1:  # groups without copies
             copies_commit()
             slot = i32(slot + 1)
-        M, L, O = MINUS_INFINITY, ZERO, ZERO
+        M, top = MINUS_INFINITY, MINUS_INFINITY  # of earlier rounds; top: of the head of the thread's columns
+        L, O, P, Q, R = ZERO, ZERO, ZERO, ZERO, ZERO
         piece, slot = i32(0), i32(0)
         while piece < n_pieces:
             left_out = l == ZERO
@@ -106,6 +110,8 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                     x = as_f32(lds(s, MAXIMA + first_warp + w))
                     M = larger_float(M, x)
                     earlier = larger_float(earlier, x) if first_warp + w < warp else earlier
+                    if sinks_there:
+                        top = larger_float(top, as_f32(lds(s, MAXIMA + also_first + w)))
                 before, new_M = larger_float(earlier, before), larger_float(earlier, new_M)
             a, b = exp(sub(before, new_M)), exp(sub(m, new_M))
             sts4(s, FACTORS + 4 * tid, as_i32(ONE if left_out else a), as_i32(b), as_i32(MINUS_ZERO if left_out else mul(l, b)), 1 if left_out else 0)
@@ -115,29 +121,27 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                 copies_wait()
                 cuda.syncthreads()  # the slot is there, and the factors; the slot before is read
                 copy(s, pieces, at, piece + (SLOTS - 1) * SLOT, n_pieces, slot - 1 if slot > 0 else SLOTS - 1, tid)
-                factor = i32(FACTORS + 4 * (first_warp * 32 + (piece & (n_round - 1))))
-                o = i32(OUTPUTS + slot * SLOT * CHUNK + tid)
-                j = i32(0)
-                while j < SLOT and piece + j < n_pieces:
-                    for i in range(4):  # those behind the last piece are left out
-                        factors, x = lds4(s, factor + 4 * (j + i)), as_f32(lds(s, o + (j + i) * CHUNK))
-                        a = as_f32(factors[0])
-                        L = fma(L, a, as_f32(factors[2]))
-                        O = fma(O, a, MINUS_ZERO if factors[3] != 0 else mul(x, as_f32(factors[1])))
-                    j = i32(j + 4)
+                if there:
+                    factor = i32(FACTORS + 4 * (also_first * 32 + (piece & (n_round - 1))))
+                    o = i32(OUTPUTS + slot * SLOT * CHUNK + 4 * tid)
+                    j = i32(0)
+                    while j < SLOT and piece + j < n_pieces:
+                        for i in range(4):  # those behind the last piece are left out
+                            factors, x = lds4(s, factor + 4 * (j + i)), lds4(s, o + (j + i) * CHUNK)
+                            a, b, left = as_f32(factors[0]), as_f32(factors[1]), factors[3] != 0
+                            L = fma(L, a, as_f32(factors[2]))
+                            O, P = fma(O, a, MINUS_ZERO if left else mul(as_f32(x[0]), b)), fma(P, a, MINUS_ZERO if left else mul(as_f32(x[1]), b))
+                            Q, R = fma(Q, a, MINUS_ZERO if left else mul(as_f32(x[2]), b)), fma(R, a, MINUS_ZERO if left else mul(as_f32(x[3]), b))
+                        j = i32(j + 4)
                 piece = i32(piece + SLOT)
                 slot = i32(slot + 1 if slot < SLOTS - 1 else 0)
-        y = ZERO  # past the row's end
-        if head < n_head:
-            if sinks_there:
-                a, L = sink(M, L, ldc(sinks, head))
-                O = mul(O, a)
-            y = div(O, L)
-        sts(s, OUTPUTS + tid, as_i32(y))  # of its own column it has read all
-        cuda.syncthreads()
-        four = lds4(s, OUTPUTS + 4 * (tid & 63))
-        to = chunk if tid < N_THREADS else i32(cuda.gridDim.x)  # one group of threads stores
-        quantize_chunk(as_f32(four[0]), as_f32(four[1]), as_f32(four[2]), as_f32(four[3]), act, n, token, to, i32(cuda.gridDim.x))
+        if there and sinks_there:
+            a, L = sink(top, L, ldc(sinks, i32(copied // dim_v)))
+            O, P, Q, R = mul(O, a), mul(P, a), mul(Q, a), mul(R, a)
+        if there:
+            O, P, Q, R = div(O, L), div(P, L), div(Q, L), div(R, L)
+        to = chunk if tid < N_THREADS else i32(cuda.gridDim.x)  # the other threads store nothing
+        quantize_chunk(O, P, Q, R, act, n, token, to, i32(cuda.gridDim.x))
     return Kernel(kernel, (I32, U32, F32, U32, N, N, N), THREADS)
 
 
