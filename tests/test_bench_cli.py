@@ -454,7 +454,7 @@ def test_literals():
 # bench/speed.py
 
 def test_speed(tmp_path, monkeypatch, capsys):
-    """The table on tiny models: written once, measured, and compared with the figures."""
+    """The table on tiny models: written once, measured, and compared with the figures; a prompt of two micro-batches also in one."""
     speed = pytest.importorskip("speed", reason="needs the checkout")
     figures = [speed.Figure(benchmark.Test(*test), 1, must, goal) for test, must, goal in (((0, 2), 1, 2), ((8, 0, 3), 1, 1e12), ((4, 0), 1e12, 1e13))]
     monkeypatch.setattr(speed, "TABLE", {("tiny-llama", "Q8_0"): figures})
@@ -464,7 +464,8 @@ def test_speed(tmp_path, monkeypatch, capsys):
         assert speed.main() == 0
     record = json.loads(out.read_text())
     assert [(row["model"], row["test"], row["verdict"], row["model_filename"], row["n_ubatch"]) for row in record["rows"]] == [
-        ("tiny-llama:Q8_0", test, verdict, "tiny-llama-q8_0.gguf", 4) for test, verdict in (("tg2", "goal"), ("pp8 @ d3", "met"), ("pp4", "missed"))]
+        ("tiny-llama:Q8_0", test, verdict, "tiny-llama-q8_0.gguf", n_ubatch)
+        for test, verdict, n_ubatch in (("tg2", "goal", 4), ("pp8 @ d3", "met", 4), ("pp4", "missed", 4), ("pp8 @ d3", "met", 2048))]
     assert record["command"].startswith("bench/speed.py ") and "must 1, goal 2: goal" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "tiny-llama-q8_0.gguf"]
 
