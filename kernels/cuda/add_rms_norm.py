@@ -85,7 +85,7 @@ def add_rms_norm_act(target, x, y, w, act, total, n, k, eps):
 
 
 def add_rms_norm_and_act(target, x, y, w, act, norm, total, n, k, eps):
-    """The same, and norm: address of f32 [n, k], on 16 bytes; act, norm, total apart."""
+    """The same, and norm = rms_norm(total) * w, address of f32 [n, k], on 16 bytes; act, norm and total apart."""
     check("add_rms_norm_and_act", n >= 1, "n", n, "at least 1")
     check("add_rms_norm_and_act", k >= 1, "k", k, "at least 1")
     return target.launch(add_rms_norm_and_act_kernel(is_round(k)), n, n_threads(k), (x, y, w, act, norm, total, n, k, eps))
