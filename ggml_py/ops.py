@@ -295,6 +295,12 @@ def add_rms_norm_act(params, x, y, w):
     return rms_norm_act(params, x, w)
 
 
+@op("x y w", "eps", room="add_rms_norm", also={"norm": "x", "sum": "x"})
+def add_rms_norm_and_act(params, x, y, w):
+    """quantize(rms_norm(add(x, y), w)), over whole rows, that norm, and the sum."""
+    return add_rms_norm_act(params, x, y, w)
+
+
 MOST_NORMED = 6144  # columns of a row that every block of the products behind it norms for itself: what the shared memory of all GPUs has room for
 
 

@@ -144,12 +144,14 @@ def routing(node: Tensor) -> Match | None:
 #   further results of what is taken: their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.
 #
-# They run in this order: swiglu_act looks at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes, which looks at the
+# They run in this order: add_rms_norm_and_act looks at norms that have other readers than quantize, which the passes before it leave (a router and its
+# experts read one norm), swiglu_act at what mul_mat_glu and mul_mat_id_glu leave, mul_mat_qkv at what rope_set_rows takes, which looks at the
 # attention that flash_attn_ext_act takes; the products of a norm at what makes both.
 PASSES = {
     "rms_norm_act": chain("rms_norm", "quantize"),
     "add_rms_norm_act": chain("add", "rms_norm_act"),
     "add_rms_norm": chain("add", "rms_norm"),
+    "add_rms_norm_and_act": chain("add_rms_norm", "quantize"),
     "mul_mat_glu": gated_products,
     "mul_mat_id_glu": gated_products_of_experts,
     "swiglu_act": chain("swiglu", "quantize"),

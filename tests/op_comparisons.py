@@ -313,8 +313,8 @@ def check_act(machine, launch_function, reference, operands, name, n, k, *params
     assert (found[planes.n_bytes:] == 0x55).all(), f"{name}: written behind the end of the buffer"
     for plane, first, expected in zip(planes._fields, planes, (*split_limbs(q), d, sums, chunk_limbs(sums))):
         assert_bitwise_equal(found[first:first + expected.nbytes].view(expected.dtype).reshape(expected.shape), expected, f"{name} {plane}")
-    for address, total in zip(at, totals):
-        check_floats(machine, address, total, f"{name} total")
+    for i, (address, total) in enumerate(zip(at, totals)):
+        check_floats(machine, address, total, f"{name} total {i}")
     if scratch:
         assert np.isnan(machine.download(scratch[0], np.float32, scratch[1] + GUARD)[-GUARD:]).all(), f"{name}: written behind the end of scratch"
     machine.free()
@@ -328,11 +328,13 @@ def check_rms_norm_act(machine, n, k, eps=EPS) -> None:
 
 
 def check_add_rms_norm_act(machine, n, k, eps=EPS) -> None:
-    name = f"add_rms_norm_act[n={n}, k={k}, eps={eps}]"
-    rng = seeded(name)
-    operands = edges(n, k, rng), edges(n, k, rng), activations(1, k, rng)[0]
-    check_act(machine, cuda_add_rms_norm.add_rms_norm_act, add_rms_norm.add_rms_norm_act, operands, name, n, k, np.float32(eps),
-              totals=(np.empty((n, k), np.float32),))
+    """add_rms_norm_act, and add_rms_norm_and_act."""
+    for op, totals in ("add_rms_norm_act", 1), ("add_rms_norm_and_act", 2):
+        name = f"{op}[n={n}, k={k}, eps={eps}]"
+        rng = seeded(name)
+        operands = edges(n, k, rng), edges(n, k, rng), activations(1, k, rng)[0]
+        check_act(machine, getattr(cuda_add_rms_norm, op), getattr(add_rms_norm, op), operands, name, n, k, np.float32(eps),
+                  totals=tuple(np.empty((totals, n, k), np.float32)))
 
 
 def check_swiglu_act(machine, n, k) -> None:

@@ -115,8 +115,13 @@ def norms(norm) -> dict:
         *blocks, total = others
         total[...] = x + y
         act(norm(total, w, eps), *blocks)
+
+    def add_rms_norm_and_act(x, y, w, eps, *others):
+        *blocks, out, total = others
+        add_rms_norm(x, y, w, eps, out, total)
+        act(out, *blocks)
     products = dict.fromkeys(("add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"), lambda make: partial(make, add_rms_norm_act=add_rms_norm_act))
-    return {**{kernel.__name__: instead(kernel) for kernel in (rms_norm, rms_norm_act, add_rms_norm, add_rms_norm_act)}, **products}
+    return {**{kernel.__name__: instead(kernel) for kernel in (rms_norm, rms_norm_act, add_rms_norm, add_rms_norm_act, add_rms_norm_and_act)}, **products}
 
 
 def other_order(x, w, eps):

@@ -95,6 +95,7 @@ def test_rows_of_floats(n, k, n_threads):
     normed = x, y, w[0], f32(1e-5)
     compare(f"add_rms_norm{name}", reference_add_rms_norm.add_rms_norm, add_rms_norm.add_rms_norm, normed, out, out)
     compare(f"add_rms_norm_act{name}", reference_add_rms_norm.add_rms_norm_act, add_rms_norm.add_rms_norm_act, normed, *act, out)
+    compare(f"add_rms_norm_and_act{name}", reference_add_rms_norm.add_rms_norm_and_act, add_rms_norm.add_rms_norm_and_act, normed, *act, out, out)
 
 
 @pytest.mark.parametrize("op, activation", [("geglu", arith.gelu), ("reglu", arith.relu)])

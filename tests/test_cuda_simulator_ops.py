@@ -9,7 +9,7 @@ from ggml_py.kernels.cuda import argmax as cuda_argmax
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import mmq_few
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
-from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act
+from ggml_py.kernels.cuda.add_rms_norm import add_rms_norm, add_rms_norm_act, add_rms_norm_and_act
 from ggml_py.kernels.cuda.add_rms_norm_mul_mat import add_rms_norm_mul_mat_glu, add_rms_norm_mul_mat_qkv, row_words
 from ggml_py.kernels.cuda.elementwise import add
 from ggml_py.kernels.cuda.experts import weighted_sum
@@ -207,6 +207,7 @@ def test_refusals():
         (lambda: rms_norm_act(None, 0, 0, 0, 3, 0, 1e-5), "rms_norm_act: k is 0, allowed: at least 1"),
         (lambda: add_rms_norm(None, 0, 0, 0, 0, 0, 3, 0, 1e-5), "add_rms_norm: n_cols is 0, allowed: at least 1"),
         (lambda: add_rms_norm_act(None, 0, 0, 0, 0, 0, 0, 5, 1e-5), "add_rms_norm_act: n is 0, allowed: at least 1"),
+        (lambda: add_rms_norm_and_act(None, 0, 0, 0, 0, 0, 0, 3, 0, 1e-5), "add_rms_norm_and_act: k is 0, allowed: at least 1"),
         (lambda: mul_mat_glu(None, "tanh", "Q8_0", "Q8_0", 0, 0, 0, None, None, 0, 5, 32, 1, 0), "mul_mat_glu: act is tanh, allowed: silu, gelu, relu"),
         (lambda: mul_mat_glu(None, "silu", "Q8_0", "Q8_0", 0, 0, 0, 0, None, 0, 5, 32, 1, 0),
          "mul_mat_glu: bias is of one product only, allowed: of both or of none"),

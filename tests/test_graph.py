@@ -81,6 +81,29 @@ def test_activations_are_quantized_once():
     assert a.shape == (3, 5) and b.shape == (3, 7) and a.src[1] is b.src[1]
 
 
+def test_activations_are_quantized_behind_what_makes_them():
+    """Before other readers; but where the first product reads them, if they lie in a cache, which others may write in between, or come from another device."""
+    g, w = Graph(), weight("Q8_0", 5, 64)
+    x, rows, cache = g.input("x", "f32", (3, 64)), g.input("rows", "i64", (3,)), Tensor("cache", "f32", (3, 64), device="cpu")
+    doubled = g.scale(x, factor=2.0, name="doubled")
+    g.add(doubled, x)
+    view = g.reshape(doubled, shape=(3, 64), name="view")
+    written = g.set_rows(cache, x, rows, name="written")
+    normed = g.add_rms_norm(x, view, g.input("w", "f32", (64,)), eps=1e-5, name="normed")
+    products = [g.mul_mat(w, each) for each in (doubled, view, normed, x, written, *normed.also)]
+    assert [n.name if n.op == "quantize" else n.op for n in g.nodes] == [
+        "scale", "doubled-act", "add", "reshape", "view-act", "set_rows", "add_rms_norm", "normed-act", "mul_mat", "mul_mat", "mul_mat",
+        "x-act", "mul_mat", "written-act", "mul_mat", "normed-sum-act", "mul_mat"]
+    assert [each.src[1].src[0] for each in products] == [doubled, view, normed, x, written, *normed.also]
+    here = g.add(x, x)
+    g.device = "other"
+    there = g.mul(here, x)
+    g.mul_mat(w, here), g.mul_mat(w, there)
+    assert [(n.op, n.device) for n in g.nodes[-6:]] == [
+        ("add", "cpu"), ("mul", "other"), ("quantize", "other"), ("quantize", "other"), ("mul_mat", "other"), ("mul_mat", "other")]
+    assert [n.src[0] for n in g.nodes[-4:-2]] == [there, here]
+
+
 @pytest.mark.parametrize("build, message", [
     (lambda g: g.mul_mat(weight("F32", 5, 60), g.input("x", "f32", (3, 64)), name="blk.0.ffn_up"),
      "blk.0.ffn_up: mul_mat: w has 60 columns, x 64; operands: w: F32 [5, 60]; x: f32 [3, 64]"),

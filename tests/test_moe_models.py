@@ -64,6 +64,7 @@ def test_routing_is_one_node_and_gated_products_are(kind, tmp_path):
             ops = [node.op for node in context.program(n_tokens, 1).nodes]
             assert ops.count("topk_moe") == ops.count("weighted_sum") == n > 0
             assert ops.count("mul_mat_id_glu") == ops.count("mul_mat_id") == n and ops.count("add_id") == n * (kind == "gpt-oss")  # of down
+            assert ops.count("add_rms_norm_and_act") == n  # the router reads floats, experts activations
             assert not {"top_k", "take_columns", "normalize", "mask_groups", "sigmoid", "soft_max"} & set(ops)
 
 

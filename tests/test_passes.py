@@ -99,6 +99,45 @@ def residual_of_heads():
     return g
 
 
+def product_of_later(g, x, name="a"):
+    """Of activations that are quantized where the product stands."""
+    return g.apply("mul_mat", matrix(name), g.quantize(x))
+
+
+def norm_read_before_it_is_quantized(*readers):
+    """readers: (graph, sum, norm) -> what reads either one before."""
+    g, x, y = start()
+    total = g.add(x, y, name="total")
+    h = norm(g, total)
+    g.outputs = [*(read(g, total, h) for read in readers), product_of_later(g, h), product_of_later(g, h, "bb"), g.mul(h, total)]
+    return g
+
+
+def norm_and_sum_are_outputs():
+    g = residual("Q8_0")
+    g.outputs += g.nodes[:2]
+    return g
+
+
+def norm_of_a_made_weight():
+    """Kernels that quantize read the weight before those ahead of them have ended."""
+    g, x, y = start()
+    w = norm(g, vector("weight"))
+    h = g.rms_norm(g.add(x, y), w, eps=1e-5)
+    g.outputs = [g.mul_mat(matrix("a", "F32"), h), g.mul_mat(matrix("a"), h)]
+    return g
+
+
+def norm_quantized_on_another_device():
+    g, x, y = start()
+    h = norm(g, g.add(x, y))
+    g.device = "other"
+    w = matrix("a")
+    w.device = "other"
+    g.outputs = [g.mul_mat(w, h), h]
+    return g
+
+
 def sum_is_an_output():
     g = residual("Q8_0")
     g.outputs.insert(0, g.nodes[0])
@@ -262,7 +301,7 @@ def the_cache_is_written_before_attention_is_quantized():
     g = attention(rows_of_v="other rows")
     a, = g.outputs
     g.set_rows(a.src[1].base, g.nodes[0], leaf("rows again", "i64", CELLS), name="written")
-    g.outputs = [g.mul_mat(matrix("output"), a, name="output")]
+    g.outputs = [product_of_later(g, a)]
     return g
 
 
@@ -288,7 +327,16 @@ def run(g, no_fuse=()):
     (layer, ["add_rms_norm_act", "mul_mat_glu", "quantize", "mul_mat", "add_rms_norm_act", "mul_mat"]),
     (lambda: residual("Q8_0", "Q4_1"), ["add_rms_norm_act", "mul_mat", "mul_mat", "mul"]),
     (lambda: residual("F32"), ["add_rms_norm", "mul_mat", "mul"]),
-    (lambda: residual("F32", "Q8_0"), ["add_rms_norm", "mul_mat", "quantize", "mul_mat", "mul"]),
+    (lambda: residual("F32", "Q8_0"), ["add_rms_norm_and_act", "mul_mat", "mul_mat", "mul"]),
+    (lambda: residual("Q8_0", "F16", "Q4_1"), ["add_rms_norm_and_act", "mul_mat", "mul_mat", "mul_mat", "mul"]),
+    (norm_and_sum_are_outputs, ["add_rms_norm_and_act", "mul_mat", "mul"]),
+    (norm_read_before_it_is_quantized, ["add_rms_norm_and_act", "mul_mat", "quantize", "mul_mat", "mul"]),  # twice: the second is of what the first gives
+    (lambda: norm_read_before_it_is_quantized(lambda g, total, h: g.scale(h, factor=2.0)),
+     ["add_rms_norm", "scale", "quantize", "mul_mat", "quantize", "mul_mat", "mul"]),
+    (lambda: norm_read_before_it_is_quantized(lambda g, total, h: g.scale(total, factor=2.0)),
+     ["add_rms_norm", "scale", "quantize", "mul_mat", "quantize", "mul_mat", "mul"]),
+    (norm_of_a_made_weight, ["rms_norm", "add_rms_norm", "quantize", "mul_mat", "mul_mat"]),
+    (norm_quantized_on_another_device, ["add_rms_norm", "quantize", "mul_mat"]),
     (residual_of_heads, ["add_rms_norm", "quantize", "mul_mat"]),
     (sum_is_an_output, ["add_rms_norm_act", "mul_mat", "mul"]),
     (sum_has_two_norms, ["add_rms_norm_act", "mul_mat", "mul", "rms_norm_act", "mul_mat"]),
@@ -357,6 +405,10 @@ def test_a_fused_node_remembers_what_it_replaces():
     node = g.live()[0]
     assert node.replaces == ("total", "norm", "norm-act", "q product", "kk product", "vvv product")
     assert [tensor.name for tensor in node.written] == ["vvv product", "total", "q product", "kk product"]
+    g = residual("F32", "Q8_0")
+    fuse(g)
+    node = g.live()[0]
+    assert node.replaces == ("total", "norm", "norm-act") and [tensor.name for tensor in node.written] == ["norm-act", "norm", "total"]
 
 
 def test_what_a_fused_node_writes_into_caches_is_theirs():
@@ -423,7 +475,7 @@ def operand_written_between():
     rows = leaf("rows", "i64", np.arange(N))
     h = norm(g, cache)
     written = g.set_rows(cache, x, rows, name="written")
-    g.outputs = [g.mul_mat(matrix("a"), h), g.add(written, y)]
+    g.outputs = [product_of_later(g, h), g.add(written, y)]
     return g
 
 
@@ -603,7 +655,7 @@ def test_a_write_before_or_elsewhere_does_not_matter():
     cache, other = (leaf(name, "f32", np.ones((N, K), np.float32)) for name in ("cache", "other"))
     h = norm(g, g.set_rows(cache, x, rows))
     g.set_rows(other, y, rows)
-    g.outputs = [g.mul_mat(matrix("a"), h)]
+    g.outputs = [product_of_later(g, h)]
     fuse(g)
     assert ops(g) == ["set_rows", "set_rows", "rms_norm_act", "mul_mat"]
 
@@ -652,6 +704,8 @@ def test_passes_make_ops():
 @pytest.mark.parametrize("build, op, expected", [
     (lambda: residual("F32"), "add_rms_norm", dict(x="x", y="y", w="norm.weight", out="norm", total="total", n_rows=N, n_cols=K, eps=1e-5)),
     (lambda: residual("Q8_0"), "add_rms_norm_act", dict(x="x", y="y", w="norm.weight", act="norm-act", total="total", n=N, k=K, eps=1e-5)),
+    (lambda: residual("F32", "Q8_0"), "add_rms_norm_and_act",
+     dict(x="x", y="y", w="norm.weight", act="norm-act", norm="norm", total="total", n=N, k=K, eps=1e-5)),
     (glu, "mul_mat_glu", dict(act="silu", gate_type="Q8_0", up_type="Q4_1", gate_words="aQ8_0", up_words="bQ4_1", x="x-act", gate_bias=None, up_bias=None,
                               out="glu", n_rows=M, n_cols=K, n=N, scratch="scratch")),
     (lambda: glu("reglu", ("F32", "F16"), (True, True)), "mul_mat_glu",
@@ -689,7 +743,7 @@ def test_what_cuda_launches(build, op, expected):
 
 def test_each_pass_is_switched_off_alone():
     assert switched_off(()) == frozenset() and switched_off("all") == switched_off(["all"]) == frozenset(PASSES)
-    for build in both, layer, lambda: residual("F32"):
+    for build in both, layer, lambda: residual("F32"), lambda: residual("F32", "Q8_0"):
         for name in PASSES:
             g = build()
             fuse(g, [each for each in PASSES if each != name])
@@ -715,7 +769,7 @@ def test_models(arch, types, never, tmp_path):
         expected, plain = logits("all")
         assert not plain & set(PASSES)
         made = set()
-        for no_fuse in [(), *PASSES]:
+        for no_fuse in [(), *PASSES, ("rms_norm_act", "add_rms_norm_and_act")]:
             found, used = logits(no_fuse)
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
@@ -727,8 +781,8 @@ def test_unknown_passes_are_named(tmp_path, capsys):
     with Model.load(write_model(tmp_path / "m.gguf"), device="cpu") as model:
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
-    allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, mul_mat_glu, mul_mat_id_glu, swiglu_act, mul_mat_qkv, "
-               "rope_set_rows, flash_attn_ext_act, topk_moe, add_rms_norm_mul_mat_qkv, add_rms_norm_mul_mat_glu, all")
+    allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, add_rms_norm_and_act, mul_mat_glu, mul_mat_id_glu, "
+               "swiglu_act, mul_mat_qkv, rope_set_rows, flash_attn_ext_act, topk_moe, add_rms_norm_mul_mat_qkv, add_rms_norm_mul_mat_glu, all")
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err

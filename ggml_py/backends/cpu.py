@@ -233,9 +233,9 @@ def bind_add_rms_norm(kernel, node, x, y, w, out, total):
     return partial(kernel, x, y, w, np.float32(node.params["eps"]), out, total)
 
 
-@binds("add_rms_norm_act")
-def bind_add_rms_norm_act(kernel, node, x, y, w, act, total):
-    return partial(kernel, x, y, w, np.float32(node.params["eps"]), *act, total)
+@binds("add_rms_norm_act", "add_rms_norm_and_act")
+def bind_add_rms_norm_act(kernel, node, x, y, w, act, *others):
+    return partial(kernel, x, y, w, np.float32(node.params["eps"]), *act, *others)
 
 
 @binds("add_rms_norm_mul_mat_qkv")

@@ -257,9 +257,9 @@ def bind_add_rms_norm(launch, target, node, x, y, w, out, total):
     return launch(target, x, y, w, out, total, prod(node.shape) // n_cols, n_cols, node.params["eps"])
 
 
-@binds("add_rms_norm_act")
-def bind_add_rms_norm_act(launch, target, node, x, y, w, out, total):
-    return launch(target, x, y, w, out, total, *node.shape, node.params["eps"])
+@binds("add_rms_norm_act", "add_rms_norm_and_act")
+def bind_add_rms_norm_act(launch, target, node, *addresses):
+    return launch(target, *addresses, *node.shape, node.params["eps"])
 
 
 @binds("add_rms_norm_mul_mat_qkv")

@@ -19,8 +19,14 @@ def padded(y, column, n_cols):
     return y if column < n_cols else f32(0)
 
 
+@device
+def _nowhere(t, row, column, n_cols, y):
+    pass
+
+
 @lru_cache(None)
-def row_norm_act(source: Source):
+def row_norm_act(source: Source, put=_nowhere):
+    """put: (t, row, column, n_cols, y): writes a normed value elsewhere too, if its column is in the row."""
     reciprocal_of_row, quantize_chunk = reciprocal_rms(source), chunk_quantizer(MOST_THREADS // N_THREADS)
 
     @device
@@ -36,6 +42,10 @@ def row_norm_act(source: Source):
             column = chunk * CHUNK + tid % N_THREADS * 4
             a, b, c, d = normed(t, stage, w, row, column, 1, n_cols, n_threads, r)
             a, b, c, d = padded(a, column, n_cols), padded(b, column + 1, n_cols), padded(c, column + 2, n_cols), padded(d, column + 3, n_cols)
+            put(t, row, column, n_cols, a)
+            put(t, row, column + 1, n_cols, b)
+            put(t, row, column + 2, n_cols, c)
+            put(t, row, column + 3, n_cols, d)
             quantize_chunk(a, b, c, d, act, n, cuda.blockIdx.x, chunk, n_chunks)
             first = i32(first + n_threads // N_THREADS)
             if first < n_chunks:
@@ -44,7 +54,8 @@ def row_norm_act(source: Source):
 
 
 @lru_cache(None)
-def round_norm_act(source: Source):
+def round_norm_act(source: Source, put4=ROWS.keep4):
+    """put4: (t, i, a, b, c, d): writes the normed elements i .. i + 3 elsewhere too."""
     quantize_chunk, load4, keep4 = chunk_quantizer(MOST_THREADS // N_THREADS), source.load4, source.keep4
 
     @device
@@ -65,6 +76,7 @@ def round_norm_act(source: Source):
         r = reciprocal_of_round(stage, n_cols, eps)
         if column <= last:
             a, b, c, d = mul(mul(a, r), wa), mul(mul(b, r), wb), mul(mul(c, r), wc), mul(mul(d, r), wd)
+            put4(t, row + column, a, b, c, d)
         quantize_chunk(a, b, c, d, act, n, cuda.blockIdx.x, tid // N_THREADS, (n_cols + CHUNK - 1) // CHUNK)
     return norm_round_act
 

@@ -1,6 +1,7 @@
-"""add(x, y), and its rms_norm, as floats or as activations (numerics, sections 3 and 5)."""
+"""add(x, y), and its rms_norm, as floats, as activations or as both (numerics, sections 3 and 5)."""
 from ..compile import jit
 from .elementwise import add
+from .quantize import quantize
 from .rms_norm import rms_norm
 from .rms_norm_act import rms_norm_act
 
@@ -17,3 +18,10 @@ def add_rms_norm_act(x, y, w, eps, q, d, sums, total):
     """The same, of whose norm q, d, sums are as of `quantize`."""
     add(x, y, total)
     rms_norm_act(total, w, eps, q, d, sums)
+
+
+@jit
+def add_rms_norm_and_act(x, y, w, eps, q, d, sums, out, total):
+    """Both."""
+    add_rms_norm(x, y, w, eps, out, total)
+    quantize(out, q, d, sums)

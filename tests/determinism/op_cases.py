@@ -122,6 +122,7 @@ CASES = {
     "rms_norm_act": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
     "add_rms_norm": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
     "add_rms_norm_act": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
+    "add_rms_norm_and_act": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
     "add_rms_norm_mul_mat_qkv": (NORMED, lambda o: [o.x(), o.x(), o.vector(), *(o.matrix() for _ in range(3)), *(o.vector(M) for _ in range(3))],
                                  {"eps": 1e-5}),
     "add_rms_norm_mul_mat_glu": (NORMED, lambda o: [o.x(), o.x(), o.vector(), o.matrix(), o.matrix(), o.vector(M), o.vector(M)], {"eps": 1e-5, "act": "silu"}),
