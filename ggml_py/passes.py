@@ -172,15 +172,16 @@ def switched_off(no_fuse) -> frozenset[str]:
     return frozenset(PASSES) if "all" in names else names
 
 
-def fuse(graph: Graph, no_fuse=()) -> None:
-    """Runs the passes that no_fuse does not name, in the order of the table. What a fused node took over is then live no more, or its second result."""
+def fuse(graph: Graph, no_fuse=(), declines: Callable[[str, str, Match], bool] = lambda device, op, match: False) -> None:
+    """Runs the passes that no_fuse does not name, in the order of the table. What a fused node took over is then live no more, or its second result.
+    declines: (device, op, match) -> whether what would be fused stays as it is, as it takes the device less time."""
     off = switched_off(no_fuse)
     for name, find in PASSES.items():
         if name not in off:
-            _run(name, find, graph)
+            _run(name, find, graph, declines)
 
 
-def _run(op: str, find: Callable, graph: Graph) -> None:
+def _run(op: str, find: Callable, graph: Graph, declines: Callable) -> None:
     nodes = graph.live()
     index, readers = {node: i for i, node in enumerate(nodes)}, defaultdict(set)
     for node in nodes:
@@ -205,7 +206,7 @@ def _run(op: str, find: Callable, graph: Graph) -> None:
         node, taken = match.into or found, sorted(set(match.taken), key=index.get)
         further = [tensor for each in taken for tensor in each.also]
         given = match.taken[:len(OPS[op].also) - len(further) - len(node.also)]
-        if may_fuse(node, match, given, further):
+        if may_fuse(node, match, given, further) and not declines(node.device, op, match):
             node.op, node.src, node.params, node.also = op, match.src, match.params, (*given, *further, *node.also)
             node.replaces = tuple(name for each in (*taken, node) for name in each.replaces or (each.name,))
             for each in taken:

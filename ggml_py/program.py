@@ -60,7 +60,7 @@ class Program:
     def __init__(self, graph: Graph, arenas: Arenas, no_fuse=()):
         backends = arenas.backends
         self.backends, self.outputs = backends, graph.outputs
-        fuse(graph, no_fuse)
+        fuse(graph, no_fuse, lambda device, op, match: backends[device].declines(op, match))
         self.splits = split([node for node in graph.live() if not node.is_view])
         nodes = [node for part in self.splits for node in part.nodes]
         for node in nodes:

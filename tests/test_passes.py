@@ -2,6 +2,7 @@
 import random
 from importlib import import_module
 from inspect import signature
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ggml_py.errors import UserError
 from ggml_py.graph import Graph, Tensor
 from ggml_py.model import Model
 from ggml_py.ops import GLU, MOST_NORMED, OPS
-from ggml_py.passes import PASSES, fuse, switched_off
+from ggml_py.passes import PASSES, Match, fuse, switched_off
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
 from ggml_py.quant.quantize import quantize
@@ -737,6 +738,36 @@ def test_what_cuda_launches(build, op, expected):
     def called(*args, **kwargs):
         return dict(signature(launch).bind(*args, **kwargs).arguments)
     assert BINDERS[op](called, None, node, *names) == {"target": None, **expected}
+
+
+# Declined by a device
+
+def test_what_a_device_declines_stays_and_is_fused_otherwise():
+    asked = []
+
+    def declines(device, op, match):
+        asked.append((device, op, len(match.src)))
+        return op == "mul_mat_glu"
+    g = layer()
+    fuse(g, declines=declines)
+    assert ops(g) == ["add_rms_norm_act", "mul_mat", "mul_mat", "swiglu_act", "mul_mat", "add_rms_norm_act", "mul_mat"]
+    assert ("cpu", "mul_mat_glu", 3) in asked and not any(op == "mul_mat_qkv" for _, op, _ in asked)  # only what could be fused
+
+
+@pytest.mark.parametrize("types, n, biased, act, warpgroups, declined", [
+    (("Q4_K", "Q4_K"), 512, False, "silu", True, True), (("Q8_0", "Q4_K"), 33, False, "silu", True, True),
+    (("Q4_K", "Q4_K"), 32, False, "silu", True, False), (("Q4_K", "Q4_K"), 512, False, "silu", False, False),  # few tokens; without warpgroups
+    (("Q4_K", "Q5_1"), 512, False, "silu", True, False), (("F16", "F16"), 512, False, "silu", True, False),     # formats that they do not multiply
+    (("Q4_K", "Q4_K"), 512, True, "silu", True, False), (("Q4_K", "Q4_K"), 512, False, "gelu", True, False)])  # swiglu_act could not follow
+def test_products_that_a_gpu_computes_apart(types, n, biased, act, warpgroups, declined):
+    pytest.importorskip("numba_cuda")
+    from ggml_py.backends.cuda import CUDABackend
+    gate, up = (Tensor(name, type_, (14336, 4096)) for name, type_ in zip(("gate", "up"), types))
+    biases = [Tensor(name, "f32", (14336,)) for name in ("gate_bias", "up_bias")] if biased else []
+    match = Match((gate, up, Tensor("x", "act", (n, 4096)), *biases), {"act": act}, [])
+    backend = SimpleNamespace(target=SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10, warpgroups=warpgroups))
+    assert CUDABackend.declines(backend, "mul_mat_glu", match) is declined
+    assert not CUDABackend.declines(backend, "mul_mat_id_glu", match)
 
 
 # Switched off by name

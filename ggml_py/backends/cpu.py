@@ -94,6 +94,9 @@ class CPUBackend:
     def new_graphs(self) -> None:
         return None
 
+    def declines(self, op: str, match) -> bool:
+        return False
+
     def check(self, node: Tensor) -> None:
         pass
 

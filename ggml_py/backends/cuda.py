@@ -114,6 +114,14 @@ class CUDABackend:
     def report(self) -> str:
         return self.transfers.report()
 
+    def declines(self, op: str, match) -> bool:
+        """Gate and up of many tokens, which take less as two products where `swiglu_act` can follow."""
+        if op != "mul_mat_glu" or match.params["act"] != "silu" or len(match.src) > 3:
+            return False
+        from ..kernels.cuda.mul_mat_glu import takes_less_apart
+        gate, up, x = match.src
+        return takes_less_apart((gate.dtype, up.dtype), *gate.shape, x.shape[0], self.target)
+
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""
         from ..errors import UserError

@@ -10,6 +10,8 @@ from .mmq_few import mmq_few_glu
 from .mul_mat import mul_mat, quantized_shape
 from .ptx import add, i64, ld, ldc, st
 
+FEWEST_APART = 33  # tokens
+
 
 @factory([(act,) for act in GLU])
 def biased_glu_kernel(act):
@@ -21,6 +23,15 @@ def biased_glu_kernel(act):
             i = i64(cuda.blockIdx.x) * n_cols + column
             st(out, i, glu(add(ld(out, i), ldc(gate_bias, column)), add(ld(up, i), ldc(up_bias, column))))
     return Kernel(kernel, (F32, F32, F32, F32, N), THREADS)
+
+
+def takes_less_apart(names: tuple[str, str], n_rows: int, n_cols: int, n: int, target) -> bool:
+    """Whether gate, up and `swiglu_act` as three launches take less than mul_mat_glu and `quantize`: where warpgroups multiply, whose registers the totals of
+    two matrices do not fit into (docs/kernels-log.md). names: formats of gate and up."""
+    if n < FEWEST_APART or not all(format_of(name).is_quantized for name in names):
+        return False
+    shape = quantized_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
+    return isinstance(shape, Block) and shape.warpgroups
 
 
 def mul_mat_glu(target, act, gate_type, up_type, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, scratch):
