@@ -156,17 +156,18 @@ def simulate_combine(machine, n_pieces, dim_v):
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
 
 
-@pytest.mark.parametrize("n_pieces, heads, dim_v, begin", [(1, 2, 64, 0), (133, 2, 128, 0), (33, 1, 512, 0), (3, 9, 32, 2), (90, 3, 64, 1)])
-def simulate_combine_act(machine, n_pieces, heads, dim_v, begin):
-    """More pieces than a round, and than slots; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, with
-    anything in m and o; zeros of both signs."""
-    name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}]"
+@pytest.mark.parametrize("n_pieces, heads, dim_v, begin, left_out", [
+    (1, 2, 64, 0, 0), (133, 2, 128, 0, 0.2), (33, 1, 512, 0, 0.2), (3, 9, 32, 2, 0.2), (90, 3, 64, 1, 0.2), (140, 2, 128, 0, 0), (96, 2, 64, 0, 0.01)])
+def simulate_combine_act(machine, n_pieces, heads, dim_v, begin, left_out):
+    """More pieces than a round, and than slots; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, none,
+    some or few, with anything in m and o; zeros of both signs."""
+    name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}, left_out={left_out}]"
     rng, n_ctx, there = seeded(name), 128 * (n_pieces + begin + 1), slice(begin, begin + n_pieces)
     m, l = rng.normal(0, 3, (2, heads, n_pieces)).astype(np.float32)
     l = np.abs(l) + np.float32(1)
     o = rng.normal(0, 9, (heads, n_pieces, dim_v)).astype(np.float32)
     o[:, :, ::3] *= np.float32(-0.0)
-    l[rng.random(l.shape) < 0.2], l[:, 0] = 0, 1
+    l[rng.random(l.shape) < left_out], l[:, 0] = 0, 1
     m[l == 0], o[l == 0] = 1000, np.nan
     n_all = n_pieces + begin + 1
     pieces = np.full(piece_floats(1, heads, n_ctx, dim_v), np.nan, np.float32)

@@ -1,10 +1,10 @@
 """quantize(flash_attn_ext(...)): the pieces of few tokens are combined into activation blocks, attention of other shapes is quantized behind.
 
-A block of 256 threads of the combination is 256 columns of a token, whole heads of them or part of one. o comes by copies into a ring of slots of 16
-pieces, four of them on their way. The warps of a head share its pieces, lane = piece: M by a scan and from the warps before, a, b and mul(l, b); in rounds,
-where a head has more pieces than lanes. Each of 64 threads has the chains of four columns, so that factors are read twice for a chunk, not by all warps, and
-quantizes them as in `quantize`. Of the first pieces nothing waits but for the kernel before: positions are read earlier. What is left out, and a sink, as in
-`flash_attn_ext_combine`.
+A block of 256 threads of the combination is 256 columns of a token, whole heads of them or part of one. The warps of a head share its pieces, lane = piece: M
+by a scan and from the warps before, a, b and mul(l, b); in rounds, where a head has more pieces than lanes. Then 64 threads have the chains of four columns
+each, and quantize them as in `quantize`, while the others copy o into a ring of slots of 16 pieces, four of them on their way. Shared memory gives four bytes
+a thread and clock, so factors are read by two warps only, four pieces at a time; where none is left out, nothing is chosen. Of the first pieces nothing
+waits but for the kernel before: positions are read earlier. What is left out, and a sink, as in `flash_attn_ext_combine`.
 """
 from itertools import accumulate
 
@@ -15,15 +15,15 @@ from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext import flash_attn_ext, scratch_floats
 from .flash_attn_ext_combine import first_piece, sink, statistics_at
 from .launch import F32, I32, Kernel, Launches, N, U32, factory
-from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, shuffle, sts, sts4, sub,
-                  wait_for_previous)
+from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, redux_max, shuffle, sts,
+                  sub, wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer, quantize
 
 THREADS, WARPS = CHUNK, CHUNK // 32
-SLOT, SLOTS = 16, 5  # pieces of a slot
-ONE, MINUS_ZERO = f32(1), f32(-0.0)
-# Words of shared memory: o [slot][piece][256], (a, b, mul(l, b), whether it is left out) [warp][lane], the largest m [warp]
-OUTPUTS, FACTORS, MAXIMA, N_WORDS = accumulate((SLOTS * SLOT * CHUNK, 4 * THREADS, WARPS), initial=0)
+COPYING = THREADS - N_THREADS  # threads
+SLOT, SLOTS = 16, 5            # pieces of a slot
+# Words of shared memory: o [slot][piece][256]; a, b, mul(l, b) and whether it is left out, each [warp][lane]; of a warp the largest m, whether any is left out
+OUTPUTS, KEPT, SCALES, LENGTHS, LEFT_OUT, MAXIMA, SOME_LEFT, N_WORDS = accumulate((SLOTS * SLOT * CHUNK, *[THREADS] * 4, WARPS, WARPS), initial=0)
 copies_wait = copies_wait_but(SLOTS - 2)  # for the slot that is next
 
 
@@ -39,6 +39,42 @@ def scanned(x, lane, distance):
     return larger_float(x, other) if lane >= distance else x
 
 
+@device
+def link(y, a, b, l, x):
+    """The chains of L and four columns, y, and a piece with outputs x."""
+    a, b = as_f32(a), as_f32(b)
+    return (fma(y[0], a, as_f32(l)), fma(y[1], a, mul(as_f32(x[0]), b)), fma(y[2], a, mul(as_f32(x[1]), b)), fma(y[3], a, mul(as_f32(x[2]), b)),
+            fma(y[4], a, mul(as_f32(x[3]), b)))
+
+
+@device
+def link_unless(left_out, y, a, b, l, x):
+    """The same of a piece that may be left out."""
+    z = link(y, a, b, l, x)
+    return (y[0], y[1], y[2], y[3], y[4]) if left_out != 0 else z
+
+
+@device
+def four_links(s, factor, o, y):
+    """Of four pieces, from those words on."""
+    a, b, l = lds4(s, KEPT + factor), lds4(s, SCALES + factor), lds4(s, LENGTHS + factor)
+    y = link(link(y, a[0], b[0], l[0], lds4(s, o)), a[1], b[1], l[1], lds4(s, o + CHUNK))
+    return link(link(y, a[2], b[2], l[2], lds4(s, o + 2 * CHUNK)), a[3], b[3], l[3], lds4(s, o + 3 * CHUNK))
+
+
+@device
+def eight_links(s, factor, o, y):
+    return four_links(s, factor + 4, o + 4 * CHUNK, four_links(s, factor, o, y))
+
+
+@device
+def four_links_unless(s, factor, o, y):
+    """Of four pieces that may be left out; those behind the last one are."""
+    a, b, l, left_out = lds4(s, KEPT + factor), lds4(s, SCALES + factor), lds4(s, LENGTHS + factor), lds4(s, LEFT_OUT + factor)
+    y = link_unless(left_out[1], link_unless(left_out[0], y, a[0], b[0], l[0], lds4(s, o)), a[1], b[1], l[1], lds4(s, o + CHUNK))
+    return link_unless(left_out[3], link_unless(left_out[2], y, a[2], b[2], l[2], lds4(s, o + 2 * CHUNK)), a[3], b[3], l[3], lds4(s, o + 3 * CHUNK))
+
+
 @factory([(64, True), (128, False), (512, False)])
 def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
     n_warps, quantize_chunk = min(dim_v, CHUNK) // 32, chunk_quantizer(THREADS // N_THREADS)  # n_warps: with pieces of a head
@@ -46,12 +82,11 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
 
     @device
     def copy(s, pieces, at, piece, n_pieces, slot, tid):
-        """Asks for o of the pieces of a slot. at: of the thread's columns of the first piece of all, -1 where there is no head."""
-        if piece < n_pieces:
-            for i in range(SLOT * N_THREADS // THREADS):
-                j = i32((tid >> 6) + i * (THREADS // N_THREADS))
-                if at >= 0 and piece + j < n_pieces:
-                    copy4(s, OUTPUTS + (slot * SLOT + j) * CHUNK + 4 * (tid & 63), pieces, at + i64(piece + j) * dim_v)
+        """Asks for o of the pieces of a slot, by the threads that copy. at: of the thread's columns of the first piece of all, -1 where there is no head."""
+        j = i32((tid - N_THREADS) >> 6)
+        while at >= 0 and j < SLOT and piece + j < n_pieces:
+            copy4(s, OUTPUTS + (slot * SLOT + j) * CHUNK + 4 * (tid & 63), pieces, at + i64(piece + j) * dim_v)
+            j = i32(j + COPYING // 64)
         copies_commit()
 
     @device
@@ -86,14 +121,14 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         m, l = load_statistics(pieces, statistics, own, n_pieces)
         slot = i32(0)
         n_slots = i32(min(SLOTS - 1, (n_pieces + SLOT - 1) >> 4))
-        while slot < n_slots:
+        while slot < n_slots and tid >= N_THREADS:
             copy(s, pieces, at, slot * SLOT, n_pieces, slot, tid)
             slot = i32(slot + 1)
         while slot < SLOTS - 1:  # groups without copies
             copies_commit()
             slot = i32(slot + 1)
         M, top = MINUS_INFINITY, MINUS_INFINITY  # of earlier rounds; top: of the head of the thread's columns
-        L, O, P, Q, R = ZERO, ZERO, ZERO, ZERO, ZERO
+        y = ZERO, ZERO, ZERO, ZERO, ZERO  # L and o of four columns
         piece, slot = i32(0), i32(0)
         while piece < n_pieces:
             left_out = l == ZERO
@@ -114,34 +149,38 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                         top = larger_float(top, as_f32(lds(s, MAXIMA + also_first + w)))
                 before, new_M = larger_float(earlier, before), larger_float(earlier, new_M)
             a, b = exp(sub(before, new_M)), exp(sub(m, new_M))
-            sts4(s, FACTORS + 4 * tid, as_i32(ONE if left_out else a), as_i32(b), as_i32(MINUS_ZERO if left_out else mul(l, b)), 1 if left_out else 0)
+            sts(s, KEPT + tid, as_i32(a))
+            sts(s, SCALES + tid, as_i32(b))
+            sts(s, LENGTHS + tid, as_i32(mul(l, b)))
+            sts(s, LEFT_OUT + tid, 1 if left_out else 0)
+            some_left = redux_max(i32(1 if left_out else 0))
+            if lane == 0:
+                sts(s, SOME_LEFT + warp, some_left)
             end = i32(min(piece + n_round, n_pieces))
             m, l = load_statistics(pieces, statistics, piece + n_round + own, n_pieces)
             while piece < end:
                 copies_wait()
                 cuda.syncthreads()  # the slot is there, and the factors; the slot before is read
-                copy(s, pieces, at, piece + (SLOTS - 1) * SLOT, n_pieces, slot - 1 if slot > 0 else SLOTS - 1, tid)
-                if there:
-                    factor = i32(FACTORS + 4 * (also_first * 32 + (piece & (n_round - 1))))
-                    o = i32(OUTPUTS + slot * SLOT * CHUNK + 4 * tid)
+                factor, o = i32(also_first * 32 + (piece & (n_round - 1))), i32(OUTPUTS + slot * SLOT * CHUNK + 4 * tid)
+                if tid >= N_THREADS:
+                    copy(s, pieces, at, piece + (SLOTS - 1) * SLOT, n_pieces, slot - 1 if slot > 0 else SLOTS - 1, tid)
+                elif there and lds(s, SOME_LEFT + (factor >> 5)) == 0:
+                    y = eight_links(s, factor + 8, o + 8 * CHUNK, eight_links(s, factor, o, y))
+                elif there:
                     j = i32(0)
                     while j < SLOT and piece + j < n_pieces:
-                        for i in range(4):  # those behind the last piece are left out
-                            factors, x = lds4(s, factor + 4 * (j + i)), lds4(s, o + (j + i) * CHUNK)
-                            a, b, left = as_f32(factors[0]), as_f32(factors[1]), factors[3] != 0
-                            L = fma(L, a, as_f32(factors[2]))
-                            O, P = fma(O, a, MINUS_ZERO if left else mul(as_f32(x[0]), b)), fma(P, a, MINUS_ZERO if left else mul(as_f32(x[1]), b))
-                            Q, R = fma(Q, a, MINUS_ZERO if left else mul(as_f32(x[2]), b)), fma(R, a, MINUS_ZERO if left else mul(as_f32(x[3]), b))
+                        y = four_links_unless(s, factor + j, o + j * CHUNK, y)
                         j = i32(j + 4)
                 piece = i32(piece + SLOT)
                 slot = i32(slot + 1 if slot < SLOTS - 1 else 0)
+        L, a, b, c, d = y
         if there and sinks_there:
-            a, L = sink(top, L, ldc(sinks, i32(copied // dim_v)))
-            O, P, Q, R = mul(O, a), mul(P, a), mul(Q, a), mul(R, a)
+            e, L = sink(top, L, ldc(sinks, i32(copied // dim_v)))
+            a, b, c, d = mul(a, e), mul(b, e), mul(c, e), mul(d, e)
         if there:
-            O, P, Q, R = div(O, L), div(P, L), div(Q, L), div(R, L)
+            a, b, c, d = div(a, L), div(b, L), div(c, L), div(d, L)
         to = chunk if tid < N_THREADS else i32(cuda.gridDim.x)  # the other threads store nothing
-        quantize_chunk(O, P, Q, R, act, n, token, to, i32(cuda.gridDim.x))
+        quantize_chunk(a, b, c, d, act, n, token, to, i32(cuda.gridDim.x))
     return Kernel(kernel, (I32, U32, F32, U32, N, N, N), THREADS)
 
 
