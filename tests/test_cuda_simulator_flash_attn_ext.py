@@ -43,10 +43,10 @@ def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
     check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=[(0, p) for p in (3,) if p < tokens[-1][1]], shape=shape)
 
 
-@pytest.mark.parametrize("n_warps", [16, 8])
-def simulate_few_in_rounds(machine, n_warps):
+@pytest.mark.parametrize("type_, n_warps", [("f16", 16), ("f16", 8), ("q8_0", 8)])
+def simulate_few_in_rounds(machine, type_, n_warps):
     """A block with two pieces, another with one; a piece without a visible key; two sequences, one of a single key."""
-    check_flash_attn_ext(machine, ("f16", "f16"), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)],
+    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)],
                          shape=AttentionShape("few", 1, 2, n_warps))
 
 
@@ -207,8 +207,10 @@ def test_heads_together(group, heads):
     (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),   # two blocks a multiprocessor
     (("f16", "f16"), 1, (32, 8), (128, 128), 4224, AttentionShape("few", 4, 33, 8)),    # two pieces for each
     (("f16", "f16"), 1, (32, 4), (128, 128), 32768, AttentionShape("few", 8, 66, 8)),
+    (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),
+    (("q8_0", "q8_0"), 1, (32, 4), (128, 128), 32768, AttentionShape("few", 8, 33, 16)),
     (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1, 16)),
-    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1, 16)),
+    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1, 8)),
     (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33, 16)),
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
     (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32, 16)),
@@ -294,7 +296,8 @@ def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
 @pytest.mark.parametrize("heads", range(1, 9))
 def test_blocks_of_eight_warps_share_a_multiprocessor(heads):
     """Two with the largest heads that they take; a block takes 1 KiB more than it asks for."""
-    assert few_kernel.block_warps("f16", "f16", 128, 128, 2) == 8
+    assert few_kernel.block_warps("f16", "f16", 128, 128, heads, 2) == 8
+    assert few_kernel.block_warps("q8_0", "f16", 128, 128, heads, 2) == (8 if heads < 8 else 16)
     assert few_kernel.RESIDENT[8] * (4 * few_kernel.shared_layout(128, 128, heads, 8).n_words + 1024) <= 100 << 10
 
 

@@ -69,7 +69,7 @@ def attention_shape(type_k: str, type_v: str, n: int, n_head: int, n_head_kv: in
         return 4 * tile.shared_layout(dim_k, dim_v, n_warps).n_words <= shared_limit
     if few_tokens(n, n_ctx):
         if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
-            n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, n * parts * most_pieces(n_ctx, window) / n_multiprocessors)
+            n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, heads, n * parts * most_pieces(n_ctx, window) / n_multiprocessors)
             return AttentionShape("few", heads, n_splits(few.RESIDENT[n_warps], n * parts), n_warps)
     elif fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and fits(4):
         if split:

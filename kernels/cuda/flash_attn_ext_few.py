@@ -50,10 +50,11 @@ class Shared(NamedTuple):
     n_words: int
 
 
-def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, n_pieces: float) -> int:
+def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_pieces: float) -> int:
     """Warps of a block. n_pieces: for each multiprocessor, of those that the context has room for. 16 are done with a piece soonest; 8 have less to exchange,
     and two blocks work on a piece each, where there are registers for the values of two steps."""
-    return 8 if n_pieces >= MANY_PIECES and type_k == type_v == "f16" and max(dim_k, dim_v) <= 128 else 16
+    registers = max(dim_k, dim_v) <= 128 and (type_k == type_v == "f16" or heads < MOST_HEADS)
+    return 8 if n_pieces >= MANY_PIECES and registers else 16
 
 
 def slabs_at_once(dim_v: int, heads: int, n_warps: int) -> int:
@@ -151,7 +152,8 @@ def leave(s, i, c):
 
 @factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16), ("f16", "q8_0", 80, 72, 1, 1, 16),
           ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16), ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16),
-          ("f16", "f16", 64, 64, 3, 1, 8), ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("f16", "f16", 128, 128, 8, 1, 8)])
+          ("f16", "f16", 64, 64, 3, 1, 8), ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("q8_0", "q8_0", 128, 128, 4, 1, 8),
+          ("f16", "f16", 128, 128, 8, 1, 8)])
 def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps):
     """parts: blocks of the heads of a KV head."""
     K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads, n_warps)
@@ -165,6 +167,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     step_words = 2 * value_words
     n_k_raw, n_v_raw = key_words * n_steps, step_words * n_steps
     ahead = halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
+    late = whole and not halves and n_steps > 1  # values are loaded behind the scores, for the same reason
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
@@ -438,6 +441,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         load_present(present, cell, key, position, lane, held)
         if whole:
             load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
+        if whole and not late:
             load_values(v, first_v, row_v, key, position, lane, v_raw)
         block = warp
         while block < n_blocks:
@@ -454,6 +458,8 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 scores_of_step(0, k, first_k, row_k, key, position, lane, k_raw, s, x)
             if n_steps == 2:
                 scores_of_step(1, k, first_k, row_k, key, position, lane, k_raw, s, x)
+            if late:
+                load_values(v, first_v, row_v, here_key, position, lane, v_raw)
             oldest = i32(position - window)
             for i in range(n_own):
                 held[i] = 1 if oldest < key_of(key, i, lane) <= position and held[i] != 0 else 0
@@ -541,7 +547,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 load_present(present, i64(afresh(sequence)) * n_ctx, key, position, lane, held)
                 if whole and not ahead:
                     load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
-                if whole:
+                if whole and not late:
                     load_values(v, first_v, row_v, key, position, lane, v_raw)
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
