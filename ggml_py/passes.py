@@ -139,7 +139,7 @@ def routing(node: Tensor) -> Match | None:
 # Name of the pass and of the op it makes -> what it looks for. A node becomes the fused node, in its place, where
 #
 # - the op, defined as the composition of what is taken, takes the operands and parameters by its shape rule,
-# - all that is taken is on the node's device,
+# - all that is taken is on the node's device, which does not decline,
 # - nobody else reads a result that is taken, and it is no output; but for those that the fused op gives as well, as add_rms_norm gives the sum, and
 #   further results of what is taken: their other readers only have to stand behind the node,
 # - no in-place op between what is taken and the node writes an operand, and no other node there reads a cache that what is taken writes.

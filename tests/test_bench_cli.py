@@ -463,9 +463,11 @@ def test_speed(tmp_path, monkeypatch, capsys):
     for _ in range(2):
         assert speed.main() == 0
     record = json.loads(out.read_text())
-    assert [(row["model"], row["test"], row["verdict"], row["model_filename"], row["n_ubatch"]) for row in record["rows"]] == [
+    assert [(row["model"], row["test"], row.get("verdict"), row["model_filename"], row["n_ubatch"]) for row in record["rows"]] == [
         ("tiny-llama:Q8_0", test, verdict, "tiny-llama-q8_0.gguf", n_ubatch)
-        for test, verdict, n_ubatch in (("tg2", "goal", 4), ("pp8 @ d3", "met", 4), ("pp4", "missed", 4), ("pp8 @ d3", "met", 2048))]
+        for test, verdict, n_ubatch in (("tg2", "goal", 4), ("pp8 @ d3", "met", 4), ("pp4", "missed", 4), ("pp8 @ d3", None, 2048))]
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "2048"])
+    assert speed.main() == 0 and len(json.loads(out.read_text())["rows"]) == 3  # all of a batch at once already
     assert record["command"].startswith("bench/speed.py ") and "must 1, goal 2: goal" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "tiny-llama-q8_0.gguf"]
 

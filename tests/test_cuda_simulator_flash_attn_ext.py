@@ -120,7 +120,7 @@ def simulate_latent(machine, kernel, n_warps, types, n_head, dims):
 
 
 @numba.njit
-def combined(m, l, o, out):
+def combined(m, l, o, out, sink=None):
     """Section 8 of numerics. m, l: f32 [n]; o: f32 [n, Dv]."""
     M, L, O = np.float32(-np.inf), np.float32(0), np.zeros(out.size, np.float32)
     for i in range(m.size):
@@ -131,6 +131,10 @@ def combined(m, l, o, out):
             for c in range(out.size):
                 O[c] = fma(O[c], a, mul(o[i, c], b))
             M = new
+    if sink is not None:
+        new = sink if sink > M else M
+        a = exp(sub(M, new))
+        L, O = fma(L, a, exp(sub(sink, new))), np.array([mul(x, a) for x in O], np.float32)
     for c in range(out.size):
         out[c] = div(O[c], L)
 
@@ -156,12 +160,13 @@ def simulate_combine(machine, n_pieces, dim_v):
     assert_bitwise_equal(found.reshape(expected.shape), expected, name)
 
 
-@pytest.mark.parametrize("n_pieces, heads, dim_v, begin, left_out", [
-    (1, 2, 64, 0, 0), (133, 2, 128, 0, 0.2), (33, 1, 512, 0, 0.2), (3, 9, 32, 2, 0.2), (90, 3, 64, 1, 0.2), (140, 2, 128, 0, 0), (96, 2, 64, 0, 0.01)])
-def simulate_combine_act(machine, n_pieces, heads, dim_v, begin, left_out):
+@pytest.mark.parametrize("n_pieces, heads, dim_v, begin, left_out, sinks", [
+    (1, 2, 64, 0, 0, False), (133, 2, 128, 0, 0.2, False), (33, 1, 512, 0, 0.2, False), (3, 9, 32, 2, 0.2, False), (90, 3, 64, 1, 0.2, False),
+    (140, 2, 128, 0, 0, False), (96, 2, 64, 0, 0.01, False), (133, 2, 128, 0, 0.2, True), (300, 3, 64, 0, 0, True)])
+def simulate_combine_act(machine, n_pieces, heads, dim_v, begin, left_out, sinks):
     """More pieces than a round, and than slots; heads that are less and more than a chunk, which the last one does not fill; a window; pieces that are left out, none,
-    some or few, with anything in m and o; zeros of both signs."""
-    name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}, left_out={left_out}]"
+    some or few, with anything in m and o; zeros of both signs; sinks below and above the largest m."""
+    name = f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}, left_out={left_out}, sinks={sinks}]"
     rng, n_ctx, there = seeded(name), 128 * (n_pieces + begin + 1), slice(begin, begin + n_pieces)
     m, l = rng.normal(0, 3, (2, heads, n_pieces)).astype(np.float32)
     l = np.abs(l) + np.float32(1)
@@ -173,11 +178,12 @@ def simulate_combine_act(machine, n_pieces, heads, dim_v, begin, left_out):
     pieces = np.full(piece_floats(1, heads, n_ctx, dim_v), np.nan, np.float32)
     pieces[:heads * n_all * dim_v].reshape(heads, n_all, dim_v)[:, there] = o
     pieces[heads * n_all * dim_v:].reshape(heads, n_all, 2)[:, there] = np.stack([m, l], 2)
-    expected = np.empty((heads, dim_v), np.float32)
+    expected, logits = np.empty((heads, dim_v), np.float32), m.max(1, where=l != 0, initial=-9) + np.linspace(-1, 1, heads, dtype=np.float32)
     for head in range(heads):
-        combined(m[head], l[head], o[head], expected[head])
+        combined(m[head], l[head], o[head], expected[head], logits[head] if sinks else None)
+    at = machine.upload(logits) if sinks else None
     window = NO_WINDOW if begin == 0 else 128 * n_pieces - 7 - 5
-    check_act(machine, lambda target, pos, pieces, act, n, k: flash_attn_ext_combine_act(target, pos, pieces, None, act, n, heads, dim_v, n_ctx, window),
+    check_act(machine, lambda target, pos, pieces, act, n, k: flash_attn_ext_combine_act(target, pos, pieces, at, act, n, heads, dim_v, n_ctx, window),
               lambda pos, pieces, *act: quantize(expected.reshape(1, -1), *act), (np.array([128 * (n_pieces + begin) - 7], np.int32), pieces), name, 1, heads * dim_v)
 
 

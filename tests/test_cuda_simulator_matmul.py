@@ -114,10 +114,10 @@ def simulate_mmvq_launch_shapes(machine, name, n_warps):
 @pytest.mark.parametrize("name", ["F32", "F16"])
 @pytest.mark.parametrize("n_warps", [1, 3])
 def simulate_mmvq_staged_launch_shapes(machine, name, n_warps):
-    """Six chunks: a warp has more than there are groups of lanes, or a group none."""
+    """Six chunks: a warp has more than there are groups of lanes, or a group none. Two row tiles."""
     def launch(target, name, words, x, out, n_rows, n_cols, n):
-        return mmvq_staged(target, name, words, x, out, n_rows, n_cols, StagedShape(3, n_warps, stage_bytes(FORMATS[name], 6)))
-    check_mul_mat(machine, name, 18, 1404, 1, launch)
+        return mmvq_staged(target, name, words, x, out, n_rows, n_cols, StagedShape(6, n_warps, stage_bytes(FORMATS[name], 6)))
+    check_mul_mat(machine, name, 42, 1404, 1, launch)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 0, 1e-35])

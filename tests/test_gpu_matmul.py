@@ -47,7 +47,8 @@ def test_mul_mat_extremes(machine, name, fill, scales):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n", [
     ("Q4_1", 576, 576, 512), ("Q4_1", 1536, 576, 512), ("Q4_1", 576, 1536, 512), ("Q8_0", 4096, 4096, 1), ("Q4_K", 2048, 14336, 9),
-    ("Q6_K", 4096, 4096, 3), ("F32", 129, 1000, 31), ("F16", 2049, 577, 7), ("BF16", 1057, 2048, 1), ("F32", 128, 2048, 1), ("F32", 256, 7168, 1), ("F16", 33, 20001, 1)])
+    ("Q6_K", 4096, 4096, 3), ("F32", 129, 1000, 31), ("F16", 2049, 577, 7), ("BF16", 1057, 2048, 1), ("F32", 128, 2048, 1), ("F32", 256, 7168, 1),
+    ("F32", 64, 6400, 1), ("BF16", 40, 4099, 1), ("F16", 1056, 9001, 1)])  # one token and few rows: two chunks for some or all warps
 def test_mul_mat_of_models(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n)
 

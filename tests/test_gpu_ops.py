@@ -237,6 +237,7 @@ def test_flash_attn_ext_act(machine, type_, heads, dims):
     """Pieces combined into activations, in one round and in several, and attention that is quantized behind."""
     check_flash_attn_ext(machine, (type_, type_), SEQUENCES, heads, dims, n_ctx=302, holes=HOLES, act=True)
     check_flash_attn_ext(machine, (type_, type_), one_sequence(1, 4500), heads, dims, n_ctx=5000, act=True)
+    check_flash_attn_ext(machine, (type_, type_), one_sequence(1, 4500), heads, dims, n_ctx=5000, sinks=True, act=True)
     check_flash_attn_ext(machine, (type_, type_), one_sequence(2, 4500), heads, dims, n_ctx=5000, window=300, sinks=True, act=True)
     check_flash_attn_ext(machine, (type_, type_), one_sequence(50, 130), heads, dims, n_ctx=180, sinks=True, act=True)
 

@@ -115,7 +115,7 @@ class CUDABackend:
         return self.transfers.report()
 
     def declines(self, op: str, match) -> bool:
-        """Gate and up of many tokens, which take less as two products where `swiglu_act` can follow."""
+        """Gate and up of many tokens, with silu and without biases, which take less as two products and `swiglu_act`."""
         if op != "mul_mat_glu" or match.params["act"] != "silu" or len(match.src) > 3:
             return False
         from ..kernels.cuda.mul_mat_glu import takes_less_apart

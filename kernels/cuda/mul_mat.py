@@ -77,7 +77,7 @@ def check_sizes(op: str, n_rows: int, n_cols: int, n: int) -> None:
 
 def mul_mat(target, format_name, words, x, out, n_rows, n_cols, n):
     """words: address of the weight's tiles [n_rows, n_cols], on 16 bytes; x: of the activation buffer of `quantize` for a quantized format, on 16 bytes,
-    and of float32 [n, n_cols] for a float one; out: of float32 [n, n_rows]."""
+    and of float32 [n, n_cols], also on 16 bytes, for a float one; out: of float32 [n, n_rows]."""
     check_sizes("mul_mat", n_rows, n_cols, n)
     fmt = format_of(format_name, "mul_mat")
     shape = mul_mat_shape(fmt, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)

@@ -24,6 +24,11 @@ def _nowhere(t, row, column, n_cols, y):
     pass
 
 
+@device
+def _nowhere4(t, i, a, b, c, d):
+    pass
+
+
 @lru_cache(None)
 def row_norm_act(source: Source, put=_nowhere):
     """put: (t, row, column, n_cols, y): writes a normed value elsewhere too, if its column is in the row."""
@@ -54,7 +59,7 @@ def row_norm_act(source: Source, put=_nowhere):
 
 
 @lru_cache(None)
-def round_norm_act(source: Source, put4=ROWS.keep4):
+def round_norm_act(source: Source, put4=_nowhere4):
     """put4: (t, i, a, b, c, d): writes the normed elements i .. i + 3 elsewhere too."""
     quantize_chunk, load4, keep4 = chunk_quantizer(MOST_THREADS // N_THREADS), source.load4, source.keep4
 
