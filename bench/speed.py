@@ -67,6 +67,14 @@ def written(folder: Path, shape: str, type_: str) -> Path:
     return path
 
 
+def results_of(model: Model, path: Path, tests: list[Test], n_batch: int, n_ubatch: int, n_repetitions: int) -> list:
+    """What `ggml-py bench` measures of a loaded model; prints its table."""
+    configs = configs_of([str(path)], [model.device], [numba.get_num_threads()], [n_batch], [n_ubatch])
+    writer = Record(sys.stdout, unusual(configs))
+    bench(configs, tests, lambda *_: nullcontext(model), writer, sys.stderr, n_repetitions, 0, True, False)
+    return writer.results
+
+
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--models", type=Path, required=True, help="a folder with room for 31 GB; /dev/shm keeps them in memory")
@@ -87,25 +95,22 @@ def main() -> int:
     record = {"command": " ".join(["bench/speed.py", *sys.argv[1:]]), **conditions(backend)}
     backend.close()
 
-    rows = []
+    rows, n_batch = [], max(DEFAULTS["n_batch"], options.ub)
+    copy_GB_s_of(backend.device)  # before a model takes the memory
     for name in chosen:
         path, figures = written(options.models, *keys[name]), TABLE[keys[name]]
-        n_batch = max(DEFAULTS["n_batch"], options.ub)
-        copy_GB_s_of(backend.device)  # before the model takes the memory
+        longer = [figure.test for figure in figures if min(figure.test.n_prompt, n_batch) > options.ub]
         with Model.load(str(path), backend.device) as model:
-            longer = [figure for figure in figures if min(figure.test.n_prompt, n_batch) > options.ub]
-            for n_ubatch, chosen_figures in (options.ub, figures), (n_batch, longer):
-                configs = configs_of([str(path)], [backend.device], [numba.get_num_threads()], [n_batch], [n_ubatch])
-                writer = Record(sys.stdout, unusual(configs))
-                if tests := [figure.test for figure in chosen_figures]:
-                    bench(configs, tests, lambda *_: nullcontext(model), writer, sys.stderr, options.r, 0, True, False)
-                for result, figure in zip(writer.results, chosen_figures):
-                    compared = n_ubatch == options.ub
-                    known = figure._asdict() | {"verdict": verdict(result.avg_ts, figure)} if compared else {}
-                    rows.append({"model": name, **known, "test": figure.test.name, **asdict(result), "model_filename": path.name})
-                    others = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
-                    figures_of_it = f", {others}, must {figure.must}, goal {figure.goal}: {known['verdict']}" if compared else ""
-                    print(f"{name} {figure.test.name} -ub {n_ubatch}: {result.avg_ts:.1f} t/s{figures_of_it}")
+            results = results_of(model, path, [figure.test for figure in figures], n_batch, options.ub, options.r)
+            at_once = results_of(model, path, longer, n_batch, n_batch, options.r) if longer else []
+        for result, figure in zip(results, figures):
+            known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure)}
+            rows.append({"model": name, **known, **asdict(result), "model_filename": path.name})
+            others = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
+            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {others}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
+        for result in at_once:
+            rows.append({"model": name, "test": result.test, **asdict(result), "model_filename": path.name})
+            print(f"{name} {result.test} -ub {n_batch}: {result.avg_ts:.1f} t/s")
         options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
     return 0
 

@@ -101,7 +101,8 @@ class Graph:
             return x
         if x not in self._quantized:
             self._quantized[x] = self.apply("quantize", x, name=f"{x.name}-act")
-            if x.base.op and x.device == self.device:  # right behind the node that makes x, which nobody writes again, before its other readers; caches when they are read
+            # Right behind the node that makes x, which nobody writes again, before its other readers; of a cache when it is read
+            if x.base.op and x.device == self.device:
                 self.nodes.insert(self.nodes.index(x) + 1, self.nodes.pop())
         return self._quantized[x]
 

@@ -115,12 +115,11 @@ class CUDABackend:
         return self.transfers.report()
 
     def declines(self, op: str, match) -> bool:
-        """Gate and up of many tokens, with silu and without biases, which take less as two products and `swiglu_act`."""
-        if op != "mul_mat_glu" or match.params["act"] != "silu" or len(match.src) > 3:
+        if op != "mul_mat_glu":
             return False
         from ..kernels.cuda.mul_mat_glu import takes_less_apart
-        gate, up, x = match.src
-        return takes_less_apart((gate.dtype, up.dtype), *gate.shape, x.shape[0], self.target)
+        gate, up, x, *biases = match.src
+        return takes_less_apart(self.target, match.params["act"], (gate.dtype, up.dtype), bool(biases), *gate.shape, x.shape[0])
 
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""

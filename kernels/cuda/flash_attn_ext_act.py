@@ -51,7 +51,7 @@ def link(y, a, b, l, x):
 def link_unless(left_out, y, a, b, l, x):
     """The same of a piece that may be left out."""
     z = link(y, a, b, l, x)
-    return (y[0], y[1], y[2], y[3], y[4]) if left_out != 0 else z
+    return y if left_out != 0 else z
 
 
 @device
@@ -86,7 +86,7 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         j = i32((tid - N_THREADS) >> 6)
         while at >= 0 and j < SLOT and piece + j < n_pieces:
             copy4(s, OUTPUTS + (slot * SLOT + j) * CHUNK + 4 * (tid & 63), pieces, at + i64(piece + j) * dim_v)
-            j = i32(j + COPYING // 64)
+            j = i32(j + COPYING // N_THREADS)
         copies_commit()
 
     @device
@@ -105,11 +105,11 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         begin, most_pieces = first_piece(position, window), i32((n_ctx + 127) >> 7)
         n_pieces = i32((position >> 7) + 1 - begin)
         copied = i32(chunk * CHUNK + 4 * (tid & 63))
-        head = i32(copied // dim_v)
+        own_head = i32(copied // dim_v)  # of the thread's four columns
         at = i64(-1)
-        if head < n_head:
-            at = ((i64(token) * n_head + head) * most_pieces + begin) * dim_v + (copied - head * dim_v)
-        there = tid < N_THREADS and head < n_head  # the thread's four columns
+        if own_head < n_head:
+            at = ((i64(token) * n_head + own_head) * most_pieces + begin) * dim_v + (copied - own_head * dim_v)
+        there = tid < N_THREADS and own_head < n_head
         also_first = i32((tid & 63) >> 3 & -n_warps)  # the first warp with pieces of their head
         head = i32((chunk * CHUNK + tid) // dim_v)  # of the warp's pieces
         first_warp = i32(warp & -n_warps)
@@ -152,8 +152,9 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
             sts(s, KEPT + tid, as_i32(a))
             sts(s, SCALES + tid, as_i32(b))
             sts(s, LENGTHS + tid, as_i32(mul(l, b)))
-            sts(s, LEFT_OUT + tid, 1 if left_out else 0)
-            some_left = redux_max(i32(1 if left_out else 0))
+            left = i32(1 if left_out else 0)
+            sts(s, LEFT_OUT + tid, left)
+            some_left = redux_max(left)
             if lane == 0:
                 sts(s, SOME_LEFT + warp, some_left)
             end = i32(min(piece + n_round, n_pieces))
@@ -175,7 +176,7 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                 slot = i32(slot + 1 if slot < SLOTS - 1 else 0)
         L, a, b, c, d = y
         if there and sinks_there:
-            e, L = sink(top, L, ldc(sinks, i32(copied // dim_v)))
+            e, L = sink(top, L, ldc(sinks, own_head))
             a, b, c, d = mul(a, e), mul(b, e), mul(c, e), mul(d, e)
         if there:
             a, b, c, d = div(a, L), div(b, L), div(c, L), div(d, L)
