@@ -5,6 +5,7 @@ from itertools import accumulate, count, takewhile
 
 import numba
 
+from .defaults import N_UBATCH
 from .errors import UserError
 from .passes import PASSES
 
@@ -29,7 +30,7 @@ class Setting:
     axis: str
     name: str
     device: str
-    n_ubatch: int = 512
+    n_ubatch: int = N_UBATCH
     piece: int = 0                 # tokens of a window in a call; 0: all
     growing: bool = False          # pieces of 1, 1, 2, 2, 4, 4, ... tokens: a context's memory grows behind graphs
     order: tuple[int, ...] = ()    # windows decoded together, sequence i that of order[i]; (): one after the other, each as sequence 0
@@ -130,6 +131,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield setting("pieces of 1, 1, 2, 2, 4 and so on", growing=True)
             case "sequences" if n_windows > 1:
                 order = tuple(range(n_windows))
+                yield setting("all at once", order=order)
                 yield setting("all together", order=order, piece=96)
                 yield setting("in another order", order=order[1::2] + order[::2][::-1], piece=50, n_ubatch=96)
             case "threads" if not on_gpu:

@@ -18,11 +18,12 @@ import numpy as np
 from . import __version__
 from .backends import open_backend
 from .bandwidth import cache_bytes_per_position, copy_GB_s, weight_bytes_per_token
+from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
 from .perplexity import Settings, new_context
 from .progress import Progress
 
-DEFAULTS = dict(n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", no_fuse="", graphs=1, kv_write="set_rows")
+DEFAULTS = dict(n_batch=N_BATCH, n_ubatch=N_UBATCH, type_k="f16", type_v="f16", no_fuse="", graphs=1, kv_write="set_rows")
 
 
 @dataclass(frozen=True)

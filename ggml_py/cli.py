@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from . import __version__
+from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
 
 CACHE_TYPES = ["f32", "f16", "q8_0"]
@@ -156,11 +157,12 @@ def build_parser() -> Parser:
         sub.add_argument("--top-p", type=number(0, 1), default=0.95, help="1: off")
         sub.add_argument("--min-p", type=number(0, 1), default=0.05, help="0: off")
 
-    def add_model(sub, n_ctx: int | None, n_ctx_help: str, model: str | None = None):
+    def add_model(sub, n_ctx: int | None, n_ctx_help: str, model: str | None = None, n_ubatch: int = N_UBATCH):
         sub.add_argument("-m", "--model", default=model, required=model is None, help="a GGUF file, or smollm2")
         sub.add_argument("-c", "--ctx-size", type=at_least(1), default=n_ctx, help=n_ctx_help)
-        sub.add_argument("-b", "--batch-size", type=at_least(1), default=2048, help="tokens of a logical batch")
-        sub.add_argument("-ub", "--ubatch-size", type=at_least(1), default=512, help="tokens computed at once; changes the speed, never a bit")
+        sub.add_argument("-b", "--batch-size", type=at_least(1), default=N_BATCH, help="tokens of a logical batch")
+        sub.add_argument("-ub", "--ubatch-size", type=at_least(1), default=n_ubatch,
+                         help="tokens computed at once; changes speed and memory, never a bit")
         add_cache_types(sub)
         sub.add_argument("--device", type=device, default="auto", help="auto, cpu, cuda or cuda:N")
         sub.add_argument("-t", "--threads", type=at_least(1), default=None, help="CPU threads; all by default")
@@ -230,8 +232,8 @@ def build_parser() -> Parser:
     sub.add_argument("-pg", type=prompt_and_generation, action="append", metavar="P,N", help="a prompt and generation behind it, timed together")
     sub.add_argument("-d", "--n-depth", type=numbers(0), metavar="LIST", help="tokens in the cache before, not timed; 0 by default", **several)
     sub.add_argument("-r", "--repetitions", type=at_least(1), default=5, help="of each test")
-    sub.add_argument("-b", "--batch-size", type=numbers(1), metavar="LIST", help="tokens of a logical batch; 2048 by default", **several)
-    sub.add_argument("-ub", "--ubatch-size", type=numbers(1), metavar="LIST", help="tokens computed at once, at most -b; 512 by default", **several)
+    sub.add_argument("-b", "--batch-size", type=numbers(1), metavar="LIST", help=f"tokens of a logical batch; {N_BATCH} by default", **several)
+    sub.add_argument("-ub", "--ubatch-size", type=numbers(1), metavar="LIST", help=f"tokens computed at once, at most -b; {N_UBATCH} by default", **several)
     sub.add_argument("-ctk", "--cache-type-k", type=listed(cache_type), metavar="LIST", help="types of K in the KV cache; f16 by default", **several)
     sub.add_argument("-ctv", "--cache-type-v", type=listed(cache_type), metavar="LIST", help="types of V in the KV cache; f16 by default", **several)
     add_flash_attention(sub)
@@ -244,7 +246,7 @@ def build_parser() -> Parser:
     sub.add_argument("--verbose", action="store_true", help=VERBOSE)
 
     sub = command("sweep-bench", sweep_command, "speed behind a growing context, in the manner of ik_llama.cpp's sweep-bench")
-    add_model(sub, None, "the sweep ends here; 8192 by default, or what the model was trained for if that is less")
+    add_model(sub, None, "the sweep ends here; 8192 by default, or what the model was trained for if that is less", n_ubatch=512)
     sub.add_argument("-n", "--n-gen", type=at_least(1), default=None, help="tokens generated in a row; a quarter of -ub by default, the tokens of a prompt")
     add_flash_attention(sub)
     add_tokens_and_warm_up(sub)

@@ -9,6 +9,7 @@ import numpy as np
 
 from .backends import open_backend
 from .backends.cuda_graphs import Key
+from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
 from .gguf_file import GGUFFile
 from .models import ARCHITECTURES
@@ -77,8 +78,8 @@ class Model:
         """What its device has copied so far, for --verbose; nothing of the CPU."""
         return self.backend.report()
 
-    def new_context(self, n_ctx: int | None = None, n_batch: int = 2048, n_ubatch: int = 512, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
-                    no_fuse=(), graphs: bool = True, kv_write: str = "set_rows") -> "Context":
+    def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH, n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16",
+                    n_seq_max: int = 1, no_fuse=(), graphs: bool = True, kv_write: str = "set_rows") -> "Context":
         """n_ctx: positions of all sequences together, n_ctx // n_seq_max each (default: what the model was trained for, for each sequence).
         n_batch is accepted as other engines have it; it bounds n_ubatch, the tokens computed at a time. no_fuse: names of graph passes to leave out
         (`passes.PASSES`), or "all". graphs: replay steps from CUDA graphs on a GPU. kv_write: how cells of the KV cache are named, "set_rows" or "cpy"

@@ -17,6 +17,7 @@ from hashlib import sha256
 
 import numpy as np
 
+from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
 from .exact_math import exp, log_sum_exp, tree_sum
 from .progress import Progress
@@ -26,8 +27,8 @@ from .progress import Progress
 class Settings:
     """What a run depends on, besides model and tokens."""
     n_ctx: int = 512  # c, tokens of a window
-    n_batch: int = 2048  # B, tokens of a logical batch: max(1, B // c) windows are decoded together, each as a sequence
-    n_ubatch: int = 512
+    n_batch: int = N_BATCH  # B, tokens of a logical batch: max(1, B // c) windows are decoded together, each as a sequence
+    n_ubatch: int = N_UBATCH
     n_chunks: int = -1  # at most so many windows; -1: all
     stride: int = 0  # of strided windows; 0: windows side by side
     type_k: str = "f16"

@@ -12,6 +12,7 @@ from typing import Callable
 import numpy as np
 
 from .backends.cpu import CPUBackend
+from .defaults import N_UBATCH
 from .graph import Tensor
 from .model import Context
 from .ops import OPS
@@ -111,7 +112,7 @@ class RecordedContext(Context):
     """visit(node, batch, backend) is called behind each node, whose step has ended: its operands and results are there to be read. A step runs as in other
     contexts, launched or, with `graphs`, as a graph of its own."""
 
-    def __init__(self, visit: Callable, model, *, n_ctx, n_seq_max=1, n_ubatch=512, type_k="f16", type_v="f16", no_fuse=(), graphs=True, kv_write="set_rows"):
+    def __init__(self, visit: Callable, model, *, n_ctx, n_seq_max=1, n_ubatch=N_UBATCH, type_k="f16", type_v="f16", no_fuse=(), graphs=True, kv_write="set_rows"):
         super().__init__(model, n_ctx, n_ctx, n_ubatch, type_k, type_v, n_seq_max, no_fuse, graphs, kv_write)
         self.visit, self.replayer = visit, self.graphs
         if self.replayer:

@@ -98,7 +98,7 @@ def test_tests_in_order():
 
 
 def test_configs_by_default():
-    assert benchmark.configs_of(["a"], ["cpu"], [2]) == [benchmark.Config("a", "cpu", 2, 2048, 512, "f16", "f16", "", 1, "set_rows")]
+    assert benchmark.configs_of(["a"], ["cpu"], [2]) == [benchmark.Config("a", "cpu", 2, 2048, 2048, "f16", "f16", "", 1, "set_rows")]
 
 
 def test_configs_are_all_combinations_model_by_model():
@@ -264,7 +264,7 @@ def check_results(results, path, with_samples=True):
     assert [(r["n_prompt"], r["n_gen"], r["n_depth"]) for r in results] == SHORT_TESTS
     for r in results:
         assert r["model_filename"] == str(path) and r["model_type"] == "llama 0.05M Q8_0" and r["device"] == "cpu" and r["flash_attn"] == 1
-        assert (r["n_batch"], r["n_ubatch"], r["type_k"], r["type_v"], r["no_fuse"], r["seed"]) == (2048, 512, "f16", "f16", "", 0)
+        assert (r["n_batch"], r["n_ubatch"], r["type_k"], r["type_v"], r["no_fuse"], r["seed"]) == (2048, 2048, "f16", "f16", "", 0)
         assert r["model_size"] == size and r["copy_GB_s"] == COPY_GB_S and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", r["test_time"])
         assert r["avg_ns"] > 0 and r["avg_ts"] > 0 and r["stddev_ts"] >= 0
         if r["n_prompt"]:
@@ -342,7 +342,7 @@ def test_defaults(capsys, path, monkeypatch):
     assert call(capsys, "bench", "-m", path, "--device", "cpu") == (0, "", "")
     configs, tests, _, writer, _, n_repetitions, seed, warm_up, verbose = seen[0]
     assert [test.name for test in tests] == ["pp512", "tg128"] and (n_repetitions, seed, warm_up, verbose) == (5, 0, True, False)
-    assert configs == [benchmark.Config(str(path), "cpu", numba.get_num_threads(), 2048, 512, "f16", "f16", "", 1, "set_rows")] and isinstance(writer, result_formats.Markdown)
+    assert configs == [benchmark.Config(str(path), "cpu", numba.get_num_threads(), 2048, 2048, "f16", "f16", "", 1, "set_rows")] and isinstance(writer, result_formats.Markdown)
 
 
 def test_models_are_loaded_once_each(capsys, path, tmp_path, monkeypatch):
@@ -454,20 +454,21 @@ def test_literals():
 # bench/speed.py
 
 def test_speed(tmp_path, monkeypatch, capsys):
-    """The table on tiny models: written once, measured, and compared with the figures; a prompt of two micro-batches also in one."""
+    """The table on tiny models: written once, measured, and compared with the figures; a prompt of several of others' micro-batches also in those."""
     speed = pytest.importorskip("speed", reason="needs the checkout")
     figures = [speed.Figure(benchmark.Test(*test), 1, must, goal) for test, must, goal in (((0, 2), 1, 2), ((8, 0, 3), 1, 1e12), ((4, 0), 1e12, 1e13))]
     monkeypatch.setattr(speed, "TABLE", {("tiny-llama", "Q8_0"): figures})
+    monkeypatch.setattr(speed, "OTHERS_UBATCH", 4)
     out = tmp_path / "record.json"
-    monkeypatch.setattr(sys, "argv", ["speed.py", "--models", str(tmp_path), "--out", str(out), "--device", "cpu", "-r", "1", "-ub", "4"])
+    monkeypatch.setattr(sys, "argv", ["speed.py", "--models", str(tmp_path), "--out", str(out), "--device", "cpu", "-r", "1"])
     for _ in range(2):
         assert speed.main() == 0
     record = json.loads(out.read_text())
     assert [(row["model"], row["test"], row.get("verdict"), row["model_filename"], row["n_ubatch"]) for row in record["rows"]] == [
         ("tiny-llama:Q8_0", test, verdict, "tiny-llama-q8_0.gguf", n_ubatch)
-        for test, verdict, n_ubatch in (("tg2", "goal", 4), ("pp8 @ d3", "met", 4), ("pp4", "missed", 4), ("pp8 @ d3", None, 2048))]
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "2048"])
-    assert speed.main() == 0 and len(json.loads(out.read_text())["rows"]) == 3  # all of a batch at once already
+        for test, verdict, n_ubatch in (("tg2", "goal", 2048), ("pp8 @ d3", "met", 2048), ("pp4", "missed", 2048), ("pp8 @ d3", None, 4))]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "-ub", "4"])
+    assert speed.main() == 0 and len(json.loads(out.read_text())["rows"]) == 3  # as others already
     assert record["command"].startswith("bench/speed.py ") and "must 1, goal 2: goal" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "tiny-llama-q8_0.gguf"]
 

@@ -162,7 +162,7 @@ def test_command(path, text, capsys, tmp_path):
     load = loader(path, lambda device: CPUBackend())
     code, out, err = call(capsys, load, "-m", path, "-f", text, "-c", 60, "--devices", "cpu", "--axes", "rerun,launch,sequences", "--json", tmp_path / "r.json")
     report = json.loads((tmp_path / "r.json").read_text())
-    assert code == 0 and out.splitlines()[-1].startswith("one digest: 5 settings gave ") and "not run: 1" in out and err == ""
+    assert code == 0 and out.splitlines()[-1].startswith("one digest: 6 settings gave ") and "not run: 1" in out and err == ""
     assert report["confirmed"] is True and report["n_windows"] == 3 and report["n_ctx"] == 60 and report["first_difference"] is None
     assert [s["status"] for s in report["settings"]] == ["same"] * 5 + ["not run"] and report["settings"][-1]["reason"]
     assert out.count(report["settings"][0]["digest"][:16]) == 5 + 1
