@@ -139,9 +139,9 @@ def combined(m, l, o, out, sink=None):
         out[c] = div(O[c], L)
 
 
-@pytest.mark.parametrize("n_pieces, dim_v", [(1, 3), (2, 36), (300, 8)])
+@pytest.mark.parametrize("n_pieces, dim_v", [(1, 3), (2, 36), (33, 5), (256, 4), (300, 8), (530, 4)])
 def simulate_combine(machine, n_pieces, dim_v):
-    """More pieces than a round; some without visible keys, with anything in m and o; zeros of both signs."""
+    """More pieces than links at a time, and than a round; some without visible keys, with anything in m and o; zeros of both signs."""
     name = f"flash_attn_ext_combine[n_pieces={n_pieces}, dim_v={dim_v}]"
     rng, n_ctx, row = seeded(name), 128 * (n_pieces + 1), -(-dim_v // 4) * 4
     m, l = rng.normal(0, 3, (2, n_pieces)).astype(np.float32), rng.uniform(1, 99, (2, n_pieces)).astype(np.float32)

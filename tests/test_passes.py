@@ -293,6 +293,17 @@ def test_products_that_a_gpu_computes_apart(types, n, biased, act, warpgroups, d
     assert not CUDABackend.declines(backend, "mul_mat_id_glu", match)
 
 
+@pytest.mark.parametrize("n, n_head, n_ctx, window, declined", [
+    (1, 32, 8193, 0, True), (4, 32, 32768, 0, True), (1, 32, 8192, 0, False), (5, 32, 32768, 0, False),  # few pieces; many blocks
+    (1, 32, 32768, 8065, False), (1, 32, 32768, 8066, True), (1, 66, 32768, 0, True), (1, 133, 32768, 0, False)])
+def test_attention_that_a_gpu_quantizes_apart(n, n_head, n_ctx, window, declined):
+    pytest.importorskip("numba_cuda")
+    from ggml_py.backends.cuda import CUDABackend
+    src = *(Tensor(name, "f32", (n, 128 * n_head)) for name in ("q", "k", "v", "seq", "pos")), Tensor("present", "u8", (1, n_ctx))
+    match = Match(src, {"n_head": n_head, "window": window}, [Tensor("attention", "f32", (n, 128 * n_head))])
+    assert CUDABackend.declines(SimpleNamespace(target=SimpleNamespace(n_multiprocessors=132)), "flash_attn_ext_act", match) is declined
+
+
 # Switched off by name
 
 def test_each_pass_is_switched_off_alone():

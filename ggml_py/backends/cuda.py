@@ -115,11 +115,16 @@ class CUDABackend:
         return self.transfers.report()
 
     def declines(self, op: str, match) -> bool:
-        if op != "mul_mat_glu":
-            return False
-        from ..kernels.cuda.mul_mat_glu import takes_less_apart
-        gate, up, x, *biases = match.src
-        return takes_less_apart(self.target, match.params["act"], (gate.dtype, up.dtype), bool(biases), *gate.shape, x.shape[0])
+        if op == "mul_mat_glu":
+            from ..kernels.cuda.mul_mat_glu import takes_less_apart
+            gate, up, x, *biases = match.src
+            return takes_less_apart(self.target, match.params["act"], (gate.dtype, up.dtype), bool(biases), *gate.shape, x.shape[0])
+        if op == "flash_attn_ext_act":
+            from ..kernels.cuda.flash_attn_ext import NO_WINDOW
+            from ..kernels.cuda.flash_attn_ext_act import takes_less_apart
+            n_head, present, (n, n_cols) = match.params["n_head"], match.src[5], match.taken[0].shape
+            return takes_less_apart(n, n_head, n_cols // n_head, present.shape[1], match.params["window"] or NO_WINDOW, self.target.n_multiprocessors)
+        return False
 
     def check(self, node: Tensor) -> None:
         """UserError for a node that has no kernel here."""

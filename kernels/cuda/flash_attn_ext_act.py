@@ -13,15 +13,16 @@ from numba import cuda, types
 from ...quant.formats import CHUNK
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext import flash_attn_ext, scratch_floats
-from .flash_attn_ext_combine import first_piece, sink, statistics_at
+from .flash_attn_ext_combine import first_piece, most_pieces, running_maximum, sink, statistics_at
 from .launch import F32, I32, Kernel, Launches, N, U32, factory
-from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, redux_max, shuffle, sts,
-                  sub, wait_for_previous)
+from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, redux_max, sts, sub,
+                  wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer, quantize
 
 THREADS, WARPS = CHUNK, CHUNK // 32
 COPYING = THREADS - N_THREADS  # threads
 SLOT, SLOTS = 16, 5            # pieces of a slot
+MOST_PIECES = 64               # that a context has room for, where few blocks combine them; more come to one multiprocessor too slowly
 # Words of shared memory: o [slot][piece][256]; a, b, mul(l, b) and whether it is left out, each [warp][lane]; of a warp the largest m, whether any is left out
 OUTPUTS, KEPT, SCALES, LENGTHS, LEFT_OUT, MAXIMA, SOME_LEFT, N_WORDS = accumulate((SLOTS * SLOT * CHUNK, *[THREADS] * 4, WARPS, WARPS), initial=0)
 copies_wait = copies_wait_but(SLOTS - 2)  # for the slot that is next
@@ -30,13 +31,6 @@ copies_wait = copies_wait_but(SLOTS - 2)  # for the slot that is next
 def fills_chunks(dim_v: int) -> bool:
     """Whether a chunk is whole heads of at least a warp's channels, or part of one head."""
     return dim_v % 32 == 0 and (CHUNK % dim_v == 0 or dim_v % CHUNK == 0)
-
-
-@device
-def scanned(x, lane, distance):
-    """A step of the running maximum over lanes."""
-    other = as_f32(shuffle(as_i32(x), (lane - distance) & 31))
-    return larger_float(x, other) if lane >= distance else x
 
 
 @device
@@ -132,10 +126,7 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         piece, slot = i32(0), i32(0)
         while piece < n_pieces:
             left_out = l == ZERO
-            new_M = MINUS_INFINITY if left_out else m
-            new_M = scanned(scanned(scanned(scanned(scanned(new_M, lane, 1), lane, 2), lane, 4), lane, 8), lane, 16)
-            before = as_f32(shuffle(as_i32(new_M), (lane - 1) & 31))
-            before = MINUS_INFINITY if lane == 0 else before
+            new_M, before = running_maximum(MINUS_INFINITY if left_out else m, lane)
             if sinks_there or n_pieces > 32:
                 if lane == 31:
                     sts(s, MAXIMA + warp, as_i32(new_M))
@@ -200,6 +191,12 @@ def float_words(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
 def act_scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
     """float32 of scratch for n tokens."""
     return float_words(n, n_head, dim_v, n_ctx) + scratch_floats(n, n_head, dim_v, n_ctx)
+
+
+def takes_less_apart(n: int, n_head: int, dim_v: int, n_ctx: int, window: int, n_multiprocessors: int) -> bool:
+    """Whether the combination as floats, whose blocks are eight times as many, and `quantize` take less than the one into activations: where its blocks are
+    few, each of which reads many pieces."""
+    return most_pieces(n_ctx, window) > MOST_PIECES and 2 * n * -(-n_head * dim_v // CHUNK) <= n_multiprocessors
 
 
 def flash_attn_ext_act(target, type_k, type_v, q, k, v, seq, pos, present, act, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch, **given):

@@ -4,23 +4,29 @@
 are there that its position and the window reach. A piece without a visible key has l = 0, one with a visible key never (its largest p is 1, or NaN): it is
 left out as (a, mul(l, b), mul(o, b)) = (1, -0, -0), with which fma gives what was there, the sign of a zero included. A sink comes last.
 
-A block of 256 threads is a head of a token and 32 channels, in rounds of 256 pieces. thread = piece: M, as the maximum of all m up to there, which has no order;
-a, b and mul(l, b). Threads of four channels, for 32 pieces at a time: mul(o, b), loaded before that, into shared memory. thread = channel: the chain.
+A block of 256 threads is a head of a token and 32 channels, in rounds of 256 pieces. thread = piece: M, the maximum of all m up to there, which has no order,
+by a scan of each warp and from the warps before; a, b and mul(l, b). Threads of four channels, for 32 pieces at a time: mul(o, b), loaded before that, into
+shared memory. thread = channel: the chain, sixteen pieces at a time, those behind the last one left out. Of the first pieces nothing waits but for the
+kernel before: positions are read earlier.
 """
+from itertools import accumulate
+
 from numba import cuda, types
 
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .launch import F32, I32, Kernel, N, factory
-from .ptx import as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, st, sts, sts4, sub
+from .ptx import as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, ldc, lds, lds4, mul, shuffle, st, sts, sts4, sub, wait_for_previous
 
 PIECE = 128        # keys
 CHANNELS = 32      # of a block
 THREADS = ROUND = 256
+WARPS = THREADS // 32
 LOADS = ROUND * CHANNELS // 4 // THREADS  # of four channels by a thread in a round
 LOADED = 4 * LOADS
+LINKS = 16         # of a chain at a time
 ONE, MINUS_ZERO = f32(1), f32(-0.0)
-# Words of shared memory
-MAXIMA, KEPT, LENGTHS, OUTPUTS, N_WORDS = 0, ROUND + 4, 2 * ROUND + 4, 3 * ROUND + 4, 3 * ROUND + 4 + ROUND * CHANNELS
+# Words of shared memory: the largest m of a warp; a, b and mul(l, b) of a piece; mul(o, b) [piece][channel]
+MAXIMA, KEPT, SCALES, LENGTHS, OUTPUTS, N_WORDS = accumulate((WARPS, ROUND, ROUND, ROUND, ROUND * CHANNELS), initial=0)
 
 
 def stride(dim_v):
@@ -61,12 +67,49 @@ def piece_floats(n: int, n_head: int, n_ctx: int, dim_v: int) -> int:
     return n * n_head * -(-n_ctx // PIECE) * (stride(dim_v) + 2)
 
 
+@device
+def scanned(x, lane, distance):
+    """A step of the running maximum over lanes."""
+    other = as_f32(shuffle(as_i32(x), (lane - distance) & 31))
+    return larger_float(x, other) if lane >= distance else x
+
+
+@device
+def running_maximum(x, lane):
+    """Of the lanes up to this one, and of those before it."""
+    x = scanned(scanned(scanned(scanned(scanned(x, lane, 1), lane, 2), lane, 4), lane, 8), lane, 16)
+    before = as_f32(shuffle(as_i32(x), (lane - 1) & 31))
+    return x, MINUS_INFINITY if lane == 0 else before
+
+
+@device
+def four_links(s, j, channel, L, O):
+    """The chains of L and of a channel, from piece j of the round on."""
+    a, l, o = lds4(s, KEPT + j), lds4(s, LENGTHS + j), OUTPUTS + j * CHANNELS + channel
+    L = fma(fma(L, as_f32(a[0]), as_f32(l[0])), as_f32(a[1]), as_f32(l[1]))
+    O = fma(fma(O, as_f32(a[0]), as_f32(lds(s, o))), as_f32(a[1]), as_f32(lds(s, o + CHANNELS)))
+    L = fma(fma(L, as_f32(a[2]), as_f32(l[2])), as_f32(a[3]), as_f32(l[3]))
+    O = fma(fma(O, as_f32(a[2]), as_f32(lds(s, o + 2 * CHANNELS))), as_f32(a[3]), as_f32(lds(s, o + 3 * CHANNELS)))
+    return L, O
+
+
 @factory([(False,), (True,)])
 def flash_attn_ext_combine_kernel(sinks_there):
+    @device
+    def scale_half(s, x, first, tid):
+        """mul(o, b) of half of the pieces of a round, straight code."""
+        for i in range(first, first + LOADS // 2):
+            j = i32((tid >> 3) + i * (THREADS // 8))
+            b, left_out = as_f32(lds(s, SCALES + j)), lds(s, LENGTHS + j) == as_i32(MINUS_ZERO)
+            sts4(s, OUTPUTS + j * CHANNELS + 4 * (tid & 7), as_i32(MINUS_ZERO if left_out else mul(x[4 * i], b)),
+                 as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 1], b)), as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 2], b)),
+                 as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 3], b)))
+
     def kernel(pos, pieces, sinks, out, n_ctx, dim_v, window):
         s = cuda.shared.array(N_WORDS, types.int32)
         x = cuda.local.array(LOADED, f32)
         tid = i32(cuda.threadIdx.x)
+        lane, warp = i32(tid & 31), i32(tid >> 5)
         token, head, n_head = i32(cuda.blockIdx.z), i32(cuda.blockIdx.y), i32(cuda.gridDim.y)
         position = ld(pos, token)
         begin = first_piece(position, window)
@@ -75,6 +118,7 @@ def flash_attn_ext_combine_kernel(sinks_there):
         statistics, v_row = statistics_at(cuda.gridDim.z, n_head, n_ctx, dim_v), stride_there(dim_v)
         channel, mine = i32(cuda.blockIdx.x * CHANNELS + 4 * (tid & 7)), i32(cuda.blockIdx.x * CHANNELS + tid)
         M, L, O = MINUS_INFINITY, ZERO, ZERO  # M: of all earlier rounds
+        wait_for_previous()
         first = i32(0)
         while first < n_pieces:
             count = i32(min(ROUND, n_pieces - first))
@@ -87,46 +131,37 @@ def flash_attn_ext_combine_kernel(sinks_there):
             if tid < count:
                 m, l = ld(pieces, statistics + 2 * (row + first + tid)), ld(pieces, statistics + 2 * (row + first + tid) + 1)
             left_out = l == ZERO
-            sts(s, MAXIMA + tid, as_i32(MINUS_INFINITY if left_out else m))
-            cuda.syncthreads()  # m of the round is there; the chain of the round before is done
-            before = M
-            j = i32(0)
-            while j < tid & -4 and j < count:
-                y = lds4(s, MAXIMA + j)
-                before = larger_float(larger_float(larger_float(larger_float(before, as_f32(y[0])), as_f32(y[1])), as_f32(y[2])), as_f32(y[3]))
-                j = i32(j + 4)
-            while j < tid and j < count:
-                before = larger_float(before, as_f32(lds(s, MAXIMA + j)))
-                j = i32(j + 1)
-            new_M = larger_float(before, m)
+            new_M, before = running_maximum(MINUS_INFINITY if left_out else m, lane)
+            if lane == 31:
+                sts(s, MAXIMA + warp, as_i32(new_M))
+            cuda.syncthreads()  # the warps' maxima are there; the chain of the round before is done
+            earlier = M
+            for w in range(WARPS):
+                other = as_f32(lds(s, MAXIMA + w))
+                M = larger_float(M, other)
+                earlier = larger_float(earlier, other) if w < warp else earlier
+            before, new_M = larger_float(earlier, before), larger_float(earlier, new_M)
             a, b = exp(sub(before, new_M)), exp(sub(m, new_M))
             sts(s, KEPT + tid, as_i32(ONE if left_out else a))
+            sts(s, SCALES + tid, as_i32(b))
             sts(s, LENGTHS + tid, as_i32(MINUS_ZERO if left_out else mul(l, b)))
-            cuda.syncthreads()
-            sts(s, MAXIMA + tid, as_i32(b))
-            if tid == count - 1:
-                sts(s, ROUND, as_i32(before if left_out else new_M))
-            cuda.syncthreads()  # a, mul(l, b) and b are there, and M for the next round
-            for i in range(LOADS):
-                j = i32((tid >> 3) + i * (THREADS // 8))
-                if j < count:
-                    b, left_out = as_f32(lds(s, MAXIMA + j)), lds(s, LENGTHS + j) == as_i32(MINUS_ZERO)
-                    sts4(s, OUTPUTS + j * CHANNELS + 4 * (tid & 7), as_i32(MINUS_ZERO if left_out else mul(x[4 * i], b)),
-                         as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 1], b)), as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 2], b)),
-                         as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 3], b)))
-            M = as_f32(lds(s, ROUND))
+            cuda.syncthreads()  # a, b and mul(l, b) are there
+            scale_half(s, x, 0, tid)
+            if count > ROUND // 2:
+                scale_half(s, x, LOADS // 2, tid)
             cuda.syncthreads()  # mul(o, b) is there
             if tid < CHANNELS:
                 j = i32(0)
                 while j < count:
-                    a = as_f32(lds(s, KEPT + j))
-                    L = fma(L, a, as_f32(lds(s, LENGTHS + j)))
-                    O = fma(O, a, as_f32(lds(s, OUTPUTS + j * CHANNELS + tid)))
-                    j = i32(j + 1)
+                    L, O = four_links(s, j, tid, L, O)
+                    L, O = four_links(s, j + 4, tid, L, O)
+                    L, O = four_links(s, j + 8, tid, L, O)
+                    L, O = four_links(s, j + 12, tid, L, O)
+                    j = i32(j + LINKS)
             first = i32(first + ROUND)
         if tid < CHANNELS and mine < dim_v:
             if sinks_there:
-                a, L = sink(M, L, ld(sinks, head))
+                a, L = sink(M, L, ldc(sinks, head))
                 O = mul(O, a)
             st(out, (i64(token) * n_head + head) * dim_v + mine, div(O, L))
     return Kernel(kernel, (I32, F32, F32, F32, N, N, N), THREADS)
