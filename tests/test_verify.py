@@ -164,8 +164,8 @@ def test_command(path, text, capsys, tmp_path):
     report = json.loads((tmp_path / "r.json").read_text())
     assert code == 0 and out.splitlines()[-1].startswith("one digest: 6 settings gave ") and "not run: 1" in out and err == ""
     assert report["confirmed"] is True and report["n_windows"] == 3 and report["n_ctx"] == 60 and report["first_difference"] is None
-    assert [s["status"] for s in report["settings"]] == ["same"] * 5 + ["not run"] and report["settings"][-1]["reason"]
-    assert out.count(report["settings"][0]["digest"][:16]) == 5 + 1
+    assert [s["status"] for s in report["settings"]] == ["same"] * 6 + ["not run"] and report["settings"][-1]["reason"]
+    assert out.count(report["settings"][0]["digest"][:16]) == 6 + 1
 
 
 def test_a_mismatch(path, text, capsys, tmp_path):
