@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and its plots from the records of bench/gpu.py and bench/cold_start.py in bench/results: python bench/report.py"""
+"""Writes docs/performance.md and its plots from the records of bench/gpu.py, bench/speed.py and bench/cold_start.py in bench/results: python bench/report.py"""
 import json
 import sys
 from pathlib import Path
@@ -16,7 +16,8 @@ SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)"
 INTRODUCTION = """\
 # Performance
 
-Written by `python bench/report.py` from the records in `bench/results/`, which `bench/gpu.py` makes on a GPU and `bench/cold_start.py` on any device.
+Written by `python bench/report.py` from the records in `bench/results/`, which `bench/gpu.py` makes on a GPU, `bench/speed.py` of whole models
+(prompts and generation: [benchmarks.md](benchmarks.md)), and `bench/cold_start.py` on any device.
 
 A time is the median of 11 replays of a captured graph between two CUDA events, after a warm-up, for one launch; the range is that of the replays.
 Cold: each launch reads another copy of the weights (of the KV cache, in attention), more than three times L2 together. Hot: all read one copy.
@@ -41,8 +42,16 @@ Goals: {compile} s of compilation, and {beyond} s to the first token beyond the 
 COLD_GOALS = {"compile": 30.0, "beyond": 2.0}  # seconds
 
 
+KV_WRITE = """\
+## Writing the KV cache, and graphs
+
+Generation of 128 tokens, t/s: cells of the KV cache by number (`set_rows`, the default) or by address (`--kv-write cpy`, copies into a moving destination through
+a table of pointers in device memory), both replayed from CUDA graphs ([graphs.md](graphs.md)); and every kernel launched by itself (`--no-graphs`).
+"""
+
+
 def records(program: str) -> dict[str, dict]:
-    """File name without .json -> record, of one program: "bench/gpu.py" or "bench/cold_start.py"."""
+    """File name without .json -> record, of one program, such as "bench/gpu.py"."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     return {stem: record for stem, record in found.items() if record.get("command", "").startswith(program)}
 
@@ -107,9 +116,22 @@ def cold_start(found: dict[str, dict]) -> list[str]:
     return [COLD_START.format(**{goal: f"{seconds:g}" for goal, seconds in COLD_GOALS.items()}).rstrip(), *([table(header, lines)] if lines else []), *missing]
 
 
-def page(found: dict[str, dict], cold_starts: dict[str, dict]) -> str:
-    """found, cold_starts: the records of bench/gpu.py and of bench/cold_start.py."""
-    parts = [INTRODUCTION.rstrip(), *cold_start(cold_starts)]
+def kv_write(found: dict[str, dict]) -> list[str]:
+    """The section about records of bench/speed.py that have the same generation in several ways."""
+    lines = []
+    for stem, record in found.items():
+        by_test = {}
+        for row in record["rows"]:
+            if not row["n_prompt"] and not row["n_depth"]:
+                by_test.setdefault((row["model"], row["test"]), {})[row["kv_write"], row["graphs"]] = f"{row['avg_ts']:.1f}"
+        lines += [[f"{record['device']} (`{stem}.json`, {record['date']})", *names, *(ts.get(way, "") for way in (("set_rows", 1), ("cpy", 1), ("set_rows", 0)))]
+                  for names, ts in by_test.items() if len(ts) > 1]
+    return [KV_WRITE.rstrip(), table("device | model | test | set_rows | cpy | without graphs", lines)] if lines else []
+
+
+def page(found: dict[str, dict], cold_starts: dict[str, dict], speeds: dict[str, dict]) -> str:
+    """found, cold_starts, speeds: the records of bench/gpu.py, of bench/cold_start.py and of bench/speed.py."""
+    parts = [INTRODUCTION.rstrip(), *cold_start(cold_starts), *kv_write(speeds)]
     for stem, record in found.items():
         rows, copy_GB_s = rows_of(record), record["copy_GB_s"]
         parts += [f"## {record['device']} (`{stem}.json`)", conditions(record), summary(rows, copy_GB_s)]
@@ -207,7 +229,7 @@ def draw(stem: str, record: dict, folder: Path) -> list[Path]:
 
 def main() -> int:
     found = records("bench/gpu.py")
-    (DOCS / "performance.md").write_text(page(found, records("bench/cold_start.py")))
+    (DOCS / "performance.md").write_text(page(found, records("bench/cold_start.py"), records("bench/speed.py")))
     folder = DOCS / "performance"
     for path in folder.glob("*.svg"):
         path.unlink()

@@ -2,7 +2,8 @@
 
 Writes the synthetic models (`synth.py`) that are missing in the folder of --models, runs the tests of the table as `ggml-py bench` does, each model loaded
 once, and writes a record: what `ggml-py bench -o json` prints of each test, with llama.cpp's t/s on an H200, and the t/s that must and should be reached.
-Prompts of more than 512 tokens run once more with the micro-batches that are the default of other engines, of 512, for comparison.
+Without figures, for comparison, some run once more: prompts of more than 512 tokens in micro-batches of 512, the default of other engines; generation with
+cells of the KV cache by address (--kv-write cpy), and without CUDA graphs.
 """
 import argparse
 import sys
@@ -32,18 +33,17 @@ class Figure(NamedTuple):
     ik_llama_cpp: float | None = None
 
 
+OTHERS_UBATCH = 512  # the default of llama.cpp and ik_llama.cpp
+GENERATION = Test(0, 128)
 TABLE = {
-    ("llama-3-8b", "Q4_K"): [Figure(Test(0, 128), 294, 480, 700), Figure(Test(512, 0), 9873, 12000, 20000), Figure(Test(4096, 0), 10099, 11500, 20000),
+    ("llama-3-8b", "Q4_K"): [Figure(GENERATION, 294, 480, 700), Figure(Test(512, 0), 9873, 12000, 20000), Figure(Test(4096, 0), 10099, 11500, 20000),
                              Figure(Test(0, 128, 4096), 270, 440, 620), Figure(Test(0, 128, 16384), 231, 380, 540), Figure(Test(0, 128, 32768), 192, 310, 450)],
-    ("llama-3-8b", "Q8_0"): [Figure(Test(0, 128), 254, 370, 440), Figure(Test(4096, 0), 11323, 13000, 22000)],
-    ("smollm2-135m", "Q4_1"): [Figure(Test(0, 128), 959, 2000, 4000), Figure(Test(512, 0), 54800, 60000, 120000),
+    ("llama-3-8b", "Q8_0"): [Figure(GENERATION, 254, 370, 440), Figure(Test(4096, 0), 11323, 13000, 22000)],
+    ("smollm2-135m", "Q4_1"): [Figure(GENERATION, 959, 2000, 4000), Figure(Test(512, 0), 54800, 60000, 120000),
                                Figure(Test(4096, 0), 58600, 70000, 120000)],
-    ("qwen3-30b-a3b", "Q4_K"): [Figure(Test(0, 128), 312, 450, 800, 237), Figure(Test(512, 0), 12282, 14000, 20000, 6417),
+    ("qwen3-30b-a3b", "Q4_K"): [Figure(GENERATION, 312, 450, 800, 237), Figure(Test(512, 0), 12282, 14000, 20000, 6417),
                                 Figure(Test(4096, 0), 11675, 13500, 25000, 6890)],
 }
-
-
-OTHERS_UBATCH = 512  # the default of llama.cpp and ik_llama.cpp
 
 
 class Record(Markdown):
@@ -70,9 +70,12 @@ def written(folder: Path, shape: str, type_: str) -> Path:
     return path
 
 
-def results_of(model: Model, path: Path, tests: list[Test], n_batch: int, n_ubatch: int, n_repetitions: int) -> list:
-    """What `ggml-py bench` measures of a loaded model; prints its table."""
-    configs = configs_of([str(path)], [model.device], [numba.get_num_threads()], [n_batch], [n_ubatch])
+def results_of(model: Model, path: Path, tests: list[Test], n_ubatch: int, n_repetitions: int, **settings) -> list:
+    """What `ggml-py bench` measures of a loaded model; prints its table. settings: graphs and kv_write, as of `configs_of`."""
+    if not tests:
+        return []
+    n_batch = max(DEFAULTS["n_batch"], n_ubatch)
+    configs = configs_of([str(path)], [model.device], [numba.get_num_threads()], [n_batch], [n_ubatch], **settings)
     writer = Record(sys.stdout, unusual(configs))
     bench(configs, tests, lambda *_: nullcontext(model), writer, sys.stderr, n_repetitions, 0, True, False)
     return writer.results
@@ -98,22 +101,25 @@ def main() -> int:
     record = {"command": " ".join(["bench/speed.py", *sys.argv[1:]]), **conditions(backend)}
     backend.close()
 
-    rows, n_batch = [], max(DEFAULTS["n_batch"], options.ub)
+    rows = []
     copy_GB_s_of(backend.device)  # before a model takes the memory
     for name in chosen:
         path, figures = written(options.models, *keys[name]), TABLE[keys[name]]
-        longer = [figure.test for figure in figures if min(figure.test.n_prompt, options.ub) > OTHERS_UBATCH]
+        tests = [figure.test for figure in figures]
+        longer = [test for test in tests if min(test.n_prompt, options.ub) > OTHERS_UBATCH]
         with Model.load(str(path), backend.device) as model:
-            results = results_of(model, path, [figure.test for figure in figures], n_batch, options.ub, options.r)
-            as_others = results_of(model, path, longer, n_batch, OTHERS_UBATCH, options.r) if longer else []
+            results = results_of(model, path, tests, options.ub, options.r)
+            others = results_of(model, path, longer, OTHERS_UBATCH, options.r)
+            for settings in {"kv_write": "cpy"}, {"graphs": 0}:
+                others += results_of(model, path, [test for test in tests if test == GENERATION], options.ub, options.r, **settings)
         for result, figure in zip(results, figures):
             known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure)}
             rows.append({"model": name, **known, **asdict(result), "model_filename": path.name})
-            others = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
-            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {others}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
-        for result in as_others:
+            elsewhere = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
+            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {elsewhere}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
+        for result in others:
             rows.append({"model": name, "test": result.test, **asdict(result), "model_filename": path.name})
-            print(f"{name} {result.test} -ub {OTHERS_UBATCH}: {result.avg_ts:.1f} t/s")
+            print(f"{name} {result.test}, -ub {result.n_ubatch}, {result.kv_write}, graphs {result.graphs}: {result.avg_ts:.1f} t/s")
         options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
     return 0
 

@@ -135,7 +135,7 @@ def build_parser() -> Parser:
 
     def add_no_fuse(sub):
         sub.add_argument("--no-fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
-                         help="graph passes left out, none by default; changes the speed, never a bit")
+                         help="graph passes left out, none by default (docs/graphs.md; an unknown name lists them); changes the speed, never a bit")
 
     def add_graphs(sub):
         sub.add_argument("--no-graphs", action="store_true", help="launch every kernel by itself, never from a CUDA graph; changes the speed, never a bit")

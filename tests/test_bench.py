@@ -158,7 +158,7 @@ def test_time(gpu, monkeypatch, us, n_rounds):
 # bench/report.py
 
 def test_page():
-    page = report.page({"h200": {**RECORD, "rows": [vars(row) for row in ROWS]}}, {})
+    page = report.page({"h200": {**RECORD, "rows": [vars(row) for row in ROWS]}}, {}, {})
     assert "6 of 9 limits met, 2 of 5 goals reached. Missed: mmvq q8_0 [m=4096, k=14336, n=8, cold]; mmvq f16" in page
     assert "| mmvq | Q8_0 | m=4096 k=14336 n=1 | cold | 16.0 | 15.5 to 17.0 | 62.4 | 3899 | 97 % | 7.3 | 22.8 us | 18.0 | 16.0 | goal | of the type |" in page
     assert page.count("\n## ") == 2 and page.count("\n### ") == 4 and page.count("\n![") == 3
@@ -175,15 +175,24 @@ def cold_start_runs(compile_seconds, *warm):
 def test_page_of_cold_starts():
     on_cpu = {"device": "znver4", "cores": 2, "date": "2026-01-01", "model": "m.gguf", "runs": cold_start_runs(29.94, 2.0, 1.5, 4.0)}
     on_gpu = {**on_cpu, "device": "NVIDIA H200", "driver": "580.1", "runs": cold_start_runs(30.06, 2.5)}
-    page = report.page({}, {"cpu": on_cpu, "gpu": on_gpu})
+    page = report.page({}, {"cpu": on_cpu, "gpu": on_gpu}, {})
     assert "| znver4, 2 cores (`cpu.json`, 2026-01-01) | m.gguf | 12 | 29.9 | goal | 30.9 | 2.00 (1.50 to 4.00) | 0 | 0.25 | 1.75 | goal |" in page
     assert "| NVIDIA H200, driver 580.1 (`gpu.json`, 2026-01-01) | m.gguf | 12 | 30.1 | missed | 31.1 | 2.50 (2.50 to 2.50) | 0 | 0.25 | 2.25 | missed |" in page
-    assert "not measured yet" not in page and "On a GPU: not measured yet." in report.page({}, {"cpu": on_cpu})
+    assert "not measured yet" not in page and "On a GPU: not measured yet." in report.page({}, {"cpu": on_cpu}, {})
+
+
+def test_page_of_kv_writes():
+    def row(ts, test="tg128", **more):
+        return {"model": "m:Q4_K", "test": test, "n_prompt": 0, "n_depth": 0, "kv_write": "set_rows", "graphs": 1, "avg_ts": ts, **more}
+    rows = [row(100.04), row(99.0, kv_write="cpy"), row(50.0, graphs=0), row(7.0, n_depth=9), row(8.0, n_prompt=9), row(9.0, test="tg9")]
+    page = report.page({}, {}, {"speed": {"device": "H200", "date": "2026-01-01", "rows": rows}})
+    assert page.count("| H200 (`speed.json`") == 1 and "| H200 (`speed.json`, 2026-01-01) | m:Q4_K | tg128 | 100.0 | 99.0 | 50.0 |" in page
+    assert "KV cache, and graphs" not in report.page({}, {}, {"speed": {"device": "H200", "date": "2026-01-01", "rows": rows[:1]}})
 
 
 def test_committed_page():
     """After a change of the records or of the generator: python bench/report.py"""
-    assert (report.DOCS / "performance.md").read_text() == report.page(report.records("bench/gpu.py"), report.records("bench/cold_start.py"))
+    assert (report.DOCS / "performance.md").read_text() == report.page(*map(report.records, ("bench/gpu.py", "bench/cold_start.py", "bench/speed.py")))
 
 
 def same_drawing(a: str, b: str) -> bool:
@@ -223,7 +232,7 @@ def test_cold_start(tmp_path, monkeypatch):
     assert empty["n_kernels"] > 5 and empty["first_token_seconds"] > empty["compile_seconds"] > 1  # all kernels come before the first token here
     assert (warm["n_kernels"], warm["compile_seconds"]) == (0, 0)
     assert 0 < warm["load_seconds"] < warm["first_token_seconds"] < empty["first_token_seconds"]
-    assert "| tiny.gguf |" in report.page({}, {"record": record})
+    assert "| tiny.gguf |" in report.page({}, {"record": record}, {})
 
 
 @pytest.mark.parametrize("device, model, message", [("tpu", "", "--device: 'tpu' is not a device"), ("cpu", "missing.gguf", "No such file")])

@@ -454,21 +454,23 @@ def test_literals():
 # bench/speed.py
 
 def test_speed(tmp_path, monkeypatch, capsys):
-    """The table on tiny models: written once, measured, and compared with the figures; a prompt of several of others' micro-batches also in those."""
+    """The table on tiny models: written once, measured, and compared with the figures; prompts and generation also in other ways."""
     speed = pytest.importorskip("speed", reason="needs the checkout")
     figures = [speed.Figure(benchmark.Test(*test), 1, must, goal) for test, must, goal in (((0, 2), 1, 2), ((8, 0, 3), 1, 1e12), ((4, 0), 1e12, 1e13))]
     monkeypatch.setattr(speed, "TABLE", {("tiny-llama", "Q8_0"): figures})
     monkeypatch.setattr(speed, "OTHERS_UBATCH", 4)
+    monkeypatch.setattr(speed, "GENERATION", benchmark.Test(0, 2))
     out = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", ["speed.py", "--models", str(tmp_path), "--out", str(out), "--device", "cpu", "-r", "1"])
     for _ in range(2):
         assert speed.main() == 0
     record = json.loads(out.read_text())
-    assert [(row["model"], row["test"], row.get("verdict"), row["model_filename"], row["n_ubatch"]) for row in record["rows"]] == [
-        ("tiny-llama:Q8_0", test, verdict, "tiny-llama-q8_0.gguf", n_ubatch)
-        for test, verdict, n_ubatch in (("tg2", "goal", 2048), ("pp8 @ d3", "met", 2048), ("pp4", "missed", 2048), ("pp8 @ d3", None, 4))]
+    assert all((row["model"], row["model_filename"]) == ("tiny-llama:Q8_0", "tiny-llama-q8_0.gguf") for row in record["rows"])
+    assert [(row["test"], row.get("verdict"), row["n_ubatch"], row["kv_write"], row["graphs"]) for row in record["rows"]] == [
+        ("tg2", "goal", 2048, "set_rows", 1), ("pp8 @ d3", "met", 2048, "set_rows", 1), ("pp4", "missed", 2048, "set_rows", 1),
+        ("pp8 @ d3", None, 4, "set_rows", 1), ("tg2", None, 2048, "cpy", 1), ("tg2", None, 2048, "set_rows", 0)]
     monkeypatch.setattr(sys, "argv", [*sys.argv, "-ub", "4"])
-    assert speed.main() == 0 and len(json.loads(out.read_text())["rows"]) == 3  # as others already
+    assert speed.main() == 0 and len(json.loads(out.read_text())["rows"]) == 5  # prompts as others already
     assert record["command"].startswith("bench/speed.py ") and "must 1, goal 2: goal" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "tiny-llama-q8_0.gguf"]
 

@@ -2,6 +2,7 @@
 import random
 from importlib import import_module
 from inspect import signature
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -304,6 +305,14 @@ def test_attention_that_a_gpu_quantizes_apart(n, n_head, n_ctx, window, declined
     assert CUDABackend.declines(SimpleNamespace(target=SimpleNamespace(n_multiprocessors=132)), "flash_attn_ext_act", match) is declined
 
 
+def test_the_table_of_the_docs():
+    page = Path(__file__).resolve().parent.parent / "docs" / "graphs.md"
+    if not page.is_file():
+        pytest.skip("needs the checkout")
+    section = page.read_text().split("## Graph passes")[1].split("\n## ")[0]
+    assert [line.split("|")[2].strip(" `") for line in section.splitlines() if line.startswith("| ")][2:] == list(PASSES)
+
+
 # Switched off by name
 
 def test_each_pass_is_switched_off_alone():
@@ -357,7 +366,7 @@ def test_help_says_that_nothing_is_left_out_by_default(capsys):
     with pytest.raises(SystemExit):
         cli.execute(["run", "--help"])
     help = " ".join(capsys.readouterr().out.split())
-    assert "graph passes left out, none by default; changes the speed, never a bit --no-graphs" in help and "(default: 0.0)" in help
+    assert "graph passes left out, none by default (docs/graphs.md; an unknown name lists them); changes the speed, never a bit --no-graphs" in help and "(default: 0.0)" in help
 
 
 @pytest.mark.parametrize("option, no_fuse", [([], ()), (["--no-fuse", "all"], ("all",)), (["--no-fuse", "swiglu_act,rms_norm_act"], ("swiglu_act", "rms_norm_act"))])
