@@ -123,6 +123,9 @@ PUBLISHED = {
                     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
                     r"|\s*[\r\n]+|\s+(?!\S)|\s+"],
     "bailingmoe": [r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"],
+    "gpt-4o": [r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?:'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD]))?"
+               r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?:'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD]))?"
+               r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
     "gpt-2": [GPT2],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
@@ -131,26 +134,27 @@ ROWS = {  # name: ignore_merges, add_bos, clean_spaces, BOS where the metadata n
     "megrez": (False, False, True, 11), "qwen35": (False, False, False, 11), "deepseek-llm": (False, False, False, 11),
     "deepseek-v3": (False, False, False, 11),
     "chatglm-bpe": (False, False, True, None), "glm4": (True, False, True, None), "bailingmoe": (False, False, False, 11),
-    "gpt-2": (False, False, True, 11), "kimi-k2": (False, False, False, 11), "default": (False, False, True, 11)}
+    "gpt-2": (False, False, True, 11), "kimi-k2": (False, False, False, 11), "gpt-4o": (False, False, False, 11), "default": (False, False, True, 11)}
 SAME = [  # the names of each row of the table
     "smollm", "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", "qwen2 deepseek-r1-qwen kormo f2llmv2",
     "megrez", "qwen35", "deepseek-llm", "deepseek-v3", "chatglm-bpe", "glm4 glm5", "bailingmoe bailingmoe2 llada-moe",
-    "gpt-2 phi-2 exaone4 mellum a.x-4.0 gigachat modern-bert jina-es jina-de jina-v2-es jina-v2-de", "kimi-k2", "default"]
+    "gpt-2 phi-2 exaone4 mellum a.x-4.0 gigachat modern-bert jina-es jina-de jina-v2-es jina-v2-de", "kimi-k2", "gpt-4o llama4 kanana2 talkie",
+    "default"]
 
 
 def is_class(c: str, name: str) -> bool:
-    """name: \\s, \\S, the initial of a general category, or C for cased letters."""
+    """name: \\s, \\S, a general category or its initial, or C for cased letters."""
     if name in (r"\s", r"\S"):
         return (c in SPACES) == (name == r"\s")
-    return unicodedata.category(c) in ("Lu", "Ll", "Lt") if name == "C" else unicodedata.category(c)[0] == name
+    return unicodedata.category(c) in ("Lu", "Ll", "Lt") if name == "C" else unicodedata.category(c).startswith(name)
 
 
 def to_python(regex: str) -> re.Pattern:
     """A published regex for Python's engine, which has no Unicode properties: classes become lists of the alphabet's characters."""
     out, within = [], False
-    for token in re.findall(r"\\p\{\w\}|\\.|.", regex, re.DOTALL):
+    for token in re.findall(r"\\p\{\w+\}|\\.|.", regex, re.DOTALL):
         if token.startswith((r"\p", r"\s", r"\S")):
-            members = "".join(re.escape(c) for c in ALPHABET if is_class(c, token[3:4] or token))
+            members = "".join(re.escape(c) for c in ALPHABET if is_class(c, token[3:-1] or token))
             out.append(members if within else f"[{members}]")
         else:
             within = {"[": True, "]": False}.get(token, within)
@@ -239,6 +243,8 @@ def test_pieces_of_kimi_k2_are_those_of_its_splitter(text):
     ("deepseek-llm", "x  1", ["x", "  ", "1"]),
     ("deepseek-llm", "x \n  ", ["x", " ", "\n", "  "]),
     ("kimi-k2", "ab\u4e00\u9fffcd'S", ["ab", "\u4e00\u9fff", "cd'S"]),
+    ("gpt-4o", "HTTPServer'S 1234\n", ["HTTPServer'S", " ", "123", "4", "\n"]),
+    ("gpt-4o", "camelCase a/b.\n/", ["camel", "Case", " a", "/b", ".\n/"]),
     ("deepseek-v3", "a\u3042.b", ["a", "\u3042", ".b"]),
     ("llama-bpe", "\x1c\x1ca", ["\x1c\x1c", "a"]),  # U+001C is not white space
     ("llama-bpe", "\x85\x85a", ["\x85", "\x85a"]),  # U+0085 is
@@ -377,8 +383,8 @@ def test_spm_byte_without_a_token():
 
 # Long texts without a break
 
-@pytest.mark.parametrize("unit, end", [("a", ""), (" ", ""), (" ", "1"), ("\n", ""), (" \n", ""), ("'", ""), ("\u4e00", "")],
-                         ids=["letters", "spaces", "spaces, digit", "newlines", "blank lines", "quotes", "han"])
+@pytest.mark.parametrize("unit, end", [("a", ""), ("A", ""), (" ", ""), (" ", "1"), ("\n", ""), (" \n", ""), ("'", ""), ("\u4e00", "")],
+                         ids=["letters", "capitals", "spaces", "spaces, digit", "newlines", "blank lines", "quotes", "han"])
 def test_time_grows_with_length_only(unit, end):
     """Work that grows with the square of 100,000 characters takes minutes, or makes the regex engine give up."""
     text = unit * (100_000 // len(unit)) + end
@@ -441,6 +447,13 @@ def test_end_of_generation():
     assert texts_of(tokenizer, "<|im_end|>", parse_special=True) == ["<|im_end|>"]  # a control token, though the file calls it normal
     assert tokenizer.decode([256]) == ""
     assert bpe(LETTERS, special=special, eot_token_id=260).is_end_of_generation(260)
+
+
+@pytest.mark.parametrize("others, ends", [(["<|return|>", "<|call|>"], [1, 2]), (["<|return|>"], [0, 1]), (["<|flush|>", "<|calls|>"], [1, 2]), ([], [0])])
+def test_end_of_a_message_ends_no_turn(others, ends):
+    """gpt-oss writes several messages in a turn."""
+    tokenizer = bpe(LETTERS, special=[(text, CONTROL) for text in ["<|end|>", *others]], eos_token_id=256 + len(others))
+    assert [id for id in range(3) if tokenizer.is_end_of_generation(256 + id)] == ends
 
 
 # Decoding

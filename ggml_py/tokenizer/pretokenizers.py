@@ -31,6 +31,9 @@ LLAMA3 = (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}
 QWEN2 = (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,)
 QWEN35 = (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,)
 KIMI_K2 = (f"[{_HAN}]+|[^\\r\\n\\p{{L}}\\p{{N}}]?[\\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+GPT4O = ("|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?:{_CONTRACTION})?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*"))
+         + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES,)
 DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
              r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES)
 # The reference matches this set with all non-ASCII white space replaced, so ranges of characters never hold it: the published U+3000-3002 starts
@@ -68,5 +71,6 @@ PRE_TOKENIZERS = {name: row for names, row in {
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer(QWEN2),
     "gpt-2 phi-2 exaone4 mellum a.x-4.0 gigachat modern-bert jina-es jina-de jina-v2-es jina-v2-de": PreTokenizer(GPT2, clean_spaces=True),
     "kimi-k2": PreTokenizer(KIMI_K2),
+    "gpt-4o llama4 kanana2 talkie": PreTokenizer(GPT4O),
     "default": PreTokenizer(DEFAULT, clean_spaces=True),
 }.items() for name in names.split()}

@@ -14,6 +14,8 @@ END_OF_GENERATION = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
     "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
     "<｜end▁of▁sentence｜>", "[e~["))
+# Where a turn is several messages, these texts end it, and the one behind them ends a message: gpt-oss writes its answer after <|end|>.
+END_OF_MESSAGE = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"))
 # A model that writes code files ends with the padding of a gap, or by starting the next repository or file; the first text found counts.
 END_OF_FILE = (("fim_pad", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
                ("fim_rep", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
@@ -48,7 +50,8 @@ class Vocabulary:
         scores = numbers(metadata, "tokenizer.ggml.scores", np.float32, len(tokens), 0)
 
         ends = {id for name in ("eos", "eot", "eom") if (id := special_id(metadata, name, len(tokens))) is not None}
-        ends |= forced_control(types, (ids[text] for text in END_OF_GENERATION if text in ids))
+        messages = {end for turns, end in END_OF_MESSAGE if turns <= ids.keys()}
+        ends |= forced_control(types, (ids[text] for text in END_OF_GENERATION - messages if text in ids))
         for name, candidates in END_OF_FILE:
             id = special_id(metadata, name, len(tokens))
             ends |= {id} if id is not None else forced_control(types, [ids[text] for text in candidates if text in ids][:1])
