@@ -252,6 +252,34 @@ def test_an_arena_that_grew_is_captured_again(open_model):
     assert model.backend.target.device.open_graphs == 0
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_arena_that_could_not_grow_is_made_anew(open_model, monkeypatch, error, when):
+    """The old one is gone, what was captured in it is captured again; an interrupt may come when the new one is there, and nobody has it yet."""
+    model = open_model()
+    empty, n_before = model.backend.empty, len(model.backend.memory.buffers)
+
+    def fails(n_bytes):
+        if when == "after":
+            model.backend.free(empty(n_bytes))  # as cuda-core frees a buffer that nothing refers to
+        raise error
+    with model.new_context(n_ctx=256) as context:
+        for _ in range(3):
+            before = launched(context, [(0, [1])])
+        n_buffers = len(model.backend.memory.buffers)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.backend, "empty", fails)
+            with pytest.raises(error):
+                context.decode(TOKENS[:64])
+        assert len(model.backend.memory.buffers) == n_buffers - 1
+        found = [launched(context, [(0, [1])]) for _ in range(2)]
+        assert len(before) == len(found[0]) and found[0] == found[1] != before
+        for n in 2, 64, 1:
+            assert launched(context, [(0, TOKENS[:n])])
+        assert (context.graphs.counters.captures, context.graphs.counters.updates) == (1, 2) and len(model.backend.memory.buffers) == n_buffers
+    assert len(model.backend.memory.buffers) == n_before
+
+
 def test_programs_that_were_dropped_are_captured_again(open_model):
     """A program made anew has the same launches, but a graph is replayed only for the steps that it was captured from."""
     with open_model().new_context(n_ctx=256) as context:
