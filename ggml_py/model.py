@@ -8,7 +8,7 @@ from typing import Iterator, NamedTuple
 import numpy as np
 
 from .backends import open_backend
-from .backends.cuda_graphs import Key
+from .backends.cuda_graphs import SHAPES, Key
 from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
 from .gguf_file import GGUFFile
@@ -17,8 +17,6 @@ from .passes import switched_off
 from .program import Arenas, Outputs, Program
 from .sampling import not_a_number
 from .tokenizer import Tokenizer
-
-PROGRAMS = 16  # of the most recent batch shapes that a context keeps ready
 
 
 class Model:
@@ -230,13 +228,14 @@ class Context:
         return self.program(*shape).queue(values, self.graphs, Key(*shape, *self.settings))
 
     def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
-        """The graph for batches of this shape, planned and bound."""
+        """The graph for batches of this shape, planned and bound. Those of the SHAPES most recent shapes are kept: launches and inputs on the host, about a
+        megabyte for 32 layers, and nothing on the device."""
         key = n_tokens, n_outputs, greedy
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
             program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, *key), self.arenas, self.no_fuse)
         self.programs.move_to_end(key)
-        while len(self.programs) > PROGRAMS:
+        while len(self.programs) > SHAPES:
             self.programs.popitem(last=False)
         return program
 

@@ -4,7 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ggml_py.backends.cuda_graphs import GraphCache, Key, refusal
+from ggml_py.backends.cuda_graphs import SHAPES, GraphCache, Key, refusal
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Pending
 from ggml_py.cli import execute
@@ -287,6 +287,23 @@ def test_programs_that_were_dropped_are_captured_again(open_model):
         context.programs.clear()
         found += [launched(context, [(0, [1])]) for _ in range(2)]
         assert all(each == found[0] for each in found) and context.graphs.counters.updates == 1
+
+
+@pytest.mark.parametrize("n_shapes, counts", [(SHAPES, (SHAPES, SHAPES, 3 * SHAPES)), (SHAPES + 1, (4 * SHAPES + 4, 0, 0))], ids=str)
+def test_as_many_shapes_as_are_remembered_come_in_turns(open_model, n_shapes, counts):
+    """Each is captured when it comes again, and replayed from then on: no graph is kept whose program is gone. One shape more, and all are forgotten before
+    they come again."""
+    model = open_model()
+    with model.new_context(n_ctx=256) as context:
+        context.program(64, 1)  # its arena holds them all
+        for _ in range(4):
+            for n in range(1, n_shapes + 1):
+                context.clear()
+                context.decode(TOKENS[:n])
+        counters = context.graphs.counters
+        assert (counters.eager, counters.captures, counters.replays) == counts and counters.updates == counters.evictions == 0
+        assert [key[:3] for key in context.graphs.entries] == list(context.programs) == [(n, 1, False) for n in range(n_shapes - SHAPES + 1, n_shapes + 1)]
+        assert model.backend.target.device.open_graphs == counters.captures
 
 
 def test_a_program_is_bound_once(open_model):
