@@ -1,5 +1,7 @@
 """Transfers against the scripted fake of a driver, in which everything is as late as it can be."""
+import copy
 import gc
+import pickle
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -90,7 +92,8 @@ PENDING = Pending(np.zeros(4, np.uint8))
 
 
 @pytest.mark.parametrize("use", [np.asarray, len, list, bool, int, float, bytes, lambda p: p[0], lambda p: 0 in p, lambda p: p == 0, lambda p: p + 1,
-                                 lambda p: 1 + p, lambda p: np.add(p, 1), lambda p: np.zeros(4) + p, lambda p: p.view(np.float32), lambda p: p.shape])
+                                 lambda p: 1 + p, lambda p: np.add(p, 1), lambda p: np.zeros(4) + p, lambda p: p.view(np.float32), lambda p: p.shape,
+                                 copy.copy, copy.deepcopy, pickle.dumps])
 def test_pending_is_no_array(use):
     with pytest.raises((TypeError, AttributeError), match=r"Pending: .* of bytes that may still be on their way; call \.result\(\)"):
         use(PENDING)
