@@ -121,6 +121,7 @@ class Context:
         self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
         self.graphs = model.backend.new_graphs() if graphs else None
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
+        self.is_closed = False
         self.ahead: Step | None = None  # queued before anybody asked for it, and taken back when something else is asked for
 
     def decode(self, tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
@@ -230,6 +231,8 @@ class Context:
     def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound. Those of the SHAPES most recent shapes are kept: launches and inputs on the host, about a
         megabyte for 32 layers, and nothing on the device."""
+        if self.is_closed:
+            raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")
         key = n_tokens, n_outputs, greedy
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
@@ -262,7 +265,9 @@ class Context:
         self.memory.seq_rm(seq_id, max(p0, 0), self.n_ctx if p1 < 0 else p1)
 
     def close(self) -> None:
-        self.ahead = None
+        """Frees its memory, behind what is queued: a step of `greedy` that runs ahead ends first. Its iterator can be closed later, and gives no more ids."""
+        self._take_back()
+        self.is_closed = True
         if self.graphs:
             self.graphs.close()
         self.programs.clear()

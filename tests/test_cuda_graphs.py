@@ -412,6 +412,20 @@ def test_the_next_step_is_queued_before_an_id_is_waited_for(open_model, monkeypa
             assert list(context.graphs.entries) == [Key(1, 1, True, frozenset(), "f16", "f16", settings.get("kv_write", "set_rows"))]
 
 
+@pytest.mark.parametrize("settings", [{}, dict(graphs=False), dict(kv_write="cpy")], ids=str)
+def test_a_context_is_closed_while_a_step_is_ahead(open_model, settings):
+    """Its memory and graphs go at once, and nothing reaches the device when the iterator is closed, or dropped, behind it."""
+    model = open_model()
+    backend, n_buffers = model.backend, len(model.backend.memory.buffers)
+    with model.new_context(n_ctx=256, **settings) as context:
+        ids = context.greedy(5, 8)
+        assert [next(ids), next(ids)] == [0, 0] and context.ahead is not None and len(backend.copied) == 2
+    assert len(backend.memory.buffers) == n_buffers and backend.target.device.open_graphs == 0
+    before = [len(each) for each in (backend.stream.launched, backend.written, backend.copied)]
+    ids.close()
+    assert [len(each) for each in (backend.stream.launched, backend.written, backend.copied)] == before and len(backend.memory.buffers) == n_buffers
+
+
 def test_what_cannot_be_queued_ahead_is_not(open_model, tmp_path):
     """Programs that are refused go step by step; those whose kernels leave errors to be read are queued ahead as others are."""
     model = open_model()
