@@ -10,7 +10,7 @@ from driver_programs import PROGRAMS, Interpreter
 from hypothesis import HealthCheck, given, settings
 from late_machines import CUDAMachine, FakeMachine
 from tiny_models import write_model
-from transfer_checks import CHECKS, NAIVE, check_exceptions, check_teardown, naive_pageable_write, transfers_of
+from transfer_checks import CHECKS, MODEL_CHECKS, NAIVE, check_exceptions, check_teardown, naive_pageable_write, transfers_of
 from transfer_interleavings import Interleavings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
@@ -96,23 +96,12 @@ def test_capture_is_refused(machine):
         assert not transfers.read(buffer, 0, 256).result().any()
 
 
-def test_late_model(machine, tmp_path, monkeypatch):
-    """Runs of a model of which everything is late, from the inputs on, give the same logits."""
+@pytest.mark.parametrize("kv_write", ["set_rows", "cpy"])
+@pytest.mark.parametrize("check", MODEL_CHECKS)
+def test_late_model(machine, tmp_path, check, kv_write):
     from ggml_py import Model
-    with Model.load(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32")), device="cuda:0") as model, model.new_context(n_ctx=64) as context:
-        tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-        wanted = [context.decode(tokens[i:i + n], logits="all") for i, n in ((0, 4), (4, 1), (5, 1), (6, 2))]
-        context.clear()
-        write = model.backend.write
-
-        def late_write(*args):
-            machine.delay(model.backend.stream)
-            write(*args)
-        monkeypatch.setattr(model.backend, "write", late_write)
-        begin = time.perf_counter()
-        found = [context.decode(tokens[i:i + n], logits="all") for i, n in ((0, 4), (4, 1), (5, 1), (6, 2))]
-        assert time.perf_counter() - begin > 4 * machine.seconds * 0.99
-        assert all(np.array_equal(a, b) for a, b in zip(wanted, found))
+    with Model.load(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32")), device="cuda:0") as model:
+        check(machine, model, kv_write=kv_write)
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other processes take device memory meanwhile: run without -n")
