@@ -187,7 +187,7 @@ def test_sweep_rows(clock, monkeypatch):
     rows = list(sweep.sweep(model(), Settings(n_ctx=35, n_batch=64, n_ubatch=10), 3, 0, True, None))
     tokens = benchmark.random_tokens(model(), 35, 0).tolist()
     ones = lambda first, n: [([tokens[first] + i], "greedy") for i in range(n)]
-    expected = [0, (tokens[:10], "last"), 0, *ones(0, 1)]  # the warm-up
+    expected = benchmark.WARM_UPS * [0, (tokens[:10], "last"), 0, *ones(0, 1)]
     for n_kv in 0, 10, 20:
         expected += [n_kv, *ones(n_kv, 3), n_kv, (tokens[n_kv:n_kv + 10], "last")]
     assert clock.calls == expected
@@ -336,7 +336,7 @@ def test_markdown_shows_what_differs(bench):
 
 
 def test_defaults(capsys, path, monkeypatch):
-    """pp512 and tg128, five repetitions, after one that does not count."""
+    """pp512 and tg128, five repetitions, after those that do not count."""
     seen = []
     monkeypatch.setattr(benchmark, "bench", lambda *args, **kwargs: seen.append(args))
     assert call(capsys, "bench", "-m", path, "--device", "cpu") == (0, "", "")

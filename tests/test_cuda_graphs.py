@@ -4,6 +4,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from ggml_py import sweep
 from ggml_py.backends.cuda_graphs import SHAPES, GraphCache, Key, refusal
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Pending
@@ -13,6 +14,7 @@ from ggml_py.gguf_file import GGUFFile
 from ggml_py.graph import Graph, Tensor
 from ggml_py.memory import KVCache
 from ggml_py.model import Model
+from ggml_py.perplexity import Settings
 from ggml_py.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from fake_model import FakeModel
@@ -371,6 +373,20 @@ def test_no_graphs_on_the_cpu(files):
     with Model.load(files["llama"], device="cpu") as model, model.new_context(n_ctx=64) as context:
         context.decode(TOKENS[:3])
         assert context.graphs is None and context.launches() == "CUDA graphs: none"
+
+
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_no_row_of_a_sweep_captures(open_model, monkeypatch, warm_up):
+    """How many graphs there were behind each part: both come before the first row, whose prompt and token would capture them otherwise, and, since the arena
+    grows in between, one of them twice."""
+    model, captures = open_model(), []
+    for name in "decode_prompt", "decode_one_by_one":
+        def part(*args, decode=getattr(sweep, name)):
+            decode(*args)
+            captures.append(len(model.backend.target.device.graphs))
+        monkeypatch.setattr(sweep, name, part)
+    rows = list(sweep.sweep(model, Settings(n_ctx=64, n_ubatch=16), 4, 0, warm_up, None))
+    assert len(rows) == 4 and captures == ([0, 0, 1, 2] + 8 * [2] if warm_up else [1, 1, 2] + 5 * [3])
 
 
 # Greedy generation
