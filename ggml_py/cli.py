@@ -506,8 +506,10 @@ def sweep_command(options, load_model):
     from .sweep import print_sweep, sweep
     with load(options, load_model) as model:
         settings = settings_of(options, n_ctx=options.ctx_size or min(8192, model.n_ctx_train))
-        about = dict(model=options.model, device=model.device, n_kv_max=settings.n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch,
-                     type_k=settings.type_k, type_v=settings.type_v, flash_attn=options.flash_attn, n_threads=numba.get_num_threads(), seed=options.seed)
+        about = dict(version=__version__, model=options.model, device=model.device, device_name=model.backend.name, n_kv_max=settings.n_ctx,
+                     n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k, type_v=settings.type_v, flash_attn=options.flash_attn,
+                     no_fuse=",".join(settings.no_fuse), graphs=int(settings.graphs), kv_write=settings.kv_write, n_threads=numba.get_num_threads(),
+                     seed=options.seed)
         print("sweep-bench:", ", ".join(f"{name} = {value}" for name, value in about.items()), file=sys.stderr)
         rows = sweep(model, settings, options.n_gen or max(1, settings.n_ubatch // 4), options.seed, not options.no_warmup, sys.stderr)
         print_sweep(rows, about, sys.stdout, options.output_format)
