@@ -383,7 +383,8 @@ def test_sweep(capsys, path, format):
     code, out, err = call(capsys, "sweep-bench", "-m", path, "--device", "cpu", "-c", 70, "-ub", 16, "-n", 5, "-ctv", "q8_0", "-o", format,
                           "--no-fuse", "swiglu_act,rms_norm_act", "--no-graphs", "--kv-write", "cpy")
     name = CPUBackend().name
-    assert code == 0 and err.startswith(f"sweep-bench: version = {__version__}, model = {path}, device = cpu, device_name = {name}, n_kv_max = 70, n_batch = 2048, ")
+    assert code == 0
+    assert err.startswith(f"sweep-bench: version = {__version__}, model = {path}, device = cpu, device_name = {name}, n_kv_max = 70, n_batch = 2048, ")
     if format == "jsonl":
         rows = [json.loads(line) for line in out.splitlines()]
         measured = ["pp", "tg", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg"]
