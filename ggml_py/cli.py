@@ -147,7 +147,7 @@ def build_parser() -> Parser:
 
     def add_tokens_and_warm_up(sub):
         sub.add_argument("--seed", type=at_least(0), default=0, help="of the random tokens")
-        sub.add_argument("--no-warmup", action="store_true", help="count the first run as well, which compiles and loads kernels")
+        sub.add_argument("--no-warmup", action="store_true", help="count the first runs as well, which compile and load kernels and capture graphs")
 
     def add_sampling(sub):
         sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
