@@ -1,9 +1,9 @@
 """`ggml-py bench`: how fast prompts and generation are, in the manner of llama-bench.
 
-A test is a prompt of n_prompt random tokens, then n_gen greedy steps from a random token, behind n_depth tokens that are in the cache already. It runs once
-untimed, so that kernels are compiled and loaded, then n_repetitions times; before each, the cache is cut back to n_depth positions, untimed. A prompt is
-decoded in logical batches of n_batch tokens, and only its last token has logits; of every generated token the id comes to the host. The clock stops when the
-last of these is in the host's memory, so everything is computed.
+A test is a prompt of n_prompt random tokens, then n_gen greedy steps from a random token, behind n_depth tokens that are in the cache already. It runs
+WARM_UPS times untimed, so that kernels are compiled and loaded and graphs captured, then n_repetitions times; before each, the cache is cut back to n_depth
+positions, untimed. A prompt is decoded in logical batches of n_batch tokens, and only its last token has logits; of every generated token the id comes to
+the host. The clock stops when the last of these is in the host's memory, so everything is computed.
 """
 import itertools
 import statistics

@@ -147,7 +147,7 @@ def build_parser() -> Parser:
 
     def add_tokens_and_warm_up(sub):
         sub.add_argument("--seed", type=at_least(0), default=0, help="of the random tokens")
-        sub.add_argument("--no-warmup", action="store_true", help="count the first run as well, which compiles and loads kernels")
+        sub.add_argument("--no-warmup", action="store_true", help="count the first runs as well, which compile and load kernels and capture graphs")
 
     def add_sampling(sub):
         sub.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
@@ -506,8 +506,10 @@ def sweep_command(options, load_model):
     from .sweep import print_sweep, sweep
     with load(options, load_model) as model:
         settings = settings_of(options, n_ctx=options.ctx_size or min(8192, model.n_ctx_train))
-        about = dict(model=options.model, device=model.device, n_kv_max=settings.n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch,
-                     type_k=settings.type_k, type_v=settings.type_v, flash_attn=options.flash_attn, n_threads=numba.get_num_threads(), seed=options.seed)
+        about = dict(version=__version__, model=options.model, device=model.device, device_name=model.backend.name, n_kv_max=settings.n_ctx,
+                     n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k, type_v=settings.type_v, flash_attn=options.flash_attn,
+                     no_fuse=",".join(settings.no_fuse), graphs=int(settings.graphs), kv_write=settings.kv_write, n_threads=numba.get_num_threads(),
+                     seed=options.seed)
         print("sweep-bench:", ", ".join(f"{name} = {value}" for name, value in about.items()), file=sys.stderr)
         rows = sweep(model, settings, options.n_gen or max(1, settings.n_ubatch // 4), options.seed, not options.no_warmup, sys.stderr)
         print_sweep(rows, about, sys.stdout, options.output_format)

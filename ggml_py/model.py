@@ -8,7 +8,7 @@ from typing import Iterator, NamedTuple
 import numpy as np
 
 from .backends import open_backend
-from .backends.cuda_graphs import Key
+from .backends.cuda_graphs import SHAPES, Key
 from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
 from .gguf_file import GGUFFile
@@ -17,8 +17,6 @@ from .passes import switched_off
 from .program import Arenas, Outputs, Program
 from .sampling import not_a_number
 from .tokenizer import Tokenizer
-
-PROGRAMS = 16  # of the most recent batch shapes that a context keeps ready
 
 
 class Model:
@@ -123,6 +121,7 @@ class Context:
         self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
         self.graphs = model.backend.new_graphs() if graphs else None
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
+        self.is_closed = False
         self.ahead: Step | None = None  # queued before anybody asked for it, and taken back when something else is asked for
 
     def decode(self, tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
@@ -230,13 +229,16 @@ class Context:
         return self.program(*shape).queue(values, self.graphs, Key(*shape, *self.settings))
 
     def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
-        """The graph for batches of this shape, planned and bound."""
+        """The graph for batches of this shape, planned and bound. Those of the SHAPES most recent shapes are kept: launches and inputs on the host, about a
+        megabyte for 32 layers, and nothing on the device."""
+        if self.is_closed:
+            raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")
         key = n_tokens, n_outputs, greedy
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
             program = self.programs[key] = Program(self.model.graph.build(self.memory, self.rope_table, *key), self.arenas, self.no_fuse)
         self.programs.move_to_end(key)
-        while len(self.programs) > PROGRAMS:
+        while len(self.programs) > SHAPES:
             self.programs.popitem(last=False)
         return program
 
@@ -263,7 +265,9 @@ class Context:
         self.memory.seq_rm(seq_id, max(p0, 0), self.n_ctx if p1 < 0 else p1)
 
     def close(self) -> None:
-        self.ahead = None
+        """Frees its memory, behind what is queued: a step of `greedy` that runs ahead ends first. Its iterator can be closed later, and gives no more ids."""
+        self._take_back()
+        self.is_closed = True
         if self.graphs:
             self.graphs.close()
         self.programs.clear()

@@ -12,21 +12,25 @@ from .storage import DTYPES, n_bytes
 
 
 class Arenas:
-    """The scratch memory of a context, one buffer a device, shared by its programs (which run one after the other). It grows, and tells so."""
+    """The scratch memory of a context, one buffer a device, shared by its programs (which run one after the other). It grows, and tells so.
+
+    The old buffer goes before the new one comes, so that both need not fit. Should the new one not come, for want of memory or since somebody interrupts,
+    the device has none, and whatever program is next allocates what it needs."""
 
     def __init__(self, backends: dict):
         self.backends = backends
         self.buffers: dict = {}
         self.sizes: dict[str, int] = {}
-        self.generation = 0  # programs bound before the last growth hold addresses that are gone
+        self.generation = 0  # programs bound before the last growth, or an attempt at one, hold addresses that are gone
 
     def ensure(self, device: str, size: int):
         if self.sizes.get(device, -1) < size:
+            self.generation += 1
+            self.sizes.pop(device, None)
             if device in self.buffers:
                 self.backends[device].free(self.buffers.pop(device))
             self.buffers[device] = self.backends[device].empty(size)
             self.sizes[device] = size
-            self.generation += 1
 
     def close(self):
         for device, buffer in self.buffers.items():

@@ -1,14 +1,15 @@
 """`ggml-py sweep-bench`: how speed falls as the context grows, in the manner of ik_llama.cpp's sweep-bench.
 
 For N_KV = 0, PP, 2 PP, ... tokens in the cache of one sequence: first TG tokens are generated greedily from a random one, then the cache is cut back
-to N_KV and PP tokens are decoded as one prompt with logits of the last alone, which stay. Each part is awaited; cutting back counts.
+to N_KV and PP tokens are decoded as one prompt with logits of the last alone, which stay. Each part is awaited; cutting back counts. A prompt and a token
+come before, as often as `benchmark.WARM_UPS` says, so that no row loads kernels or captures graphs.
 """
 import json
 import time
 from dataclasses import asdict, dataclass
 from typing import Iterator
 
-from .benchmark import decode_one_by_one, decode_prompt, random_tokens
+from .benchmark import WARM_UPS, decode_one_by_one, decode_prompt, random_tokens
 from .errors import UserError
 from .perplexity import Settings, new_context
 
@@ -42,7 +43,7 @@ def sweep(model, settings: Settings, n_gen: int, seed: int, warm_up: bool, log) 
             context.seq_rm(0, first)
             decode(context, tokens[first:first + n], *args)
             return time.perf_counter() - start
-        if warm_up:
+        for _ in range(WARM_UPS if warm_up else 0):
             part(decode_prompt, 0, n_prompt, n_prompt)
             part(decode_one_by_one, 0, 1)
         for n_kv in range(0, n_ctx - max(n_prompt, n_gen) + 1, n_prompt):

@@ -6,17 +6,23 @@ name; `used_bytes(i)` of the memory of driver i; `check()`, which fails if the d
 """
 import gc
 import time
+from contextlib import contextmanager
 
 import numpy as np
 from fake_driver import FakeGPU, FakeWorld
 
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.cuda import CUDABackend, address
+from ggml_py.backends.transfers import Transfers
+from ggml_py.graph import Tensor
+
 
 class FakeMachine:
-    """Everything is late until somebody waits for it. Two GPUs."""
+    """Everything is late until somebody waits for it. Two GPUs of n_bytes."""
 
-    def __init__(self):
+    def __init__(self, n_bytes: int = 1 << 16):
         self.world = FakeWorld()
-        self.drivers = [FakeGPU(self.world), FakeGPU(self.world)]
+        self.drivers = [FakeGPU(self.world, n_bytes), FakeGPU(self.world, n_bytes)]
 
     def stream(self, i: int = 0):
         return self.drivers[i].stream()
@@ -89,3 +95,49 @@ class CUDAMachine:
 
     def check(self) -> None:
         pass
+
+
+class LateBackend(CPUBackend):
+    """The CPU's kernels as a GPU of a FakeMachine runs them: on its memory, queued in its stream, late. Copies are those of the CUDA backend."""
+    asynchronous = True
+    empty, upload, free, write, read, copy = (getattr(CUDABackend, name) for name in ("empty", "upload", "free", "write", "read", "copy"))
+
+    def __init__(self, machine: FakeMachine):
+        super().__init__()
+        self.gpu, self.stream = machine.drivers[0], machine.stream()
+        self.transfers = Transfers(self.gpu, self.stream)
+
+    def memory(self, buffer) -> np.ndarray:
+        """uint8 [n_bytes] of a buffer, as it is now."""
+        first = buffer.handle - self.gpu.address
+        return self.gpu.bytes[first:first + buffer.size]
+
+    def view(self, tensor: Tensor):
+        buffer, offset = tensor.base.storage
+        return super().view(Tensor(tensor.name, tensor.dtype, tensor.shape, storage=(self.memory(buffer), offset)))
+
+    def address(self, tensor: Tensor) -> int:
+        return address(tensor)
+
+    def run(self, steps) -> None:
+        for step in steps:
+            self.stream.queue(step)
+
+    def close(self) -> None:
+        self.transfers.close()
+
+
+@contextmanager
+def late_inputs(machine, backend):
+    """Whatever is written to memory of a model's backend meanwhile, as the inputs of each step are, comes behind a delay. Gives the events of the delays."""
+    write, delays = backend.write, []
+
+    def late_write(*args):
+        delays.append(machine.delay(backend.stream))
+        write(*args)
+        assert not delays[-1].is_done, "the delay is over too early to show anything"
+    backend.write = late_write
+    try:
+        yield delays
+    finally:
+        del backend.write

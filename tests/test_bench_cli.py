@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ggml_py import benchmark, result_formats, sweep
+from ggml_py import __version__, benchmark, result_formats, sweep
 from ggml_py.__main__ import main
+from ggml_py.backends.cpu import CPUBackend
 from ggml_py.errors import UserError
 from ggml_py.perplexity import Settings
 from ggml_py.ranges import MOST_VALUES, parse_numbers
@@ -187,7 +188,7 @@ def test_sweep_rows(clock, monkeypatch):
     rows = list(sweep.sweep(model(), Settings(n_ctx=35, n_batch=64, n_ubatch=10), 3, 0, True, None))
     tokens = benchmark.random_tokens(model(), 35, 0).tolist()
     ones = lambda first, n: [([tokens[first] + i], "greedy") for i in range(n)]
-    expected = [0, (tokens[:10], "last"), 0, *ones(0, 1)]  # the warm-up
+    expected = benchmark.WARM_UPS * [0, (tokens[:10], "last"), 0, *ones(0, 1)]
     for n_kv in 0, 10, 20:
         expected += [n_kv, *ones(n_kv, 3), n_kv, (tokens[n_kv:n_kv + 10], "last")]
     assert clock.calls == expected
@@ -336,7 +337,7 @@ def test_markdown_shows_what_differs(bench):
 
 
 def test_defaults(capsys, path, monkeypatch):
-    """pp512 and tg128, five repetitions, after one that does not count."""
+    """pp512 and tg128, five repetitions, after those that do not count."""
     seen = []
     monkeypatch.setattr(benchmark, "bench", lambda *args, **kwargs: seen.append(args))
     assert call(capsys, "bench", "-m", path, "--device", "cpu") == (0, "", "")
@@ -379,13 +380,19 @@ def test_verbose(capsys, path):
 
 @pytest.mark.parametrize("format", ["md", "jsonl"])
 def test_sweep(capsys, path, format):
-    code, out, err = call(capsys, "sweep-bench", "-m", path, "--device", "cpu", "-c", 70, "-ub", 16, "-n", 5, "-ctv", "q8_0", "-o", format)
-    assert code == 0 and err.startswith(f"sweep-bench: model = {path}, device = cpu, n_kv_max = 70, n_batch = 2048, n_ubatch = 16, ")
+    code, out, err = call(capsys, "sweep-bench", "-m", path, "--device", "cpu", "-c", 70, "-ub", 16, "-n", 5, "-ctv", "q8_0", "-o", format,
+                          "--no-fuse", "swiglu_act,rms_norm_act", "--no-graphs", "--kv-write", "cpy")
+    name = CPUBackend().name
+    assert code == 0
+    assert err.startswith(f"sweep-bench: version = {__version__}, model = {path}, device = cpu, device_name = {name}, n_kv_max = 70, n_batch = 2048, ")
     if format == "jsonl":
         rows = [json.loads(line) for line in out.splitlines()]
-        assert list(rows[0]) == ["model", "device", "n_kv_max", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_threads", "seed",
-                                 "pp", "tg", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg"]
-        assert all((row["n_kv_max"], row["type_v"], row["flash_attn"]) == (70, "q8_0", 1) for row in rows)
+        measured = ["pp", "tg", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg"]
+        assert list(rows[0])[-len(measured):] == measured
+        about = dict(version=__version__, model=str(path), device="cpu", device_name=name, n_kv_max=70, n_batch=2048, n_ubatch=16, type_k="f16", type_v="q8_0",
+                     flash_attn=1, no_fuse="swiglu_act,rms_norm_act", graphs=0, kv_write="cpy", n_threads=numba.get_num_threads(), seed=0)
+        assert [{key: row[key] for key in row if key not in measured} for row in rows] == 4 * [about]
+        assert set(about) - {"model", "n_kv_max"} <= set(FIELDS)
         assert [(row["pp"], row["tg"], row["n_kv"]) for row in rows] == [(16, 5, n_kv) for n_kv in (0, 16, 32, 48)]
         assert all(row["speed_pp"] == 16 / row["t_pp"] and row["speed_tg"] == 5 / row["t_tg"] for row in rows)
     else:
@@ -399,8 +406,8 @@ def test_sweep(capsys, path, format):
 def test_sweep_defaults(capsys, path):
     """The context that the model was trained for, at most 8192; a quarter of -ub generated."""
     code, out, err = call(capsys, "sweep-bench", "-m", path, "--device", "cpu", "-ub", 128, "-o", "jsonl")
-    assert code == 0 and [(row["pp"], row["tg"], row["n_kv"], row["n_kv_max"]) for row in map(json.loads, out.splitlines())] == [
-        (128, 32, 0, 256), (128, 32, 128, 256)]
+    assert code == 0 and [(row["pp"], row["tg"], row["n_kv"], row["n_kv_max"], row["no_fuse"], row["graphs"], row["kv_write"])
+                          for row in map(json.loads, out.splitlines())] == [(128, 32, n_kv, 256, "", 1, "set_rows") for n_kv in (0, 128)]
 
 
 BENCH, SWEEP = ["bench", "-m", "{}"], ["sweep-bench", "-m", "{}", "--device", "cpu"]
@@ -438,7 +445,7 @@ def test_a_mistake_is_one_line_and_prints_no_result(capsys, path, argv, message)
     code, out, err = call(capsys, *(argument.replace("{}", str(path)) for argument in argv))
     *about, line = err.splitlines()
     assert code == 2 and line.startswith("ggml-py: error: ") and message.replace("{}", str(path)) in line
-    assert all(text.startswith("sweep-bench: model = ") for text in about) and cells(out)[2:] == []
+    assert all(text.startswith("sweep-bench: version = ") for text in about) and cells(out)[2:] == []
 
 
 @pytest.mark.parametrize("value", ["1", "on", "auto"])

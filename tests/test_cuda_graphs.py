@@ -4,7 +4,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ggml_py.backends.cuda_graphs import GraphCache, Key, refusal
+from ggml_py import sweep
+from ggml_py.backends.cuda_graphs import SHAPES, GraphCache, Key, refusal
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Pending
 from ggml_py.cli import execute
@@ -13,6 +14,7 @@ from ggml_py.gguf_file import GGUFFile
 from ggml_py.graph import Graph, Tensor
 from ggml_py.memory import KVCache
 from ggml_py.model import Model
+from ggml_py.perplexity import Settings
 from ggml_py.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from fake_model import FakeModel
@@ -252,6 +254,34 @@ def test_an_arena_that_grew_is_captured_again(open_model):
     assert model.backend.target.device.open_graphs == 0
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_arena_that_could_not_grow_is_made_anew(open_model, monkeypatch, error, when):
+    """The old one is gone, what was captured in it is captured again; an interrupt may come when the new one is there, and nobody has it yet."""
+    model = open_model()
+    empty, n_before = model.backend.empty, len(model.backend.memory.buffers)
+
+    def fails(n_bytes):
+        if when == "after":
+            model.backend.free(empty(n_bytes))  # as cuda-core frees a buffer that nothing refers to
+        raise error
+    with model.new_context(n_ctx=256) as context:
+        for _ in range(3):
+            before = launched(context, [(0, [1])])
+        n_buffers = len(model.backend.memory.buffers)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.backend, "empty", fails)
+            with pytest.raises(error):
+                context.decode(TOKENS[:64])
+        assert len(model.backend.memory.buffers) == n_buffers - 1
+        found = [launched(context, [(0, [1])]) for _ in range(2)]
+        assert len(before) == len(found[0]) and found[0] == found[1] != before
+        for n in 2, 64, 1:
+            assert launched(context, [(0, TOKENS[:n])])
+        assert (context.graphs.counters.captures, context.graphs.counters.updates) == (1, 2) and len(model.backend.memory.buffers) == n_buffers
+    assert len(model.backend.memory.buffers) == n_before
+
+
 def test_programs_that_were_dropped_are_captured_again(open_model):
     """A program made anew has the same launches, but a graph is replayed only for the steps that it was captured from."""
     with open_model().new_context(n_ctx=256) as context:
@@ -259,6 +289,23 @@ def test_programs_that_were_dropped_are_captured_again(open_model):
         context.programs.clear()
         found += [launched(context, [(0, [1])]) for _ in range(2)]
         assert all(each == found[0] for each in found) and context.graphs.counters.updates == 1
+
+
+@pytest.mark.parametrize("n_shapes, counts", [(SHAPES, (SHAPES, SHAPES, 3 * SHAPES)), (SHAPES + 1, (4 * SHAPES + 4, 0, 0))], ids=str)
+def test_as_many_shapes_as_are_remembered_come_in_turns(open_model, n_shapes, counts):
+    """Each is captured when it comes again, and replayed from then on: no graph is kept whose program is gone. One shape more, and all are forgotten before
+    they come again."""
+    model = open_model()
+    with model.new_context(n_ctx=256) as context:
+        context.program(64, 1)  # its arena holds them all
+        for _ in range(4):
+            for n in range(1, n_shapes + 1):
+                context.clear()
+                context.decode(TOKENS[:n])
+        counters = context.graphs.counters
+        assert (counters.eager, counters.captures, counters.replays) == counts and counters.updates == counters.evictions == 0
+        assert [key[:3] for key in context.graphs.entries] == list(context.programs) == [(n, 1, False) for n in range(n_shapes - SHAPES + 1, n_shapes + 1)]
+        assert model.backend.target.device.open_graphs == counters.captures
 
 
 def test_a_program_is_bound_once(open_model):
@@ -328,6 +375,20 @@ def test_no_graphs_on_the_cpu(files):
         assert context.graphs is None and context.launches() == "CUDA graphs: none"
 
 
+@pytest.mark.parametrize("warm_up", [True, False])
+def test_no_row_of_a_sweep_captures(open_model, monkeypatch, warm_up):
+    """How many graphs there were behind each part: both come before the first row, whose prompt and token would capture them otherwise, and, since the arena
+    grows in between, one of them twice."""
+    model, captures = open_model(), []
+    for name in "decode_prompt", "decode_one_by_one":
+        def part(*args, decode=getattr(sweep, name)):
+            decode(*args)
+            captures.append(len(model.backend.target.device.graphs))
+        monkeypatch.setattr(sweep, name, part)
+    rows = list(sweep.sweep(model, Settings(n_ctx=64, n_ubatch=16), 4, 0, warm_up, None))
+    assert len(rows) == 4 and captures == ([0, 0, 1, 2] + 8 * [2] if warm_up else [1, 1, 2] + 5 * [3])
+
+
 # Greedy generation
 
 @pytest.mark.parametrize("settings", [{}, dict(graphs=False), dict(kv_write="cpy")], ids=str)
@@ -365,6 +426,20 @@ def test_the_next_step_is_queued_before_an_id_is_waited_for(open_model, monkeypa
         if context.graphs:
             assert (context.graphs.counters.eager, context.graphs.counters.captures, context.graphs.counters.replays) == (1, 1, 3)
             assert list(context.graphs.entries) == [Key(1, 1, True, frozenset(), "f16", "f16", settings.get("kv_write", "set_rows"))]
+
+
+@pytest.mark.parametrize("settings", [{}, dict(graphs=False), dict(kv_write="cpy")], ids=str)
+def test_a_context_is_closed_while_a_step_is_ahead(open_model, settings):
+    """Its memory and graphs go at once, and nothing reaches the device when the iterator is closed, or dropped, behind it."""
+    model = open_model()
+    backend, n_buffers = model.backend, len(model.backend.memory.buffers)
+    with model.new_context(n_ctx=256, **settings) as context:
+        ids = context.greedy(5, 8)
+        assert [next(ids), next(ids)] == [0, 0] and context.ahead is not None and len(backend.copied) == 2
+    assert len(backend.memory.buffers) == n_buffers and backend.target.device.open_graphs == 0
+    before = [len(each) for each in (backend.stream.launched, backend.written, backend.copied)]
+    ids.close()
+    assert [len(each) for each in (backend.stream.launched, backend.written, backend.copied)] == before and len(backend.memory.buffers) == n_buffers
 
 
 def test_what_cannot_be_queued_ahead_is_not(open_model, tmp_path):

@@ -128,6 +128,24 @@ def test_cleared_while_a_step_is_ahead(context):
     assert context.memory.lengths.tolist() == [0, 0] and not context.memory.present.any()
 
 
+@pytest.mark.parametrize("later", ["close", "next"])
+def test_the_context_is_closed_while_a_step_is_ahead(model, context, later):
+    """Closing the iterator behind it does nothing; wanting more of it is an error that says why, as is any use of the context. Others do not notice."""
+    with model.new_context(n_ctx=64) as other:
+        other.decode(PROMPT, logits="none")
+        ids, others = context.greedy(5, N), other.greedy(5, N)
+        found = [next(ids), next(others)]
+        assert (context.ahead is not None) == model.backend.asynchronous
+        context.close()
+        if later == "next":
+            for use in lambda: next(ids), lambda: context.decode([7]), lambda: list(context.greedy(5, 1)), context.describe:
+                with pytest.raises(RuntimeError, match=r"^context: it is closed, its memory is gone; allowed: new_context\(\)$"):
+                    use()
+        ids.close()
+        assert context.ahead is None and context.memory.length(0) == len(PROMPT) + 1
+        assert 2 * found[:1] + list(others) == [*found, *plain(model, 5, N)[0][1:]]
+
+
 def test_the_end_of_the_context(model, context):
     room = 64 - len(PROMPT)
     assert len(list(context.greedy(5, room))) == room

@@ -162,6 +162,28 @@ def test_a_failed_decode_leaves_the_sequence_as_it_was(mixed, tokens, monkeypatc
         assert_bitwise_equal(context.decode(tokens[50:], logits="all"), expected[50:], "after an interrupt")
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_arena_that_cannot_grow_leaves_a_context_that_works(mixed, tokens, monkeypatch, error):
+    """For shapes that were bound before and for new ones: logits are right, in memory that the arenas hold; and it can grow later."""
+    expected = run(mixed, tokens[:70])
+
+    def fails(n_bytes):
+        raise error
+    with mixed.new_context(n_ctx=256) as context:
+        for i in range(2):
+            context.decode(tokens[i:i + 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(mixed.backend, "empty", fails)
+            for _ in range(2):
+                with pytest.raises(error):
+                    context.decode(tokens[2:70])
+        for first, n in (2, 1), (3, 2), (5, 1), (6, 64):
+            assert_bitwise_equal(context.decode(tokens[first:first + n]), expected[first + n - 1:first + n], f"{n} tokens behind {first}")
+            arena = context.arenas.buffers["cpu"]
+            assert context.arenas.sizes == {"cpu": arena.size}
+            assert all(storage is arena for storage, _ in (tensor.storage for tensor in context.program(n, 1).inputs))
+
+
 def test_closing_twice_is_closing_once(tmp_path):
     model = Model.load(write_model(tmp_path / "m.gguf"), device="cpu")
     with model, model.new_context(n_ctx=8) as context:

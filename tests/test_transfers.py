@@ -1,5 +1,7 @@
 """Transfers against the scripted fake of a driver, in which everything is as late as it can be."""
+import copy
 import gc
+import pickle
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,13 +11,16 @@ import pytest
 from driver_programs import PROGRAMS, Interpreter
 from fake_driver import GONE, FakeError, FakeGPU
 from hypothesis import given, settings, strategies as st
-from late_machines import FakeMachine
-from transfer_checks import (CHECKS, NAIVE, RING, check_early_deletion, check_exceptions, check_fork, check_peer, check_pinned, check_read, check_sizes,
-                             check_teardown, check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
+from late_machines import FakeMachine, LateBackend
+from tiny_models import write_model
+from transfer_checks import (CHECKS, MODEL_CHECKS, NAIVE, RING, check_early_deletion, check_exceptions, check_fork, check_greedy, check_peer, check_pinned,
+                             check_read, check_sizes, check_teardown, check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
 
 import ggml_py
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Flight, Pending, Pinned, Ring, Statistics, Transfers
+from ggml_py.gguf_file import GGUFFile
+from ggml_py.model import Context, Model
 
 
 @pytest.fixture
@@ -84,13 +89,58 @@ def test_checks_find_mistakes(monkeypatch, mistake):
             check(FakeMachine())
 
 
+# Models
+
+@pytest.fixture
+def late_model(tmp_path):
+    machine = FakeMachine(1 << 22)
+    with Model(GGUFFile.open(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32"))), LateBackend(machine)) as model:
+        yield machine, model
+    machine.check()
+
+
+@pytest.mark.parametrize("kv_write", ["set_rows", "cpy"])
+@pytest.mark.parametrize("check", MODEL_CHECKS)
+def test_late_model(late_model, check, kv_write):
+    """Nothing leaks, though contexts are closed with steps in flight."""
+    machine, model = late_model
+    used = machine.used_bytes()
+    check(machine, model, kv_write=kv_write)
+    assert machine.used_bytes() == used
+
+
+def copied_at_once(self, buffer, offset, source, source_buffer, source_offset, n_bytes):
+    self.memory(buffer)[offset:offset + n_bytes] = source.memory(source_buffer)[source_offset:source_offset + n_bytes]
+
+
+def written_from_where_they_are(self, buffer, offset, data):
+    place = self.memory(buffer)[offset:offset + data.size]
+    self.stream.queue(lambda: np.copyto(place, data))
+
+
+def kept_as_it_is(self):
+    self.ahead = None
+
+
+@pytest.mark.parametrize("owner, name, wrong", [
+    (LateBackend, "copy", copied_at_once), (LateBackend, "write", written_from_where_they_are),
+    (Context, "_take_back", kept_as_it_is)], ids=lambda value: getattr(value, "__name__", value))
+def test_the_check_of_greedy_generation_finds_mistakes(late_model, monkeypatch, owner, name, wrong):
+    """The token is copied before the step that gives it has run, inputs of the next step are written over those that have yet to be copied, a step stays that
+    nobody asked for."""
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError, match="^greedy gives .* single steps "):
+        check_greedy(*late_model)
+
+
 # Pending values
 
 PENDING = Pending(np.zeros(4, np.uint8))
 
 
 @pytest.mark.parametrize("use", [np.asarray, len, list, bool, int, float, bytes, lambda p: p[0], lambda p: 0 in p, lambda p: p == 0, lambda p: p + 1,
-                                 lambda p: 1 + p, lambda p: np.add(p, 1), lambda p: np.zeros(4) + p, lambda p: p.view(np.float32), lambda p: p.shape])
+                                 lambda p: 1 + p, lambda p: np.add(p, 1), lambda p: np.zeros(4) + p, lambda p: p.view(np.float32), lambda p: p.shape,
+                                 copy.copy, copy.deepcopy, pickle.dumps])
 def test_pending_is_no_array(use):
     with pytest.raises((TypeError, AttributeError), match=r"Pending: .* of bytes that may still be on their way; call \.result\(\)"):
         use(PENDING)

@@ -4,12 +4,14 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 import pytest
+from late_machines import late_inputs
 
 from ggml_py.backends.transfers import Lease, Transfers
+from ggml_py.testing import assert_bitwise_equal, digest
 
 RING = 4096         # bytes; pieces of 1024
 LONG = 3 * RING + 5
@@ -556,6 +558,63 @@ def check_teardown(machine, close: bool):
     machine.check()
 
 
+# Models
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def check_decode(machine, model, **settings):
+    """Runs of which everything is late, from the inputs on, give the same logits."""
+    def play():
+        with model.new_context(n_ctx=64, **settings) as context:
+            return [context.decode(PROMPT[first:first + n], logits="all") for first, n in ((0, 4), (4, 1), (5, 1), (6, 2))]
+    wanted = play()
+    with late_inputs(machine, model.backend) as delays:
+        found = play()
+    assert len(delays) == 4
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert_bitwise_equal(a, b, f"run {i}")
+
+
+def single_steps(context, token: int):
+    """What `greedy` gives, with nothing ahead."""
+    while True:
+        token = int(context.decode([token], logits="argmax")[0])
+        yield token
+
+
+def check_greedy(machine, model, **settings):
+    """Generation of which everything is late, the step that is ahead too, gives the ids of single steps: stopped early, positions taken away from under a
+    step in flight, and gone on with; and so in a context that gets the memory of one that was closed with a step in flight."""
+    def play(context, greedy, check_flight):
+        context.decode(PROMPT, logits="none")
+        ids = greedy(context, 5)
+        found = list(islice(ids, 6))
+        check_flight(context)
+        ids.close()
+        found.append(digest(context.decode([7])))
+        ids = greedy(context, 8)
+        found += islice(ids, 3)
+        check_flight(context)
+        context.seq_rm(0, 5)
+        found += [*islice(ids, 3), digest(context.decode([2, 6])), *islice(ids, 3)]
+        check_flight(context)
+        return found, ids
+
+    def still_late(context):
+        assert context.ahead is not None and not delays[-1].is_done
+    with model.new_context(n_ctx=64, **settings) as context:
+        wanted, _ = play(context, single_steps, lambda context: None)
+    assert len(set(wanted)) > 8
+    with late_inputs(machine, model.backend) as delays:
+        for _ in range(2):
+            with model.new_context(n_ctx=64, **settings) as context:
+                found, ids = play(context, lambda context, token: context.greedy(token, 40), still_late)
+            assert found == wanted, f"greedy gives {found}, single steps {wanted}"
+        ids.close()
+
+
 CHECKS = [check_read, check_write, check_sizes, check_wrap_around, check_waits_are_short, check_early_deletion, check_pinned,
           check_pinned_of_two_threads, check_fork, check_peer, check_exceptions, check_threads]
 NAIVE = [check_naive_read, check_naive_write]
+MODEL_CHECKS = [check_decode, check_greedy]

@@ -11,7 +11,7 @@ from typing import Callable, NamedTuple
 
 from ..graph import Tensor
 
-GRAPHS = 32  # that a cache keeps
+SHAPES = 32  # of micro-batches that a context is ready for: it keeps so many programs, and so many graphs of them
 
 
 class Key(NamedTuple):
@@ -61,9 +61,10 @@ class GraphCache:
     """The graphs of a context. The first run of a key is eager, which also loads the code of its kernels; the second is captured: what comes once,
     like most parts of a prompt, costs nothing, and any shape that comes again is replayed, be it a token, drafts to verify or windows of a text."""
 
-    def __init__(self, backend, most: int = GRAPHS):
+    def __init__(self, backend, most: int = SHAPES):
         """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: keys that are remembered, and so
-        graphs; the least recently used goes."""
+        graphs; the least recently used goes. As many as its context keeps programs, which go in the same order: a graph that outlived its program could
+        never be replayed, since a program that is made anew has new steps, and a program without its graph would have it captured again."""
         self.backend, self.most = backend, most
         self.entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.counters = Counters()

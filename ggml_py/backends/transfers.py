@@ -68,7 +68,7 @@ def _refuse(name: str):
 
 
 for _name in ("array", "len", "getitem", "setitem", "iter", "contains", "bool", "int", "float", "index", "bytes", "eq", "ne", "lt", "le", "gt", "ge",
-              "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul"):
+              "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "copy", "deepcopy", "reduce_ex"):  # a copy would not be what the bytes land in
     setattr(Pending, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
