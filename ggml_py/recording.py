@@ -208,26 +208,29 @@ class Capture:
         return one
 
     def save(self, path: Path) -> None:
-        """As an archive of numpy, which `read` takes."""
-        node = self.node
-        tensors = {tensor: i for i, tensor in enumerate(dict.fromkeys((*node.src, node, *results(node)[1:])))}
+        """As an archive of numpy, which `read` takes: memory that several operands share is there once."""
+        node, shared = self.node, list(dict.fromkeys(source.base for source in self.node.src))
+        src = [shared.index(source.base) for source in node.src]
+        first = [src.index(i) for i in range(len(shared))]
+        tensors = [*(node.src[i] for i in first), *results(node)]
+        arrays = [*(self.operands[i] for i in first), *self.results.values()]
         about = {"name": node.name, "op": node.op, "params": node.params, "kernel": self.kernel, "device": self.device, "addresses": self.addresses,
-                 "n_src": len(node.src), "tensors": [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors],
-                 "alias": [next((i for i, source in enumerate(node.src) if source.base is t.base), None) if t.base is not t else None for t in results(node)]}
-        arrays = {f"{i}.{j}": a for i, each in enumerate((*self.operands, *self.results.values())) for j, a in enumerate(each)}
-        np.savez(path, about=np.array(json.dumps(about)), **arrays)
+                 "src": src, "tensors": [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors],
+                 "alias": [shared.index(t.base) if t.base is not t else None for t in results(node)]}
+        np.savez(path, about=np.array(json.dumps(about)), **{f"{i}.{j}": a for i, each in enumerate(arrays) for j, a in enumerate(each)})
 
     @classmethod
     def read(cls, path: Path) -> "Capture":
         archive, self = np.load(path, allow_pickle=False), cls.__new__(cls)
         about = json.loads(str(archive["about"]))
         tensors = [Tensor(t["name"], t["dtype"], tuple(t["shape"])) for t in about["tensors"]]
-        src, (node, *also), n = tensors[:about["n_src"]], tensors[about["n_src"]:], about["n_src"]
         arrays = [tuple(archive[f"{i}.{j}"] for j in range(3 if t.dtype == "act" else 1)) for i, t in enumerate(tensors)]
-        node.op, node.params, node.src, node.also = about["op"], about["params"], tuple(src), tuple(also)
+        n = len(tensors) - len(about["alias"])
+        node, *also = tensors[n:]
+        node.op, node.params, node.src, node.also = about["op"], about["params"], tuple(tensors[i] for i in about["src"]), tuple(also)
         for tensor, alias in zip(also, about["alias"][1:]):
-            tensor.alias = None if alias is None else src[alias]
-        self.node, self.operands, self.results = node, arrays[:n], {t.name: a for t, a in zip((node, *also), arrays[n:])}
+            tensor.alias = None if alias is None else tensors[alias]
+        self.node, self.operands, self.results = node, [arrays[i] for i in about["src"]], {t.name: a for t, a in zip(tensors[n:], arrays[n:])}
         self.addresses, self.kernel, self.device = about["addresses"], about["kernel"], about["device"]
         return self
 
