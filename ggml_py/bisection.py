@@ -53,12 +53,12 @@ class FirstDifference:
         where = f" ({self.where})" if self.where else ""
         (p, q), (x, y) = self.patterns, self.values
         what = f"{self.n_different} of {self.n} differ, first at {self.first}: {p} != {q} ({x:.9g}, {y:.9g}){ulps}" if self.n_different else (
-            "differed, and did not when the first was run once more: it comes and goes")
+            "differed, and did not when it was looked at: it comes and goes")
         lines = [f"first node that differs: {self.name}{where}, {self.op} {list(self.shape)}, {self.kernel}",
                  f"  {a} against {b}: {what}",
                  f"  inputs: {', '.join(f'{name} {state}' for name, state in self.inputs.items())}"]
         lines += [f"  not as defined: {culprit}" for culprit in self.culprits]
-        if not self.culprits:
+        if self.n_different and not self.culprits:
             lines.append("  both sides are as defined for what they read: " + (
                 "memory was written over between nodes" if self.inputs_equal else "an input differs that no node of this run computed"))
         return "\n".join(lines)

@@ -278,12 +278,16 @@ class StaleGraphsBackend(CPUBackend):
 
 
 class HastyBackend(CPUBackend):
-    """A read that does not wait for the kernels before it, which take their time where there are several."""
+    """A read that does not wait for the kernels before it, which take their time where there are more than so many."""
     busy = False
+
+    def __init__(self, in_time: int = 1, device: str = "cpu"):
+        super().__init__(device=device)
+        self.in_time = in_time
 
     def run(self, steps):
         super().run(steps)
-        self.busy = len(steps) > 1
+        self.busy = len(steps) > self.in_time
 
     def read(self, buffer, offset, n_bytes):
         data, self.busy, busy = super().read(buffer, offset, n_bytes).result(), False, self.busy

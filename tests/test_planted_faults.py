@@ -125,6 +125,14 @@ def test_a_race_between_a_copy_and_a_host_read(path):
     assert verification.bisect(verification.first_mismatch()) is None
 
 
+def test_a_race_that_each_node_loses(path):
+    """Where a single kernel takes its time, too, the node that was read too early is named, and that it was right later."""
+    verification = verify(path, WINDOWS, ["device"], {"cpu": CPUBackend(), "cuda:0": HastyBackend(0, "cuda:0")})
+    found = verification.bisect(verification.first_mismatch())
+    assert found is not None and found.name == "inp_embd" and not found.culprits, str(found)
+    assert "did not when it was looked at: it comes and goes" in str(found) and "as defined for what they read" not in str(found)
+
+
 def test_a_fault_inside_a_fused_node(path):
     """The default setting has gate, up and activation as one node; the other one has a faulty product, which is named though nothing of the first compares."""
     backend = FaultyBackend({"mul_mat_glu": made(after(lambda *operands: operands[-2].__iadd__(np.float32(1e-3))))})
