@@ -1,9 +1,9 @@
 """The first node that differs between two settings, by running both again and comparing rows of every node (`recording`).
 
-The first run leaves a digest of each row of each result; the second is compared with it as it goes, in its own order, and stops at the first row that differs:
-all that this row depends on was compared before, as far as both runs have it. Then the first run is repeated to the same node. What a fused node computes on
-the way is no result of it; nodes that only one of the two runs has are held until what they lead to is compared. Each held node, and the one that differs
-on both sides, is at last computed by its definition (`kernels/reference`) from what it read: a kernel that gives something else is to blame.
+The first run leaves a digest of each token's rows of each result; the second is compared with it as it goes, in its own order, and stops at the first that
+differs: all that these rows depend on was compared before, as far as both runs have it. Then the first run is repeated to the same node. What a fused node
+computes on the way is no result of it; nodes that were not compared are held, on either side, until what they lead to is. Each held node, and the one that
+differs on both sides, is at last computed by its definition (`kernels/reference`) from what it read: a kernel that gives something else is to blame.
 """
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
@@ -14,7 +14,7 @@ import numpy as np
 from .axes import Setting, play
 from .backends.cpu import CPUBackend
 from .graph import Tensor
-from .recording import Arrays, Batch, Capture, RecordedContext, one_nan, recompute, results, row_bytes, rows_on_host
+from .recording import Arrays, Batch, Capture, RecordedContext, bytes_of, is_cache, one_nan, recompute, results, rows_on_host
 from .testing import Difference, difference
 
 PARTS = "q", "d", "sums"             # of activation blocks
@@ -53,12 +53,12 @@ class FirstDifference:
         where = f" ({self.where})" if self.where else ""
         (p, q), (x, y) = self.patterns, self.values
         what = f"{self.n_different} of {self.n} differ, first at {self.first}: {p} != {q} ({x:.9g}, {y:.9g}){ulps}" if self.n_different else (
-            "differed, and did not when the first was run once more: it comes and goes")
+            "differed, and did not when it was looked at: it comes and goes")
         lines = [f"first node that differs: {self.name}{where}, {self.op} {list(self.shape)}, {self.kernel}",
                  f"  {a} against {b}: {what}",
                  f"  inputs: {', '.join(f'{name} {state}' for name, state in self.inputs.items())}"]
         lines += [f"  not as defined: {culprit}" for culprit in self.culprits]
-        if not self.culprits:
+        if self.n_different and not self.culprits:
             lines.append("  both sides are as defined for what they read: " + (
                 "memory was written over between nodes" if self.inputs_equal else "an input differs that no node of this run computed"))
         return "\n".join(lines)
@@ -73,13 +73,14 @@ class _Side:
     """One setting, run with a visitor until that raises _Stop or it ends."""
 
     def __init__(self, model, windows, setting: Setting):
-        self.model, self.windows, self.setting, self.held = model, windows, setting, {}
+        """compared: names of this micro-batch's results that were compared. held: nodes that were not, which lead to others that are still to be."""
+        self.model, self.windows, self.setting, self.held, self.compared = model, windows, setting, {}, set()
 
     def run(self, visit) -> bool:
         """Whether it was stopped."""
         def each(node, batch, backend):
             if node is self.context.current.nodes[0]:
-                self.held = {}
+                self.held, self.compared = {}, set()
             visit(node, batch, backend)
 
         try:
@@ -94,14 +95,18 @@ class _Side:
         program = self.context.current
         return Capture(node, batch, backend, {*program.inputs, *(tensor for each in program.nodes for tensor in each.written)})
 
-    def hold(self, node: Tensor, batch: Batch, backend) -> None:
-        self.held[node] = self.capture(node, batch, backend)
+    def settle(self, node: Tensor, batch: Batch, backend, compared: set[str]) -> None:
+        """Holds a node, or releases what led to one of which a result was compared, and so is as it should be."""
+        if compared.isdisjoint(tensor.name for tensor in results(node)):
+            self.held[node] = self.capture(node, batch, backend)
+        else:
+            self.release(node)
 
     def release(self, node: Tensor) -> None:
-        """What led to a node that is as it should be."""
-        for source in node.src:
-            if self.held.pop(source, None):
-                self.release(source)
+        sources = {tensor for source in node.src for tensor in (source, source.base)}  # the base of a view is a node's, that of a cache none
+        for held in [held for held in self.held if not sources.isdisjoint(held.written)]:
+            del self.held[held]
+            self.release(held)
 
     def stop(self, node: Tensor, batch: Batch, backend) -> None:
         self.stopped = self.capture(node, batch, backend).load()
@@ -126,25 +131,23 @@ def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setti
     found = []
 
     def compare(node, batch, backend):
-        known = False
         for name, key, data in _rows(node, batch, backend):
-            known |= name in names
+            if name in names:
+                side_b.compared.add(name)
             if (name, key) in digests and digests[name, key] != blake2b(data, digest_size=12).digest():
                 found.append((name, key))
                 side_b.stop(node, batch, backend)
-        side_b.release(node) if known else side_b.hold(node, batch, backend)
+        side_b.settle(node, batch, backend, side_b.compared)
 
     side_a.run(record)
     if not side_b.run(compare):
         return None
     (name, key), = found
-    others = {tensor.name for node in side_b.context.current.nodes for tensor in results(node)}
 
     def reach(node, batch, backend):
-        mine = {tensor.name for tensor in results(node)}
-        if name in mine and key in batch.keys:
+        if name in {tensor.name for tensor in results(node)} and key in batch.keys:
             side_a.stop(node, batch, backend)
-        side_a.release(node) if mine & others else side_a.hold(node, batch, backend)
+        side_a.settle(node, batch, backend, side_b.compared)
 
     if not side_a.run(reach):
         raise RuntimeError(f"bisection: {name} was there and is not any more")
@@ -152,19 +155,18 @@ def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setti
 
 
 def _rows(node: Tensor, batch: Batch, backend):
-    """(name, key, bytes) of each row of a node's results that is a token's."""
+    """(name, key, bytes of the token's rows) for each token and result of a node."""
     for tensor in results(node):
-        if found := batch.rows(tensor):
-            rows, keys = found
-            arrays = rows_on_host(backend, tensor, rows)
-            for i, key in enumerate(keys):
-                yield tensor.name, key, row_bytes(tensor, arrays, i)
+        if (rows := batch.rows(tensor)) is not None:
+            arrays, n = rows_on_host(backend, tensor, rows.reshape(-1)), rows.shape[1]
+            for i, key in enumerate(batch.keys):
+                yield tensor.name, key, bytes_of(tensor, arrays, slice(i * n, (i + 1) * n))
 
 
 def _report(side_a: _Side, side_b: _Side, name: str, key: bytes, dump: Path | None) -> FirstDifference:
     a, b = side_a.stopped, side_b.stopped
     tensor_a, tensor_b = ({t.name: t for t in results(each.node)}[name] for each in (a, b))
-    where, diff = _common(a, tensor_a, b, tensor_b)
+    where, diff, key = _common(a, tensor_a, b, tensor_b, key)
     inputs = {source.name: _state(source, arrays, a, b, key) for source, arrays in zip(b.node.src, b.operands) if source.name not in ADDRESSING}
     culprits = [f"{capture.node.name}, {capture.kernel} on {capture.device}, in: {side.setting.axis}, {side.setting.name}"
                 for side in (side_a, side_b) for capture in (*side.held, side.stopped) if not as_defined(capture, key)]
@@ -175,51 +177,44 @@ def _report(side_a: _Side, side_b: _Side, name: str, key: bytes, dump: Path | No
                            tuple(float(v) for v in diff.values), diff.max_ulps, inputs, culprits)
 
 
-def _common(a: Capture, tensor_a: Tensor, b: Capture, tensor_b: Tensor):
-    """The part and the difference of the rows that both captures have, whose places are those in b."""
-    (rows_a, keys_a), (rows_b, keys_b) = a.batch.rows(tensor_a), b.batch.rows(tensor_b)
-    at = dict(zip(keys_a, rows_a))
-    pairs = [(at[key], row) for row, key in zip(rows_b, keys_b) if key in at]
+def _common(a: Capture, tensor_a: Tensor, b: Capture, tensor_b: Tensor, key: bytes):
+    """The part and the difference of the rows that both captures have, whose places are those in b, and the first token whose rows differ: not the one of
+    the key where what the first run gave comes and goes."""
+    at = dict(zip(a.batch.keys, a.batch.rows(tensor_a)))
+    pairs = [(*pair, token) for token, rows in zip(b.batch.keys, b.batch.rows(tensor_b)) if token in at for pair in zip(at[token], rows)]
     for part, x, y in zip(PARTS, a.results[tensor_a.name], b.results[tensor_b.name]):
         x, y = (one_nan(array[[pair[i] for pair in pairs]], tensor_b.dtype) for i, array in enumerate((x, y)))
         if diff := difference(x, y):
-            place = (int(pairs[diff.first[0]][1]), *diff.first[1:])
-            return part if tensor_b.dtype == "act" else "", replace(diff, first=place)
-    return "", Difference(0, sum(a.size for a in b.results[tensor_b.name]), (), ("", ""), (0.0, 0.0), None)  # not any more
+            _, row, token = pairs[diff.first[0]]
+            return part if tensor_b.dtype == "act" else "", replace(diff, first=(int(row), *diff.first[1:])), token
+    return "", Difference(0, sum(a.size for a in b.results[tensor_b.name]), (), ("", ""), (0.0, 0.0), None), key  # not any more
 
 
 def _state(source: Tensor, arrays: Arrays, a: Capture, b: Capture, key: bytes) -> str:
-    """Whether an operand of b's node is what a's node of that operand read, for the row that differs."""
+    """Whether an operand of b's node is what a's node of that operand read, for the token whose rows differ."""
     twin = next((i for i, other in enumerate(a.node.src) if other.name == source.name), None)
     if twin is None:
         return "only in one"
     other = a.node.src[twin]
-    if _is_cache(source):
+    if is_cache(source):
         rows = [each.batch.visible(key) for each in (a, b)]
-    elif (found := [a.batch.rows(other), b.batch.rows(source)]) and all(found) and key in found[0][1] and key in found[1][1]:
-        rows = [[r[0][r[1].index(key)]] for r in found]
+    elif a.passing[twin]:
+        rows = [each.batch.rows_of(tensor, key) for each, tensor in ((a, other), (b, source))]
     else:
-        n = min(len(arrays[0]), len(a.operands[twin][0]))  # a leaf; rope tables may be longer for one
-        rows = [slice(n)] * 2
-    same = all(one_nan(x[rows[0]], source.dtype).tobytes() == one_nan(y[rows[1]], source.dtype).tobytes() for x, y in zip(a.operands[twin], arrays))
+        rows = [slice(min(len(arrays[0]), len(a.operands[twin][0])))] * 2  # a weight; rope tables may be longer for one
+    same = bytes_of(source, a.operands[twin], rows[0]) == bytes_of(source, arrays, rows[1])
     return "equal" if same else "different"
-
-
-def _is_cache(tensor: Tensor) -> bool:
-    return tensor.base.name.startswith("cache_")
 
 
 def as_defined(capture: Capture, key: bytes) -> bool:
     """Whether a captured node gave, for a token, what its definition gives from what it read."""
-    rows = {tensor.name: capture.batch.rows(tensor) for tensor in results(capture.node)}
-    at = {name: int(found[0][found[1].index(key)]) for name, found in rows.items() if found and key in found[1]}
-    one = capture.only(at[capture.node.name]) if capture.node.name in at else capture
+    one = capture.only(key)
     expected = recompute(one, CPUBackend("reference"))
     for tensor in results(capture.node):
-        row = [at[tensor.name]] if tensor.name in at else slice(None)
-        for x, y in zip(capture.results[tensor.name], expected[tensor.name]):
-            if one_nan(x[row], tensor.dtype).tobytes() != one_nan(y if one is not capture else y[row], tensor.dtype).tobytes():
-                return False
+        rows = capture.batch.rows_of(tensor, key)
+        rows = slice(None) if rows is None else rows
+        if bytes_of(tensor, capture.results[tensor.name], rows) != bytes_of(tensor, expected[tensor.name], rows if one is capture else slice(None)):
+            return False
     return True
 
 

@@ -1,7 +1,8 @@
 """Runs whose every node can be looked at: a context that runs nodes one by one, and what rows their results have.
 
-A row of a result belongs to a token, and by the promise of this runtime its bits depend on that token and those before it in its sequence alone. So rows of
-different runs are the same row where the tokens up to it are: `Batch.keys`, a digest of them. Nothing of this is in the way of other contexts.
+A row of a result belongs to a token, and by the promise of this runtime its bits depend on that token and those before it in its sequence alone. A token may
+have several rows, one behind the other: of its experts, of its heads. So rows of different runs are the same rows where the tokens up to theirs are:
+`Batch.keys`, a digest of them. Nothing of this is in the way of other contexts.
 """
 import json
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from .program import Outputs
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
-PRODUCTS = {"mul_mat", "mul_mat_glu", "mul_mat_qkv"}
+PRODUCTS = {"mul_mat", "mul_mat_glu", "mul_mat_qkv", "mul_mat_id", "mul_mat_id_glu", "mul_mat_heads"}
+OF_TOKENS = {"x", "ids"}  # operands of products that are not weights
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
 
 
@@ -74,15 +76,20 @@ class Batch:
     keys: list[bytes]
     n_ctx: int
 
-    def rows(self, tensor: Tensor) -> tuple[np.ndarray, list[bytes]] | None:
-        """The rows of a result and their keys, or None if its rows are not of tokens."""
-        if tensor.base is not tensor:  # a cache
-            return self.seq.astype(np.int64) * self.n_ctx + self.pos, self.keys
-        if tensor.shape[0] == len(self.keys):
-            return np.arange(len(self.keys)), self.keys
-        if tensor.shape[0] == len(self.out_ids):
-            return np.arange(len(self.out_ids)), [self.keys[i] for i in self.out_ids]
-        return None
+    def rows(self, tensor: Tensor) -> np.ndarray | None:
+        """The rows of each token, int64 [n, rows a token]: in a cache its cell, else as many as a result has for each, those of the first token first.
+        None if they are not whole tokens'."""
+        n = len(self.keys)
+        if len(self.out_ids) != n:
+            raise ValueError(f"recording: {tensor.name}: rows are known where all tokens have logits, got {len(self.out_ids)} of {n}")
+        if is_cache(tensor):
+            return (self.seq.astype(np.int64) * self.n_ctx + self.pos)[:, None]
+        return np.arange(tensor.shape[0]).reshape(n, -1) if tensor.shape[0] % n == 0 else None
+
+    def rows_of(self, tensor: Tensor, key: bytes) -> np.ndarray | None:
+        """Those of one token, int64 [rows a token]."""
+        rows = self.rows(tensor)
+        return None if rows is None else rows[self.keys.index(key)]
 
     def visible(self, key: bytes) -> np.ndarray:
         """The cells of a token and those before it in its sequence."""
@@ -99,8 +106,12 @@ def one_nan(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(nan, values.dtype.type(np.nan), values) if nan.any() else values
 
 
-def row_bytes(tensor: Tensor, arrays: Arrays, row: int) -> bytes:
-    return b"".join(one_nan(a[row], tensor.dtype).tobytes() for a in arrays)
+def bytes_of(tensor: Tensor, arrays: Arrays, rows) -> bytes:
+    return b"".join(one_nan(a[rows], tensor.dtype).tobytes() for a in arrays)
+
+
+def is_cache(tensor: Tensor) -> bool:
+    return tensor.base.name.startswith("cache_")
 
 
 def results(node: Tensor) -> list[Tensor]:
@@ -173,8 +184,8 @@ class Capture:
     def __init__(self, node: Tensor, batch: Batch, backend, passing: set[Tensor]):
         """passing: the graph's inputs and all that its nodes write, whose memory is others' later."""
         self.node, self.batch, self.backend, self.device, self.kernel = node, batch, backend, backend.device, kernel_of(node, backend)
-        stays = [source.base not in passing for source in node.src]
-        self.operands = [None if here else on_host(backend, source) for here, source in zip(stays, node.src)]
+        self.passing = [source.base in passing for source in node.src]
+        self.operands = [on_host(backend, source) if passes else None for passes, source in zip(self.passing, node.src)]
         self.results = {tensor.name: on_host(backend, tensor) for tensor in results(node)}
         self.addresses = [backend.address(node.src[cache]) for *_, cache in named_rows(node)]
 
@@ -182,39 +193,44 @@ class Capture:
         self.operands = [on_host(self.backend, source) if arrays is None else arrays for source, arrays in zip(self.node.src, self.operands)]
         return self
 
-    def only(self, row: int) -> "Capture":
-        """What gives a row of the result, for products of matrices, whose definition takes long for all of them; itself for other ops."""
-        if self.node.op not in PRODUCTS:
+    def only(self, key: bytes) -> "Capture":
+        """What gives the rows of a token, for products of matrices, whose definition takes long for all of them; itself for other ops."""
+        node = self.node
+        if node.op not in PRODUCTS or self.batch.rows(node) is None:
             return self
-        at, node, one = OPS[self.node.op].operands.index("x"), self.node, object.__new__(Capture)
-        x = Tensor(node.src[at].name, node.src[at].dtype, (1, *node.src[at].shape[1:]))
-        also = tuple(Tensor(t.name, t.dtype, (1, *t.shape[1:])) for t in results(node)[1:])
-        one.node = Tensor(node.name, node.dtype, (1, *node.shape[1:]), node.op, (*node.src[:at], x, *node.src[at + 1:]), node.params, also=also)
-        one.operands, one.addresses = list(self.operands), self.addresses
-        one.operands[at] = tuple(array[row:row + 1] for array in self.operands[at])
+        cut = {source: self.batch.rows_of(source, key) for name, source in zip(OPS[node.op].operands, node.src) if name in OF_TOKENS}
+        fewer = lambda t, rows, **given: Tensor(t.name, t.dtype, (len(rows), *t.shape[1:]), **given)
+        one, made = object.__new__(Capture), {source: fewer(source, rows) for source, rows in cut.items()}
+        first, *also = (fewer(t, self.batch.rows_of(t, key)) for t in results(node))
+        first.op, first.src, first.params, first.also = node.op, tuple(made.get(source, source) for source in node.src), node.params, tuple(also)
+        one.node, one.addresses = first, self.addresses
+        one.operands = [tuple(a[cut[source]] for a in arrays) if source in cut else arrays for source, arrays in zip(node.src, self.operands)]
         return one
 
     def save(self, path: Path) -> None:
-        """As an archive of numpy, which `read` takes."""
-        node = self.node
-        tensors = {tensor: i for i, tensor in enumerate(dict.fromkeys((*node.src, node, *results(node)[1:])))}
+        """As an archive of numpy, which `read` takes: memory that several operands share is there once."""
+        node, shared = self.node, list(dict.fromkeys(source.base for source in self.node.src))
+        src = [shared.index(source.base) for source in node.src]
+        first = [src.index(i) for i in range(len(shared))]
+        tensors = [*(node.src[i] for i in first), *results(node)]
+        arrays = [*(self.operands[i] for i in first), *self.results.values()]
         about = {"name": node.name, "op": node.op, "params": node.params, "kernel": self.kernel, "device": self.device, "addresses": self.addresses,
-                 "n_src": len(node.src), "tensors": [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors],
-                 "alias": [next((i for i, source in enumerate(node.src) if source.base is t.base), None) if t.base is not t else None for t in results(node)]}
-        arrays = {f"{i}.{j}": a for i, each in enumerate((*self.operands, *self.results.values())) for j, a in enumerate(each)}
-        np.savez(path, about=np.array(json.dumps(about)), **arrays)
+                 "src": src, "tensors": [{"name": t.name, "dtype": t.dtype, "shape": t.shape} for t in tensors],
+                 "alias": [shared.index(t.base) if t.base is not t else None for t in results(node)]}
+        np.savez(path, about=np.array(json.dumps(about)), **{f"{i}.{j}": a for i, each in enumerate(arrays) for j, a in enumerate(each)})
 
     @classmethod
     def read(cls, path: Path) -> "Capture":
         archive, self = np.load(path, allow_pickle=False), cls.__new__(cls)
         about = json.loads(str(archive["about"]))
         tensors = [Tensor(t["name"], t["dtype"], tuple(t["shape"])) for t in about["tensors"]]
-        src, (node, *also), n = tensors[:about["n_src"]], tensors[about["n_src"]:], about["n_src"]
         arrays = [tuple(archive[f"{i}.{j}"] for j in range(3 if t.dtype == "act" else 1)) for i, t in enumerate(tensors)]
-        node.op, node.params, node.src, node.also = about["op"], about["params"], tuple(src), tuple(also)
+        n = len(tensors) - len(about["alias"])
+        node, *also = tensors[n:]
+        node.op, node.params, node.src, node.also = about["op"], about["params"], tuple(tensors[i] for i in about["src"]), tuple(also)
         for tensor, alias in zip(also, about["alias"][1:]):
-            tensor.alias = None if alias is None else src[alias]
-        self.node, self.operands, self.results = node, arrays[:n], {t.name: a for t, a in zip((node, *also), arrays[n:])}
+            tensor.alias = None if alias is None else tensors[alias]
+        self.node, self.operands, self.results = node, [arrays[i] for i in about["src"]], {t.name: a for t, a in zip(tensors[n:], arrays[n:])}
         self.addresses, self.kernel, self.device = about["addresses"], about["kernel"], about["device"]
         return self
 

@@ -21,9 +21,17 @@ from ggml_py.kernels.reference.topk_moe import topk_moe
 from ggml_py.model import Model
 from ggml_py.quant.activation import quantize_activations
 from ggml_py.verify import Verification
-from tiny_moe_models import DEFAULTS, write_moe_model
+from tiny_models import write_model
+from tiny_moe_models import ARCHITECTURES, DEFAULTS, write_moe_model
 
 F32 = np.float32
+
+
+def write(path, kind: str):
+    """A model of a kind: an architecture, or "tied"."""
+    if kind == "tied":
+        return write_tied_model(path)
+    return write_moe_model(path, kind, ("Q8_0",)) if kind in ARCHITECTURES else write_model(path, kind, ("Q8_0",), n_embd=288, n_ff=160)
 
 
 class FaultyBackend(CPUBackend):
@@ -220,6 +228,30 @@ def experts_as_they_come():
     return {"weighted_sum": instead(shuffled_sum)}
 
 
+def tile_across_experts(kernel):
+    """The rows of a batch are sorted by expert, and a tile of 16 has the matrix of its first one."""
+    def faulty(*operands):
+        *operands, ids, out, name = operands
+        order = np.argsort(ids, axis=None, kind="stable")
+        of_tiles = ids.ravel()[order[np.arange(len(order)) // 16 * 16]]
+        kernel(*operands, of_tiles[np.argsort(order)].reshape(ids.shape), out, name)
+    return faulty
+
+
+def in_order_of_dispatch(kernel):
+    """Rows are left as they were sorted by expert."""
+    def faulty(*operands):
+        kernel(*operands)
+        ids, out = operands[3], operands[7]
+        out[...] = out[np.argsort(ids.reshape(-1), kind="stable")]
+    return faulty
+
+
+def of_other_heads(kernel):
+    """Each head is multiplied by the matrix of the one before it."""
+    return lambda words, *operands: kernel(np.roll(words, 1, axis=0), *operands)
+
+
 # What is not in kernels
 
 class StaleGraphs:
@@ -246,12 +278,16 @@ class StaleGraphsBackend(CPUBackend):
 
 
 class HastyBackend(CPUBackend):
-    """A read that does not wait for the kernels before it, which take their time where there are several."""
+    """A read that does not wait for the kernels before it, which take their time where there are more than so many."""
     busy = False
+
+    def __init__(self, in_time: int = 1, device: str = "cpu"):
+        super().__init__(device=device)
+        self.in_time = in_time
 
     def run(self, steps):
         super().run(steps)
-        self.busy = len(steps) > 1
+        self.busy = len(steps) > self.in_time
 
     def read(self, buffer, offset, n_bytes):
         data, self.busy, busy = super().read(buffer, offset, n_bytes).result(), False, self.busy
@@ -265,18 +301,18 @@ class HastyBackend(CPUBackend):
 @dataclass(frozen=True)
 class Fault:
     """backend: makes one with the fault, of a device's name. axes: those of one device that must catch it, none if only other devices, or goldens, see it.
-    ops: of the node that bisection must name. tied: in a model of `write_tied_model`."""
+    ops: of the node that bisection must name. model: the kind of one that has it."""
     name: str
     backend: Callable
     axes: frozenset[str]
     ops: frozenset[str]
-    tied: bool = False
+    model: str = "llama"
 
 
-def in_kernels(name: str, axes: str, twins, tied: bool = False) -> Fault:
+def in_kernels(name: str, axes: str, twins, model: str = "llama") -> Fault:
     """twins: those of FaultyBackend, or what makes them anew."""
     make = twins if callable(twins) else lambda: twins
-    return Fault(name, lambda device: FaultyBackend(make(), device), frozenset(axes.split()), frozenset(make()), tied)
+    return Fault(name, lambda device: FaultyBackend(make(), device), frozenset(axes.split()), frozenset(make()), model)
 
 
 FAULTS = [
@@ -288,6 +324,9 @@ FAULTS = [
                {"swiglu": instead(rough_glu), "swiglu_act": instead(rough_glu_act), "mul_mat_glu": instead(rough_mul_mat_glu),
                 "add_rms_norm_mul_mat_glu": lambda make: partial(make, mul_mat_glu=rough_mul_mat_glu)}),
     in_kernels("a stale compiled kernel", "", norms(stale)),
-    in_kernels("a top-k with unstable ties", "rerun", unstable_top_k, tied=True),
-    in_kernels("an expert sum in arrival order", "rerun", experts_as_they_come, tied=True),
+    in_kernels("a top-k with unstable ties", "rerun", unstable_top_k, "tied"),
+    in_kernels("an expert sum in arrival order", "rerun", experts_as_they_come, "tied"),
+    in_kernels("a tile of rows across two experts", "ubatch pieces", {"mul_mat_id": made(tile_across_experts)}, "qwen3moe"),
+    in_kernels("rows of experts in the order of their dispatch", "ubatch pieces", {"mul_mat_id_glu": made(in_order_of_dispatch)}, "qwen3moe"),
+    in_kernels("heads with each other's matrices", "", {"mul_mat_heads": made(of_other_heads)}, "deepseek2-mla"),
 ]

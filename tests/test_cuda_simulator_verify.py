@@ -2,6 +2,7 @@
 from contextlib import nullcontext
 
 import numpy as np
+import pytest
 
 from cuda_simulator import run_in_simulator
 from tiny_models import write_model
@@ -57,3 +58,53 @@ def simulate_bisection(tmp_path):
             reference, = recompute(capture, CPUBackend("reference"))["attn_out-0"]
             assert_bitwise_equal(made, reference, "attn_out-0")
         assert (wrong.results["attn_out-0"][0] != reference).sum() == 1
+
+
+class Atomic:
+    """Threads of the simulator run one at a time."""
+
+    @staticmethod
+    def add(array, index, value):
+        before = array[index].copy()
+        array[index] += value
+        return before
+
+
+@pytest.mark.parametrize("name, first", [("scattered_rms_norm", "cpu"), ("scattered_rms_norm", "cuda:0"), ("unguarded_rms_norm", "cpu"),
+                                         ("racing_top_k", "cpu"), ("scattered_weighted_sum", "cpu")])
+def simulate_twins_of_gpu_faults(name, first, tmp_path, monkeypatch):
+    """What test_gpu_planted_faults.py asks of bisection on a GPU."""
+    from ggml_py.axes import Setting
+    from ggml_py.backends.cpu import CPUBackend
+    from ggml_py.bisection import first_difference
+    from ggml_py.gguf_file import GGUFFile
+    from ggml_py.model import Model
+    from numba import cuda
+    from planted_faults import write_tied_model
+    from test_cuda_simulator_graphs import simulated_backend
+    from test_gpu_planted_faults import OF_EXPERTS, TWINS, check_named, planted
+
+    monkeypatch.setattr(cuda, "atomic", Atomic, raising=False)
+    twin, path = TWINS[name], tmp_path / "m.gguf"
+    write_tied_model(path) if name in OF_EXPERTS else write_model(path, "llama", ("Q8_0",), **SIZES)
+    backends = {"cpu": CPUBackend(), "cuda:0": planted(simulated_backend(), twin)}
+    settings = [Setting("default", "", device, no_fuse=("all",)) for device in sorted(backends, key=first.__ne__)]
+    with Model(GGUFFile.open(path), backends[settings[0].device]) as a, Model(GGUFFile.open(path), backends[settings[1].device]) as b:
+        check_named(first_difference(a, b, WINDOWS, *settings, 0), twin, always=first == "cpu")
+
+
+def simulate_a_stale_graph_address(tmp_path):
+    """The steps of one token in the second window are those that were captured in the first, with the arena that it had then."""
+    from ggml_py.axes import Setting
+    from ggml_py.bisection import first_difference
+    from ggml_py.gguf_file import GGUFFile
+    from ggml_py.model import Model
+    from test_cuda_simulator_graphs import simulated_backend
+    from test_gpu_planted_faults import StaleGraphs, check_stale
+
+    windows, backend = np.concatenate([WINDOWS, WINDOWS + 1]), simulated_backend()
+    settings = Setting("default", "", "cuda:0"), Setting("pieces", "growing", "cuda:0", growing=True)
+    with Model(GGUFFile.open(write_model(tmp_path / "m.gguf", "llama", ("Q8_0",), **SIZES)), backend) as model:
+        assert first_difference(model, model, windows, *settings, 1) is None
+        backend.new_graphs = lambda: StaleGraphs(backend)
+        check_stale(first_difference(model, model, windows, *settings, 1))

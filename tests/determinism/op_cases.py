@@ -188,15 +188,21 @@ def operands_of(op: str, type_: str) -> list[Operand]:
 
 def compute(op: str, operands: list[Operand], backend) -> dict[str, Arrays]:
     """The results of an op, without scratch memory."""
+    return recompute(capture_of(op, operands), backend)
+
+
+def capture_of(op: str, operands: list[Operand]) -> Capture:
+    """A node as if it had been recorded, but for what it gave."""
     capture = Capture.__new__(Capture)
     capture.node, capture.operands = node_of(op, operands), [operand.arrays for operand in operands]
     capture.addresses = [0] * len(named_rows(capture.node))
-    return recompute(capture, backend)
+    return capture
 
 
 def node_of(op: str, operands: list[Operand]) -> Tensor:
     name = op_of(op)
-    return Graph().apply(name, *(operand.tensor(name) for name, operand in zip(OPS[name].operands, operands)), name="out", **CASES[op][2])
+    tensors = {id(operand): operand.tensor(name) for name, operand in zip(OPS[name].operands, operands)}  # the same one may be read twice
+    return Graph().apply(name, *(tensors[id(operand)] for operand in operands), name="out", **CASES[op][2])
 
 
 def compute_rows(op: str, operands: list[Operand], backend, parts: list[np.ndarray]) -> dict[str, Arrays]:
