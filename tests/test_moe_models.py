@@ -161,9 +161,10 @@ def test_cuda_launches_them(kind, tmp_path):
     assert routing == {(): {"topk_moe", "weighted_sum"}, ("all",): {"top_k", "take_columns", "weighted_sum"}}
 
 
-@pytest.mark.parametrize("kind", ["deepseek2", "deepseek2-mla", "gpt-oss"])
-def test_info_knows_the_cache(kind, tmp_path):
-    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind))
+@pytest.mark.parametrize("kind, settings", [("deepseek2", {}), ("deepseek2-mla", {}), ("gpt-oss", {}),
+                                            ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}))])
+def test_info_knows_the_cache(kind, settings, tmp_path):
+    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind, **settings))
     with Model(file, CPUBackend()) as model, model.new_context(n_ctx=64, type_k="f16", type_v="q8_0") as context:
         assert kv_cache_bytes(file, 64, "f16", "q8_0") == context.memory.n_bytes
 
@@ -205,6 +206,9 @@ def test_a_router_of_nan_chooses_experts_all_the_same(tokens, tmp_path):
      r"deepseek2.expert_gating_func is 4, known: 1 \(softmax\), 2 \(sigmoid\), 3 \(softmax of the chosen\)"),
     ("glm4moe", dict(gating=1), "tensor blk.1.exp_probs_b.bias is missing"),
     ("gpt-oss", dict(window=0), "gpt-oss.attention.sliding_window is 0, must be positive"),
+    ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 3)}),
+     "glm4moe.nextn_predict_layers is 3 of glm4moe.block_count 3: must leave one layer at least"),
+    ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 4)}), "glm4moe.nextn_predict_layers is 4 of glm4moe.block_count 3"),
 ])
 def test_models_that_cannot_be_used(kind, settings, message, tmp_path):
     with pytest.raises(UserError, match=message):

@@ -36,12 +36,15 @@ class Hparams:
         a = file.get("general.architecture", "str")
         u32 = lambda key, *default: file.get(f"{a}.{key}", "u32", *default)
         f32 = lambda key, *default: file.get(f"{a}.{key}", "f32", *default)
-        n_layer = u32("block_count") - u32("nextn_predict_layers", 0)
+        n_block, n_nextn = u32("block_count"), u32("nextn_predict_layers", 0)
+        n_layer = n_block - n_nextn
+        if n_layer < 1:
+            raise UserError(f"{file.path}: {a}.nextn_predict_layers is {n_nextn} of {a}.block_count {n_block}: must leave one layer at least")
         n_embd, n_ctx = u32("embedding_length"), u32("context_length")
-        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", u32("block_count"), default=default)[:n_layer]
+        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", n_block, default=default)[:n_layer]
         n_head = per_layer("attention.head_count", 0)
-        n_head_kv = file.get_key_or_arr(f"{a}.attention.head_count_kv", u32("block_count"), default=None) or n_head
-        if not n_layer or not n_embd or not all(n_head) or not all(n_head_kv) or any(h % kv for h, kv in zip(n_head, n_head_kv)):
+        n_head_kv = file.get_key_or_arr(f"{a}.attention.head_count_kv", n_block, default=None) or n_head
+        if not n_embd or not all(n_head) or not all(n_head_kv) or any(h % kv for h, kv in zip(n_head, n_head_kv)):
             raise UserError(f"{file.path}: {a}: {n_layer} layers of {n_embd} with heads {n_head[:1]} and KV heads {n_head_kv[:1]}: must be positive, heads whole groups of KV heads")
         k = u32("attention.key_length", n_embd // n_head[0])
         n_rot = u32("rope.dimension_count", k)
