@@ -99,13 +99,14 @@ def test_one_expert_is_a_dense_layer(tokens, tmp_path):
         assert_bitwise_equal(run(a, tokens), run(b, tokens), "one expert")
 
 
-def test_gate_and_up_in_one_tensor(tokens, tmp_path):
-    """ffn_gate_up_exps: the rows of gate, then those of up."""
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_gate_and_up_in_one_tensor(kind, tokens, tmp_path):
+    """ffn_gate_up_exps: the rows of gate, then those of up; of gpt-oss their biases as well."""
     tensors = {}
-    apart = write_moe_model(tmp_path / "apart.gguf", "qwen3moe", tensors=tensors)
-    reader, w = gguf.GGUFReader(apart), gguf.GGUFWriter(tmp_path / "fused.gguf", "qwen3moe")
+    apart = write_moe_model(tmp_path / "apart.gguf", kind, tensors=tensors)
+    reader, w = gguf.GGUFReader(apart), gguf.GGUFWriter(tmp_path / "fused.gguf", kind)
     for field in reader.fields.values():
-        if field.name.startswith("qwen3moe."):
+        if field.name.startswith(f"{kind}."):
             w.add_key_value(field.name, field.parts[field.data[0]][0].item(), field.types[0])
     w.add_tokenizer_model("no_vocab")
     for name, x in tensors.items():
@@ -115,7 +116,8 @@ def test_gate_and_up_in_one_tensor(tokens, tmp_path):
         w.add_tensor(name.replace("gate_exps", "gate_up_exps"), np.concatenate([x, tensors[name.replace("gate", "up")]], axis=1) if fused else x)
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     with Model.load(apart, device="cpu") as a, Model.load(tmp_path / "fused.gguf", device="cpu") as b:
-        assert_bitwise_equal(run(b, tokens), run(a, tokens), "fused gate and up")
+        for no_fuse in (), "all":
+            assert_bitwise_equal(run(b, tokens, no_fuse=no_fuse), run(a, tokens), f"fused gate and up of {kind}")
 
 
 @pytest.mark.parametrize("yarn", [None, (40.0, 64, 0.0707), (4.0, 64, 0)], ids=["plain", "yarn", "yarn without log_mul"])

@@ -83,11 +83,11 @@ class Weights:
             self.loaded[key] = self._load(name, shape, rows)
         return self.loaded[key]
 
-    def table(self, name: str, n_rows: int, n_cols: int) -> Tensor:
-        """The matrix `name` as float32 rows, not as tiles."""
-        key = name, "table"
+    def table(self, name: str, n_rows: int, n_cols: int, columns: tuple[int, int] | None = None) -> Tensor:
+        """The matrix `name` as float32 rows, not as tiles. columns: only those [first, last)."""
+        key = name, "table", columns
         if key not in self.loaded:
-            values = self._values(name, (n_rows, n_cols))
+            values = self._values(name, (n_rows, n_cols))[:, slice(*columns or (None,))]
             self.loaded[key] = Tensor(name, "f32", values.shape, device=self.backend.device, storage=(self.backend.upload(np.ascontiguousarray(values)), 0))
         return self.loaded[key]
 
