@@ -163,6 +163,26 @@ def test_cuda_launches_them(kind, tmp_path):
     assert routing == {(): {"topk_moe", "weighted_sum"}, ("all",): {"top_k", "take_columns", "weighted_sum"}}
 
 
+@pytest.mark.parametrize("n_expert, n_used", [(513, 8), (64, 33), (512, 32)])
+def test_cuda_takes_so_many_experts(n_expert, n_used, tmp_path):
+    """More are refused when the model is loaded, and where its graph is fused; the CPU takes them."""
+    pytest.importorskip("numba_cuda")
+    from recording_target import RecordingBackend
+    path = write_moe_model(tmp_path / "m.gguf", "qwen3moe", ("Q8_0",), n_expert=n_expert, n_used=n_used, n_ff_exp=32)
+    if (n_expert, n_used) == (512, 32):
+        with Model(GGUFFile.open(path), RecordingBackend()) as model, model.new_context(n_ctx=32) as context:
+            context.decode([1, 2, 3])
+        return
+    refused = f"of {n_used} of {n_expert} columns, allowed: up to 32 of up to 512; --device cpu takes more$"
+    with pytest.raises(UserError, match=f"^ffn_moe_topk-0: cuda: top_k {refused}"):
+        Model(GGUFFile.open(path), RecordingBackend())
+    with Model.load(path, device="cpu") as model, model.new_context(n_ctx=32) as context:
+        assert np.isfinite(context.decode([1, 2, 3])).all()
+        node = next(node for node in context.program(3, 1).nodes if node.op == "topk_moe")
+    with pytest.raises(UserError, match=f"^{node.name}: cuda: topk_moe {refused}"):
+        RecordingBackend().check(node)
+
+
 @pytest.mark.parametrize("kind, settings", [("deepseek2", {}), ("deepseek2-mla", {}), ("gpt-oss", {}),
                                             ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}))])
 def test_info_knows_the_cache(kind, settings, tmp_path):
