@@ -237,6 +237,17 @@ def test_models_that_cannot_be_used(kind, settings, message, tmp_path):
         Model.load(write_moe_model(tmp_path / "m.gguf", kind, **settings), device="cpu")
 
 
+@pytest.mark.parametrize("kind, n_ff, layer, message", [("qwen3moe", 0, 0, "qwen3moe.feed_forward_length, 0, at least the 2 experts used"),
+                                                         ("glm4moe", 1, 1, "glm4moe.feed_forward_length, 1, at least the 2 experts used")])
+def test_experts_of_width_0(kind, n_ff, layer, message, tmp_path):
+    """In the first layer that has experts."""
+    tensors = {}
+    write_moe_model(tmp_path / "m.gguf", kind, tensors=tensors)
+    message = f"m.gguf: layer {layer} has experts of width 0: {kind}.expert_feed_forward_length must be positive, or {message}$"
+    with pytest.raises(UserError, match=message):
+        Model.load(write_moe_model(tmp_path / "m.gguf", kind, tensors=tensors, n_ff=n_ff, n_ff_exp=0), device="cpu")
+
+
 @pytest.mark.parametrize("n_expert, n_used, groups", [
     (8, 1, (0, 0)), (12, 12, (0, 0)), (60, 4, (0, 0)), (160, 6, (8, 3)), (257, 8, (0, 0)), (512, 32, (16, 4))])
 def test_counts_of_experts(n_expert, n_used, groups, tokens, tmp_path):

@@ -44,6 +44,10 @@ class Experts:
         }
         found = cls(n, n_used, n_ff, n_group=u32("expert_group_count", 0), n_group_used=u32("expert_group_used_count", 0),
                     **{name: fixed[name] if name in fixed else read() for name, read in keys.items()})
+        for il in range(found.n_dense, hp.n_layer):
+            if not n_ff[il]:
+                raise UserError(f"{file.path}: layer {il} has experts of width 0: {a}.expert_feed_forward_length must be positive, or "
+                                f"{a}.feed_forward_length, {hp.n_ff[il]}, at least the {n_used[il]} experts used")
         if found.gating not in GATINGS:
             raise UserError(f"{file.path}: {a}.expert_gating_func is {found.gating}, known: {', '.join(f'{i} ({name})' for i, name in GATINGS.items())}")
         if found.n_group > 1 and (n % found.n_group or found.n_group >= n or not 0 < found.n_group_used < found.n_group):
