@@ -1,4 +1,6 @@
 """Mixture of experts: kernels/cpu equals kernels/reference bit for bit, products with experts equal dense ones, and dispatch is a stable permutation."""
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from ggml_py.ops import GATINGS
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
 from ggml_py.quant.formats import FORMATS
+from ggml_py.quant.quantize import quantize as quantize_weight
 from ggml_py.testing import assert_bitwise_equal
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
@@ -268,6 +271,54 @@ def test_mul_mat_id_glu(types, act, biased, n_threads):
         ids[-1, -1] = n_expert
         with pytest.raises(IndexError, match=f"^node: token {n - 1} has expert {n_expert} at rank {u - 1}, allowed: 0 to {n_expert - 1}$"):
             room.mul_mat_id_glu(act, *types)(*words, x, ids, biases, f32(1.702), f32(7), out, np.empty_like(out), "node")
+
+
+# On two devices
+
+PARTS = "router", "gate", "up", "act", "down", "sum"
+
+
+def layer_of_experts(backends, tensors, places):
+    """A graph from a norm to the weighted sum; places: {part of PARTS: device}."""
+    g = Graph("cpu")
+    upload = lambda name, type_, shape: Tensor(name, type_, shape, device=g.device, storage=(backends[g.device].upload(tensors[name]), 0))
+    h = g.rms_norm(g.input("x", "f32", (9, 256)), upload("norm", "f32", (256,)), eps=1e-5)
+    g.device = places["router"]
+    probs = g.soft_max(g.mul_mat(upload("router", "F32", (6, 256)), h))
+    ids = g.top_k(probs, k=3)
+    weights = g.normalize(g.take_columns(probs, ids))
+    g.device = places["gate"]
+    gate = g.mul_mat_id(upload("gate", "Q8_0", (6, 64, 256)), h, ids)
+    g.device = places["up"]
+    up = g.mul_mat_id(upload("up", "Q8_0", (6, 64, 256)), h, ids)
+    g.device = places["act"]
+    y = g.swiglu(gate, up)
+    g.device = places["down"]
+    y = g.mul_mat_id(upload("down", "Q8_0", (6, 256, 64)), y, ids)
+    g.device = places["sum"]
+    g.outputs = [g.weighted_sum(y, weights)]
+    return g
+
+
+def test_neighbours_on_two_devices():
+    """Every part of a layer here or there, fused with what is on its device or unfused: one result."""
+    rng, backends = seeded("neighbours"), {device: CPUBackend(device=device) for device in ("cpu", "other")}
+    normal = lambda *shape: rng.standard_normal(shape).astype(f32)
+    tensors = {"norm": normal(256), "router": tile.pack(normal(6, 256).view(np.uint8), "F32", 6, 256),
+               **{name: tile.pack(quantize_weight(normal(6 * m, k), "Q8_0"), "Q8_0", m, k, 6)
+                  for name, m, k in (("gate", 64, 256), ("up", 64, 256), ("down", 256, 64))}}
+    x, arenas, expected = normal(9, 256), Arenas(backends), None
+    for devices in product(("cpu", "other"), repeat=len(PARTS)):
+        places = dict(zip(PARTS, devices))
+        for no_fuse in "all", ():
+            program = Program(layer_of_experts(backends, tensors, places), arenas, no_fuse)
+            ops, glu_is_one = {node.op for node in program.nodes}, places["gate"] == places["up"] == places["act"]
+            assert {"topk_moe", "mul_mat_id_glu", "swiglu_act"} & ops == (set() if no_fuse else {
+                "topk_moe", *["mul_mat_id_glu"] * glu_is_one, *["swiglu_act"] * (not glu_is_one and places["act"] == places["down"])}), places
+            found = program.run({"x": x})[0]
+            expected = found if expected is None else expected
+            assert_bitwise_equal(found, expected, f"{places}, no_fuse={no_fuse!r}")
+    assert np.isfinite(expected).all() and expected.std() > 1
 
 
 # Around them
