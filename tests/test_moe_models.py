@@ -120,6 +120,29 @@ def test_gate_and_up_in_one_tensor(kind, tokens, tmp_path):
             assert_bitwise_equal(run(b, tokens, no_fuse=no_fuse), run(a, tokens), f"fused gate and up of {kind}")
 
 
+@pytest.mark.parametrize("types", [("F32",), ("Q8_0", "Q4_1")], ids="-".join)
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_scales_of_experts(kind, types, tokens, tmp_path):
+    """A factor for each matrix, before the bias: by powers of two, weights that are so much smaller give the same bits."""
+    tensors, scaled, scales = {}, {}, np.exp2([0, -3, 2, -1, 1, -2]).astype(np.float32)
+    plain = write_moe_model(tmp_path / "plain.gguf", kind, types, tensors=tensors)
+    for name, x in tensors.items():
+        if name.endswith("_exps.weight"):
+            tensors[name], scaled[name.replace("weight", "scale")] = x / scales[:, None, None], scales
+    with_scales = write_moe_model(tmp_path / "scaled.gguf", kind, types, tensors=tensors, more=scaled)
+    without = write_moe_model(tmp_path / "without.gguf", kind, types, tensors=tensors)
+    with Model.load(plain, device="cpu") as a, Model.load(with_scales, device="cpu") as b, Model.load(without, device="cpu") as c:
+        expected = run(a, tokens)
+        assert not np.array_equal(run(c, tokens), expected)
+        for settings in {}, dict(no_fuse="all"), dict(n_ubatch=1):
+            assert_bitwise_equal(run(b, tokens, **settings), expected, f"{kind} with scales, {settings}")
+        with b.new_context(n_ctx=64) as context:
+            assert [node.op for node in context.program(5, 1).nodes].count("scale_id") == len(scaled)
+    scaled["blk.1.ffn_up_exps.scale"] = scales[:5]
+    with pytest.raises(UserError, match=r"tensor blk.1.ffn_up_exps.scale has shape \[5\], expected \[6\]$"):
+        Model.load(write_moe_model(tmp_path / "short.gguf", kind, types, tensors=tensors, more=scaled), device="cpu")
+
+
 @pytest.mark.parametrize("yarn", [None, (40.0, 64, 0.0707), (4.0, 64, 0)], ids=["plain", "yarn", "yarn without log_mul"])
 def test_absorbed_attention_is_that_of_heads(yarn, tokens, tmp_path):
     """k_b and v_b are kv_b apart, k_b transposed; in float32 the logits are close."""

@@ -168,6 +168,9 @@ def test_ids_out_of_range_are_errors(bad):
     for kernel in reference_experts.add_id, experts.add_id:
         with pytest.raises(IndexError, match="^node: token 1 has expert"):
             kernel(out, np.zeros((8, 32), f32), ids, out, "node")
+    for kernel in reference_experts.scale_id, experts.scale_id:
+        with pytest.raises(IndexError, match="^node: token 1 has expert"):
+            kernel(out, np.zeros(8, f32), ids, out, "node")
     for kernel in reference_routing.take_columns, routing.take_columns:
         with pytest.raises(IndexError, match="^node: token 1 has expert"):
             kernel(np.zeros((3, 8), f32), ids, np.empty((3, 2), f32), "node")
@@ -324,10 +327,11 @@ def test_neighbours_on_two_devices():
 # Around them
 
 @pytest.mark.parametrize("n, u, m", [(0, 2, 8), (1, 8, 33), (5, 3, 257), (4, 2, 1 << 16)])
-def test_biases_and_weighted_sums(n, u, m, n_threads):
+def test_biases_scales_and_weighted_sums(n, u, m, n_threads):
     rng = seeded(f"experts {n} {u} {m}")
     x, ids = numbers((n * u, m), rng), rng.integers(0, 9, (n, u)).astype(np.int32)
     compare("add_id", lambda *a: reference_experts.add_id(*a, "node"), lambda *a: experts.add_id(*a, "node"), (x, numbers((9, m), rng), ids), (x.shape, f32))
+    compare("scale_id", lambda *a: reference_experts.scale_id(*a, "node"), lambda *a: experts.scale_id(*a, "node"), (x, numbers(9, rng), ids), (x.shape, f32))
     compare("weighted_sum", reference_experts.weighted_sum, experts.weighted_sum, (x.reshape(n, u, m), numbers((n, u), rng)), ((n, m), f32))
 
 
@@ -433,6 +437,8 @@ def weight(dtype, *shape):
      "groups: mask_groups: 8 columns are not 3 groups of two or more; operands: x: f32 [6, 8]"),
     (lambda g: g.add_id(g.input("x", "f32", (6, 8)), g.input("b", "f32", (4, 8)), g.input("ids", "i32", (2, 2)), name="biased"),
      "biased: add_id: x must be [4, 8]; operands: x: f32 [6, 8]; b: f32 [4, 8]; ids: i32 [2, 2]"),
+    (lambda g: g.scale_id(g.input("x", "f32", (6, 8)), g.input("s", "f32", (4,)), g.input("ids", "i32", (2, 2)), name="scaled"),
+     "scaled: scale_id: x must have 4 rows, for 2 tokens with 2 experts; operands: x: f32 [6, 8]; s: f32 [4]; ids: i32 [2, 2]"),
 ])
 def test_errors_name_the_node(build, message):
     with pytest.raises(GraphError) as error:

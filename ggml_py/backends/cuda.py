@@ -346,9 +346,9 @@ def bind_topk_moe(launch, target, node, logits, *others):
                   p["factor"])
 
 
-@binds("add_id")
-def bind_add_id(launch, target, node, x, b, ids, out):
-    return launch(target, x, b, ids, out, *node.shape, node.src[1].shape[0])
+@binds("add_id", "scale_id")
+def bind_add_id(launch, target, node, x, of_experts, ids, out):
+    return launch(target, x, of_experts, ids, out, *node.shape, node.src[1].shape[0])
 
 
 @binds("weighted_sum")

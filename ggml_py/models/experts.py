@@ -108,10 +108,11 @@ class MixtureOfExperts(Transformer):
         return ids, weights
 
     def expert_linear(self, b: Batch, x: Tensor, ids: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """W x with the matrices of the experts `ids`, and plus their `base.bias` where the file has one. rows: only those of W, and of a bias."""
-        if f"{base}.scale" in self.w:
-            raise UserError(f"{self.file.path}: tensor {base}.scale: scales of experts are not supported")
+        """W x with the matrices of the experts `ids`, times their `base.scale` and plus their `base.bias` where the file has them. rows: only those of W, and of
+        a bias."""
         y = b.g.mul_mat_id(self.w(f"{base}.weight", self.experts.n, n_out, x.shape[1], rows=rows), x, ids, name=name)
+        if f"{base}.scale" in self.w:
+            y = b.g.scale_id(y, self.w(f"{base}.scale", self.experts.n), ids, name=f"{name}_scaled")
         if f"{base}.bias" in self.w:
             y = b.g.add_id(y, self.w.table(f"{base}.bias", self.experts.n, n_out, rows), ids, name=f"{name}_b")
         return y
