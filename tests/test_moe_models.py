@@ -143,6 +143,16 @@ def test_scales_of_experts(kind, types, tokens, tmp_path):
         Model.load(write_moe_model(tmp_path / "short.gguf", kind, types, tensors=tensors, more=scaled), device="cpu")
 
 
+def test_scales_of_heads(tokens, tmp_path):
+    """One for all heads of k_b and v_b."""
+    tensors, names = {}, ("blk.0.attn_k_b", "blk.1.attn_v_b")
+    plain = write_moe_model(tmp_path / "plain.gguf", "deepseek2-mla", tensors=tensors)
+    tensors |= {f"{name}.weight": tensors[f"{name}.weight"] * 4 for name in names}
+    scaled = write_moe_model(tmp_path / "scaled.gguf", "deepseek2-mla", tensors=tensors, more={f"{name}.scale": np.float32([0.25]) for name in names})
+    with Model.load(plain, device="cpu") as a, Model.load(scaled, device="cpu") as b:
+        assert_bitwise_equal(run(b, tokens), run(a, tokens), "scales of heads")
+
+
 @pytest.mark.parametrize("yarn", [None, (40.0, 64, 0.0707), (4.0, 64, 0)], ids=["plain", "yarn", "yarn without log_mul"])
 def test_absorbed_attention_is_that_of_heads(yarn, tokens, tmp_path):
     """k_b and v_b are kv_b apart, k_b transposed; in float32 the logits are close."""

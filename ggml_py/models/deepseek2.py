@@ -95,6 +95,7 @@ class Deepseek2(MixtureOfExperts):
         n, k = x.shape[0], x.shape[1] // n_head
         x = b.g.reshape(x, shape=(n * n_head, k), name=f"{name}_heads")
         y = b.g.mul_mat_heads(self.w(f"{base}.weight", n_head, n_out, k), x, name=f"{name}_products")
+        y = self.scaled_and_biased(b, y, base, n_out, f"{name}_products", None, None)
         return b.g.reshape(y, shape=(n, n_head * n_out), name=name)
 
     def attend_heads(self, b: Batch, il: int, q_nope: Tensor, q_rot: Tensor, c: Tensor, k_rot: Tensor) -> Tensor:
