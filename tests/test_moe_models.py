@@ -13,6 +13,7 @@ from ggml_py.model import Model
 from ggml_py.models.deepseek2 import Deepseek2
 from ggml_py.models.glm4moe import Glm4MoE
 from ggml_py.passes import PASSES
+from ggml_py.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from test_model import run
 from tiny_moe_models import ARCHITECTURES, SIGMOID, write_moe_model
@@ -240,7 +241,57 @@ def test_nextn_blocks_are_left_alone(tokens, tmp_path):
     with_nextn = write_moe_model(tmp_path / "nextn.gguf", "glm4moe", tensors=tensors, n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)})
     with Model.load(plain, device="cpu") as a, Model.load(with_nextn, device="cpu") as b:
         assert_bitwise_equal(run(b, tokens), run(a, tokens), "nextn")
-        assert not [name for name, _ in b.graph.w.loaded if name.startswith("blk.2.")]
+        assert not [key for key in b.graph.w.loaded if key[0].startswith("blk.2.")]
+
+
+def write_nextn(path, without=(), **shapes):
+    """glm4moe of two layers and a NextN block of own tensors, which have the given shapes. eh_proj ignores the half behind the embedding's."""
+    shapes = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "embed_tokens": (70, 64), "shared_head_norm": (64,), "shared_head_head": (70, 64), **shapes}
+    rng = np.random.default_rng(5)
+    more = {f"blk.2.nextn.{name}.weight": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items() if name not in without}
+    more.get("blk.2.nextn.eh_proj.weight", np.empty((0, 0)))[:, 64:] = 0
+    return write_moe_model(path, "glm4moe", ("Q8_0", "F16"), n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}, more=more)
+
+
+OPTIONAL = "embed_tokens", "shared_head_norm", "shared_head_head"
+
+
+@pytest.mark.parametrize("without", [(), OPTIONAL], ids=["all", "optional ones missing"])
+def test_nextn_blocks_on_request(without, tokens, tmp_path):
+    """Their tensors are on the device, and make a graph; the model computes what it does without them."""
+    path = write_nextn(tmp_path / "m.gguf", without)
+    with Model.load(path, device="cpu") as plain, Model.load(path, device="cpu", nextn=True) as model:
+        assert_bitwise_equal(run(model, tokens), run(plain, tokens), "nextn")
+        assert {key[0] for key in model.graph.w.loaded} - {key[0] for key in plain.graph.w.loaded} == {name for name in model.file.tensors if "blk.2." in name}
+        assert len(model.graph.new_memory(8, 1, "f16", "f16").k) == 2
+        memory, pos = model.graph.new_memory(8, 1, "f16", "f16", n_block=3), np.arange(3, dtype=np.int32)
+        program = Program(model.graph.build_nextn(memory, model.graph.new_rope_table(8), 3, 2), Arenas({"cpu": model.backend}))
+        logits = lambda ids, hidden: program.run({"tokens": ids, "hidden": np.full((3, 64), hidden, np.float32), "pos": pos, "out_ids": pos,
+                                                  **memory.values(np.zeros(3, np.int32), pos)})[0]
+        found = logits(tokens[:3], 1)
+        assert found.shape == (3, 70) and np.isfinite(found).all() and found.std() > 0
+        assert_bitwise_equal(logits(tokens[:3], 2), found, "the half that is ignored")
+        assert (logits(tokens[3:6], 1) != found).any(axis=1).all()
+
+
+@pytest.mark.parametrize("wrong, message", [
+    *((dict(without=(name,)), f"tensor blk.2.nextn.{name}.weight is missing$") for name in ("eh_proj", "enorm", "hnorm")),
+    (dict(eh_proj=(64, 64)), r"tensor blk.2.nextn.eh_proj.weight has shape \[64, 64\], expected \[64, 128\]$"),
+    (dict(hnorm=(65,)), r"tensor blk.2.nextn.hnorm.weight has shape \[65\], expected \[64\]$"),
+    *(({name: (64, 64)}, rf"tensor blk.2.nextn.{name}.weight has shape \[64, 64\], expected \[70, 64\]$") for name in ("embed_tokens", "shared_head_head"))],
+    ids=str)
+def test_nextn_blocks_that_cannot_be_used(wrong, message, tmp_path):
+    path = write_nextn(tmp_path / "m.gguf", **wrong)
+    with Model.load(path, device="cpu"), pytest.raises(UserError, match=message):
+        Model.load(path, device="cpu", nextn=True)
+
+
+@pytest.mark.parametrize("kind, settings, message", [
+    ("glm4moe", {}, "nextn: glm4moe.nextn_predict_layers is 0 or missing, must be positive for blocks to load$"),
+    ("bailingmoe2", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}), "nextn: bailingmoe2 is not supported, allowed: glm4moe$")])
+def test_models_without_nextn_blocks(kind, settings, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        Model.load(write_moe_model(tmp_path / "m.gguf", kind, **settings), device="cpu", nextn=True)
 
 
 def test_a_router_of_nan_chooses_experts_all_the_same(tokens, tmp_path):
