@@ -31,18 +31,18 @@ def show_value(value) -> str:
 
 
 def kv_cache_bytes(file: GGUFFile, n_ctx: int, type_k: str, type_v: str) -> int:
-    """Bytes of K and V for n_ctx positions: per layer, n_head_kv rows of key_length and of value_length values in their types; latent attention's values
-    lie in K."""
+    """Bytes of K and V for n_ctx positions: per layer that is computed, n_head_kv rows of key_length and of value_length values in their types; latent
+    attention's values lie in K."""
     arch = file.get("general.architecture", "str")
-    n_layer = file.get(f"{arch}.block_count", "u32")
-    n_head = file.get_key_or_arr(f"{arch}.attention.head_count", n_layer)
-    n_head_kv = file.get_key_or_arr(f"{arch}.attention.head_count_kv", n_layer, default=n_head)
+    n_block, n_nextn = file.get(f"{arch}.block_count", "u32"), file.get(f"{arch}.nextn_predict_layers", "u32", 0)
+    n_head = file.get_key_or_arr(f"{arch}.attention.head_count", n_block)
+    n_head_kv = file.get_key_or_arr(f"{arch}.attention.head_count_kv", n_block, default=n_head)
     n_embd = file.get(f"{arch}.embedding_length", "u32")
     total = 0
     latent = file.get(f"{arch}.attention.key_length_mla", "u32", 0) > 0
     for type_name, length_key in [(type_k, "key_length"), (type_v, "value_length")][:1 if latent else 2]:
         block_size, type_size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name.upper()]]
-        for heads, heads_kv in zip(n_head, n_head_kv):
+        for heads, heads_kv in list(zip(n_head, n_head_kv))[:max(n_block - n_nextn, 0)]:
             length = file.get(f"{arch}.attention.{length_key}", "u32", n_embd // heads if heads else 0)
             total += n_ctx * -(-heads_kv * length // block_size) * type_size
     return total

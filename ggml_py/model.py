@@ -22,18 +22,19 @@ from .tokenizer import Tokenizer
 class Model:
     """Weights on one device. Use as a context manager, or call close() to free device memory."""
 
-    def __init__(self, file: GGUFFile, backend):
+    def __init__(self, file: GGUFFile, backend, nextn: bool = False):
         name = file.get("general.architecture", "str")
         if name not in ARCHITECTURES:
             raise UserError(f"{file.path}: architecture {name!r} is unknown; known: {', '.join(ARCHITECTURES)}")
         self.file, self.backend, self.architecture = file, backend, name
         self.graph = ARCHITECTURES[name](file, backend)
         self._tokenizer: Tokenizer | None = None
-        self.graph.load()
+        self.graph.load(nextn)
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "auto") -> "Model":
-        """path: a GGUF file (the first part of a split one). device: "auto" (the first GPU if there is one), "cpu" or "cuda:N".
+    def load(cls, path: str | Path, device: str = "auto", nextn: bool = False) -> "Model":
+        """path: a GGUF file (the first part of a split one). device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that
+        predict tokens further on (NextN, MTP; of glm4moe) are loaded, that is checked and on the device; nothing drafts with them yet.
 
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
@@ -41,7 +42,7 @@ class Model:
         try:
             file = GGUFFile.open(path)
             try:
-                return cls(file, backend)
+                return cls(file, backend, nextn)
             except BaseException:
                 file.close()
                 raise

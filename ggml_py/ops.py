@@ -143,6 +143,15 @@ def add_id(_, x, b, ids):
     return "f32", x.shape
 
 
+@op("x s ids", room="experts")
+def scale_id(_, x, s, ids):
+    """Row i u + j of x times s[ids[i, j]]."""
+    _ids(ids)
+    need(x.dtype == s.dtype == "f32" and len(x.shape) == 2 and len(s.shape) == 1, "x and s must be f32, x [n u, m] and s [X]")
+    need(x.shape[0] == prod(ids.shape), f"x must have {prod(ids.shape)} rows, for {ids.shape[0]} tokens with {ids.shape[1]} experts")
+    return "f32", x.shape
+
+
 @op("x w", room="experts")
 def weighted_sum(_, x, w):
     """Row i is the sum of x[i u + j] w[i, j] over the u ranks j."""

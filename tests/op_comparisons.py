@@ -251,15 +251,17 @@ def check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor) -
 
 
 def check_experts(machine, n, n_used, m, n_expert=9) -> None:
-    """add_id, with ids that are experts and some that are none, and weighted_sum."""
+    """add_id and scale_id, with ids that are experts and some that are none, and weighted_sum."""
     name = f"experts[n={n}, n_used={n_used}, m={m}]"
     rng = seeded(name)
     x, b, w = edges(n * n_used, m, rng), activations(n_expert, m, rng), activations(n, n_used, rng)
-    ids, expected, total = rng.integers(0, n_expert, (n, n_used)).astype(np.int32), np.empty_like(x), np.empty((n, m), np.float32)
-    experts.add_id(x, b, ids, expected, name)
-    compare(machine, cuda_experts.add_id, (x, b, ids), expected, f"add_id {name}", *x.shape, n_expert, in_place=True)
-    ids.reshape(-1)[-4:], expected[-4:] = np.int32([np.iinfo(np.int32).min, np.iinfo(np.int32).max, -1, n_expert])[-ids.size:], np.nan
-    compare(machine, cuda_experts.add_id, (x, b, ids), expected, f"add_id {name}, no such experts", *x.shape, n_expert)
+    expected, total = np.empty_like(x), np.empty((n, m), np.float32)
+    for op, of_experts in ("add_id", b), ("scale_id", b[:, 0].copy()):
+        ids, launch = rng.integers(0, n_expert, (n, n_used)).astype(np.int32), getattr(cuda_experts, op)
+        getattr(experts, op)(x, of_experts, ids, expected, name)
+        compare(machine, launch, (x, of_experts, ids), expected, f"{op} {name}", *x.shape, n_expert, in_place=True)
+        ids.reshape(-1)[-4:], expected[-4:] = np.int32([np.iinfo(np.int32).min, np.iinfo(np.int32).max, -1, n_expert])[-ids.size:], np.nan
+        compare(machine, launch, (x, of_experts, ids), expected, f"{op} {name}, no such experts", *x.shape, n_expert)
     experts.weighted_sum(x.reshape(n, n_used, m), w, total)
     compare(machine, cuda_experts.weighted_sum, (x, w), total, f"weighted_sum {name}", n, n_used, m)
 

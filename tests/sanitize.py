@@ -2,7 +2,8 @@
 
 Prints a line for each tool, and on stderr what it and the tests say. Exits with 1 if a tool reports anything or a test fails, with 2 where it cannot run.
 The tests are those of every kernel, of one format of each form, a few cases of each, and decode steps, eager and replayed, so that all four tools take
-minutes. (pytest has this file as a plugin.)
+minutes. Not among them are two kernels that no model runs: `copy`, of bandwidth.py, and `spin`, of the tests of transfers; neither has shared memory, and
+the second has no other either. (pytest has this file as a plugin.)
 """
 import argparse
 import os
@@ -22,7 +23,8 @@ FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
 FILES = "tests/test_gpu_ops.py", "tests/test_gpu_matmul.py", "tests/test_gpu_mul_mat_id.py", "tests/test_gpu_graphs.py"
 SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"
              " or gpu_graphs and (verification or arena)"
-             " or gpu_mul_mat_id and not models and not any_ids and not 8192 and not 65536 and (test_dispatch or rows_on"
+             " or gpu_mul_mat_id and not models and not any_ids and not 8192 and not 65536 and not 2048 and not 2880"
+             " and (test_dispatch or rows_on or test_groups_of_pairs or test_any_block or test_mul_mat_heads or test_glu"
              f" or test_mul_mat_id and ({' or '.join(FORMS)}))"
              f" or gpu_matmul and not extremes and not models and (test_quantize or take_rows or test_dequantize or {' or '.join(FORMS)})")
 MOST = 4  # cases of a test

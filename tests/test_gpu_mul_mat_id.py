@@ -107,24 +107,46 @@ def test_rows_on_one_expert_and_no_experts(machine, name):
     check_mul_mat_id(machine, name, 40, 65, 512, np.where(random_ids(50, 4, 40) % 7 == 0, -5, random_ids(50, 4, 40)), 4)
 
 
-@pytest.mark.parametrize("few_rows", [0, mul_mat_id.FEW_ROWS])
-@pytest.mark.parametrize("name, n_head, n_rows, n_cols, n", [
+HEADS = pytest.mark.parametrize("name, n_head, n_rows, n_cols, n", [
     ("Q8_0", 16, 512, 128, 1), ("Q8_0", 16, 128, 512, 65), ("Q4_K", 128, 128, 512, 3), ("F16", 8, 33, 100, 5), ("Q4_0", 3, 40, 64, 33)])
-def test_mul_mat_heads(machine, monkeypatch, few_rows, name, n_head, n_rows, n_cols, n):
-    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", few_rows)
+
+
+@HEADS
+def test_mul_mat_heads(machine, name, n_head, n_rows, n_cols, n):
     check_mul_mat_heads(machine, name, n_head, n_rows, n_cols, n)
 
 
-@pytest.mark.parametrize("few_rows", [0, mul_mat_id.FEW_ROWS])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("act, types, n_expert, n_rows, n_cols, n, u", [
+@HEADS
+def test_mul_mat_heads_sorted(machine, monkeypatch, name, n_head, n_rows, n_cols, n):
+    """None are few."""
+    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", 0)
+    check_mul_mat_heads(machine, name, n_head, n_rows, n_cols, n)
+
+
+GATED = pytest.mark.parametrize("act, types, n_expert, n_rows, n_cols, n, u", [
     ("silu", ("Q4_K", "Q4_K"), 128, 768, 2048, 130, 8), ("swiglu_oai", ("MXFP4", "MXFP4"), 32, 2880, 2880, 20, 4),
-    ("gelu", ("Q8_0", "Q6_K"), 8, 100, 768, 9, 2), ("relu", ("Q5_1", "Q2_K"), 8, 100, 768, 300, 2), ("swiglu_oai", ("BF16", "F32"), 4, 40, 300, 7, 2),
-    ("silu", ("IQ2_XXS", "IQ3_S"), 8, 64, 512, 40, 2)], ids=str)
-def test_glu(machine, monkeypatch, act, types, n_expert, n_rows, n_cols, n, u, biased, few_rows):
-    """In blocks that sort pairs for themselves where there are few, and in none."""
-    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", few_rows)
+    ("gelu", ("Q8_0", "Q6_K"), 8, 100, 768, 9, 2), ("relu", ("Q5_1", "Q2_K"), 8, 100, 768, 300, 2), ("silu", ("IQ2_XXS", "IQ3_S"), 8, 64, 512, 40, 2)], ids=str)
+BIASED = pytest.mark.parametrize("biased", [False, True])
+
+
+@BIASED
+@GATED
+def test_glu(machine, act, types, n_expert, n_rows, n_cols, n, u, biased):
+    """In blocks that sort pairs for themselves where there are few."""
     check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, random_ids(n, u, n_expert), 1, biased)
+
+
+@BIASED
+@GATED
+def test_glu_sorted(machine, monkeypatch, act, types, n_expert, n_rows, n_cols, n, u, biased):
+    """None are few."""
+    monkeypatch.setattr(mul_mat_id, "FEW_ROWS", 0)
+    check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, random_ids(n, u, n_expert), 1, biased)
+
+
+@BIASED
+def test_glu_of_floats(machine, biased):
+    check_mul_mat_id_glu(machine, "swiglu_oai", ("BF16", "F32"), 4, 40, 300, random_ids(7, 2, 4), 1, biased)
 
 
 @pytest.mark.parametrize("type_", ["F32", "Q8_0"])

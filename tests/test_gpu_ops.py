@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
+from ggml_py.kernels.cuda import mul_mat_glu
 from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
+from ggml_py.kernels.cuda.mmq import block_shape, hopper_blocks
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops import GATINGS
 from matmul_comparisons import SPECIAL
@@ -69,6 +71,20 @@ def test_glu(machine, op, n_rows, n_cols):
 def test_mul_mat_glu(machine, act, types, n, biased):
     check_mul_mat_glu(machine, act, types, 130, 512, n, biased)
     check_mul_mat_glu(machine, act, types, 33, 256, n, biased)
+
+
+@pytest.mark.parametrize("warpgroups", [False, True])
+@pytest.mark.parametrize("act, types", [("silu", ("Q4_K", "Q4_K")), ("gelu", ("Q8_0", "Q4_1")), ("relu", ("Q6_K", "IQ4_XS"))], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_mul_mat_glu_in_blocks(machine, monkeypatch, act, types, biased, warpgroups):
+    """Of mmq, which many more rows and tokens take."""
+    limit = machine.target.shared_limit
+    blocks = () if warpgroups > machine.target.warpgroups else hopper_blocks(types, limit) if warpgroups else (block_shape(types, limit),)
+    if not blocks:
+        pytest.skip("no such block")
+    for block, n in product(blocks, (9, 130)):
+        monkeypatch.setattr(mul_mat_glu, "quantized_shape", lambda *args: block)
+        check_mul_mat_glu(machine, act, types, 289, 768, n, biased)
 
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3, ("Q4_1", "Q5_0", "IQ4_XS"), ("F16", "F32", "BF16")], ids=str)

@@ -13,6 +13,7 @@ from ggml_py.model import Model
 from ggml_py.models.deepseek2 import Deepseek2
 from ggml_py.models.glm4moe import Glm4MoE
 from ggml_py.passes import PASSES
+from ggml_py.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from test_model import run
 from tiny_moe_models import ARCHITECTURES, SIGMOID, write_moe_model
@@ -99,13 +100,14 @@ def test_one_expert_is_a_dense_layer(tokens, tmp_path):
         assert_bitwise_equal(run(a, tokens), run(b, tokens), "one expert")
 
 
-def test_gate_and_up_in_one_tensor(tokens, tmp_path):
-    """ffn_gate_up_exps: the rows of gate, then those of up."""
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_gate_and_up_in_one_tensor(kind, tokens, tmp_path):
+    """ffn_gate_up_exps: the rows of gate, then those of up; of gpt-oss their biases as well."""
     tensors = {}
-    apart = write_moe_model(tmp_path / "apart.gguf", "qwen3moe", tensors=tensors)
-    reader, w = gguf.GGUFReader(apart), gguf.GGUFWriter(tmp_path / "fused.gguf", "qwen3moe")
+    apart = write_moe_model(tmp_path / "apart.gguf", kind, tensors=tensors)
+    reader, w = gguf.GGUFReader(apart), gguf.GGUFWriter(tmp_path / "fused.gguf", kind)
     for field in reader.fields.values():
-        if field.name.startswith("qwen3moe."):
+        if field.name.startswith(f"{kind}."):
             w.add_key_value(field.name, field.parts[field.data[0]][0].item(), field.types[0])
     w.add_tokenizer_model("no_vocab")
     for name, x in tensors.items():
@@ -115,7 +117,41 @@ def test_gate_and_up_in_one_tensor(tokens, tmp_path):
         w.add_tensor(name.replace("gate_exps", "gate_up_exps"), np.concatenate([x, tensors[name.replace("gate", "up")]], axis=1) if fused else x)
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     with Model.load(apart, device="cpu") as a, Model.load(tmp_path / "fused.gguf", device="cpu") as b:
-        assert_bitwise_equal(run(b, tokens), run(a, tokens), "fused gate and up")
+        for no_fuse in (), "all":
+            assert_bitwise_equal(run(b, tokens, no_fuse=no_fuse), run(a, tokens), f"fused gate and up of {kind}")
+
+
+@pytest.mark.parametrize("types", [("F32",), ("Q8_0", "Q4_1")], ids="-".join)
+@pytest.mark.parametrize("kind", ["qwen3moe", "gpt-oss"])
+def test_scales_of_experts(kind, types, tokens, tmp_path):
+    """A factor for each matrix, before the bias: by powers of two, weights that are so much smaller give the same bits."""
+    tensors, scaled, scales = {}, {}, np.exp2([0, -3, 2, -1, 1, -2]).astype(np.float32)
+    plain = write_moe_model(tmp_path / "plain.gguf", kind, types, tensors=tensors)
+    for name, x in tensors.items():
+        if name.endswith("_exps.weight"):
+            tensors[name], scaled[name.replace("weight", "scale")] = x / scales[:, None, None], scales
+    with_scales = write_moe_model(tmp_path / "scaled.gguf", kind, types, tensors=tensors, more=scaled)
+    without = write_moe_model(tmp_path / "without.gguf", kind, types, tensors=tensors)
+    with Model.load(plain, device="cpu") as a, Model.load(with_scales, device="cpu") as b, Model.load(without, device="cpu") as c:
+        expected = run(a, tokens)
+        assert not np.array_equal(run(c, tokens), expected)
+        for settings in {}, dict(no_fuse="all"), dict(n_ubatch=1):
+            assert_bitwise_equal(run(b, tokens, **settings), expected, f"{kind} with scales, {settings}")
+        with b.new_context(n_ctx=64) as context:
+            assert [node.op for node in context.program(5, 1).nodes].count("scale_id") == len(scaled)
+    scaled["blk.1.ffn_up_exps.scale"] = scales[:5]
+    with pytest.raises(UserError, match=r"tensor blk.1.ffn_up_exps.scale has shape \[5\], expected \[6\]$"):
+        Model.load(write_moe_model(tmp_path / "short.gguf", kind, types, tensors=tensors, more=scaled), device="cpu")
+
+
+def test_scales_of_heads(tokens, tmp_path):
+    """One for all heads of k_b and v_b."""
+    tensors, names = {}, ("blk.0.attn_k_b", "blk.1.attn_v_b")
+    plain = write_moe_model(tmp_path / "plain.gguf", "deepseek2-mla", tensors=tensors)
+    tensors |= {f"{name}.weight": tensors[f"{name}.weight"] * 4 for name in names}
+    scaled = write_moe_model(tmp_path / "scaled.gguf", "deepseek2-mla", tensors=tensors, more={f"{name}.scale": np.float32([0.25]) for name in names})
+    with Model.load(plain, device="cpu") as a, Model.load(scaled, device="cpu") as b:
+        assert_bitwise_equal(run(b, tokens), run(a, tokens), "scales of heads")
 
 
 @pytest.mark.parametrize("yarn", [None, (40.0, 64, 0.0707), (4.0, 64, 0)], ids=["plain", "yarn", "yarn without log_mul"])
@@ -161,9 +197,30 @@ def test_cuda_launches_them(kind, tmp_path):
     assert routing == {(): {"topk_moe", "weighted_sum"}, ("all",): {"top_k", "take_columns", "weighted_sum"}}
 
 
-@pytest.mark.parametrize("kind", ["deepseek2", "deepseek2-mla", "gpt-oss"])
-def test_info_knows_the_cache(kind, tmp_path):
-    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind))
+@pytest.mark.parametrize("n_expert, n_used", [(513, 8), (64, 33), (512, 32)])
+def test_cuda_takes_so_many_experts(n_expert, n_used, tmp_path):
+    """More are refused when the model is loaded, and where its graph is fused; the CPU takes them."""
+    pytest.importorskip("numba_cuda")
+    from recording_target import RecordingBackend
+    path = write_moe_model(tmp_path / "m.gguf", "qwen3moe", ("Q8_0",), n_expert=n_expert, n_used=n_used, n_ff_exp=32)
+    if (n_expert, n_used) == (512, 32):
+        with Model(GGUFFile.open(path), RecordingBackend()) as model, model.new_context(n_ctx=32) as context:
+            context.decode([1, 2, 3])
+        return
+    refused = f"of {n_used} of {n_expert} columns, allowed: up to 32 of up to 512; --device cpu takes more$"
+    with pytest.raises(UserError, match=f"^ffn_moe_topk-0: cuda: top_k {refused}"):
+        Model(GGUFFile.open(path), RecordingBackend())
+    with Model.load(path, device="cpu") as model, model.new_context(n_ctx=32) as context:
+        assert np.isfinite(context.decode([1, 2, 3])).all()
+        node = next(node for node in context.program(3, 1).nodes if node.op == "topk_moe")
+    with pytest.raises(UserError, match=f"^{node.name}: cuda: topk_moe {refused}"):
+        RecordingBackend().check(node)
+
+
+@pytest.mark.parametrize("kind, settings", [("deepseek2", {}), ("deepseek2-mla", {}), ("gpt-oss", {}),
+                                            ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}))])
+def test_info_knows_the_cache(kind, settings, tmp_path):
+    file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind, **settings))
     with Model(file, CPUBackend()) as model, model.new_context(n_ctx=64, type_k="f16", type_v="q8_0") as context:
         assert kv_cache_bytes(file, 64, "f16", "q8_0") == context.memory.n_bytes
 
@@ -184,7 +241,57 @@ def test_nextn_blocks_are_left_alone(tokens, tmp_path):
     with_nextn = write_moe_model(tmp_path / "nextn.gguf", "glm4moe", tensors=tensors, n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)})
     with Model.load(plain, device="cpu") as a, Model.load(with_nextn, device="cpu") as b:
         assert_bitwise_equal(run(b, tokens), run(a, tokens), "nextn")
-        assert not [name for name, _ in b.graph.w.loaded if name.startswith("blk.2.")]
+        assert not [key for key in b.graph.w.loaded if key[0].startswith("blk.2.")]
+
+
+def write_nextn(path, without=(), **shapes):
+    """glm4moe of two layers and a NextN block of own tensors, which have the given shapes. eh_proj ignores the half behind the embedding's."""
+    shapes = {"eh_proj": (64, 128), "enorm": (64,), "hnorm": (64,), "embed_tokens": (70, 64), "shared_head_norm": (64,), "shared_head_head": (70, 64), **shapes}
+    rng = np.random.default_rng(5)
+    more = {f"blk.2.nextn.{name}.weight": rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items() if name not in without}
+    more.get("blk.2.nextn.eh_proj.weight", np.empty((0, 0)))[:, 64:] = 0
+    return write_moe_model(path, "glm4moe", ("Q8_0", "F16"), n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}, more=more)
+
+
+OPTIONAL = "embed_tokens", "shared_head_norm", "shared_head_head"
+
+
+@pytest.mark.parametrize("without", [(), OPTIONAL], ids=["all", "optional ones missing"])
+def test_nextn_blocks_on_request(without, tokens, tmp_path):
+    """Their tensors are on the device, and make a graph; the model computes what it does without them."""
+    path = write_nextn(tmp_path / "m.gguf", without)
+    with Model.load(path, device="cpu") as plain, Model.load(path, device="cpu", nextn=True) as model:
+        assert_bitwise_equal(run(model, tokens), run(plain, tokens), "nextn")
+        assert {key[0] for key in model.graph.w.loaded} - {key[0] for key in plain.graph.w.loaded} == {name for name in model.file.tensors if "blk.2." in name}
+        assert len(model.graph.new_memory(8, 1, "f16", "f16").k) == 2
+        memory, pos = model.graph.new_memory(8, 1, "f16", "f16", n_block=3), np.arange(3, dtype=np.int32)
+        program = Program(model.graph.build_nextn(memory, model.graph.new_rope_table(8), 3, 2), Arenas({"cpu": model.backend}))
+        logits = lambda ids, hidden: program.run({"tokens": ids, "hidden": np.full((3, 64), hidden, np.float32), "pos": pos, "out_ids": pos,
+                                                  **memory.values(np.zeros(3, np.int32), pos)})[0]
+        found = logits(tokens[:3], 1)
+        assert found.shape == (3, 70) and np.isfinite(found).all() and found.std() > 0
+        assert_bitwise_equal(logits(tokens[:3], 2), found, "the half that is ignored")
+        assert (logits(tokens[3:6], 1) != found).any(axis=1).all()
+
+
+@pytest.mark.parametrize("wrong, message", [
+    *((dict(without=(name,)), f"tensor blk.2.nextn.{name}.weight is missing$") for name in ("eh_proj", "enorm", "hnorm")),
+    (dict(eh_proj=(64, 64)), r"tensor blk.2.nextn.eh_proj.weight has shape \[64, 64\], expected \[64, 128\]$"),
+    (dict(hnorm=(65,)), r"tensor blk.2.nextn.hnorm.weight has shape \[65\], expected \[64\]$"),
+    *(({name: (64, 64)}, rf"tensor blk.2.nextn.{name}.weight has shape \[64, 64\], expected \[70, 64\]$") for name in ("embed_tokens", "shared_head_head"))],
+    ids=str)
+def test_nextn_blocks_that_cannot_be_used(wrong, message, tmp_path):
+    path = write_nextn(tmp_path / "m.gguf", **wrong)
+    with Model.load(path, device="cpu"), pytest.raises(UserError, match=message):
+        Model.load(path, device="cpu", nextn=True)
+
+
+@pytest.mark.parametrize("kind, settings, message", [
+    ("glm4moe", {}, "nextn: glm4moe.nextn_predict_layers is 0 or missing, must be positive for blocks to load$"),
+    ("bailingmoe2", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 1)}), "nextn: bailingmoe2 is not supported, allowed: glm4moe$")])
+def test_models_without_nextn_blocks(kind, settings, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        Model.load(write_moe_model(tmp_path / "m.gguf", kind, **settings), device="cpu", nextn=True)
 
 
 def test_a_router_of_nan_chooses_experts_all_the_same(tokens, tmp_path):
@@ -205,10 +312,24 @@ def test_a_router_of_nan_chooses_experts_all_the_same(tokens, tmp_path):
      r"deepseek2.expert_gating_func is 4, known: 1 \(softmax\), 2 \(sigmoid\), 3 \(softmax of the chosen\)"),
     ("glm4moe", dict(gating=1), "tensor blk.1.exp_probs_b.bias is missing"),
     ("gpt-oss", dict(window=0), "gpt-oss.attention.sliding_window is 0, must be positive"),
+    ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 3)}),
+     "glm4moe.nextn_predict_layers is 3 of glm4moe.block_count 3: must leave one layer at least"),
+    ("glm4moe", dict(n_layer=3, keys={"nextn_predict_layers": ("uint32", 4)}), "glm4moe.nextn_predict_layers is 4 of glm4moe.block_count 3"),
 ])
 def test_models_that_cannot_be_used(kind, settings, message, tmp_path):
     with pytest.raises(UserError, match=message):
         Model.load(write_moe_model(tmp_path / "m.gguf", kind, **settings), device="cpu")
+
+
+@pytest.mark.parametrize("kind, n_ff, layer, message", [("qwen3moe", 0, 0, "qwen3moe.feed_forward_length, 0, at least the 2 experts used"),
+                                                         ("glm4moe", 1, 1, "glm4moe.feed_forward_length, 1, at least the 2 experts used")])
+def test_experts_of_width_0(kind, n_ff, layer, message, tmp_path):
+    """In the first layer that has experts."""
+    tensors = {}
+    write_moe_model(tmp_path / "m.gguf", kind, tensors=tensors)
+    message = f"m.gguf: layer {layer} has experts of width 0: {kind}.expert_feed_forward_length must be positive, or {message}$"
+    with pytest.raises(UserError, match=message):
+        Model.load(write_moe_model(tmp_path / "m.gguf", kind, tensors=tensors, n_ff=n_ff, n_ff_exp=0), device="cpu")
 
 
 @pytest.mark.parametrize("n_expert, n_used, groups", [

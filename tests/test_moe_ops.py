@@ -1,4 +1,6 @@
 """Mixture of experts: kernels/cpu equals kernels/reference bit for bit, products with experts equal dense ones, and dispatch is a stable permutation."""
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from ggml_py.ops import GATINGS
 from ggml_py.program import Arenas, Program
 from ggml_py.quant import tile
 from ggml_py.quant.formats import FORMATS
+from ggml_py.quant.quantize import quantize as quantize_weight
 from ggml_py.testing import assert_bitwise_equal
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
@@ -165,6 +168,9 @@ def test_ids_out_of_range_are_errors(bad):
     for kernel in reference_experts.add_id, experts.add_id:
         with pytest.raises(IndexError, match="^node: token 1 has expert"):
             kernel(out, np.zeros((8, 32), f32), ids, out, "node")
+    for kernel in reference_experts.scale_id, experts.scale_id:
+        with pytest.raises(IndexError, match="^node: token 1 has expert"):
+            kernel(out, np.zeros(8, f32), ids, out, "node")
     for kernel in reference_routing.take_columns, routing.take_columns:
         with pytest.raises(IndexError, match="^node: token 1 has expert"):
             kernel(np.zeros((3, 8), f32), ids, np.empty((3, 2), f32), "node")
@@ -270,13 +276,62 @@ def test_mul_mat_id_glu(types, act, biased, n_threads):
             room.mul_mat_id_glu(act, *types)(*words, x, ids, biases, f32(1.702), f32(7), out, np.empty_like(out), "node")
 
 
+# On two devices
+
+PARTS = "router", "gate", "up", "act", "down", "sum"
+
+
+def layer_of_experts(backends, tensors, places):
+    """A graph from a norm to the weighted sum; places: {part of PARTS: device}."""
+    g = Graph("cpu")
+    upload = lambda name, type_, shape: Tensor(name, type_, shape, device=g.device, storage=(backends[g.device].upload(tensors[name]), 0))
+    h = g.rms_norm(g.input("x", "f32", (9, 256)), upload("norm", "f32", (256,)), eps=1e-5)
+    g.device = places["router"]
+    probs = g.soft_max(g.mul_mat(upload("router", "F32", (6, 256)), h))
+    ids = g.top_k(probs, k=3)
+    weights = g.normalize(g.take_columns(probs, ids))
+    g.device = places["gate"]
+    gate = g.mul_mat_id(upload("gate", "Q8_0", (6, 64, 256)), h, ids)
+    g.device = places["up"]
+    up = g.mul_mat_id(upload("up", "Q8_0", (6, 64, 256)), h, ids)
+    g.device = places["act"]
+    y = g.swiglu(gate, up)
+    g.device = places["down"]
+    y = g.mul_mat_id(upload("down", "Q8_0", (6, 256, 64)), y, ids)
+    g.device = places["sum"]
+    g.outputs = [g.weighted_sum(y, weights)]
+    return g
+
+
+def test_neighbours_on_two_devices():
+    """Every part of a layer here or there, fused with what is on its device or unfused: one result."""
+    rng, backends = seeded("neighbours"), {device: CPUBackend(device=device) for device in ("cpu", "other")}
+    normal = lambda *shape: rng.standard_normal(shape).astype(f32)
+    tensors = {"norm": normal(256), "router": tile.pack(normal(6, 256).view(np.uint8), "F32", 6, 256),
+               **{name: tile.pack(quantize_weight(normal(6 * m, k), "Q8_0"), "Q8_0", m, k, 6)
+                  for name, m, k in (("gate", 64, 256), ("up", 64, 256), ("down", 256, 64))}}
+    x, arenas, expected = normal(9, 256), Arenas(backends), None
+    for devices in product(("cpu", "other"), repeat=len(PARTS)):
+        places = dict(zip(PARTS, devices))
+        for no_fuse in "all", ():
+            program = Program(layer_of_experts(backends, tensors, places), arenas, no_fuse)
+            ops, glu_is_one = {node.op for node in program.nodes}, places["gate"] == places["up"] == places["act"]
+            assert {"topk_moe", "mul_mat_id_glu", "swiglu_act"} & ops == (set() if no_fuse else {
+                "topk_moe", *["mul_mat_id_glu"] * glu_is_one, *["swiglu_act"] * (not glu_is_one and places["act"] == places["down"])}), places
+            found = program.run({"x": x})[0]
+            expected = found if expected is None else expected
+            assert_bitwise_equal(found, expected, f"{places}, no_fuse={no_fuse!r}")
+    assert np.isfinite(expected).all() and expected.std() > 1
+
+
 # Around them
 
 @pytest.mark.parametrize("n, u, m", [(0, 2, 8), (1, 8, 33), (5, 3, 257), (4, 2, 1 << 16)])
-def test_biases_and_weighted_sums(n, u, m, n_threads):
+def test_biases_scales_and_weighted_sums(n, u, m, n_threads):
     rng = seeded(f"experts {n} {u} {m}")
     x, ids = numbers((n * u, m), rng), rng.integers(0, 9, (n, u)).astype(np.int32)
     compare("add_id", lambda *a: reference_experts.add_id(*a, "node"), lambda *a: experts.add_id(*a, "node"), (x, numbers((9, m), rng), ids), (x.shape, f32))
+    compare("scale_id", lambda *a: reference_experts.scale_id(*a, "node"), lambda *a: experts.scale_id(*a, "node"), (x, numbers(9, rng), ids), (x.shape, f32))
     compare("weighted_sum", reference_experts.weighted_sum, experts.weighted_sum, (x.reshape(n, u, m), numbers((n, u), rng)), ((n, m), f32))
 
 
@@ -382,6 +437,8 @@ def weight(dtype, *shape):
      "groups: mask_groups: 8 columns are not 3 groups of two or more; operands: x: f32 [6, 8]"),
     (lambda g: g.add_id(g.input("x", "f32", (6, 8)), g.input("b", "f32", (4, 8)), g.input("ids", "i32", (2, 2)), name="biased"),
      "biased: add_id: x must be [4, 8]; operands: x: f32 [6, 8]; b: f32 [4, 8]; ids: i32 [2, 2]"),
+    (lambda g: g.scale_id(g.input("x", "f32", (6, 8)), g.input("s", "f32", (4,)), g.input("ids", "i32", (2, 2)), name="scaled"),
+     "scaled: scale_id: x must have 4 rows, for 2 tokens with 2 experts; operands: x: f32 [6, 8]; s: f32 [4]; ids: i32 [2, 2]"),
 ])
 def test_errors_name_the_node(build, message):
     with pytest.raises(GraphError) as error:

@@ -19,8 +19,8 @@ ARCHITECTURES = {
 
 def write_moe_model(path: Path, kind: str, types: tuple[str, ...] = ("F32",), seed: int = 0, tensors: dict | None = None, **settings) -> Path:
     """kind: an architecture of ARCHITECTURES. types: of the matrices, one after the other, again and again. settings: see DEFAULTS; `keys` adds metadata
-    {key: (GGUFWriter method, value)}. tensors: float32 by name, instead of random ones; receives the others."""
-    keys, tensors = settings.pop("keys", {}), {} if tensors is None else tensors
+    {key: (GGUFWriter method, value)}, `more` tensors, float32 by name. tensors: float32 by name, instead of random ones; receives the others."""
+    keys, more, tensors = settings.pop("keys", {}), settings.pop("more", {}), {} if tensors is None else tensors
     c = {**DEFAULTS, **ARCHITECTURES[kind], **settings}
     arch, rng = c.get("arch", kind), np.random.default_rng(seed)
     mla, dense = arch == "deepseek2", c["n_dense"] if arch in ("deepseek2", "glm4moe", "bailingmoe2") else 0
@@ -125,5 +125,7 @@ def write_moe_model(path: Path, kind: str, types: tuple[str, ...] = ("F32",), se
             matrix(p + "ffn_gate_shexp.weight", ff, e)
             matrix(p + "ffn_up_shexp.weight", ff, e)
             matrix(p + "ffn_down_shexp.weight", e, ff)
+    for name, x in more.items():
+        w.add_tensor(name, x)
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     return path

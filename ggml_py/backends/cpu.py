@@ -157,9 +157,9 @@ def bind_mul_mat_heads(kernel, node, words, x, out):
     return partial(kernel(node.src[0].dtype), words.reshape(node.src[0].shape[0], -1), *(x if isinstance(x, tuple) else (x,)), out)
 
 
-@binds("add_id")
-def bind_add_id(kernel, node, x, b, ids, out):
-    return partial(kernel, x, b, ids, out, node.name)
+@binds("add_id", "scale_id")
+def bind_add_id(kernel, node, x, of_experts, ids, out):
+    return partial(kernel, x, of_experts, ids, out, node.name)
 
 
 @binds("take_columns")

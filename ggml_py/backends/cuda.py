@@ -131,6 +131,13 @@ class CUDABackend:
         from ..errors import UserError
         if node.op not in (*BINDERS, "cpy") and not node.is_view:
             raise UserError(f"{node.name}: cuda: op {node.op} is not implemented yet; --device cpu has it")
+        if node.op in ("top_k", "topk_moe"):  # either, so that models are refused when they are loaded
+            from ..kernels.cuda.topk_moe import MOST_USED
+            from ..kernels.cuda.warp_row import MOST_COLUMNS
+            k, n_cols = node.params["k"], node.src[0].shape[1]
+            if k > MOST_USED or n_cols > MOST_COLUMNS:
+                raise UserError(f"{node.name}: cuda: {node.op} of {k} of {n_cols} columns, allowed: up to {MOST_USED} of up to {MOST_COLUMNS}; "
+                                "--device cpu takes more")
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
@@ -339,9 +346,9 @@ def bind_topk_moe(launch, target, node, logits, *others):
                   p["factor"])
 
 
-@binds("add_id")
-def bind_add_id(launch, target, node, x, b, ids, out):
-    return launch(target, x, b, ids, out, *node.shape, node.src[1].shape[0])
+@binds("add_id", "scale_id")
+def bind_add_id(launch, target, node, x, of_experts, ids, out):
+    return launch(target, x, of_experts, ids, out, *node.shape, node.src[1].shape[0])
 
 
 @binds("weighted_sum")

@@ -17,7 +17,7 @@ SCALING = ("none", "linear", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class Hparams:
-    """Numbers of a transformer with plain attention. Heads may differ from layer to layer."""
+    """Numbers of a transformer with plain attention. Heads may differ from layer to layer; lists have one for each block, also of those behind the layers."""
     n_layer: int
     n_embd: int
     n_vocab: int
@@ -30,18 +30,23 @@ class Hparams:
     eps: float
     rope: RopeSettings
     scaling: str
+    n_block: int  # layers, and NextN blocks behind them
 
     @classmethod
     def read(cls, file: GGUFFile) -> "Hparams":
         a = file.get("general.architecture", "str")
         u32 = lambda key, *default: file.get(f"{a}.{key}", "u32", *default)
         f32 = lambda key, *default: file.get(f"{a}.{key}", "f32", *default)
-        n_layer = u32("block_count") - u32("nextn_predict_layers", 0)
+        n_block, n_nextn = u32("block_count"), u32("nextn_predict_layers", 0)
+        n_layer = n_block - n_nextn
+        if n_layer < 1:
+            raise UserError(f"{file.path}: {a}.nextn_predict_layers is {n_nextn} of {a}.block_count {n_block}: must leave one layer at least")
         n_embd, n_ctx = u32("embedding_length"), u32("context_length")
-        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", u32("block_count"), default=default)[:n_layer]
+        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", n_block, default=default)
         n_head = per_layer("attention.head_count", 0)
-        n_head_kv = file.get_key_or_arr(f"{a}.attention.head_count_kv", u32("block_count"), default=None) or n_head
-        if not n_layer or not n_embd or not all(n_head) or not all(n_head_kv) or any(h % kv for h, kv in zip(n_head, n_head_kv)):
+        n_head_kv = file.get_key_or_arr(f"{a}.attention.head_count_kv", n_block, default=None) or n_head
+        heads = list(zip(n_head, n_head_kv))[:n_layer]
+        if not n_embd or not all(map(all, heads)) or any(h % kv for h, kv in heads):
             raise UserError(f"{file.path}: {a}: {n_layer} layers of {n_embd} with heads {n_head[:1]} and KV heads {n_head_kv[:1]}: must be positive, heads whole groups of KV heads")
         k = u32("attention.key_length", n_embd // n_head[0])
         n_rot = u32("rope.dimension_count", k)
@@ -59,9 +64,10 @@ class Hparams:
             ln = float(log(np.float64(factor)))
             attn_factor *= (0.1 * ln + 1 if factor > 1 else 1.0) / (1 + 0.1 * ln)
         vocabulary = file.metadata.get("tokenizer.ggml.tokens")
-        return cls(n_layer, n_embd, len(vocabulary) if vocabulary is not None else u32("vocab_size", 0), n_ctx, n_head, n_head_kv[:n_layer], k,
+        n_ctx_orig = u32("rope.scaling.original_context_length", n_ctx)
+        return cls(n_layer, n_embd, len(vocabulary) if vocabulary is not None else u32("vocab_size", 0), n_ctx, n_head, n_head_kv, k,
                    u32("attention.value_length", n_embd // n_head[0]), per_layer("feed_forward_length", 0), f32("attention.layer_norm_rms_epsilon"),
-                   RopeSettings(n_rot, f32("rope.freq_base", 10000.0), 1.0 / factor, yarn, attn_factor, u32("rope.scaling.original_context_length", n_ctx)), scaling)
+                   RopeSettings(n_rot, f32("rope.freq_base", 10000.0), 1.0 / factor, yarn, attn_factor, n_ctx_orig), scaling, n_block)
 
 
 class Weights:
@@ -80,11 +86,11 @@ class Weights:
             self.loaded[key] = self._load(name, shape, rows)
         return self.loaded[key]
 
-    def table(self, name: str, n_rows: int, n_cols: int) -> Tensor:
-        """The matrix `name` as float32 rows, not as tiles."""
-        key = name, "table"
+    def table(self, name: str, n_rows: int, n_cols: int, columns: tuple[int, int] | None = None) -> Tensor:
+        """The matrix `name` as float32 rows, not as tiles. columns: only those [first, last)."""
+        key = name, "table", columns
         if key not in self.loaded:
-            values = self._values(name, (n_rows, n_cols))
+            values = self._values(name, (n_rows, n_cols))[:, slice(*columns or (None,))]
             self.loaded[key] = Tensor(name, "f32", values.shape, device=self.backend.device, storage=(self.backend.upload(np.ascontiguousarray(values)), 0))
         return self.loaded[key]
 
@@ -168,9 +174,13 @@ class Transformer:
         if n_expert:
             raise UserError(f"{self.file.path}: {self.name} with {n_expert} experts is not supported, only dense layers are")
 
-    def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows") -> KVCache:
-        hp = self.hp
-        return KVCache(self.w.backend, [(n * hp.n_embd_head_k, n * hp.n_embd_head_v) for n in hp.n_head_kv], n_ctx, n_seq_max, type_k, type_v, kv_write)
+    def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows", n_block: int | None = None) -> KVCache:
+        """n_block: of so many blocks; None: of the layers."""
+        return KVCache(self.w.backend, self.cache_sizes()[:n_block or self.hp.n_layer], n_ctx, n_seq_max, type_k, type_v, kv_write)
+
+    def cache_sizes(self) -> list[tuple[int, int]]:
+        """Columns of K and of V of each block."""
+        return [(n * self.hp.n_embd_head_k, n * self.hp.n_embd_head_v) for n in self.hp.n_head_kv]
 
     def new_rope_table(self, n_ctx: int) -> Tensor:
         table = rope_table(self.hp.rope, n_ctx, self.rope_factors(n_ctx))
@@ -181,10 +191,14 @@ class Transformer:
         """Frequency divisors [R/2] in contexts of n_ctx positions."""
         return None
 
-    def load(self) -> None:
-        """Puts every weight on the device, by building the graph that reads them."""
-        memory, table = self.new_memory(1, 1, "f32", "f32"), self.new_rope_table(1)
-        for node in self.build(memory, table, 1, 1).live():
+    def load(self, nextn: bool = False) -> None:
+        """Puts every weight on the device, by building the graphs that read them. nextn: also those of the NextN blocks."""
+        hp = self.hp
+        if nextn and hp.n_block == hp.n_layer:
+            raise UserError(f"{self.file.path}: nextn: {self.name}.nextn_predict_layers is 0 or missing, must be positive for blocks to load")
+        memory, table = self.new_memory(1, 1, "f32", "f32", n_block=hp.n_block), self.new_rope_table(1)
+        graphs = self.build(memory, table, 1, 1), *(self.build_nextn(memory, table, 1, il) for il in range(hp.n_layer, hp.n_block) if nextn)
+        for node in (node for graph in graphs for node in graph.live()):
             self.w.backend.check(node)
         self.w.backend.free(table.storage[0])
         memory.close()
@@ -203,6 +217,10 @@ class Transformer:
         logits = self.linear(b, x, head, self.n_vocab, name="result_output")
         g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
         return g
+
+    def build_nextn(self, memory: KVCache, table: Tensor, n_tokens: int, il: int) -> Graph:
+        """The NextN block il behind the layers, in architectures that have one."""
+        raise UserError(f"{self.file.path}: nextn: {self.name} is not supported, allowed: glm4moe")
 
     def layer(self, b: Batch, il: int, x: Tensor) -> Tensor:
         """x + Attn(norm x), then x + FFN(norm x). On the last layer only the wanted rows go on after attention; this changes no bits."""

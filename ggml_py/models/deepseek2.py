@@ -12,7 +12,6 @@ from ..errors import UserError
 from ..exact_math import log
 from ..gguf_file import GGUFFile
 from ..graph import Tensor
-from ..memory import KVCache
 from .common import Batch, Hparams
 from .experts import SIGMOID, SOFTMAX, Experts, MixtureOfExperts
 
@@ -53,9 +52,8 @@ class Deepseek2(MixtureOfExperts):
         a = hp.rope.attn_factor * (1 + 0.1 * self._ln(hp))
         self.scale = (a * (1 + 0.1 * self.log_mul * self._ln(hp)))**2 / self.head_k**0.5
 
-    def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows") -> KVCache:
-        sizes = [(self.kv_lora + self.n_rot, 0) if self.absorbed else (n * self.head_k, n * self.head_v) for n in self.hp.n_head]
-        return KVCache(self.w.backend, sizes, n_ctx, n_seq_max, type_k, type_v, kv_write)
+    def cache_sizes(self) -> list[tuple[int, int]]:
+        return [(self.kv_lora + self.n_rot, 0) if self.absorbed else (n * self.head_k, n * self.head_v) for n in self.hp.n_head]
 
     def attention(self, b: Batch, il: int, h: Tensor) -> Tensor:
         g, n_head = b.g, self.hp.n_head[il]
@@ -95,6 +93,7 @@ class Deepseek2(MixtureOfExperts):
         n, k = x.shape[0], x.shape[1] // n_head
         x = b.g.reshape(x, shape=(n * n_head, k), name=f"{name}_heads")
         y = b.g.mul_mat_heads(self.w(f"{base}.weight", n_head, n_out, k), x, name=f"{name}_products")
+        y = self.scaled_and_biased(b, y, base, n_out, f"{name}_products", None, None)
         return b.g.reshape(y, shape=(n, n_head * n_out), name=name)
 
     def attend_heads(self, b: Batch, il: int, q_nope: Tensor, q_rot: Tensor, c: Tensor, k_rot: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ GATINGS = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax o
 
 @dataclass(frozen=True)
 class Experts:
-    """Numbers of the experts; lists have one for each layer."""
+    """Numbers of the experts; lists have one for each layer, or more."""
     n: int
     n_used: list[int]
     n_ff: list[int]
@@ -28,13 +28,12 @@ class Experts:
     def read(cls, file: GGUFFile, hp: Hparams, default_gating: int = 0, **fixed) -> "Experts":
         """default_gating: where the file says none; 0: it must say. fixed: fields whose keys this architecture does not read."""
         a = file.get("general.architecture", "str")
-        n_block = file.get(f"{a}.block_count", "u32")
-        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", n_block, default=default)[:hp.n_layer]
+        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", hp.n_block, default=default)
         u32 = lambda key, *default: file.get(f"{a}.{key}", "u32", *default)
         n, n_used = u32("expert_count", 0), per_layer("expert_used_count", 0)
-        if not n or not all(0 < used <= n for used in n_used):
+        if not n or not all(0 < used <= n for used in n_used[:hp.n_layer]):
             raise UserError(f"{file.path}: {a}: {n} experts of which {n_used[0] if n_used else 0} are used: must be positive, and no more used than there are")
-        n_ff = [width or ff // used for width, ff, used in zip(per_layer("expert_feed_forward_length", 0), hp.n_ff, n_used)]
+        n_ff = [width or ff // max(used, 1) for width, ff, used in zip(per_layer("expert_feed_forward_length", 0), hp.n_ff, n_used)]
         keys = {
             "gating": lambda: u32("expert_gating_func", *([default_gating] * (default_gating > 0))) or default_gating,
             "norm": lambda: file.get(f"{a}.expert_weights_norm", "bool", False),
@@ -44,6 +43,10 @@ class Experts:
         }
         found = cls(n, n_used, n_ff, n_group=u32("expert_group_count", 0), n_group_used=u32("expert_group_used_count", 0),
                     **{name: fixed[name] if name in fixed else read() for name, read in keys.items()})
+        for il in range(found.n_dense, hp.n_layer):
+            if not n_ff[il]:
+                raise UserError(f"{file.path}: layer {il} has experts of width 0: {a}.expert_feed_forward_length must be positive, or "
+                                f"{a}.feed_forward_length, {hp.n_ff[il]}, at least the {n_used[il]} experts used")
         if found.gating not in GATINGS:
             raise UserError(f"{file.path}: {a}.expert_gating_func is {found.gating}, known: {', '.join(f'{i} ({name})' for i, name in GATINGS.items())}")
         if found.n_group > 1 and (n % found.n_group or found.n_group >= n or not 0 < found.n_group_used < found.n_group):
@@ -104,10 +107,11 @@ class MixtureOfExperts(Transformer):
         return ids, weights
 
     def expert_linear(self, b: Batch, x: Tensor, ids: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """W x with the matrices of the experts `ids`, and plus their `base.bias` where the file has one. rows: only those of W."""
-        if f"{base}.scale" in self.w:
-            raise UserError(f"{self.file.path}: tensor {base}.scale: scales of experts are not supported")
+        """W x with the matrices of the experts `ids`, times their `base.scale` and plus their `base.bias` where the file has them. rows: only those of W, and
+        of a bias."""
         y = b.g.mul_mat_id(self.w(f"{base}.weight", self.experts.n, n_out, x.shape[1], rows=rows), x, ids, name=name)
+        if f"{base}.scale" in self.w:
+            y = b.g.scale_id(y, self.w(f"{base}.scale", self.experts.n), ids, name=f"{name}_scaled")
         if f"{base}.bias" in self.w:
-            y = b.g.add_id(y, self.w.table(f"{base}.bias", self.experts.n, n_out), ids, name=f"{name}_b")
+            y = b.g.add_id(y, self.w.table(f"{base}.bias", self.experts.n, n_out, rows), ids, name=f"{name}_b")
         return y

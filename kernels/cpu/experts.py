@@ -1,4 +1,4 @@
-"""What comes before and after the products with experts: rows of biases, and the weighted sum."""
+"""What comes before and after the products with experts: rows of biases, scales, and the weighted sum."""
 from .. import arith
 from ..arith import fma
 from ..compile import jit
@@ -15,6 +15,14 @@ def add_id_rows(first, last, x, b, ids, out):
 
 
 @jit
+def scale_id_rows(first, last, x, s, ids, out):
+    for row in range(first, last):
+        a, factor, o = x[row], s[ids[row]], out[row]
+        for column in range(a.shape[0]):
+            o[column] = arith.mul(a[column], factor)
+
+
+@jit
 def weighted_sum_rows(first, last, x, w, out):
     for token in range(first, last):
         total = out[token]
@@ -26,6 +34,7 @@ def weighted_sum_rows(first, last, x, w, out):
 
 
 add_rows = over_rows(add_id_rows)            # (x f32 [n, m], b f32 [X, m], ids i32 [n], out f32 [n, m])
+scale_rows = over_rows(scale_id_rows)        # (x f32 [n, m], s f32 [X], ids i32 [n], out f32 [n, m])
 weighted_sum = over_rows(weighted_sum_rows)  # (x f32 [n, u, m], w f32 [n, u], out f32 [n, m])
 
 
@@ -33,3 +42,9 @@ def add_id(x, b, ids, out, name):
     """As in kernels/reference."""
     check_ids(ids, len(b), name)
     add_rows(x, b, ids.reshape(-1), out)
+
+
+def scale_id(x, s, ids, out, name):
+    """As in kernels/reference."""
+    check_ids(ids, len(s), name)
+    scale_rows(x, s, ids.reshape(-1), out)

@@ -1,4 +1,4 @@
-"""What comes before and after the products with experts: rows of biases, and the weighted sum (numerics, section 9). One thread an element."""
+"""What comes before and after the products with experts: rows of biases, scales, and the weighted sum (numerics, section 9). One thread an element."""
 from numba import cuda
 
 from . import ptx
@@ -24,6 +24,19 @@ def add_id_kernel():
 
 
 @factory([()])
+def scale_id_kernel():
+    def kernel(x, s, ids, out, n_cols, n_expert):
+        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            i, expert = i64(cuda.blockIdx.x) * n_cols + column, ld(ids, cuda.blockIdx.x)
+            factor = NAN
+            if 0 <= expert < n_expert:
+                factor = ld(s, expert)
+            st(out, i, ptx.mul(ld(x, i), factor))
+    return Kernel(kernel, (F32, F32, I32, F32, N, N), THREADS)
+
+
+@factory([()])
 def weighted_sum_kernel():
     def kernel(x, w, out, n_used, n_cols):
         values, weights = cuda.local.array(RANKS, f32), cuda.local.array(RANKS, f32)
@@ -45,6 +58,12 @@ def add_id(target, x, b, ids, out, n_rows, n_cols, n_expert):
     """out[i] = x[i] + b[ids[i]], NaN where there is no such expert. x, out: addresses of f32 [n_rows, n_cols], equal or apart; b: of f32 [n_expert, n_cols];
     ids: of i32 [n_rows]."""
     return target.launch(add_id_kernel(), grid("add_id", n_rows, n_cols), THREADS, (x, b, ids, out, n_cols, n_expert))
+
+
+def scale_id(target, x, s, ids, out, n_rows, n_cols, n_expert):
+    """out[i] = x[i] * s[ids[i]], NaN where there is no such expert. x, out: addresses of f32 [n_rows, n_cols], equal or apart; s: of f32 [n_expert]; ids: of
+    i32 [n_rows]."""
+    return target.launch(scale_id_kernel(), grid("scale_id", n_rows, n_cols), THREADS, (x, s, ids, out, n_cols, n_expert))
 
 
 def weighted_sum(target, x, w, out, n_tokens, n_used, n_cols):

@@ -1,4 +1,4 @@
-"""What comes before and after the products with experts: rows of biases, and the weighted sum (numerics, section 9)."""
+"""What comes before and after the products with experts: rows of biases, scales, and the weighted sum (numerics, section 9)."""
 from .. import arith
 from ..arith import f32, fma
 from ..compile import jit
@@ -16,6 +16,19 @@ def add_rows(x, b, ids, out):
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
             out[row, column] = arith.add(x[row, column], b[ids[row], column])
+
+
+def scale_id(x, s, ids, out, name):
+    """out[i u + j] = x[i u + j] * s[ids[i, j]]. x, out: f32 [n u, m]; s: f32 [X]; ids: i32 [n, u]. IndexError as of `check_ids`."""
+    check_ids(ids, len(s), name)
+    scale_rows(x, s, ids.reshape(-1), out)
+
+
+@jit
+def scale_rows(x, s, ids, out):
+    for row in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[row, column] = arith.mul(x[row, column], s[ids[row]])
 
 
 @jit

@@ -160,6 +160,7 @@ CASES = {
                        {"act": "swiglu_oai", "alpha": 1.702, "limit": 7.0}),
     "mul_mat_heads": (GATES, lambda o: [o.matrices(1), o.input()], {}),
     "add_id": (PLAIN, lambda o: [o.x(M), o.biases(), o.experts()], {}),
+    "scale_id": (PLAIN, lambda o: [o.x(M), o.vector(EXPERTS), o.experts()], {}),
     "weighted_sum": (PLAIN, lambda o: [o.x(), o.x(1)], {}),
     "swiglu_oai": (PLAIN, lambda o: [o.x(), o.x()], {"alpha": 1.702, "limit": 7.0}),
     "slice_heads": (PLAIN, lambda o: [o.x(Q)], {"n_head": HEADS, "first": 8, "n": 20}),
