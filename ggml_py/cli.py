@@ -1,6 +1,6 @@
 """The command line: each command is one function of its options.
 
-Exit codes: 0; 1 when `verify` finds different bits; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the
+Exit codes: 0; 1 when `verify` finds different bits, whatever happens after that; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the
 reader of stdout is gone.
 Anything else is a bug and shows its traceback.
 
@@ -16,10 +16,12 @@ from pathlib import Path
 from . import __version__
 from .defaults import N_BATCH, N_UBATCH
 from .errors import UserError
+from .files import check_file, check_folder, write
 
 CACHE_TYPES = ["f32", "f16", "q8_0"]
 DEMO_TEXT = Path(__file__).parent / "demo" / "prose.txt"
 DEMO_MODEL = "smollm2"
+NO_NODE = "no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or comes and goes"
 VERBOSE = "describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr"
 
 
@@ -46,6 +48,18 @@ def at_least(least: int, most: int = 2**63 - 1):
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}" if value < least else f"must be at most {most}, got {value}")
         return value
+    return parse
+
+
+def output(check):
+    """A path of what will be written, checked before anything is computed. check: of `files`."""
+    def parse(text: str) -> Path:
+        path = Path(text)
+        try:
+            check(path)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return path
     return parse
 
 
@@ -185,7 +199,7 @@ def build_parser() -> Parser:
     sub = command("logits", logits_command, "logits of token ids, float32 [n, n_vocab]")
     add_model(sub, None, "context; the number of tokens by default")
     sub.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="token ids, one-dimensional")
-    sub.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.npy", help="where the logits go")
+    sub.add_argument("-o", "--output", type=output(check_file), required=True, metavar="OUT.npy", help="where the logits go")
 
     sub = command("info", info_command, "metadata, tensors by type, memory needed")
     sub.add_argument("model", metavar="MODEL", help="a GGUF file, or smollm2")
@@ -208,15 +222,15 @@ def build_parser() -> Parser:
                      help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device; all by default")
     sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="the results for machines")
-    sub.add_argument("--dump", type=Path, metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    sub.add_argument("--json", type=output(check_file), metavar="FILE", help="the results for machines")
+    sub.add_argument("--dump", type=output(check_folder), metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
     sub.add_argument("--attestation", type=Path, metavar="FILE", help="compute what it attests, on the first of --devices, and nothing else")
     sub.add_argument("--sample", type=at_least(1), metavar="K", help="of an attestation only so many windows, drawn at random")
     sub.add_argument("--no-bisect", action="store_true", help="do not look for the first node that differs")
 
     sub = command("attest", attest_command, "an attestation of a perplexity, or with -p of a generation, which verify --attestation confirms")
     add_model(sub, None, "tokens of a window; 512 by default", DEMO_MODEL)
-    sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the attestation goes")
+    sub.add_argument("-o", "--output", type=output(check_file), required=True, metavar="FILE", help="where the attestation goes")
     sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
     sub.add_argument("--chunks", type=all_or_at_least_one, default=-1, help="windows at most; -1: all")
     sub.add_argument("-p", "--prompt", help="the text to continue; without one the perplexity of -f is attested")
@@ -410,7 +424,6 @@ def run_command(options, load_model):
 def attest_command(options, load_model):
     import json
     from .attestation import attest_generation, attest_perplexity, files_sha256
-    from .files import replacing
     from .perplexity import read_text
     settings = settings_of(options, n_ctx=options.ctx_size or 512, n_chunks=options.chunks)
     text = None if options.prompt else read_text(existing(options.file))
@@ -421,8 +434,7 @@ def attest_command(options, load_model):
         else:
             text_sha256, = files_sha256([options.file])
             document = attest_perplexity(model, text_sha256, model.tokenizer.encode(text), settings, sys.stdout, sys.stderr)
-    with replacing(options.output) as file:
-        file.write(json.dumps(document, indent=1).encode() + b"\n")
+    write(options.output, json.dumps(document, indent=1).encode() + b"\n")
     print(f"root: {document['merkle_root']}")
 
 
@@ -468,20 +480,19 @@ def verify_command(options, load_model) -> int:
             verification.models[devices[0]] = model
             with table:
                 verification.run()
-            mismatch = verification.first_mismatch()
+            print(verification.verdict(), flush=True)
+            code, mismatch = 0 if verification.confirmed else 1, verification.first_mismatch()
             if mismatch and not options.no_bisect:
                 print("verify: looking for the first node that differs ..", file=sys.stderr)
-                difference = verification.bisect(mismatch, options.dump)
-        print(verification.verdict())
-        if difference:
-            print(difference)
-        elif mismatch and not options.no_bisect:
-            print("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or comes and goes")
+                difference = verification.bisect(mismatch)
+                print(difference or NO_NODE, flush=True)
+        if difference and options.dump:
+            with behind(code):
+                difference.save(options.dump)
     if options.json:
-        from .files import replacing
-        with replacing(options.json) as file:
-            file.write(verification.report(str(path), difference and difference.as_dict()).encode())
-    return 0 if verification.confirmed else 1
+        with behind(code):
+            write(options.json, verification.report(str(path), difference and difference.as_dict()).encode())
+    return code
 
 
 def bench_command(options, load_model):
@@ -518,6 +529,17 @@ def sweep_command(options, load_model):
 def fail(message: str) -> int:
     print("ggml-py: error:", " ".join(message.split()), file=sys.stderr)
     return 2
+
+
+@contextmanager
+def behind(code: int):
+    """What goes wrong behind a mismatch, code 1, is said, and does not hide it behind exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        if not code:
+            raise
+        fail(str(error))
 
 
 def execute(argv=None, load_model=None) -> int:

@@ -206,6 +206,13 @@ def test_another_model_or_text(folder, capsys):
     assert main(["verify", "--sample", "3"]) == 2
 
 
+def test_the_file_of_an_attestation_is_checked_first(folder, capsys):
+    for name, said in ("none/x.json", f"{folder / 'none'} is no folder"), (".", f"{folder}: is a folder, expected a file"):
+        code = main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / name)], None)
+        out, err = capsys.readouterr()
+        assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
 def test_own_check_of_a_generation(folder):
     """Logits that depend on how the text was cut are not attested."""
     def few(*operands):

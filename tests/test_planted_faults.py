@@ -46,9 +46,10 @@ def test_caught_and_named(path, tied_path, fault, tmp_path):
     if not fault.axes:  # on one device it is right everywhere, and wrong
         verification = verify(path, WINDOWS, ["device"], {"cpu": CPUBackend(), "cuda:0": fault.backend("cuda:0")})
         assert caught_by(verification) == {"device"}
-    found = verification.bisect(verification.first_mismatch(), tmp_path / "dump")
+    found = verification.bisect(verification.first_mismatch())
     assert found.op in fault.ops and found.inputs_equal, str(found)
     assert any(f"{OPS[op].module}.py: {op}" in culprit for culprit in found.culprits for op in fault.ops), str(found)
+    found.save(tmp_path / "dump")
     assert {path.name for path in (tmp_path / "dump").iterdir()} >= {"default.npz", "other.npz", "run.py"}
 
 
