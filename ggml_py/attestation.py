@@ -12,6 +12,7 @@ import re
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -28,17 +29,30 @@ GENERATED = 32  # tokens of a window of a generation
 SHA256 = r"[0-9a-f]{64}"
 PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "tokenizers"
 
-# What an attestation holds: a type, a list of one type for lists of it, or the same for an object; "sha256" is a string. `kind` picks settings and result.
-COMMON = {"format": str, "schema": int, "kind": str, "numerics": int, "model": {"name": str, "architecture": str, "sha256": ["sha256"]}, "tokenizer": "sha256",
-          "tokens": {"sha256": "sha256", "n": int},
-          "cannot_matter": {"n_batch": int, "n_ubatch": int, "no_fuse": [str], "graphs": bool, "kv_write": str, "threads": int},
-          "environment": {"device": str, "device_name": str, "driver": str, "versions": dict}, "windows": ["sha256"],
+
+
+class Number(NamedTuple):
+    """Of a type, from least to most."""
+    type: type
+    least: float
+    most: float
+
+
+COUNT, TOKEN, SHARE = Number(int, 1, 2**63 - 1), Number(int, 0, 2**31 - 1), Number(float, 0, 1)
+
+# What an attestation holds: a type, a Number, "sha256"; [shape] is a list of at least one, [shape, ...] of any number; an object has the names that are given,
+# or any: {...: shape}. `kind` picks settings and result. docs/attestation.schema.json says the same.
+COMMON = {"format": str, "schema": int, "kind": str, "numerics": COUNT, "model": {"name": str, "architecture": str, "sha256": ["sha256"]},
+          "tokenizer": "sha256", "tokens": {"sha256": "sha256", "n": COUNT},
+          "cannot_matter": {"n_batch": COUNT, "n_ubatch": COUNT, "no_fuse": [str, ...], "graphs": bool, "kv_write": str, "threads": COUNT},
+          "environment": {"device": str, "device_name": str, "driver": str, "versions": {...: str}}, "windows": ["sha256"],
           "merkle_root": "sha256", "sha256": "sha256"}
 KINDS = {
-    "perplexity": {"text": "sha256", "settings": {"n_ctx": int, "n_chunks": int, "type_k": str, "type_v": str, "add_bos": bool},
+    "perplexity": {"text": "sha256", "settings": {"n_ctx": Number(int, 3, 2**63 - 1), "n_chunks": COUNT, "type_k": str, "type_v": str, "add_bos": bool},
                    "result": {"ppl": str, "ppl_hex": str}},
-    "generation": {"settings": {"n_predict": int, "type_k": str, "type_v": str, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int,
-                                "prompt": [int]}, "result": {"tokens": [int], "text": str}},
+    "generation": {"settings": {"n_predict": COUNT, "type_k": str, "type_v": str, "temperature": Number(float, 0, 1e6), "top_k": Number(int, 0, 2**63 - 1),
+                                "top_p": SHARE, "min_p": SHARE, "seed": Number(int, 0, 2**63 - 1), "prompt": [TOKEN]},
+                   "result": {"tokens": [TOKEN], "text": str}},
 }
 
 
@@ -101,6 +115,9 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
     """prompt: ids. The text ends with n_predict new tokens or with one that ends it, which is counted."""
     tokenizer, tokens = model.tokenizer, []
     prompt = [int(token) for token in prompt]
+    about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v, "temperature": sampling.temperature, "top_k": sampling.top_k,
+             "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": sampling.seed, "prompt": prompt}
+    _check_shape(about, KINDS["generation"]["settings"], "attest", "settings")
     with new_context(model, settings, len(prompt) + n_predict, 1, log) as context:
         for token in generate(context, prompt, n_predict, sampling, lambda token: False):
             tokens.append(token)
@@ -112,8 +129,6 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
             if _chosen(rows, len(prompt) + first, sampling) != tokens[first:first + len(rows)]:
                 raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those of the finished text; "
                                    "see ggml-py verify")
-    about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v, "temperature": sampling.temperature, "top_k": sampling.top_k,
-             "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": sampling.seed, "prompt": prompt}
     text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
     return _document("generation", model, prompt + tokens, settings, digests, settings=about, result={"tokens": tokens, "text": text})
 
@@ -170,36 +185,50 @@ def read_attestation(path: Path) -> dict:
         raise UserError(f"{path}: is no attestation, whose format is {FORMAT!r}")
     schema, kind = document.get("schema"), document.get("kind")
     if type(schema) is not int or schema != SCHEMA:
-        raise UserError(f"{path}: schema is {schema!r}, this version reads {SCHEMA}")
-    if kind not in KINDS:
-        raise UserError(f"{path}: kind is {kind!r}, allowed: {', '.join(KINDS)}")
-    _check_shape(document, {**COMMON, **KINDS[kind]}, str(path), "")
+        raise UserError(f"{path}: schema is {_shown(schema)}, this version reads {SCHEMA}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise UserError(f"{path}: kind is {_shown(kind)}, allowed: {', '.join(KINDS)}")
+    _check_shape(document, {**COMMON, **KINDS[kind]}, f"{path}: damaged", "")
     if own_sha256(document) != document["sha256"]:
         raise UserError(f"{path}: damaged: its sha256 is {own_sha256(document)}, it says {document['sha256']}")
-    if not document["windows"] or merkle_root(document["windows"]) != document["merkle_root"]:
+    if merkle_root(document["windows"]) != document["merkle_root"]:
         raise UserError(f"{path}: damaged: the Merkle root of its {len(document['windows'])} windows is not {document['merkle_root']}")
     if document["numerics"] != NUMERICS_VERSION:
         raise UserError(f"{path}: numerics version is {document['numerics']}, this is {NUMERICS_VERSION}: other bits by definition")
     return document
 
 
-def _check_shape(value, shape, path: str, where: str) -> None:
+def _check_shape(value, shape, who: str, where: str) -> None:
+    def check(good: bool, must: str) -> None:
+        if not good:
+            raise UserError(f"{who}: {where or 'it'} is {_shown(value)}, must be {must}")
     if shape == "sha256":
-        if not isinstance(value, str) or not re.fullmatch(SHA256, value):
-            raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be a sha256 in hex")
+        check(isinstance(value, str) and re.fullmatch(SHA256, value), "a sha256 in hex")
+    elif isinstance(shape, Number):
+        check(_is(value, shape.type) and shape.least <= value <= shape.most, f"{shape.type.__name__}, {shape.least} to {shape.most}")
     elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be a list")
+        check(isinstance(value, list), "a list")
+        check(value or ... in shape, "a list of at least one")
         for i, each in enumerate(value):
-            _check_shape(each, shape[0], path, f"{where}[{i}]")
+            _check_shape(each, shape[0], who, f"{where}[{i}]")
     elif isinstance(shape, dict):
-        if not isinstance(value, dict) or set(value) != set(shape):
-            found = ", ".join(value) if isinstance(value, dict) else f"{value!r:.60}"
-            raise UserError(f"{path}: damaged: {where or 'it'} has {found or 'nothing'}, must have {', '.join(shape)}")
-        for key, each in shape.items():
-            _check_shape(value[key], each, path, f"{where}.{key}" if where else key)
-    elif type(value) is not shape and not (shape is float and type(value) is int):
-        raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be {shape.__name__}")
+        check(isinstance(value, dict), "an object")
+        if ... not in shape and set(value) != set(shape):
+            raise UserError(f"{who}: {where or 'it'} has {', '.join(value) or 'nothing'}, must have {', '.join(shape)}")
+        for key, each in value.items():
+            _check_shape(each, shape[... if ... in shape else key], who, f"{where}.{key}" if where else key)
+    else:
+        check(_is(value, shape), shape.__name__)
+
+
+def _is(value, kind: type) -> bool:
+    """A whole number is a float too, and a bool is no number."""
+    return type(value) is kind or kind is float and type(value) is int
+
+
+def _shown(value) -> str:
+    """Never what is in a list or an object: they may be nested deeper than can be printed."""
+    return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
 
 
 # Confirming

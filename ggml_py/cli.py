@@ -1,7 +1,7 @@
 """The command line: each command is one function of its options.
 
-Exit codes: 0; 1 when `verify` finds different bits, whatever happens after that; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the
-reader of stdout is gone.
+Exit codes: 0; 1 when `verify` finds different bits, whatever happens after that; 2 with one line on stderr for what the user can mend; 130 after
+Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
 Anything else is a bug and shows its traceback.
 
 Imports of weight happen inside the commands, so that mistakes and --help are answered at once.
@@ -223,7 +223,8 @@ def build_parser() -> Parser:
     sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
     sub.add_argument("--json", type=output(check_file), metavar="FILE", help="the results for machines")
-    sub.add_argument("--dump", type=output(check_folder), metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    sub.add_argument("--dump", type=output(check_folder), metavar="DIR",
+                     help="where inputs and outputs of the first node that differs go, with a script that runs it")
     sub.add_argument("--attestation", type=Path, metavar="FILE", help="compute what it attests, on the first of --devices, and nothing else")
     sub.add_argument("--sample", type=at_least(1), metavar="K", help="of an attestation only so many windows, drawn at random")
     sub.add_argument("--no-bisect", action="store_true", help="do not look for the first node that differs")

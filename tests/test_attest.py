@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from fake_model import FakeTokenizer
 
 from ggml_py.__main__ import main
-from ggml_py.attestation import COMMON, KINDS, SCHEMA, attest_generation, confirm, own_sha256, read_attestation
+from ggml_py.attestation import COMMON, FORMAT, KINDS, SCHEMA, NotConfirmed, Number, attest_generation, confirm, own_sha256, read_attestation
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
@@ -153,6 +154,12 @@ def test_forged(folder, capsys, name, change, said):
     (lambda d: d.update(kind="training"), "kind is 'training', allowed: perplexity, generation"),
     (lambda d: d.update(format="x"), "is no attestation"),
     (lambda d: d.pop("windows") and d.update(windows=["1" * 64]) or d["settings"].pop("n_ctx"), "damaged: settings has n_chunks"),
+    (lambda d: d.update(kind=["perplexity"]), "kind is a list, allowed: perplexity, generation"),
+    (lambda d: d["settings"].update(n_ctx=0), "damaged: settings.n_ctx is 0, must be int, 3 to 9223372036854775807"),
+    (lambda d: d["settings"].update(n_chunks=-1), "damaged: settings.n_chunks is -1, must be int, 1 to"),
+    (lambda d: d["tokens"].update(n=True), "damaged: tokens.n is True, must be int"),
+    (lambda d: d["model"].update(sha256=[]), "damaged: model.sha256 is a list, must be a list of at least one"),
+    (lambda d: d["environment"]["versions"].update(numpy=[2]), "damaged: environment.versions.numpy is a list, must be str"),
     (lambda d: d["model"].update(sha256=["xyz"]), "damaged: model.sha256[0] is 'xyz', must be a sha256 in hex"),
     (lambda d: d["cannot_matter"].update(graphs=1), "damaged: cannot_matter.graphs is 1, must be bool"),
     (lambda d: d.update(extra=1), "damaged: it has format"),
@@ -165,6 +172,67 @@ def test_forged(folder, capsys, name, change, said):
 def test_refused(folder, capsys, change, said):
     code, out, err = verify(capsys, folder, resealed(folder, "ppl.json", change))
     assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(seed=-1), "seed is -1, must be int, 0 to"), (dict(seed=10**40), "seed is 1000"), (dict(min_p=5), "min_p is 5, must be float, 0 to 1"),
+    (dict(top_p=-0.5), "top_p is -0.5, must be float, 0 to 1"), (dict(temperature=10**400), "temperature is 1000"), (dict(min_p=10**400), "min_p is 1000"),
+    (dict(temperature=float("nan")), "temperature is nan, must be float, 0 to 1000000.0"), (dict(top_k=-3), "top_k is -3, must be int, 0 to"),
+    (dict(n_predict=0), "n_predict is 0, must be int, 1 to"), (dict(prompt=[]), "prompt is a list, must be a list of at least one"),
+    (dict(prompt=[1, 10**30]), "prompt[1] is 1000"), (dict(prompt=[-1]), "prompt[0] is -1, must be int, 0 to 2147483647")])
+def test_refused_settings_of_a_generation(folder, capsys, change, said):
+    code, out, err = verify(capsys, folder, resealed(folder, "drawn.json", lambda d: d["settings"].update(change)))
+    assert code == 2 and out == "" and f"damaged: settings.{said}" in err and err.count("\n") == 1
+
+
+def test_settings_that_are_not_attested(folder):
+    """What could not be read again is refused before anything is computed."""
+    with load(folder / "m.gguf", "cpu") as model, pytest.raises(UserError, match="^attest: settings.seed is -1, must be int, 0 to"):
+        attest_generation(model, [1, 2, 3], 10, Sampling(seed=-1), Settings(), None)
+
+
+VALUES = [None, True, 0, 3, -1, 2.5, "x", "", [], {}, [None], {"a": 1}, "0" * 64, ["0" * 64], 10**40, 10**400, float("nan"), float("inf"), [10**30], "\ud800"]
+
+
+def places(value, at=()):
+    """Of all that is in a document: the first two of lists."""
+    for key in value if isinstance(value, dict) else range(min(2, len(value))) if isinstance(value, list) else ():
+        yield (*at, key)
+        yield from places(value[key], (*at, key))
+
+
+@pytest.mark.parametrize("name", ["ppl.json", "drawn.json"])
+def test_every_value_by_every_type(folder, name):
+    """Sealed again, each is refused in one line or computed: no traceback."""
+    document, path, n = json.loads((folder / name).read_text()), folder / "changed.json", 0
+    with load(folder / "m.gguf", "cpu") as model:
+        for place in places(document):
+            for value in VALUES:
+                changed = copy.deepcopy(document)
+                inner = changed
+                for key in place[:-1]:
+                    inner = inner[key]
+                inner[place[-1]] = value
+                with suppress(TypeError, ValueError):
+                    changed["merkle_root"] = value if place == ("merkle_root",) else merkle_root(changed["windows"])
+                changed["sha256"] = value if place == ("sha256",) else own_sha256(changed)
+                path.write_text(json.dumps(changed))
+                try:
+                    found = read_attestation(path)
+                    confirm(found, model, TEXT.decode(), None, open("/dev/null", "w"))
+                except (UserError, NotConfirmed) as error:
+                    assert len(str(error).splitlines()) == 1, (place, value)
+                n += 1
+    assert n > 500
+
+
+@pytest.mark.parametrize("data", ['{"format": %s}', '{"format": "ggml-py attestation", "schema": %s}',
+                                  '{"format": "ggml-py attestation", "schema": 1, "kind": %s}'], ids=["format", "schema", "kind"])
+def test_deep_nesting(folder, capsys, data):
+    for depth in 100, 300, 900, 1000, 3000, 100000:
+        (folder / "changed.json").write_text(data % ("[" * depth + "]" * depth))
+        code, out, err = verify(capsys, folder, "changed.json")
+        assert code == 2 and out == "" and err.count("\n") == 1
 
 
 def test_damage(folder, capsys):
@@ -253,6 +321,8 @@ def conforms(value, schema) -> bool:
         return False
     if "pattern" in schema and not re.search(schema["pattern"], value):
         return False
+    if "minimum" in schema and not schema["minimum"] <= value <= schema["maximum"]:
+        return False
     if isinstance(value, list):
         return len(value) >= schema.get("minItems", 0) and all(conforms(each, schema["items"]) for each in value)
     if isinstance(value, dict):
@@ -277,4 +347,28 @@ def test_the_schema(folder):
             assert not conforms(changed, schema), path
     for kind, shape in KINDS.items():
         one, = [each for each in schema["oneOf"] if each["properties"]["kind"]["const"] == kind]
-        assert set(one["required"]) == set(one["properties"]) == {*COMMON, *shape}
+        constants = {"format": {"const": FORMAT}, "schema": {"const": SCHEMA}, "kind": {"const": kind}}
+        assert undescribed(one) == schema_of({**COMMON, **shape}, constants)
+
+
+def schema_of(shape, constants={}) -> dict:
+    """What the schema must say of a shape of `attestation.COMMON`, descriptions apart."""
+    if shape == "sha256":
+        return {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    if isinstance(shape, Number):
+        return {**schema_of(shape.type), "minimum": shape.least, "maximum": shape.most}
+    if isinstance(shape, list):
+        return {"type": "array", "items": schema_of(shape[0]), **({} if ... in shape else {"minItems": 1})}
+    if isinstance(shape, dict) and ... in shape:
+        return {"type": "object", "additionalProperties": schema_of(shape[...])}
+    if isinstance(shape, dict):
+        properties = {key: constants.get(key) or schema_of(each) for key, each in shape.items()}
+        return {"type": "object", "properties": properties, "required": sorted(shape), "additionalProperties": False}
+    return {"type": {str: "string", int: "integer", bool: "boolean", float: "number"}[shape]}
+
+
+def undescribed(schema):
+    """Without descriptions, what is required in alphabetic order."""
+    if not isinstance(schema, dict):
+        return schema
+    return {key: sorted(value) if key == "required" else undescribed(value) for key, value in schema.items() if key != "description"}
