@@ -129,8 +129,7 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
             if _chosen(rows, len(prompt) + first, sampling) != tokens[first:first + len(rows)]:
                 raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those of the finished text; "
                                    "see ggml-py verify")
-    text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
-    return _document("generation", model, prompt + tokens, settings, digests, settings=about, result={"tokens": tokens, "text": text})
+    return _document("generation", model, prompt + tokens, settings, digests, settings=about, result={"tokens": tokens, "text": _text(tokenizer, tokens)})
 
 
 def window_digest(logits: np.ndarray) -> str:
@@ -151,6 +150,10 @@ def _document(kind: str, model, tokens, others: Settings, digests: list[str], **
                         "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none", "versions": versions()},
         "windows": digests, "merkle_root": merkle_root(digests)}
     return {**document, "sha256": own_sha256(document)}
+
+
+def _text(tokenizer, tokens: list[int]) -> str:
+    return b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
 
 
 def _ppl(ppl: float) -> dict[str, str]:
@@ -237,21 +240,33 @@ class NotConfirmed(Exception):
     """What was computed is not what was attested; its message is one line."""
 
 
-def confirm(document: dict, model, text: str | None, n_sample: int | None, log, rng=None) -> str:
-    """Computes an attestation again, wholly or n_sample random windows of it. text: that of a perplexity, its digest checked.
+def sampled(document: dict, n: int | None) -> list[int]:
+    """Numbers of n windows, drawn at random by nobody's seed, in order; of all windows for None or more than there are."""
+    windows = range(len(document["windows"]))
+    return sorted(random.SystemRandom().sample(windows, n)) if n and n < len(windows) else list(windows)
 
-    Returns what was confirmed, in one line; NotConfirmed for other bits; UserError for another model, tokenizer or tokens."""
+
+def confirm(document: dict, model, text: str | None, sample: list[int], log) -> str:
+    """Computes windows of an attestation again. text: that of a perplexity, its digest checked.   sample: numbers of windows, as from `sampled`.
+
+    Returns what was confirmed, in one line; NotConfirmed for other bits or another result; UserError for another model, tokenizer or tokens, and for what is
+    said of them and is not so."""
     for what, found, attested in (("model", files_sha256(model.file.paths), document["model"]["sha256"]),
                                   ("tokenizer", tokenizer_sha256(model.file.metadata), document["tokenizer"])):
         if found != attested:
             raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} ({document['model']['name']})")
+    _check_claim("model.architecture", document["model"]["architecture"], model.architecture)
     n = len(document["windows"])
-    sample = sorted((rng or random.SystemRandom()).sample(range(n), n_sample)) if n_sample and n_sample < n else list(range(n))
     result = (_confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation)(document, model, text, sample, log)
     which = f"all {n} windows" if len(sample) == n else f"by sample: window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
     made, here = document["environment"], model.backend
-    where = f"made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
+    where = f"said to be made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
     return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; {where}"
+
+
+def _check_claim(what: str, attested, found) -> None:
+    if attested != found:
+        raise UserError(f"{what}: {attested!r:.60} attested, found {found!r:.60}")
 
 
 def _check_window(document: dict, i: int, logits: np.ndarray) -> None:
@@ -267,15 +282,16 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
         raise UserError(f"tokens: the text gives {len(tokens)} other tokens than attested, {document['tokens']['n']}")
     settings = Settings(n_ctx=about["n_ctx"], n_chunks=about["n_chunks"], type_k=about["type_k"], type_v=about["type_v"])
     windows, total, count = split_windows(tokens, settings), 0.0, 0
-    if len(windows) != len(document["windows"]):
-        raise UserError(f"windows: {len(windows)} in the text, {len(document['windows'])} attested")
+    for what, attested, found in (("tokens.n", document["tokens"]["n"], len(tokens)), ("windows", len(document["windows"]), len(windows)),
+                                  ("settings.n_chunks", about["n_chunks"], len(windows)), ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
+        _check_claim(what, attested, found)
     for i, logits in zip(sample, decode_windows(model, windows[sample], settings, log)):
         _check_window(document, i, logits)
         nll = negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
         total += float(tree_sum(nll))
         count += len(nll)
     if len(sample) < len(windows):
-        return f"{about['n_ctx']} tokens each, attested PPL {document['result']['ppl']}"
+        return f"{about['n_ctx']} tokens each, no PPL"
     found = _ppl(float(exp(total / count)))
     if found != document["result"]:
         raise NotConfirmed(f"not confirmed: the windows are those attested and give PPL {found['ppl_hex']}, attested {document['result']['ppl_hex']}")
@@ -288,6 +304,10 @@ def _confirm_generation(document, model, text, sample, log) -> str:
     if tokens_sha256(prompt + tokens) != document["tokens"]["sha256"] or len(document["windows"]) != -(-len(tokens) // GENERATED):
         raise UserError(f"tokens: {len(prompt)} of the prompt and {len(tokens)} new ones are not those attested, {document['tokens']['n']} "
                         f"in {len(document['windows'])} windows")
+    _check_claim("tokens.n", document["tokens"]["n"], len(prompt) + len(tokens))
+    _check_ending(tokens, about["n_predict"], model.tokenizer)
+    if _text(model.tokenizer, tokens) != document["result"]["text"]:
+        raise NotConfirmed(f"not confirmed: the tokens are the text {_text(model.tokenizer, tokens)!r:.60}, attested {document['result']['text']!r:.60}")
     sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"], about["seed"])
     settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
     with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:
@@ -297,4 +317,12 @@ def _confirm_generation(document, model, text, sample, log) -> str:
                 found = _chosen(rows, len(prompt) + first, sampling)
                 if found != tokens[first:first + len(rows)]:
                     raise NotConfirmed(f"not confirmed: the logits of window {first // GENERATED + 1} are those attested and choose {found}")
-    return f"{len(tokens)} tokens behind a prompt of {len(prompt)}"
+    n = sum(len(tokens[i * GENERATED:(i + 1) * GENERATED]) for i in sample)
+    return f"{n}{f' of {len(tokens)}' * (n < len(tokens))} tokens behind a prompt of {len(prompt)}"
+
+
+def _check_ending(tokens: list[int], n_predict: int, tokenizer) -> None:
+    """A generation has n_predict tokens, or less and ends with one that ends it; there is none before."""
+    n = next((i + 1 for i, token in enumerate(tokens[:n_predict]) if tokenizer.is_end_of_generation(token)), n_predict)
+    if len(tokens) != n:
+        raise NotConfirmed(f"not confirmed: {len(tokens)} new tokens attested, must be {n}: to the first that ends the text, {n_predict} at most")

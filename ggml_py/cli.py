@@ -440,7 +440,7 @@ def attest_command(options, load_model):
 
 
 def confirm_command(options, load_model) -> int:
-    from .attestation import NotConfirmed, confirm, files_sha256, read_attestation
+    from .attestation import NotConfirmed, confirm, files_sha256, read_attestation, sampled
     from .backends import device_of
     from .perplexity import read_text
     from .pull import resolve
@@ -452,7 +452,7 @@ def confirm_command(options, load_model) -> int:
     path = existing(resolve(options.model, sys.stderr))
     with load_on(path, device_of((options.devices or ["auto"])[0]), load_model) as model:
         try:
-            print(confirm(document, model, text, options.sample, sys.stderr))
+            print(confirm(document, model, text, sampled(document, options.sample), sys.stderr))
         except NotConfirmed as error:
             print(error)
             return 1

@@ -12,7 +12,7 @@ import pytest
 from fake_model import FakeTokenizer
 
 from ggml_py.__main__ import main
-from ggml_py.attestation import COMMON, FORMAT, KINDS, SCHEMA, NotConfirmed, Number, attest_generation, confirm, own_sha256, read_attestation
+from ggml_py.attestation import COMMON, FORMAT, KINDS, SCHEMA, NotConfirmed, Number, attest_generation, confirm, own_sha256, read_attestation, sampled
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
@@ -107,13 +107,38 @@ def test_confirmed_by_sample(folder, capsys, name):
     assert verify(capsys, folder, f"{name}.json", "--sample", 99)[1].startswith("confirmed: all")
 
 
+@pytest.mark.parametrize("name, sample, said", [
+    ("ppl", [1, 3], "4; 64 tokens each, no PPL; root"), ("greedy", [0, 2], "3; 38 of 70 tokens behind a prompt of 4; root")])
+def test_a_sample_claims_no_more_than_it_computed(folder, name, sample, said):
+    with load(folder / "m.gguf", "cpu") as model:
+        out = confirm(read_attestation(folder / f"{name}.json"), model, TEXT.decode(), sample, open("/dev/null", "w"))
+    assert said in out and "said to be made on" in out
+
+
+def test_a_generation_that_ends(folder):
+    """The model's third token ends it. Behind it, nothing was chosen: an attestation that goes on, or that stops before it, is none."""
+    with load(folder / "m.gguf", "cpu") as model:
+        make = lambda n: attest_generation(model, [1, 2, 3], n, Sampling(), Settings(), None)
+        again = lambda document: confirm(document, model, None, sampled(document, None), None)
+        longer = make(10)
+        ends = longer["result"]["tokens"][2]
+        model.tokenizer.is_end_of_generation = ends.__eq__
+        document = make(10)
+        n = longer["result"]["tokens"].index(ends) + 1
+        assert len(document["result"]["tokens"]) == n and again(document).startswith("confirmed: all 1 windows")
+        with pytest.raises(NotConfirmed, match=f"10 new tokens attested, must be {n}: "):
+            again(longer)
+        with pytest.raises(NotConfirmed, match=f"{n - 1} new tokens attested, must be 10: "):
+            again({**make(n - 1), "settings": {**document["settings"], "n_predict": 10}})
+
+
 def test_a_sample_is_computed_alone(folder):
     """Two windows of four: a model that counts is asked for no others."""
     document, text = read_attestation(folder / "ppl.json"), TEXT.decode()
     with load(folder / "m.gguf", "cpu") as model:
         rows = []
         new_context, model.new_context = model.new_context, lambda **settings: rows.append(settings["n_seq_max"]) or new_context(**settings)
-        assert "windows 2, 4 of 4" in confirm(document, model, text, 2, open("/dev/null", "w"), type("R", (), {"sample": lambda self, of, n: [3, 1]})())
+        assert "windows 2, 4 of 4" in confirm(document, model, text, [1, 3], open("/dev/null", "w"))
     assert rows == [2]
 
 
@@ -140,6 +165,9 @@ def resealed(folder, name, change):
     ("ppl.json", lambda d: d["windows"].__setitem__(2, "0" * 64), "window 3 of 4 gave"),
     ("ppl.json", lambda d: d["result"].update(ppl_hex=(1.5).hex()), "the windows are those attested and give PPL 0x"),
     ("drawn.json", lambda d: d["settings"].update(seed=6), "the logits of window 1 are those attested and choose ["),
+    ("drawn.json", lambda d: d["result"].update(text="the moon\n"), "attested 'the moon\\n'"),
+    ("drawn.json", lambda d: d["settings"].update(n_predict=41), "40 new tokens attested, must be 41: to the first that ends the text, 41 at most"),
+    ("drawn.json", lambda d: d["settings"].update(n_predict=7), "40 new tokens attested, must be 7: to the first that ends the text, 7 at most"),
 ])
 def test_forged(folder, capsys, name, change, said):
     code, out, _ = verify(capsys, folder, resealed(folder, name, change))
@@ -167,7 +195,11 @@ def test_forged(folder, capsys, name, change, said):
     (lambda d: d["model"].update(sha256=["0" * 64]), "another model than attested"),
     (lambda d: d.update(tokenizer="0" * 64), "another tokenizer than attested"),
     (lambda d: d.update(text="0" * 64), "another text than attested"),
-    (lambda d: d["windows"].pop(), "windows: 4 in the text, 3 attested"),
+    (lambda d: d["windows"].pop(), "windows: 3 attested, found 4"),
+    (lambda d: d["settings"].update(n_chunks=99), "settings.n_chunks: 99 attested, found 4"),
+    (lambda d: d["settings"].update(add_bos=False), "settings.add_bos: False attested, found True"),
+    (lambda d: d["tokens"].update(n=7), "tokens.n: 7 attested, found 301"),
+    (lambda d: d["model"].update(architecture="zzz"), "model.architecture: 'zzz' attested, found 'llama'"),
 ])
 def test_refused(folder, capsys, change, said):
     code, out, err = verify(capsys, folder, resealed(folder, "ppl.json", change))
@@ -191,6 +223,7 @@ def test_settings_that_are_not_attested(folder):
         attest_generation(model, [1, 2, 3], 10, Sampling(seed=-1), Settings(), None)
 
 
+UNCHECKED = {"environment", "cannot_matter", ("model", "name"), ("text",)}  # what only the maker knows, and the text, which the command looks at
 VALUES = [None, True, 0, 3, -1, 2.5, "x", "", [], {}, [None], {"a": 1}, "0" * 64, ["0" * 64], 10**40, 10**400, float("nan"), float("inf"), [10**30], "\ud800"]
 
 
@@ -219,7 +252,8 @@ def test_every_value_by_every_type(folder, name):
                 path.write_text(json.dumps(changed))
                 try:
                     found = read_attestation(path)
-                    confirm(found, model, TEXT.decode(), None, open("/dev/null", "w"))
+                    confirm(found, model, TEXT.decode(), sampled(found, None), open("/dev/null", "w"))
+                    assert place[0] in UNCHECKED or place in UNCHECKED or changed == document, (place, value)
                 except (UserError, NotConfirmed) as error:
                     assert len(str(error).splitlines()) == 1, (place, value)
                 n += 1

@@ -65,9 +65,9 @@ def test_what_one_device_cannot_see_an_attestation_does(path, fault):
         return model
     with load(CPUBackend()) as model:
         document = attest_generation(model, WINDOWS[0], 8, Sampling(), Settings(), io.StringIO())
-        assert confirm(document, model, None, None, io.StringIO()).startswith("confirmed: all 1 windows")
+        assert confirm(document, model, None, [0], io.StringIO()).startswith("confirmed: all 1 windows")
     with load(fault.backend("cpu")) as model, pytest.raises(NotConfirmed, match="window 1 of 1 gave"):
-        confirm(document, model, None, None, io.StringIO())
+        confirm(document, model, None, [0], io.StringIO())
 
 
 def test_a_stale_graph_address(path):
