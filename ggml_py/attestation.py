@@ -283,7 +283,8 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
     settings = Settings(n_ctx=about["n_ctx"], n_chunks=about["n_chunks"], type_k=about["type_k"], type_v=about["type_v"])
     windows, total, count = split_windows(tokens, settings), 0.0, 0
     for what, attested, found in (("tokens.n", document["tokens"]["n"], len(tokens)), ("windows", len(document["windows"]), len(windows)),
-                                  ("settings.n_chunks", about["n_chunks"], len(windows)), ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
+                                  ("settings.n_chunks", about["n_chunks"], len(windows)),
+                                  ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
         _check_claim(what, attested, found)
     for i, logits in zip(sample, decode_windows(model, windows[sample], settings, log)):
         _check_window(document, i, logits)

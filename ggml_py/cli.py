@@ -427,9 +427,10 @@ def attest_command(options, load_model):
     from .attestation import attest_generation, attest_perplexity, files_sha256
     from .perplexity import read_text
     settings = settings_of(options, n_ctx=options.ctx_size or 512, n_chunks=options.chunks)
-    text = None if options.prompt else read_text(existing(options.file))
+    generates = options.prompt is not None
+    text = None if generates else read_text(existing(options.file))
     with load(options, load_model) as model:
-        if options.prompt:
+        if generates:
             document = attest_generation(model, encoded_prompt(options, model.tokenizer), options.n_predict, sampling_of(options), settings, sys.stderr)
             print(document["result"]["text"])
         else:

@@ -315,6 +315,18 @@ def test_the_file_of_an_attestation_is_checked_first(folder, capsys):
         assert code == 2 and out == "" and said in err and err.count("\n") == 1
 
 
+def test_an_empty_prompt_is_a_prompt(folder, capsys):
+    """As in `run`: one without tokens is refused, one of a BOS alone is continued."""
+    def without_bos(path, device):
+        model = load(path, device)
+        model.tokenizer.add_bos = False
+        return model
+    code = main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / "empty.json"), "-p", ""], without_bos)
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err == "ggml-py: error: -p: the prompt has no tokens\n" and not (folder / "empty.json").exists()
+    assert attest(folder, "empty.json", "-p", "", "-n", 2) == 0 and read_attestation(folder / "empty.json")["settings"]["prompt"] == [256]
+
+
 def test_own_check_of_a_generation(folder):
     """Logits that depend on how the text was cut are not attested."""
     def few(*operands):
