@@ -53,7 +53,9 @@ def attest(folder, name, *argv) -> int:
 
 def verify(capsys, folder, name, *argv, model="m.gguf", load=load):
     capsys.readouterr()
-    code = main(["verify", "-m", str(folder / model), "-f", str(folder / "text"), "--attestation", str(folder / name), *map(str, argv)], load)
+    path = folder / name
+    text = [] if path.is_file() and b'"generation"' in path.read_bytes() else ["-f", folder / "text"]
+    code = main(["verify", *map(str, ("-m", folder / model, *text, "--attestation", path, *argv))], load)
     return code, *capsys.readouterr()
 
 
@@ -325,6 +327,46 @@ def test_an_empty_prompt_is_a_prompt(folder, capsys):
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err == "ggml-py: error: -p: the prompt has no tokens\n" and not (folder / "empty.json").exists()
     assert attest(folder, "empty.json", "-p", "", "-n", 2) == 0 and read_attestation(folder / "empty.json")["settings"]["prompt"] == [256]
+
+
+@pytest.mark.parametrize("name, argv, said", [
+    *(("ppl.json", argv, f"{argv[0]}: does not apply to an --attestation, which says what to compute; "
+       "allowed: -m, -f, --devices, --attestation, --sample, --json")
+      for argv in (["--axes", "rerun"], ["--reruns", "2"], ["--dump", "{}/dump"], ["-c", "512"], ["--ctx-size", "7"], ["--chunks", "4"], ["-ctk", "f16"],
+                   ["--cache-type-v", "f32"], ["--no-bisect"])),
+    ("ppl.json", ["--devices", "cpu,cuda:0"], "--devices: an attestation is computed on one device, got cpu, cuda:0"),
+    ("drawn.json", ["-f", "{}/text"], "-f: {}/drawn.json is of a generation, whose prompt is in it"),
+])
+def test_options_that_do_not_apply_to_an_attestation(folder, capsys, name, argv, said):
+    code, out, err = verify(capsys, folder, name, *(each.replace("{}", str(folder)) for each in argv))
+    assert code == 2 and out == "" and err == f"ggml-py: error: {said.replace('{}', str(folder))}\n"
+
+
+@pytest.mark.parametrize("argv, said", [
+    *((["-p", "abc", *argv], f"{argv[0]}: is of a perplexity, and -p asks for a generation") for argv in (["-c", "64"], ["--chunks", "-1"], ["--file", "x"])),
+    *((argv, f"{argv[0]}: is of a generation, which -p asks for; without it a perplexity is attested")
+      for argv in (["--temp", "0"], ["--seed", "1"], ["--top-k", "1"], ["--top-p", "1"], ["--min-p", "0"], ["--chat"], ["-n", "128"], ["--n-predict", "1"])),
+])
+def test_options_that_do_not_apply_to_what_is_attested(folder, capsys, argv, said):
+    code, (out, err) = attest(folder, "none.json", *argv), capsys.readouterr()
+    assert code == 2 and out == "" and err == f"ggml-py: error: {said}\n" and not (folder / "none.json").exists()
+
+
+def test_json_of_a_confirmation(folder, capsys):
+    code, out, _ = verify(capsys, folder, "ppl.json", "--sample", 2, "--json", folder / "r.json")
+    found, document = (json.loads((folder / name).read_text()) for name in ("r.json", "ppl.json"))
+    assert code == 0 and found.pop("message") + "\n" == out and f"windows {', '.join(map(str, found['windows']))} of 4" in out
+    assert len(found.pop("windows")) == 2 and found.pop("device_name")
+    assert found == {"numerics": 1, "model": str(folder / "m.gguf"), "device": "cpu", "attestation": str(folder / "ppl.json"), "kind": "perplexity",
+                     "sha256": document["sha256"], "n_windows": 4, "confirmed": True}
+    faulty = lambda path, device: load(path, device, lambda: FaultyBackend({"mul_mat": made(after(nudge))}))
+    code, out, _ = verify(capsys, folder, "drawn.json", "--json", folder / "r.json", load=faulty)
+    found = json.loads((folder / "r.json").read_text())
+    assert code == 1 and not found["confirmed"] and found["windows"] == [1, 2] and found["message"] + "\n" == out
+    late = lambda path, device: (folder / "late.json").mkdir() or faulty(path, device)
+    code, out, err = verify(capsys, folder, "drawn.json", "--json", folder / "late.json", load=late)
+    assert code == 1 and out.startswith("not confirmed: window 1 of 2")
+    assert err == f"ggml-py: error: {folder / 'late.json'}: cannot be written: Is a directory\n"
 
 
 def test_own_check_of_a_generation(folder):

@@ -246,6 +246,9 @@ def test_a_silent_fall_back_is_no_pass(path, text, capsys):
     (["--axes", "speed"], "--axes: 'speed' is no axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
     (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
+    (["--dump", "x", "--no-bisect"], "--dump: saves the first node that differs, which --no-bisect does not look for"),
+    (["--axes", "ubatch,pieces", "--reruns", "2"], "--reruns: is of the axis rerun, which is not among --axes"),
+    (["--sample", "2"], "--sample: is of windows of an --attestation, none is given"),
     (["--reruns", "0"], "argument --reruns: must be at least 1, got 0"), (["-m", "no.gguf"], "no.gguf"),
 ])
 def test_bad_input(path, text, capsys, argv, message):
