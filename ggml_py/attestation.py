@@ -27,7 +27,7 @@ from .sampling import Sampling, choose, generate
 FORMAT, SCHEMA = "ggml-py attestation", 1
 GENERATED = 32  # tokens of a window of a generation
 SHA256 = r"[0-9a-f]{64}"
-PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "tokenizers"
+PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "gguf", "tokenizers"
 
 
 
@@ -147,7 +147,8 @@ def _document(kind: str, model, tokens, others: Settings, digests: list[str], **
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse), "graphs": others.graphs,
                           "kv_write": others.kv_write, "threads": numba.get_num_threads()},
         "environment": {"device": model.device, "device_name": backend.name,
-                        "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none", "versions": versions()},
+                        "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none",
+                        "versions": {**versions(), **backend.versions()}},
         "windows": digests, "merkle_root": merkle_root(digests)}
     return {**document, "sha256": own_sha256(document)}
 

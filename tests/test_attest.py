@@ -12,8 +12,9 @@ import pytest
 from fake_model import FakeTokenizer
 
 from ggml_py.__main__ import main
-from ggml_py.attestation import COMMON, FORMAT, KINDS, SCHEMA, NotConfirmed, Number, attest_generation, confirm, own_sha256, read_attestation, sampled
+from ggml_py.attestation import COMMON, FORMAT, KINDS, SCHEMA, NotConfirmed, Number, attest_generation, confirm, own_sha256, read_attestation, sampled, versions
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.cuda import driver_release
 from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.merkle import merkle_root
@@ -79,7 +80,27 @@ def test_of_a_perplexity(folder):
     assert found["model"]["sha256"] == [hashlib.sha256((folder / "m.gguf").read_bytes()).hexdigest()]
     assert found["settings"] == {"n_ctx": 64, "n_chunks": 4, "type_k": "f16", "type_v": "f16", "add_bos": True}
     assert float.fromhex(found["result"]["ppl_hex"]) == pytest.approx(float(found["result"]["ppl"]), abs=1e-4)
-    assert found["environment"]["device"] == "cpu" and {"numpy", "numba", "python", "ggml-py"} <= set(found["environment"]["versions"])
+    assert found["environment"]["device"] == "cpu" and {"numpy", "numba", "python", "ggml-py", "gguf"} <= set(found["environment"]["versions"])
+
+
+def test_versions_of_a_device(folder, capsys):
+    """What a backend names beside the packages is in the file, and any names are read."""
+    class Other(CPUBackend):
+        driver_version = lambda self: "13.0"
+        versions = lambda self: {"nvidia-driver": "580.159.04", "nvvm": "13.0.88"}
+    assert main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / "gpu.json"), "-p", "abc", "-n", "2"], lambda path, device: load(path, device, Other)) == 0
+    environment = read_attestation(folder / "gpu.json")["environment"]
+    assert environment["driver"] == "13.0" and environment["versions"] == {**versions(), "nvidia-driver": "580.159.04", "nvvm": "13.0.88"}
+    assert verify(capsys, folder, "gpu.json")[0] == 0
+
+
+@pytest.mark.parametrize("says, release", [("echo 580.159.04; echo 580.159.04", "580.159.04"), ("true", "none"), ("echo no; exit 9", "none"), (None, "none")])
+def test_the_release_of_the_driver(tmp_path, monkeypatch, says, release):
+    if says:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_release() == release
 
 
 def test_of_a_generation(folder):
