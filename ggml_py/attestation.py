@@ -18,7 +18,7 @@ import numba
 import numpy as np
 
 from . import NUMERICS_VERSION, __version__
-from .errors import UserError
+from .errors import UserError, printable
 from .exact_math import exp, tree_sum
 from .merkle import merkle_root
 from .perplexity import LogitsDigest, Settings, decode_windows, negative_log_likelihood, new_context, perplexity, split_windows
@@ -205,7 +205,7 @@ def read_attestation(path: Path) -> dict:
 def _check_shape(value, shape, who: str, where: str) -> None:
     def check(good: bool, must: str) -> None:
         if not good:
-            raise UserError(f"{who}: {where or 'it'} is {_shown(value)}, must be {must}")
+            raise UserError(printable(f"{who}: {where or 'it'} is {_shown(value)}, must be {must}"))
     if shape == "sha256":
         check(isinstance(value, str) and re.fullmatch(SHA256, value), "a sha256 in hex")
     elif isinstance(shape, Number):
@@ -218,7 +218,7 @@ def _check_shape(value, shape, who: str, where: str) -> None:
     elif isinstance(shape, dict):
         check(isinstance(value, dict), "an object")
         if ... not in shape and set(value) != set(shape):
-            raise UserError(f"{who}: {where or 'it'} has {', '.join(value) or 'nothing'}, must have {', '.join(shape)}")
+            raise UserError(printable(f"{who}: {where or 'it'} has {', '.join(value) or 'nothing'}, must have {', '.join(shape)}"))
         for key, each in value.items():
             _check_shape(each, shape[... if ... in shape else key], who, f"{where}.{key}" if where else key)
     else:
@@ -255,13 +255,13 @@ def confirm(document: dict, model, text: str | None, sample: list[int], log) -> 
     for what, found, attested in (("model", files_sha256(model.file.paths), document["model"]["sha256"]),
                                   ("tokenizer", tokenizer_sha256(model.file.metadata), document["tokenizer"])):
         if found != attested:
-            raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} ({document['model']['name']})")
+            raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} ({document['model']['name']!r:.60})")
     _check_claim("model.architecture", document["model"]["architecture"], model.architecture)
     n = len(document["windows"])
     result = (_confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation)(document, model, text, sample, log)
     which = f"all {n} windows" if len(sample) == n else f"by sample: window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
     made, here = document["environment"], model.backend
-    where = f"said to be made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
+    where = f"said to be made on {made['device_name']!r:.60} ({made['device']!r:.60}), computed on {here.name} ({model.device})"
     return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; {where}"
 
 
@@ -295,8 +295,9 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
     if len(sample) < len(windows):
         return f"{about['n_ctx']} tokens each, no PPL"
     found = _ppl(float(exp(total / count)))
-    if found != document["result"]:
-        raise NotConfirmed(f"not confirmed: the windows are those attested and give PPL {found['ppl_hex']}, attested {document['result']['ppl_hex']}")
+    for name, attested in document["result"].items():
+        if found[name] != attested:
+            raise NotConfirmed(f"not confirmed: the windows are those attested and give {name} {found[name]}, attested {attested!r:.60}")
     return f"PPL {found['ppl']}"
 
 

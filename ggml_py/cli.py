@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import __version__
 from .defaults import N_BATCH, N_UBATCH
-from .errors import UserError
+from .errors import UserError, printable
 from .files import check_file, check_folder, write
 
 CACHE_TYPES = ["f32", "f16", "q8_0"]
@@ -578,7 +578,7 @@ def sweep_command(options, load_model):
 # Errors
 
 def fail(message: str) -> int:
-    print("ggml-py: error:", " ".join(message.split()), file=sys.stderr)
+    print("ggml-py: error:", printable(" ".join(message.split())), file=sys.stderr)
     return 2
 
 

@@ -88,7 +88,8 @@ def test_versions_of_a_device(folder, capsys):
     class Other(CPUBackend):
         driver_version = lambda self: "13.0"
         versions = lambda self: {"nvidia-driver": "580.159.04", "nvvm": "13.0.88"}
-    assert main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / "gpu.json"), "-p", "abc", "-n", "2"], lambda path, device: load(path, device, Other)) == 0
+    argv = "attest", "-m", folder / "m.gguf", "-o", folder / "gpu.json", "-p", "abc", "-n", 2
+    assert main([*map(str, argv)], lambda path, device: load(path, device, Other)) == 0
     environment = read_attestation(folder / "gpu.json")["environment"]
     assert environment["driver"] == "13.0" and environment["versions"] == {**versions(), "nvidia-driver": "580.159.04", "nvvm": "13.0.88"}
     assert verify(capsys, folder, "gpu.json")[0] == 0
@@ -186,7 +187,8 @@ def resealed(folder, name, change):
 
 @pytest.mark.parametrize("name, change, said", [
     ("ppl.json", lambda d: d["windows"].__setitem__(2, "0" * 64), "window 3 of 4 gave"),
-    ("ppl.json", lambda d: d["result"].update(ppl_hex=(1.5).hex()), "the windows are those attested and give PPL 0x"),
+    ("ppl.json", lambda d: d["result"].update(ppl_hex=(1.5).hex()), "the windows are those attested and give ppl_hex 0x"),
+    ("ppl.json", lambda d: d["result"].update(ppl_hex="0x\x1b[31m\nconfirmed: all"), ", attested '0x\\x1b[31m\\nconfirmed: all'"),
     ("drawn.json", lambda d: d["settings"].update(seed=6), "the logits of window 1 are those attested and choose ["),
     ("drawn.json", lambda d: d["result"].update(text="the moon\n"), "attested 'the moon\\n'"),
     ("drawn.json", lambda d: d["settings"].update(n_predict=41), "40 new tokens attested, must be 41: to the first that ends the text, 41 at most"),
@@ -194,7 +196,21 @@ def resealed(folder, name, change):
 ])
 def test_forged(folder, capsys, name, change, said):
     code, out, _ = verify(capsys, folder, resealed(folder, name, change))
-    assert code == 1 and out.startswith("not confirmed: ") and said in out
+    assert code == 1 and out.startswith("not confirmed: ") and said in out and out[:-1].isprintable()
+
+
+def test_a_name_says_nothing_of_its_own(folder, capsys):
+    """Neither a line nor what a terminal obeys: names of the maker are quoted."""
+    name = "x\nconfirmed: y\x1b[31m"
+    code, out, _ = verify(capsys, folder, resealed(folder, "ppl.json", lambda d: d["environment"].update(device_name=name)))
+    assert code == 0 and out[:-1].isprintable() and f"said to be made on {name!r} ('cpu'), computed on" in out
+    code, out, err = verify(capsys, folder, resealed(folder, "ppl.json", lambda d: d["environment"]["versions"].update({name: 1})))
+    assert code == 2 and out == "" and err[:-1].isprintable() and "environment.versions.x\\nconfirmed: y\\x1b[31m is 1, must be str" in err
+
+
+def test_a_false_field_is_named(folder, capsys):
+    _, out, _ = verify(capsys, folder, resealed(folder, "ppl.json", lambda d: d["result"].update(ppl="1.0000")))
+    assert re.fullmatch(r"not confirmed: the windows are those attested and give ppl \d+\.\d{4}, attested '1.0000'\n", out)
 
 
 # Refused: exit code 2 and one line
@@ -247,7 +263,8 @@ def test_settings_that_are_not_attested(folder):
 
 
 UNCHECKED = {"environment", "cannot_matter", ("model", "name"), ("text",)}  # what only the maker knows, and the text, which the command looks at
-VALUES = [None, True, 0, 3, -1, 2.5, "x", "", [], {}, [None], {"a": 1}, "0" * 64, ["0" * 64], 10**40, 10**400, float("nan"), float("inf"), [10**30], "\ud800"]
+VALUES = [None, True, 0, 3, -1, 2.5, "x", "", [], {},
+          [None], {"a": 1}, "0" * 64, ["0" * 64], 10**40, 10**400, float("nan"), float("inf"), [10**30], "\ud800\n\x1b[31m", {"a\nb\x1b": 1}]
 
 
 def places(value, at=()):
@@ -275,10 +292,10 @@ def test_every_value_by_every_type(folder, name):
                 path.write_text(json.dumps(changed))
                 try:
                     found = read_attestation(path)
-                    confirm(found, model, TEXT.decode(), sampled(found, None), open("/dev/null", "w"))
+                    assert confirm(found, model, TEXT.decode(), sampled(found, None), open("/dev/null", "w")).isprintable(), (place, value)
                     assert place[0] in UNCHECKED or place in UNCHECKED or changed == document, (place, value)
                 except (UserError, NotConfirmed) as error:
-                    assert len(str(error).splitlines()) == 1, (place, value)
+                    assert str(error).isprintable(), (place, value)
                 n += 1
     assert n > 500
 
