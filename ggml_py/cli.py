@@ -243,7 +243,7 @@ def build_parser() -> Parser:
     sub.add_argument("--chunks", type=at_least(1), default=4, help="windows at most")
     add_cache_types(sub)
     sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
-                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device; all by default")
+                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device; all by default, and one that can be run here at least")
     sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
     sub.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")
@@ -514,7 +514,7 @@ def verify_command(options, load_model) -> int:
     refuse(options, ("--sample",), "is of windows of an --attestation, none is given")
     refuse(options, ("--dump",) * options.no_bisect, "saves the first node that differs, which --no-bisect does not look for")
     refuse(options, ("--reruns",) * ("rerun" not in (options.axes or ["rerun"])), "is of the axis rerun, which is not among --axes")
-    from .axes import AXES, settings_of
+    from .axes import AXES, check_some_run, settings_of
     from .backends import cuda, device_of, present_devices
     from .perplexity import check_context, read_text, with_bos
     from .pull import resolve
@@ -524,8 +524,10 @@ def verify_command(options, load_model) -> int:
     with load_on(path, devices[0], load_model) as model:
         check_context(model, options.ctx_size)
         windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.ctx_size, options.chunks))
-        settings = settings_of(options.axes or list(AXES), devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
+        axes = options.axes or list(AXES)
+        settings = settings_of(axes, devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
                                options.cache_type_k, options.cache_type_v)
+        check_some_run(axes, settings)
         difference, table = None, LiveTable(sys.stdout, windows)
         with Verification(lambda device: load_on(path, device, load_model), windows, settings, table) as verification:
             verification.models[devices[0]] = model

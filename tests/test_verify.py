@@ -243,6 +243,8 @@ def test_a_silent_fall_back_is_no_pass(path, text, capsys):
 
 
 @pytest.mark.parametrize("argv, message", [
+    (["--axes", "noise,device,launch"], "--axes: none of these can be run here: noise ("), (["--axes", "device"], "device (no device but cpu)"),
+    (["--axes", "sequences", "--chunks", "1"], "--axes: none of these can be run here: sequences (the text is one window)"),
     (["--axes", "speed"], "--axes: 'speed' is no axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
     (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
