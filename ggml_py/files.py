@@ -28,8 +28,8 @@ def replacing(path):
 
 
 def is_special(path: Path) -> bool:
-    """A device or a pipe: it must stay what it is."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+    """A device, a pipe or a link, as /dev/stdout is: it must stay what it is."""
+    return path.is_symlink() or path.exists() and not path.is_file() and not path.is_dir()
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path}: is a folder, expected a file")
     if not path.parent.is_dir():
         raise UserError(f"{path}: {path.parent} is no folder")
-    _check_access(path, path if is_special(path) else path.parent)
+    _check_access(path, path if is_special(path) and path.exists() else path.parent)
 
 
 def check_folder(path: Path) -> None:

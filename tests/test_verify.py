@@ -13,7 +13,7 @@ from ggml_py.__main__ import main
 from ggml_py.axes import AXES, Setting, play, settings_of, shortened
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.errors import UserError
-from ggml_py.files import check_file
+from ggml_py.files import check_file, write
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.merkle import merkle_root
 from ggml_py.model import Model
@@ -229,6 +229,19 @@ def test_outputs_in_folders_that_cannot_be_written_to(path, text, capsys, monkey
     assert asked == [(text.parent, os.W_OK | os.X_OK)] * 2
     monkeypatch.undo()
     check_file(Path(os.devnull))  # no file, and to be written all the same
+
+
+def test_links_stay_links(tmp_path):
+    """/dev/stdout is one: it is written through, not replaced."""
+    for name in "there", "not-yet":
+        target, link = tmp_path / name, tmp_path / f"link-{name}"
+        link.symlink_to(target)
+        if name == "there":
+            target.write_text("longer than what comes")
+        check_file(link)
+        write(link, b"new")
+        assert link.is_symlink() and target.read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_silent_fall_back_is_no_pass(path, text, capsys):
