@@ -11,6 +11,7 @@ import random
 import re
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from os.path import commonprefix
 from pathlib import Path
 from typing import NamedTuple
 
@@ -309,8 +310,10 @@ def _confirm_generation(document, model, text, sample, log) -> str:
                         f"in {len(document['windows'])} windows")
     _check_claim("tokens.n", document["tokens"]["n"], len(prompt) + len(tokens))
     _check_ending(tokens, about["n_predict"], model.tokenizer)
-    if _text(model.tokenizer, tokens) != document["result"]["text"]:
-        raise NotConfirmed(f"not confirmed: the tokens are the text {_text(model.tokenizer, tokens)!r:.60}, attested {document['result']['text']!r:.60}")
+    found, attested = _text(model.tokenizer, tokens), document["result"]["text"]
+    if found != attested:
+        i = len(commonprefix([found, attested]))
+        raise NotConfirmed(f"not confirmed: the text of the tokens goes on at character {i} with {found[i:]!r:.40}, attested {attested[i:]!r:.40}")
     sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"], about["seed"])
     settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
     with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:

@@ -243,7 +243,7 @@ def build_parser() -> Parser:
     sub.add_argument("--chunks", type=at_least(1), default=4, help="windows at most")
     add_cache_types(sub)
     sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
-                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device; all by default, and one that can be run here at least")
+                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device, all by default; one must run here")
     sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
     sub.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")

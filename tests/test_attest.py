@@ -191,6 +191,7 @@ def resealed(folder, name, change):
     ("ppl.json", lambda d: d["result"].update(ppl_hex="0x\x1b[31m\nconfirmed: all"), ", attested '0x\\x1b[31m\\nconfirmed: all'"),
     ("drawn.json", lambda d: d["settings"].update(seed=6), "the logits of window 1 are those attested and choose ["),
     ("drawn.json", lambda d: d["result"].update(text="the moon\n"), "attested 'the moon\\n'"),
+    ("drawn.json", lambda d: d["result"].update(text=d["result"]["text"] + "!"), "with '', attested '!'"),
     ("drawn.json", lambda d: d["settings"].update(n_predict=41), "40 new tokens attested, must be 41: to the first that ends the text, 41 at most"),
     ("drawn.json", lambda d: d["settings"].update(n_predict=7), "40 new tokens attested, must be 7: to the first that ends the text, 7 at most"),
 ])
