@@ -7,8 +7,9 @@ import checkout  # noqa: F401
 
 def conditions(backend) -> dict:
     """Device, driver, versions and date."""
-    from record_golden import driver, numba_cuda, versions
-    on_gpu = {"driver": driver(), "cuda": backend.driver_version(), "numba.cuda": numba_cuda()} if backend.device != "cpu" else {}
+    from ggml_py.backends.cuda import driver_release
+    from record_golden import numba_cuda, versions
+    on_gpu = {"driver": driver_release(), "cuda": backend.driver_version(), "numba.cuda": numba_cuda()} if backend.device != "cpu" else {}
     return {"device": backend.name, **on_gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
 
 

@@ -11,13 +11,15 @@ import random
 import re
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from os.path import commonprefix
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import numpy as np
 
 from . import NUMERICS_VERSION, __version__
-from .errors import UserError
+from .errors import UserError, printable
 from .exact_math import exp, tree_sum
 from .merkle import merkle_root
 from .perplexity import LogitsDigest, Settings, decode_windows, negative_log_likelihood, new_context, perplexity, split_windows
@@ -26,19 +28,32 @@ from .sampling import Sampling, choose, generate
 FORMAT, SCHEMA = "ggml-py attestation", 1
 GENERATED = 32  # tokens of a window of a generation
 SHA256 = r"[0-9a-f]{64}"
-PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "tokenizers"
+PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "gguf", "tokenizers"
 
-# What an attestation holds: a type, a list of one type for lists of it, or the same for an object; "sha256" is a string. `kind` picks settings and result.
-COMMON = {"format": str, "schema": int, "kind": str, "numerics": int, "model": {"name": str, "architecture": str, "sha256": ["sha256"]}, "tokenizer": "sha256",
-          "tokens": {"sha256": "sha256", "n": int},
-          "cannot_matter": {"n_batch": int, "n_ubatch": int, "no_fuse": [str], "graphs": bool, "kv_write": str, "threads": int},
-          "environment": {"device": str, "device_name": str, "driver": str, "versions": dict}, "windows": ["sha256"],
+
+
+class Number(NamedTuple):
+    """Of a type, from least to most."""
+    type: type
+    least: float
+    most: float
+
+
+COUNT, TOKEN, SHARE = Number(int, 1, 2**63 - 1), Number(int, 0, 2**31 - 1), Number(float, 0, 1)
+
+# What an attestation holds: a type, a Number, "sha256"; [shape] is a list of at least one, [shape, ...] of any number; an object has the names that are given,
+# or any: {...: shape}. `kind` picks settings and result. docs/attestation.schema.json says the same.
+COMMON = {"format": str, "schema": int, "kind": str, "numerics": COUNT, "model": {"name": str, "architecture": str, "sha256": ["sha256"]},
+          "tokenizer": "sha256", "tokens": {"sha256": "sha256", "n": COUNT},
+          "cannot_matter": {"n_batch": COUNT, "n_ubatch": COUNT, "no_fuse": [str, ...], "graphs": bool, "kv_write": str, "threads": COUNT},
+          "environment": {"device": str, "device_name": str, "driver": str, "versions": {...: str}}, "windows": ["sha256"],
           "merkle_root": "sha256", "sha256": "sha256"}
 KINDS = {
-    "perplexity": {"text": "sha256", "settings": {"n_ctx": int, "n_chunks": int, "type_k": str, "type_v": str, "add_bos": bool},
+    "perplexity": {"text": "sha256", "settings": {"n_ctx": Number(int, 3, 2**63 - 1), "n_chunks": COUNT, "type_k": str, "type_v": str, "add_bos": bool},
                    "result": {"ppl": str, "ppl_hex": str}},
-    "generation": {"settings": {"n_predict": int, "type_k": str, "type_v": str, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "seed": int,
-                                "prompt": [int]}, "result": {"tokens": [int], "text": str}},
+    "generation": {"settings": {"n_predict": COUNT, "type_k": str, "type_v": str, "temperature": Number(float, 0, 1e6), "top_k": Number(int, 0, 2**63 - 1),
+                                "top_p": SHARE, "min_p": SHARE, "seed": Number(int, 0, 2**63 - 1), "prompt": [TOKEN]},
+                   "result": {"tokens": [TOKEN], "text": str}},
 }
 
 
@@ -101,6 +116,9 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
     """prompt: ids. The text ends with n_predict new tokens or with one that ends it, which is counted."""
     tokenizer, tokens = model.tokenizer, []
     prompt = [int(token) for token in prompt]
+    about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v, "temperature": sampling.temperature, "top_k": sampling.top_k,
+             "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": sampling.seed, "prompt": prompt}
+    _check_shape(about, KINDS["generation"]["settings"], "attest", "settings")
     with new_context(model, settings, len(prompt) + n_predict, 1, log) as context:
         for token in generate(context, prompt, n_predict, sampling, lambda token: False):
             tokens.append(token)
@@ -112,10 +130,7 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
             if _chosen(rows, len(prompt) + first, sampling) != tokens[first:first + len(rows)]:
                 raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those of the finished text; "
                                    "see ggml-py verify")
-    about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v, "temperature": sampling.temperature, "top_k": sampling.top_k,
-             "top_p": sampling.top_p, "min_p": sampling.min_p, "seed": sampling.seed, "prompt": prompt}
-    text = b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
-    return _document("generation", model, prompt + tokens, settings, digests, settings=about, result={"tokens": tokens, "text": text})
+    return _document("generation", model, prompt + tokens, settings, digests, settings=about, result={"tokens": tokens, "text": _text(tokenizer, tokens)})
 
 
 def window_digest(logits: np.ndarray) -> str:
@@ -133,9 +148,14 @@ def _document(kind: str, model, tokens, others: Settings, digests: list[str], **
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse), "graphs": others.graphs,
                           "kv_write": others.kv_write, "threads": numba.get_num_threads()},
         "environment": {"device": model.device, "device_name": backend.name,
-                        "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none", "versions": versions()},
+                        "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none",
+                        "versions": {**versions(), **backend.versions()}},
         "windows": digests, "merkle_root": merkle_root(digests)}
     return {**document, "sha256": own_sha256(document)}
+
+
+def _text(tokenizer, tokens: list[int]) -> str:
+    return b"".join(tokenizer.token_bytes(token) for token in tokens).decode("utf-8", "replace")
 
 
 def _ppl(ppl: float) -> dict[str, str]:
@@ -170,36 +190,50 @@ def read_attestation(path: Path) -> dict:
         raise UserError(f"{path}: is no attestation, whose format is {FORMAT!r}")
     schema, kind = document.get("schema"), document.get("kind")
     if type(schema) is not int or schema != SCHEMA:
-        raise UserError(f"{path}: schema is {schema!r}, this version reads {SCHEMA}")
-    if kind not in KINDS:
-        raise UserError(f"{path}: kind is {kind!r}, allowed: {', '.join(KINDS)}")
-    _check_shape(document, {**COMMON, **KINDS[kind]}, str(path), "")
+        raise UserError(f"{path}: schema is {_shown(schema)}, this version reads {SCHEMA}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise UserError(f"{path}: kind is {_shown(kind)}, allowed: {', '.join(KINDS)}")
+    _check_shape(document, {**COMMON, **KINDS[kind]}, f"{path}: damaged", "")
     if own_sha256(document) != document["sha256"]:
         raise UserError(f"{path}: damaged: its sha256 is {own_sha256(document)}, it says {document['sha256']}")
-    if not document["windows"] or merkle_root(document["windows"]) != document["merkle_root"]:
+    if merkle_root(document["windows"]) != document["merkle_root"]:
         raise UserError(f"{path}: damaged: the Merkle root of its {len(document['windows'])} windows is not {document['merkle_root']}")
     if document["numerics"] != NUMERICS_VERSION:
         raise UserError(f"{path}: numerics version is {document['numerics']}, this is {NUMERICS_VERSION}: other bits by definition")
     return document
 
 
-def _check_shape(value, shape, path: str, where: str) -> None:
+def _check_shape(value, shape, who: str, where: str) -> None:
+    def check(good: bool, must: str) -> None:
+        if not good:
+            raise UserError(printable(f"{who}: {where or 'it'} is {_shown(value)}, must be {must}"))
     if shape == "sha256":
-        if not isinstance(value, str) or not re.fullmatch(SHA256, value):
-            raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be a sha256 in hex")
+        check(isinstance(value, str) and re.fullmatch(SHA256, value), "a sha256 in hex")
+    elif isinstance(shape, Number):
+        check(_is(value, shape.type) and shape.least <= value <= shape.most, f"{shape.type.__name__}, {shape.least} to {shape.most}")
     elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be a list")
+        check(isinstance(value, list), "a list")
+        check(value or ... in shape, "a list of at least one")
         for i, each in enumerate(value):
-            _check_shape(each, shape[0], path, f"{where}[{i}]")
+            _check_shape(each, shape[0], who, f"{where}[{i}]")
     elif isinstance(shape, dict):
-        if not isinstance(value, dict) or set(value) != set(shape):
-            found = ", ".join(value) if isinstance(value, dict) else f"{value!r:.60}"
-            raise UserError(f"{path}: damaged: {where or 'it'} has {found or 'nothing'}, must have {', '.join(shape)}")
-        for key, each in shape.items():
-            _check_shape(value[key], each, path, f"{where}.{key}" if where else key)
-    elif type(value) is not shape and not (shape is float and type(value) is int):
-        raise UserError(f"{path}: damaged: {where} is {value!r:.60}, must be {shape.__name__}")
+        check(isinstance(value, dict), "an object")
+        if ... not in shape and set(value) != set(shape):
+            raise UserError(printable(f"{who}: {where or 'it'} has {', '.join(value) or 'nothing'}, must have {', '.join(shape)}"))
+        for key, each in value.items():
+            _check_shape(each, shape[... if ... in shape else key], who, f"{where}.{key}" if where else key)
+    else:
+        check(_is(value, shape), shape.__name__)
+
+
+def _is(value, kind: type) -> bool:
+    """A whole number is a float too, and a bool is no number."""
+    return type(value) is kind or kind is float and type(value) is int
+
+
+def _shown(value) -> str:
+    """Never what is in a list or an object: they may be nested deeper than can be printed."""
+    return f"a {type(value).__name__}" if isinstance(value, (list, dict)) else f"{value!r:.60}"
 
 
 # Confirming
@@ -208,21 +242,33 @@ class NotConfirmed(Exception):
     """What was computed is not what was attested; its message is one line."""
 
 
-def confirm(document: dict, model, text: str | None, n_sample: int | None, log, rng=None) -> str:
-    """Computes an attestation again, wholly or n_sample random windows of it. text: that of a perplexity, its digest checked.
+def sampled(document: dict, n: int | None) -> list[int]:
+    """Numbers of n windows, drawn at random by nobody's seed, in order; of all windows for None or more than there are."""
+    windows = range(len(document["windows"]))
+    return sorted(random.SystemRandom().sample(windows, n)) if n and n < len(windows) else list(windows)
 
-    Returns what was confirmed, in one line; NotConfirmed for other bits; UserError for another model, tokenizer or tokens."""
+
+def confirm(document: dict, model, text: str | None, sample: list[int], log) -> str:
+    """Computes windows of an attestation again. text: that of a perplexity, its digest checked.   sample: numbers of windows, as from `sampled`.
+
+    Returns what was confirmed, in one line; NotConfirmed for other bits or another result; UserError for another model, tokenizer or tokens, and for what is
+    said of them and is not so."""
     for what, found, attested in (("model", files_sha256(model.file.paths), document["model"]["sha256"]),
                                   ("tokenizer", tokenizer_sha256(model.file.metadata), document["tokenizer"])):
         if found != attested:
-            raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} ({document['model']['name']})")
+            raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} ({document['model']['name']!r:.60})")
+    _check_claim("model.architecture", document["model"]["architecture"], model.architecture)
     n = len(document["windows"])
-    sample = sorted((rng or random.SystemRandom()).sample(range(n), n_sample)) if n_sample and n_sample < n else list(range(n))
     result = (_confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation)(document, model, text, sample, log)
     which = f"all {n} windows" if len(sample) == n else f"by sample: window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
     made, here = document["environment"], model.backend
-    where = f"made on {made['device_name']} ({made['device']}), computed on {here.name} ({model.device})"
+    where = f"said to be made on {made['device_name']!r:.60} ({made['device']!r:.60}), computed on {here.name} ({model.device})"
     return f"confirmed: {which}; {result}; root {document['merkle_root'][:16]}; {where}"
+
+
+def _check_claim(what: str, attested, found) -> None:
+    if attested != found:
+        raise UserError(f"{what}: {attested!r:.60} attested, found {found!r:.60}")
 
 
 def _check_window(document: dict, i: int, logits: np.ndarray) -> None:
@@ -238,18 +284,21 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
         raise UserError(f"tokens: the text gives {len(tokens)} other tokens than attested, {document['tokens']['n']}")
     settings = Settings(n_ctx=about["n_ctx"], n_chunks=about["n_chunks"], type_k=about["type_k"], type_v=about["type_v"])
     windows, total, count = split_windows(tokens, settings), 0.0, 0
-    if len(windows) != len(document["windows"]):
-        raise UserError(f"windows: {len(windows)} in the text, {len(document['windows'])} attested")
+    for what, attested, found in (("tokens.n", document["tokens"]["n"], len(tokens)), ("windows", len(document["windows"]), len(windows)),
+                                  ("settings.n_chunks", about["n_chunks"], len(windows)),
+                                  ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
+        _check_claim(what, attested, found)
     for i, logits in zip(sample, decode_windows(model, windows[sample], settings, log)):
         _check_window(document, i, logits)
         nll = negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
         total += float(tree_sum(nll))
         count += len(nll)
     if len(sample) < len(windows):
-        return f"{about['n_ctx']} tokens each, attested PPL {document['result']['ppl']}"
+        return f"{about['n_ctx']} tokens each, no PPL"
     found = _ppl(float(exp(total / count)))
-    if found != document["result"]:
-        raise NotConfirmed(f"not confirmed: the windows are those attested and give PPL {found['ppl_hex']}, attested {document['result']['ppl_hex']}")
+    for name, attested in document["result"].items():
+        if found[name] != attested:
+            raise NotConfirmed(f"not confirmed: the windows are those attested and give {name} {found[name]}, attested {attested!r:.60}")
     return f"PPL {found['ppl']}"
 
 
@@ -259,6 +308,12 @@ def _confirm_generation(document, model, text, sample, log) -> str:
     if tokens_sha256(prompt + tokens) != document["tokens"]["sha256"] or len(document["windows"]) != -(-len(tokens) // GENERATED):
         raise UserError(f"tokens: {len(prompt)} of the prompt and {len(tokens)} new ones are not those attested, {document['tokens']['n']} "
                         f"in {len(document['windows'])} windows")
+    _check_claim("tokens.n", document["tokens"]["n"], len(prompt) + len(tokens))
+    _check_ending(tokens, about["n_predict"], model.tokenizer)
+    found, attested = _text(model.tokenizer, tokens), document["result"]["text"]
+    if found != attested:
+        i = len(commonprefix([found, attested]))
+        raise NotConfirmed(f"not confirmed: the text of the tokens goes on at character {i} with {found[i:]!r:.40}, attested {attested[i:]!r:.40}")
     sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"], about["seed"])
     settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
     with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:
@@ -268,4 +323,12 @@ def _confirm_generation(document, model, text, sample, log) -> str:
                 found = _chosen(rows, len(prompt) + first, sampling)
                 if found != tokens[first:first + len(rows)]:
                     raise NotConfirmed(f"not confirmed: the logits of window {first // GENERATED + 1} are those attested and choose {found}")
-    return f"{len(tokens)} tokens behind a prompt of {len(prompt)}"
+    n = sum(len(tokens[i * GENERATED:(i + 1) * GENERATED]) for i in sample)
+    return f"{n}{f' of {len(tokens)}' * (n < len(tokens))} tokens behind a prompt of {len(prompt)}"
+
+
+def _check_ending(tokens: list[int], n_predict: int, tokenizer) -> None:
+    """A generation has n_predict tokens, or less and ends with one that ends it; there is none before."""
+    n = next((i + 1 for i, token in enumerate(tokens[:n_predict]) if tokenizer.is_end_of_generation(token)), n_predict)
+    if len(tokens) != n:
+        raise NotConfirmed(f"not confirmed: {len(tokens)} new tokens attested, must be {n}: to the first that ends the text, {n_predict} at most")

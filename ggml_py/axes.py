@@ -105,6 +105,12 @@ def settings_of(axes, devices: list[str], shape: tuple[int, int], reruns: int = 
     return found + [Setting(axis, AXES[axis], "", reason=missing[axis]) for axis in axes if missing.get(axis)]
 
 
+def check_some_run(axes, settings: list[Setting]) -> None:
+    """UserError if none of the axes that were asked for can be run here: one digest of the default setting alone would be said to be of them."""
+    if not {setting.axis for setting in settings if not setting.reason} & {*axes}:
+        raise UserError(f"--axes: none of these can be run here: {', '.join(f'{setting.axis} ({setting.reason})' for setting in settings if setting.reason)}")
+
+
 def shortened(setting: Setting, shape: tuple[int, int]) -> Setting:
     """Of the first window only, and of it only so many tokens that a CPU is not kept waiting."""
     n_windows, c = shape

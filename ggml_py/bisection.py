@@ -5,7 +5,7 @@ differs: all that these rows depend on was compared before, as far as both runs 
 computes on the way is no result of it; nodes that were not compared are held, on either side, until what they lead to is. Each held node, and the one that
 differs on both sides, is at last computed by its definition (`kernels/reference`) from what it read: a kernel that gives something else is to blame.
 """
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from .axes import Setting, play
 from .backends.cpu import CPUBackend
+from .files import writing
 from .graph import Tensor
 from .recording import Arrays, Batch, Capture, RecordedContext, bytes_of, is_cache, one_nan, recompute, results, rows_on_host
 from .testing import Difference, difference
@@ -41,7 +42,8 @@ class FirstDifference:
     values: tuple[float, float]
     max_ulps: float | None
     inputs: dict[str, str]  # operand -> equal, different, or only in one of the two graphs
-    culprits: list[str] = field(default_factory=list)  # kernels that do not give what their definition does
+    culprits: list[str]  # kernels that do not give what their definition does
+    captures: tuple[list[Capture], list[Capture]] = field(repr=False)  # what each run computed on the way to the node, and the node
 
     @property
     def inputs_equal(self) -> bool:
@@ -66,7 +68,18 @@ class FirstDifference:
     def as_dict(self) -> dict:
         """For JSON, which has no NaN and no infinity: these are strings."""
         plain = lambda x: x if x is None or np.isfinite(x) else str(x)
-        return {**asdict(self), "values": [plain(v) for v in self.values], "max_ulps": plain(self.max_ulps), "inputs_equal": self.inputs_equal}
+        shown = {name: value for name, value in vars(self).items() if name != "captures"}
+        return {**shown, "values": [plain(v) for v in self.values], "max_ulps": plain(self.max_ulps), "inputs_equal": self.inputs_equal}
+
+    def save(self, folder: Path) -> None:
+        """The captured nodes, default.npz and other.npz the last of each, and run.py."""
+        node = self.captures[1][-1].node
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for side, captures in zip(("default", "other"), self.captures):
+                for i, capture in enumerate(captures):
+                    capture.save(folder / f"{side}{f'-before-{len(captures) - 1 - i}' if i < len(captures) - 1 else ''}.npz")
+            (folder / "run.py").write_text(SCRIPT.format(title=f"{node.name}: {self.kernel}", file="run.py"))
 
 
 class _Side:
@@ -114,7 +127,7 @@ class _Side:
         raise _Stop
 
 
-def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setting, window: int, dump: Path | None = None) -> FirstDifference | None:
+def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setting, window: int) -> FirstDifference | None:
     """The first node whose rows differ between settings a and b of windows [n, c], the `window` of which is known to differ, or None if none does
     now that every node is waited for. Models are those of the devices of a and b."""
     mine = b.windows(windows)
@@ -151,7 +164,7 @@ def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setti
 
     if not side_a.run(reach):
         raise RuntimeError(f"bisection: {name} was there and is not any more")
-    return _report(side_a, side_b, name, key, dump)
+    return _report(side_a, side_b, name, key)
 
 
 def _rows(node: Tensor, batch: Batch, backend):
@@ -163,18 +176,17 @@ def _rows(node: Tensor, batch: Batch, backend):
                 yield tensor.name, key, bytes_of(tensor, arrays, slice(i * n, (i + 1) * n))
 
 
-def _report(side_a: _Side, side_b: _Side, name: str, key: bytes, dump: Path | None) -> FirstDifference:
+def _report(side_a: _Side, side_b: _Side, name: str, key: bytes) -> FirstDifference:
     a, b = side_a.stopped, side_b.stopped
     tensor_a, tensor_b = ({t.name: t for t in results(each.node)}[name] for each in (a, b))
     where, diff, key = _common(a, tensor_a, b, tensor_b, key)
     inputs = {source.name: _state(source, arrays, a, b, key) for source, arrays in zip(b.node.src, b.operands) if source.name not in ADDRESSING}
     culprits = [f"{capture.node.name}, {capture.kernel} on {capture.device}, in: {side.setting.axis}, {side.setting.name}"
                 for side in (side_a, side_b) for capture in (*side.held, side.stopped) if not as_defined(capture, key)]
-    if dump:
-        save(dump, [*side_a.held, a], [*side_b.held, b])
     settings = tuple(f"{side.setting.axis}, {side.setting.name} on {side.setting.device}" for side in (side_a, side_b))
     return FirstDifference(settings, name, b.node.op, b.kernel, tensor_b.shape, where, diff.n_different, diff.n, diff.first, diff.patterns,
-                           tuple(float(v) for v in diff.values), diff.max_ulps, inputs, culprits)
+                           tuple(float(v) for v in diff.values), diff.max_ulps, inputs, culprits,
+                           ([*side_a.held, a], [*side_b.held, b]))
 
 
 def _common(a: Capture, tensor_a: Tensor, b: Capture, tensor_b: Tensor, key: bytes):
@@ -238,11 +250,3 @@ for path in sorted(Path(__file__).parent.glob("*.npz")):
             print(f"{{path.name}}: {{capture.kernel}}, {{name}}: {{difference(found, recorded) or 'the same bits'}}")
 '''
 
-
-def save(folder: Path, a: list[Capture], b: list[Capture]) -> None:
-    """The captured nodes, default.npz and other.npz the last of each, and run.py."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for side, captures in ("default", a), ("other", b):
-        for i, capture in enumerate(captures):
-            capture.save(folder / f"{side}{f'-before-{len(captures) - 1 - i}' if i < len(captures) - 1 else ''}.npz")
-    (folder / "run.py").write_text(SCRIPT.format(title=f"{b[-1].node.name}: {b[-1].kernel}", file="run.py"))

@@ -1,7 +1,7 @@
 """The command line: each command is one function of its options.
 
-Exit codes: 0; 1 when `verify` finds different bits; 2 with one line on stderr for what the user can mend; 130 after Ctrl-C (__main__.py); 141 when the
-reader of stdout is gone.
+Exit codes: 0; 1 when `verify` finds different bits, whatever happens after that; 2 with one line on stderr for what the user can mend; 130 after
+Ctrl-C (__main__.py); 141 when the reader of stdout is gone.
 Anything else is a bug and shows its traceback.
 
 Imports of weight happen inside the commands, so that mistakes and --help are answered at once.
@@ -15,11 +15,15 @@ from pathlib import Path
 
 from . import __version__
 from .defaults import N_BATCH, N_UBATCH
-from .errors import UserError
+from .errors import UserError, printable
+from .files import check_file, check_folder, write
 
 CACHE_TYPES = ["f32", "f16", "q8_0"]
+OF_A_PERPLEXITY, OF_A_GENERATION = ("-f", "-c", "--chunks"), ("-n", "--chat", "--temp", "--seed", "--top-k", "--top-p", "--min-p")  # of attest
+CONFIRMING = "-m", "-f", "--devices", "--attestation", "--sample", "--json"  # of verify
 DEMO_TEXT = Path(__file__).parent / "demo" / "prose.txt"
 DEMO_MODEL = "smollm2"
+NO_NODE = "no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or comes and goes"
 VERBOSE = "describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr"
 
 
@@ -32,7 +36,29 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None or action.default == () else super()._get_help_string(action)
 
 
+class Given(argparse.Action):
+    """Stores a value and notes that it was asked for: namespace.given, option as typed -> its first name."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, values)
+        if option_string:
+            namespace.given = {**namespace.given, option_string: self.option_strings[0]}
+
+
+class GivenFlag(Given):
+    def __init__(self, option_strings, dest, **more):
+        super().__init__(option_strings, dest, nargs=0, default=False, **more)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        super().__call__(parser, namespace, True, option_string)
+
+
 class Parser(argparse.ArgumentParser):
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.register("action", None, Given)
+        self.register("action", "store_true", GivenFlag)
+
     def error(self, message):
         raise UserError(f"{message} (see {self.prog} --help)")
 
@@ -46,6 +72,18 @@ def at_least(least: int, most: int = 2**63 - 1):
         if not least <= value <= most:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}" if value < least else f"must be at most {most}, got {value}")
         return value
+    return parse
+
+
+def output(check):
+    """A path of what will be written, checked before anything is computed. check: of `files`."""
+    def parse(text: str) -> Path:
+        path = Path(text)
+        try:
+            check(path)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return path
     return parse
 
 
@@ -126,7 +164,7 @@ def build_parser() -> Parser:
 
     def command(name: str, function, help: str):
         sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **options)
-        sub.set_defaults(command=function)
+        sub.set_defaults(command=function, given={})
         return sub
 
     def add_cache_types(sub):
@@ -185,7 +223,7 @@ def build_parser() -> Parser:
     sub = command("logits", logits_command, "logits of token ids, float32 [n, n_vocab]")
     add_model(sub, None, "context; the number of tokens by default")
     sub.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="token ids, one-dimensional")
-    sub.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.npy", help="where the logits go")
+    sub.add_argument("-o", "--output", type=output(check_file), required=True, metavar="OUT.npy", help="where the logits go")
 
     sub = command("info", info_command, "metadata, tensors by type, memory needed")
     sub.add_argument("model", metavar="MODEL", help="a GGUF file, or smollm2")
@@ -205,21 +243,22 @@ def build_parser() -> Parser:
     sub.add_argument("--chunks", type=at_least(1), default=4, help="windows at most")
     add_cache_types(sub)
     sub.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
-                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device; all by default")
+                     help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device, all by default; one must run here")
     sub.add_argument("--reruns", type=at_least(1), default=2, help="of the default setting")
     sub.add_argument("--devices", type=listed(device), metavar="LIST", help="of cpu, cuda and cuda:N; all that are present by default")
-    sub.add_argument("--json", type=Path, metavar="FILE", help="the results for machines")
-    sub.add_argument("--dump", type=Path, metavar="DIR", help="where inputs and outputs of the first node that differs go, with a script that runs it")
-    sub.add_argument("--attestation", type=Path, metavar="FILE", help="compute what it attests, on the first of --devices, and nothing else")
+    sub.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")
+    sub.add_argument("--dump", type=output(check_folder), metavar="DIR",
+                     help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    sub.add_argument("--attestation", type=Path, metavar="FILE", help=f"compute what it attests, and nothing else; takes {', '.join(CONFIRMING)}, one device")
     sub.add_argument("--sample", type=at_least(1), metavar="K", help="of an attestation only so many windows, drawn at random")
     sub.add_argument("--no-bisect", action="store_true", help="do not look for the first node that differs")
 
     sub = command("attest", attest_command, "an attestation of a perplexity, or with -p of a generation, which verify --attestation confirms")
     add_model(sub, None, "tokens of a window; 512 by default", DEMO_MODEL)
-    sub.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where the attestation goes")
+    sub.add_argument("-o", "--output", type=output(check_file), required=True, metavar="FILE", help="where the attestation goes")
     sub.add_argument("-f", "--file", type=Path, default=DEMO_TEXT, help="a UTF-8 text")
     sub.add_argument("--chunks", type=all_or_at_least_one, default=-1, help="windows at most; -1: all")
-    sub.add_argument("-p", "--prompt", help="the text to continue; without one the perplexity of -f is attested")
+    sub.add_argument("-p", "--prompt", help="the text to continue, by the options that follow; without one the perplexity of -f by windows of -c is attested")
     sub.add_argument("-n", "--n-predict", type=at_least(1), default=128, help="new tokens at most")
     add_sampling(sub)
 
@@ -255,6 +294,13 @@ def build_parser() -> Parser:
 
 
 # What the commands share
+
+def refuse(options, names, why: str) -> None:
+    """What does not apply is not dropped in silence. names: first names of options."""
+    for given, name in options.given.items():
+        if name in names:
+            raise UserError(f"{given}: {why}")
+
 
 def existing(path: Path) -> Path:
     if not path.exists():
@@ -410,48 +456,65 @@ def run_command(options, load_model):
 def attest_command(options, load_model):
     import json
     from .attestation import attest_generation, attest_perplexity, files_sha256
-    from .files import replacing
     from .perplexity import read_text
     settings = settings_of(options, n_ctx=options.ctx_size or 512, n_chunks=options.chunks)
-    text = None if options.prompt else read_text(existing(options.file))
+    generates = options.prompt is not None
+    refuse(options, OF_A_PERPLEXITY if generates else OF_A_GENERATION,
+           "is of a perplexity, and -p asks for a generation" if generates else "is of a generation, which -p asks for; without it a perplexity is attested")
+    text = None if generates else read_text(existing(options.file))
     with load(options, load_model) as model:
-        if options.prompt:
+        if generates:
             document = attest_generation(model, encoded_prompt(options, model.tokenizer), options.n_predict, sampling_of(options), settings, sys.stderr)
             print(document["result"]["text"])
         else:
             text_sha256, = files_sha256([options.file])
             document = attest_perplexity(model, text_sha256, model.tokenizer.encode(text), settings, sys.stdout, sys.stderr)
-    with replacing(options.output) as file:
-        file.write(json.dumps(document, indent=1).encode() + b"\n")
+    write(options.output, json.dumps(document, indent=1).encode() + b"\n")
     print(f"root: {document['merkle_root']}")
 
 
 def confirm_command(options, load_model) -> int:
-    from .attestation import NotConfirmed, confirm, files_sha256, read_attestation
+    import json
+    from . import NUMERICS_VERSION
+    from .attestation import NotConfirmed, confirm, files_sha256, read_attestation, sampled
     from .backends import device_of
     from .perplexity import read_text
     from .pull import resolve
+    refuse(options, {*options.given.values()} - {*CONFIRMING},
+           f"does not apply to an --attestation, which says what to compute; allowed: {', '.join(CONFIRMING)}")
+    if options.devices and len(options.devices) > 1:
+        raise UserError(f"--devices: an attestation is computed on one device, got {', '.join(options.devices)}")
     document, text = read_attestation(existing(options.attestation)), None
-    if document["kind"] == "perplexity":
+    if document["kind"] == "generation":
+        refuse(options, ("-f",), f"{options.attestation} is of a generation, whose prompt is in it")
+    else:
         text, (found,) = read_text(existing(options.file)), files_sha256([options.file])
         if found != document["text"]:
             raise UserError(f"{options.file}: another text than attested: sha256 is {found}, must be {document['text']}")
     path = existing(resolve(options.model, sys.stderr))
     with load_on(path, device_of((options.devices or ["auto"])[0]), load_model) as model:
+        sample = sampled(document, options.sample)
         try:
-            print(confirm(document, model, text, options.sample, sys.stderr))
+            said, code = confirm(document, model, text, sample, sys.stderr), 0
         except NotConfirmed as error:
-            print(error)
-            return 1
-    return 0
+            said, code = str(error), 1
+        print(said, flush=True)
+        report = {"numerics": NUMERICS_VERSION, "model": str(path), "device": model.device, "device_name": model.backend.name,
+                  "attestation": str(options.attestation), "kind": document["kind"], "sha256": document["sha256"], "n_windows": len(document["windows"]),
+                  "windows": [i + 1 for i in sample], "confirmed": not code, "message": said}
+    if options.json:
+        with behind(code):
+            write(options.json, json.dumps(report, indent=1).encode() + b"\n")
+    return code
 
 
 def verify_command(options, load_model) -> int:
-    if options.attestation:
+    if options.attestation is not None:
         return confirm_command(options, load_model)
-    if options.sample:
-        raise UserError("--sample: is of windows of an --attestation, none is given")
-    from .axes import AXES, settings_of
+    refuse(options, ("--sample",), "is of windows of an --attestation, none is given")
+    refuse(options, ("--dump",) * options.no_bisect, "saves the first node that differs, which --no-bisect does not look for")
+    refuse(options, ("--reruns",) * ("rerun" not in (options.axes or ["rerun"])), "is of the axis rerun, which is not among --axes")
+    from .axes import AXES, check_some_run, settings_of
     from .backends import cuda, device_of, present_devices
     from .perplexity import check_context, read_text, with_bos
     from .pull import resolve
@@ -461,27 +524,28 @@ def verify_command(options, load_model) -> int:
     with load_on(path, devices[0], load_model) as model:
         check_context(model, options.ctx_size)
         windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.ctx_size, options.chunks))
-        settings = settings_of(options.axes or list(AXES), devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
+        axes = options.axes or list(AXES)
+        settings = settings_of(axes, devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
                                options.cache_type_k, options.cache_type_v)
+        check_some_run(axes, settings)
         difference, table = None, LiveTable(sys.stdout, windows)
         with Verification(lambda device: load_on(path, device, load_model), windows, settings, table) as verification:
             verification.models[devices[0]] = model
             with table:
                 verification.run()
-            mismatch = verification.first_mismatch()
+            print(verification.verdict(), flush=True)
+            code, mismatch = 0 if verification.confirmed else 1, verification.first_mismatch()
             if mismatch and not options.no_bisect:
                 print("verify: looking for the first node that differs ..", file=sys.stderr)
-                difference = verification.bisect(mismatch, options.dump)
-        print(verification.verdict())
-        if difference:
-            print(difference)
-        elif mismatch and not options.no_bisect:
-            print("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or comes and goes")
+                difference = verification.bisect(mismatch)
+                print(difference or NO_NODE, flush=True)
+        if difference and options.dump:
+            with behind(code):
+                difference.save(options.dump)
     if options.json:
-        from .files import replacing
-        with replacing(options.json) as file:
-            file.write(verification.report(str(path), difference and difference.as_dict()).encode())
-    return 0 if verification.confirmed else 1
+        with behind(code):
+            write(options.json, verification.report(str(path), difference and difference.as_dict()).encode())
+    return code
 
 
 def bench_command(options, load_model):
@@ -518,8 +582,19 @@ def sweep_command(options, load_model):
 # Errors
 
 def fail(message: str) -> int:
-    print("ggml-py: error:", " ".join(message.split()), file=sys.stderr)
+    print("ggml-py: error:", printable(" ".join(message.split())), file=sys.stderr)
     return 2
+
+
+@contextmanager
+def behind(code: int):
+    """What goes wrong behind a mismatch, code 1, is said, and does not hide it behind exit code 2."""
+    try:
+        yield
+    except UserError as error:
+        if not code:
+            raise
+        fail(str(error))
 
 
 def execute(argv=None, load_model=None) -> int:

@@ -123,13 +123,13 @@ class Verification:
     def first_mismatch(self) -> Result | None:
         return next((result for result in self.results if result.status == "different"), None)
 
-    def bisect(self, result: Result, dump=None):
+    def bisect(self, result: Result):
         """The first node that differs between the default setting and a result that is different (`bisection.FirstDifference`), or None."""
         from .bisection import first_difference
         default = self.results[0]
         window = 0 if result.setting.n_tokens else next(i for i, (a, b) in enumerate(zip(default.windows, result.windows)) if a != b)
         models = (self.model(each.setting.device) for each in (default, result))
-        return first_difference(*models, self.windows, default.setting, result.setting, window, dump)
+        return first_difference(*models, self.windows, default.setting, result.setting, window)
 
     def verdict(self) -> str:
         """One line."""

@@ -5,7 +5,6 @@ It also runs the axes of the invariance table on the device and refuses to write
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 
 import goldens
+from ggml_py.backends.cuda import driver_release
 from ggml_py.model import Model
 
 
@@ -29,14 +29,6 @@ def axes(model, tokens) -> dict[str, str]:
         order = [(2, tokens[:17]), (0, tokens), (3, tokens[::-1]), (1, tokens[:150])]
         found["one of four sequences"] = goldens.digest(context.decode_batch(order, logits="all")[1])
     return found
-
-
-def driver() -> str:
-    """Version of the NVIDIA driver, or none."""
-    try:
-        return subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError):
-        return "none"
 
 
 def numba_cuda() -> str:
@@ -65,7 +57,7 @@ def main() -> int:
     p.add_argument("-o", "--output", required=True)
     options = p.parse_args()
     with Model.load(options.model, device=options.device) as model:
-        record = {"numerics": goldens.NUMERICS_VERSION, "device": model.backend.name, "driver": driver(), "numba.cuda": numba_cuda(), "versions": versions(),
+        record = {"numerics": goldens.NUMERICS_VERSION, "device": model.backend.name, "driver": driver_release(), "numba.cuda": numba_cuda(), "versions": versions(),
                   "date": time.strftime("%Y-%m-%d"), "command": f"python tests/record_golden.py --device {options.device} -m smollm2"}
         record["digests"] = {**goldens.op_digests(model.backend), **goldens.smollm2_digests(model)}
         found = axes(model, goldens.demo_tokens(model, 300))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 from fake_model import FakeTokenizer
 
 from ggml_py.__main__ import main
-from ggml_py.attestation import COMMON, KINDS, SCHEMA, attest_generation, confirm, own_sha256, read_attestation
+from ggml_py.attestation import COMMON, FORMAT, KINDS, SCHEMA, NotConfirmed, Number, attest_generation, confirm, own_sha256, read_attestation, sampled, versions
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.cuda import driver_release
 from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.merkle import merkle_root
@@ -52,7 +54,9 @@ def attest(folder, name, *argv) -> int:
 
 def verify(capsys, folder, name, *argv, model="m.gguf", load=load):
     capsys.readouterr()
-    code = main(["verify", "-m", str(folder / model), "-f", str(folder / "text"), "--attestation", str(folder / name), *map(str, argv)], load)
+    path = folder / name
+    text = [] if path.is_file() and b'"generation"' in path.read_bytes() else ["-f", folder / "text"]
+    code = main(["verify", *map(str, ("-m", folder / model, *text, "--attestation", path, *argv))], load)
     return code, *capsys.readouterr()
 
 
@@ -76,7 +80,28 @@ def test_of_a_perplexity(folder):
     assert found["model"]["sha256"] == [hashlib.sha256((folder / "m.gguf").read_bytes()).hexdigest()]
     assert found["settings"] == {"n_ctx": 64, "n_chunks": 4, "type_k": "f16", "type_v": "f16", "add_bos": True}
     assert float.fromhex(found["result"]["ppl_hex"]) == pytest.approx(float(found["result"]["ppl"]), abs=1e-4)
-    assert found["environment"]["device"] == "cpu" and {"numpy", "numba", "python", "ggml-py"} <= set(found["environment"]["versions"])
+    assert found["environment"]["device"] == "cpu" and {"numpy", "numba", "python", "ggml-py", "gguf"} <= set(found["environment"]["versions"])
+
+
+def test_versions_of_a_device(folder, capsys):
+    """What a backend names beside the packages is in the file, and any names are read."""
+    class Other(CPUBackend):
+        driver_version = lambda self: "13.0"
+        versions = lambda self: {"nvidia-driver": "580.159.04", "nvvm": "13.0.88"}
+    argv = "attest", "-m", folder / "m.gguf", "-o", folder / "gpu.json", "-p", "abc", "-n", 2
+    assert main([*map(str, argv)], lambda path, device: load(path, device, Other)) == 0
+    environment = read_attestation(folder / "gpu.json")["environment"]
+    assert environment["driver"] == "13.0" and environment["versions"] == {**versions(), "nvidia-driver": "580.159.04", "nvvm": "13.0.88"}
+    assert verify(capsys, folder, "gpu.json")[0] == 0
+
+
+@pytest.mark.parametrize("says, release", [("echo 580.159.04; echo 580.159.04", "580.159.04"), ("true", "none"), ("echo no; exit 9", "none"), (None, "none")])
+def test_the_release_of_the_driver(tmp_path, monkeypatch, says, release):
+    if says:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_release() == release
 
 
 def test_of_a_generation(folder):
@@ -106,13 +131,38 @@ def test_confirmed_by_sample(folder, capsys, name):
     assert verify(capsys, folder, f"{name}.json", "--sample", 99)[1].startswith("confirmed: all")
 
 
+@pytest.mark.parametrize("name, sample, said", [
+    ("ppl", [1, 3], "4; 64 tokens each, no PPL; root"), ("greedy", [0, 2], "3; 38 of 70 tokens behind a prompt of 4; root")])
+def test_a_sample_claims_no_more_than_it_computed(folder, name, sample, said):
+    with load(folder / "m.gguf", "cpu") as model:
+        out = confirm(read_attestation(folder / f"{name}.json"), model, TEXT.decode(), sample, open("/dev/null", "w"))
+    assert said in out and "said to be made on" in out
+
+
+def test_a_generation_that_ends(folder):
+    """The model's third token ends it. Behind it, nothing was chosen: an attestation that goes on, or that stops before it, is none."""
+    with load(folder / "m.gguf", "cpu") as model:
+        make = lambda n: attest_generation(model, [1, 2, 3], n, Sampling(), Settings(), None)
+        again = lambda document: confirm(document, model, None, sampled(document, None), None)
+        longer = make(10)
+        ends = longer["result"]["tokens"][2]
+        model.tokenizer.is_end_of_generation = ends.__eq__
+        document = make(10)
+        n = longer["result"]["tokens"].index(ends) + 1
+        assert len(document["result"]["tokens"]) == n and again(document).startswith("confirmed: all 1 windows")
+        with pytest.raises(NotConfirmed, match=f"10 new tokens attested, must be {n}: "):
+            again(longer)
+        with pytest.raises(NotConfirmed, match=f"{n - 1} new tokens attested, must be 10: "):
+            again({**make(n - 1), "settings": {**document["settings"], "n_predict": 10}})
+
+
 def test_a_sample_is_computed_alone(folder):
     """Two windows of four: a model that counts is asked for no others."""
     document, text = read_attestation(folder / "ppl.json"), TEXT.decode()
     with load(folder / "m.gguf", "cpu") as model:
         rows = []
         new_context, model.new_context = model.new_context, lambda **settings: rows.append(settings["n_seq_max"]) or new_context(**settings)
-        assert "windows 2, 4 of 4" in confirm(document, model, text, 2, open("/dev/null", "w"), type("R", (), {"sample": lambda self, of, n: [3, 1]})())
+        assert "windows 2, 4 of 4" in confirm(document, model, text, [1, 3], open("/dev/null", "w"))
     assert rows == [2]
 
 
@@ -137,12 +187,31 @@ def resealed(folder, name, change):
 
 @pytest.mark.parametrize("name, change, said", [
     ("ppl.json", lambda d: d["windows"].__setitem__(2, "0" * 64), "window 3 of 4 gave"),
-    ("ppl.json", lambda d: d["result"].update(ppl_hex=(1.5).hex()), "the windows are those attested and give PPL 0x"),
+    ("ppl.json", lambda d: d["result"].update(ppl_hex=(1.5).hex()), "the windows are those attested and give ppl_hex 0x"),
+    ("ppl.json", lambda d: d["result"].update(ppl_hex="0x\x1b[31m\nconfirmed: all"), ", attested '0x\\x1b[31m\\nconfirmed: all'"),
     ("drawn.json", lambda d: d["settings"].update(seed=6), "the logits of window 1 are those attested and choose ["),
+    ("drawn.json", lambda d: d["result"].update(text="the moon\n"), "attested 'the moon\\n'"),
+    ("drawn.json", lambda d: d["result"].update(text=d["result"]["text"] + "!"), "with '', attested '!'"),
+    ("drawn.json", lambda d: d["settings"].update(n_predict=41), "40 new tokens attested, must be 41: to the first that ends the text, 41 at most"),
+    ("drawn.json", lambda d: d["settings"].update(n_predict=7), "40 new tokens attested, must be 7: to the first that ends the text, 7 at most"),
 ])
 def test_forged(folder, capsys, name, change, said):
     code, out, _ = verify(capsys, folder, resealed(folder, name, change))
-    assert code == 1 and out.startswith("not confirmed: ") and said in out
+    assert code == 1 and out.startswith("not confirmed: ") and said in out and out[:-1].isprintable()
+
+
+def test_a_name_says_nothing_of_its_own(folder, capsys):
+    """Neither a line nor what a terminal obeys: names of the maker are quoted."""
+    name = "x\nconfirmed: y\x1b[31m"
+    code, out, _ = verify(capsys, folder, resealed(folder, "ppl.json", lambda d: d["environment"].update(device_name=name)))
+    assert code == 0 and out[:-1].isprintable() and f"said to be made on {name!r} ('cpu'), computed on" in out
+    code, out, err = verify(capsys, folder, resealed(folder, "ppl.json", lambda d: d["environment"]["versions"].update({name: 1})))
+    assert code == 2 and out == "" and err[:-1].isprintable() and "environment.versions.x\\nconfirmed: y\\x1b[31m is 1, must be str" in err
+
+
+def test_a_false_field_is_named(folder, capsys):
+    _, out, _ = verify(capsys, folder, resealed(folder, "ppl.json", lambda d: d["result"].update(ppl="1.0000")))
+    assert re.fullmatch(r"not confirmed: the windows are those attested and give ppl \d+\.\d{4}, attested '1.0000'\n", out)
 
 
 # Refused: exit code 2 and one line
@@ -153,6 +222,12 @@ def test_forged(folder, capsys, name, change, said):
     (lambda d: d.update(kind="training"), "kind is 'training', allowed: perplexity, generation"),
     (lambda d: d.update(format="x"), "is no attestation"),
     (lambda d: d.pop("windows") and d.update(windows=["1" * 64]) or d["settings"].pop("n_ctx"), "damaged: settings has n_chunks"),
+    (lambda d: d.update(kind=["perplexity"]), "kind is a list, allowed: perplexity, generation"),
+    (lambda d: d["settings"].update(n_ctx=0), "damaged: settings.n_ctx is 0, must be int, 3 to 9223372036854775807"),
+    (lambda d: d["settings"].update(n_chunks=-1), "damaged: settings.n_chunks is -1, must be int, 1 to"),
+    (lambda d: d["tokens"].update(n=True), "damaged: tokens.n is True, must be int"),
+    (lambda d: d["model"].update(sha256=[]), "damaged: model.sha256 is a list, must be a list of at least one"),
+    (lambda d: d["environment"]["versions"].update(numpy=[2]), "damaged: environment.versions.numpy is a list, must be str"),
     (lambda d: d["model"].update(sha256=["xyz"]), "damaged: model.sha256[0] is 'xyz', must be a sha256 in hex"),
     (lambda d: d["cannot_matter"].update(graphs=1), "damaged: cannot_matter.graphs is 1, must be bool"),
     (lambda d: d.update(extra=1), "damaged: it has format"),
@@ -160,11 +235,79 @@ def test_forged(folder, capsys, name, change, said):
     (lambda d: d["model"].update(sha256=["0" * 64]), "another model than attested"),
     (lambda d: d.update(tokenizer="0" * 64), "another tokenizer than attested"),
     (lambda d: d.update(text="0" * 64), "another text than attested"),
-    (lambda d: d["windows"].pop(), "windows: 4 in the text, 3 attested"),
+    (lambda d: d["windows"].pop(), "windows: 3 attested, found 4"),
+    (lambda d: d["settings"].update(n_chunks=99), "settings.n_chunks: 99 attested, found 4"),
+    (lambda d: d["settings"].update(add_bos=False), "settings.add_bos: False attested, found True"),
+    (lambda d: d["tokens"].update(n=7), "tokens.n: 7 attested, found 301"),
+    (lambda d: d["model"].update(architecture="zzz"), "model.architecture: 'zzz' attested, found 'llama'"),
 ])
 def test_refused(folder, capsys, change, said):
     code, out, err = verify(capsys, folder, resealed(folder, "ppl.json", change))
     assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(seed=-1), "seed is -1, must be int, 0 to"), (dict(seed=10**40), "seed is 1000"), (dict(min_p=5), "min_p is 5, must be float, 0 to 1"),
+    (dict(top_p=-0.5), "top_p is -0.5, must be float, 0 to 1"), (dict(temperature=10**400), "temperature is 1000"), (dict(min_p=10**400), "min_p is 1000"),
+    (dict(temperature=float("nan")), "temperature is nan, must be float, 0 to 1000000.0"), (dict(top_k=-3), "top_k is -3, must be int, 0 to"),
+    (dict(n_predict=0), "n_predict is 0, must be int, 1 to"), (dict(prompt=[]), "prompt is a list, must be a list of at least one"),
+    (dict(prompt=[1, 10**30]), "prompt[1] is 1000"), (dict(prompt=[-1]), "prompt[0] is -1, must be int, 0 to 2147483647")])
+def test_refused_settings_of_a_generation(folder, capsys, change, said):
+    code, out, err = verify(capsys, folder, resealed(folder, "drawn.json", lambda d: d["settings"].update(change)))
+    assert code == 2 and out == "" and f"damaged: settings.{said}" in err and err.count("\n") == 1
+
+
+def test_settings_that_are_not_attested(folder):
+    """What could not be read again is refused before anything is computed."""
+    with load(folder / "m.gguf", "cpu") as model, pytest.raises(UserError, match="^attest: settings.seed is -1, must be int, 0 to"):
+        attest_generation(model, [1, 2, 3], 10, Sampling(seed=-1), Settings(), None)
+
+
+UNCHECKED = {"environment", "cannot_matter", ("model", "name"), ("text",)}  # what only the maker knows, and the text, which the command looks at
+VALUES = [None, True, 0, 3, -1, 2.5, "x", "", [], {},
+          [None], {"a": 1}, "0" * 64, ["0" * 64], 10**40, 10**400, float("nan"), float("inf"), [10**30], "\ud800\n\x1b[31m", {"a\nb\x1b": 1}]
+
+
+def places(value, at=()):
+    """Of all that is in a document: the first two of lists."""
+    for key in value if isinstance(value, dict) else range(min(2, len(value))) if isinstance(value, list) else ():
+        yield (*at, key)
+        yield from places(value[key], (*at, key))
+
+
+@pytest.mark.parametrize("name", ["ppl.json", "drawn.json"])
+def test_every_value_by_every_type(folder, name):
+    """Sealed again, each is refused in one line or computed: no traceback."""
+    document, path, n = json.loads((folder / name).read_text()), folder / "changed.json", 0
+    with load(folder / "m.gguf", "cpu") as model:
+        for place in places(document):
+            for value in VALUES:
+                changed = copy.deepcopy(document)
+                inner = changed
+                for key in place[:-1]:
+                    inner = inner[key]
+                inner[place[-1]] = value
+                with suppress(TypeError, ValueError):
+                    changed["merkle_root"] = value if place == ("merkle_root",) else merkle_root(changed["windows"])
+                changed["sha256"] = value if place == ("sha256",) else own_sha256(changed)
+                path.write_text(json.dumps(changed))
+                try:
+                    found = read_attestation(path)
+                    assert confirm(found, model, TEXT.decode(), sampled(found, None), open("/dev/null", "w")).isprintable(), (place, value)
+                    assert place[0] in UNCHECKED or place in UNCHECKED or changed == document, (place, value)
+                except (UserError, NotConfirmed) as error:
+                    assert str(error).isprintable(), (place, value)
+                n += 1
+    assert n > 500
+
+
+@pytest.mark.parametrize("data", ['{"format": %s}', '{"format": "ggml-py attestation", "schema": %s}',
+                                  '{"format": "ggml-py attestation", "schema": 1, "kind": %s}'], ids=["format", "schema", "kind"])
+def test_deep_nesting(folder, capsys, data):
+    for depth in 100, 300, 900, 1000, 3000, 100000:
+        (folder / "changed.json").write_text(data % ("[" * depth + "]" * depth))
+        code, out, err = verify(capsys, folder, "changed.json")
+        assert code == 2 and out == "" and err.count("\n") == 1
 
 
 def test_damage(folder, capsys):
@@ -204,6 +347,65 @@ def test_another_model_or_text(folder, capsys):
     code, out, err = verify(capsys, folder, "missing.json")
     assert code == 2 and "missing.json: no such file" in err
     assert main(["verify", "--sample", "3"]) == 2
+
+
+def test_the_file_of_an_attestation_is_checked_first(folder, capsys):
+    for name, said in ("none/x.json", f"{folder / 'none'} is no folder"), (".", f"{folder}: is a folder, expected a file"):
+        code = main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / name)], None)
+        out, err = capsys.readouterr()
+        assert code == 2 and out == "" and said in err and err.count("\n") == 1
+
+
+def test_an_empty_prompt_is_a_prompt(folder, capsys):
+    """As in `run`: one without tokens is refused, one of a BOS alone is continued."""
+    def without_bos(path, device):
+        model = load(path, device)
+        model.tokenizer.add_bos = False
+        return model
+    code = main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / "empty.json"), "-p", ""], without_bos)
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and err == "ggml-py: error: -p: the prompt has no tokens\n" and not (folder / "empty.json").exists()
+    assert attest(folder, "empty.json", "-p", "", "-n", 2) == 0 and read_attestation(folder / "empty.json")["settings"]["prompt"] == [256]
+
+
+@pytest.mark.parametrize("name, argv, said", [
+    *(("ppl.json", argv, f"{argv[0]}: does not apply to an --attestation, which says what to compute; "
+       "allowed: -m, -f, --devices, --attestation, --sample, --json")
+      for argv in (["--axes", "rerun"], ["--reruns", "2"], ["--dump", "{}/dump"], ["-c", "512"], ["--ctx-size", "7"], ["--chunks", "4"], ["-ctk", "f16"],
+                   ["--cache-type-v", "f32"], ["--no-bisect"])),
+    ("ppl.json", ["--devices", "cpu,cuda:0"], "--devices: an attestation is computed on one device, got cpu, cuda:0"),
+    ("drawn.json", ["-f", "{}/text"], "-f: {}/drawn.json is of a generation, whose prompt is in it"),
+])
+def test_options_that_do_not_apply_to_an_attestation(folder, capsys, name, argv, said):
+    code, out, err = verify(capsys, folder, name, *(each.replace("{}", str(folder)) for each in argv))
+    assert code == 2 and out == "" and err == f"ggml-py: error: {said.replace('{}', str(folder))}\n"
+
+
+@pytest.mark.parametrize("argv, said", [
+    *((["-p", "abc", *argv], f"{argv[0]}: is of a perplexity, and -p asks for a generation") for argv in (["-c", "64"], ["--chunks", "-1"], ["--file", "x"])),
+    *((argv, f"{argv[0]}: is of a generation, which -p asks for; without it a perplexity is attested")
+      for argv in (["--temp", "0"], ["--seed", "1"], ["--top-k", "1"], ["--top-p", "1"], ["--min-p", "0"], ["--chat"], ["-n", "128"], ["--n-predict", "1"])),
+])
+def test_options_that_do_not_apply_to_what_is_attested(folder, capsys, argv, said):
+    code, (out, err) = attest(folder, "none.json", *argv), capsys.readouterr()
+    assert code == 2 and out == "" and err == f"ggml-py: error: {said}\n" and not (folder / "none.json").exists()
+
+
+def test_json_of_a_confirmation(folder, capsys):
+    code, out, _ = verify(capsys, folder, "ppl.json", "--sample", 2, "--json", folder / "r.json")
+    found, document = (json.loads((folder / name).read_text()) for name in ("r.json", "ppl.json"))
+    assert code == 0 and found.pop("message") + "\n" == out and f"windows {', '.join(map(str, found['windows']))} of 4" in out
+    assert len(found.pop("windows")) == 2 and found.pop("device_name")
+    assert found == {"numerics": 1, "model": str(folder / "m.gguf"), "device": "cpu", "attestation": str(folder / "ppl.json"), "kind": "perplexity",
+                     "sha256": document["sha256"], "n_windows": 4, "confirmed": True}
+    faulty = lambda path, device: load(path, device, lambda: FaultyBackend({"mul_mat": made(after(nudge))}))
+    code, out, _ = verify(capsys, folder, "drawn.json", "--json", folder / "r.json", load=faulty)
+    found = json.loads((folder / "r.json").read_text())
+    assert code == 1 and not found["confirmed"] and found["windows"] == [1, 2] and found["message"] + "\n" == out
+    late = lambda path, device: (folder / "late.json").mkdir() or faulty(path, device)
+    code, out, err = verify(capsys, folder, "drawn.json", "--json", folder / "late.json", load=late)
+    assert code == 1 and out.startswith("not confirmed: window 1 of 2")
+    assert err == f"ggml-py: error: {folder / 'late.json'}: cannot be written: Is a directory\n"
 
 
 def test_own_check_of_a_generation(folder):
@@ -246,6 +448,8 @@ def conforms(value, schema) -> bool:
         return False
     if "pattern" in schema and not re.search(schema["pattern"], value):
         return False
+    if "minimum" in schema and not schema["minimum"] <= value <= schema["maximum"]:
+        return False
     if isinstance(value, list):
         return len(value) >= schema.get("minItems", 0) and all(conforms(each, schema["items"]) for each in value)
     if isinstance(value, dict):
@@ -270,4 +474,28 @@ def test_the_schema(folder):
             assert not conforms(changed, schema), path
     for kind, shape in KINDS.items():
         one, = [each for each in schema["oneOf"] if each["properties"]["kind"]["const"] == kind]
-        assert set(one["required"]) == set(one["properties"]) == {*COMMON, *shape}
+        constants = {"format": {"const": FORMAT}, "schema": {"const": SCHEMA}, "kind": {"const": kind}}
+        assert undescribed(one) == schema_of({**COMMON, **shape}, constants)
+
+
+def schema_of(shape, constants={}) -> dict:
+    """What the schema must say of a shape of `attestation.COMMON`, descriptions apart."""
+    if shape == "sha256":
+        return {"type": "string", "pattern": "^[0-9a-f]{64}$"}
+    if isinstance(shape, Number):
+        return {**schema_of(shape.type), "minimum": shape.least, "maximum": shape.most}
+    if isinstance(shape, list):
+        return {"type": "array", "items": schema_of(shape[0]), **({} if ... in shape else {"minItems": 1})}
+    if isinstance(shape, dict) and ... in shape:
+        return {"type": "object", "additionalProperties": schema_of(shape[...])}
+    if isinstance(shape, dict):
+        properties = {key: constants.get(key) or schema_of(each) for key, each in shape.items()}
+        return {"type": "object", "properties": properties, "required": sorted(shape), "additionalProperties": False}
+    return {"type": {str: "string", int: "integer", bool: "boolean", float: "number"}[shape]}
+
+
+def undescribed(schema):
+    """Without descriptions, what is required in alphabetic order."""
+    if not isinstance(schema, dict):
+        return schema
+    return {key: sorted(value) if key == "required" else undescribed(value) for key, value in schema.items() if key != "description"}

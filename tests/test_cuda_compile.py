@@ -36,6 +36,12 @@ FORBIDDEN = re.compile(r"\batom\b|\bred\.|\.approx|\.full\b|\.ftz|\.f64|\b0[dD][
 ROUNDED = re.compile(r"\.(rn|rni)\b|\bcvt\.f32\.(f16|bf16)\b")  # widening is exact
 
 
+def test_nvvm_says_its_release():
+    """As in the PTX of any kernel: that of the toolkit."""
+    header = re.search(r"release (\d+\.\d+), V(\S+)", compile_ptx(KERNELS[REPRESENTATIVE[0]][0](*KERNELS[REPRESENTATIVE[0]][1]), (9, 0)))
+    assert launch.nvvm_release() == header[2] and header[2].startswith(header[1])
+
+
 def violations(ptx: str) -> list[str]:
     """Lines of a PTX that break the rules of kernels: no atomics, approximations, float64, calls or local memory anywhere; every float
     operation inside our assembly and rounded to nearest."""

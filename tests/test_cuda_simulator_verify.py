@@ -48,7 +48,8 @@ def simulate_bisection(tmp_path):
 
         bind = backend.bind
         backend.bind = lambda node: Faulty(bind(node), *node.storage) if node.name == "attn_out-0" else bind(node)
-        found = first_difference(on_cpu, on_gpu, WINDOWS, default, eager, 0, tmp_path / "dump")
+        found = first_difference(on_cpu, on_gpu, WINDOWS, default, eager, 0)
+        found.save(tmp_path / "dump")
         backend.bind = bind
         assert (found.name, found.op, found.n_different, found.first, found.inputs_equal) == ("attn_out-0", "mul_mat", 1, (0, 0), True)
         assert found.culprits == ["attn_out-0, kernels/cuda/mul_mat.py: mul_mat[Q8_0] on cuda:0, in: launch, eager"] and found.max_ulps == 1

@@ -48,7 +48,9 @@ def test_caught_and_named(paths, fault, tmp_path):
     if not fault.axes:  # on one device it is right everywhere, and wrong
         verification = verify(path, WINDOWS, ["device"], {"cpu": CPUBackend(), "cuda:0": fault.backend("cuda:0")})
         assert caught_by(verification) == {"device"}
-    check_named(verification.bisect(verification.first_mismatch(), tmp_path / "dump"), fault)
+    found = verification.bisect(verification.first_mismatch())
+    check_named(found, fault)
+    found.save(tmp_path / "dump")
     assert {path.name for path in (tmp_path / "dump").iterdir()} >= {"default.npz", "other.npz", "run.py"}
 
 
@@ -104,9 +106,9 @@ def test_what_one_device_cannot_see_an_attestation_does(paths, fault):
         return model
     with load(CPUBackend()) as model:
         document = attest_generation(model, WINDOWS[0], 8, Sampling(), Settings(), io.StringIO())
-        assert confirm(document, model, None, None, io.StringIO()).startswith("confirmed: all 1 windows")
+        assert confirm(document, model, None, [0], io.StringIO()).startswith("confirmed: all 1 windows")
     with load(fault.backend("cpu")) as model, pytest.raises(NotConfirmed, match="window 1 of 1 gave"):
-        confirm(document, model, None, None, io.StringIO())
+        confirm(document, model, None, [0], io.StringIO())
 
 
 def test_a_stale_graph_address(path):

@@ -1,7 +1,9 @@
 """`ggml-py verify`: one digest over the axes, mismatches found, what cannot be run never passed; exit codes and reports."""
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from ggml_py.__main__ import main
 from ggml_py.axes import AXES, Setting, play, settings_of, shortened
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.errors import UserError
+from ggml_py.files import check_file, write
 from ggml_py.gguf_file import GGUFFile
 from ggml_py.merkle import merkle_root
 from ggml_py.model import Model
@@ -34,6 +37,12 @@ def text(tmp_path):
     file = tmp_path / "text"
     file.write_bytes(bytes(np.random.default_rng(4).integers(97, 123, 200, np.uint8)))
     return file
+
+
+def nudge(*operands):
+    """A product that is off by one ULP for fewer than 32 rows."""
+    if len(operands[-1]) < 32:
+        operands[-1][:, 3] = np.nextafter(operands[-1][:, 3], np.float32(np.inf))
 
 
 def loader(path, backend):
@@ -169,10 +178,7 @@ def test_command(path, text, capsys, tmp_path):
 
 
 def test_a_mismatch(path, text, capsys, tmp_path):
-    """A product that is off by one ULP for fewer than 32 rows: exit code 1, the node, and a dump whose script shows it."""
-    def nudge(*operands):
-        if len(operands[-1]) < 32:
-            operands[-1][:, 3] = np.nextafter(operands[-1][:, 3], np.float32(np.inf))
+    """Exit code 1, the node, and a dump whose script shows it."""
     load = loader(path, lambda device: FaultyBackend({"mul_mat": made(after(nudge))}))
     code, out, _ = call(capsys, load, "-m", path, "-f", text, "-c", 60, "--devices", "cpu", "--axes", "rerun,ubatch", "--json", tmp_path / "r.json",
                         "--dump", tmp_path / "dump")
@@ -188,6 +194,56 @@ def test_a_mismatch(path, text, capsys, tmp_path):
                                                                    f"({np.float32(found['values'][0])}, {np.float32(found['values'][1])})")
 
 
+@pytest.mark.parametrize("option, late, said", [("--dump", Path.touch, "File exists"), ("--json", Path.mkdir, "Is a directory")])
+def test_a_mismatch_stays_one_when_a_file_cannot_be_written(path, text, capsys, tmp_path, option, late, said):
+    """What came into the way of a file meanwhile: verdict and node on stdout, the file on stderr, exit code 1; 2 where the bits are right."""
+    out_path = tmp_path / "out"
+    argv = ["-m", path, "-f", text, "-c", 60, "--devices", "cpu", "--axes", "ubatch", option, out_path]
+    faulty = FaultyBackend({"mul_mat": made(after(nudge))})
+    code, out, err = call(capsys, loader(path, lambda device: late(out_path) or faulty), *argv)
+    assert code == 1 and "different bits: 3 of 5" in out and "first node that differs: Qlin-0" in out
+    assert err.splitlines()[1:] == [f"ggml-py: error: {out_path}: cannot be written: {said}"]
+    (out_path.unlink if out_path.is_file() else out_path.rmdir)()
+    code, out, err = call(capsys, loader(path, lambda device: late(out_path) or CPUBackend()), *argv)
+    assert "one digest" in out and (code == 2 and said in err if option == "--json" else code == 0 and not err)
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--json", "{}/none/r.json"], "argument --json: {}/none/r.json: {}/none is no folder"),
+    (["--json", "{}"], "argument --json: {}: is a folder, expected a file"),
+    (["--dump", "{}/text"], "argument --dump: {}/text: is a file, expected a folder"),
+    (["--dump", "{}/text/below/it"], "argument --dump: {}/text/below/it: {}/text is a file, expected a folder"),
+])
+def test_outputs_are_checked_before_anything_is_computed(path, text, capsys, argv, message):
+    folder = str(text.parent)
+    code, out, err = call(capsys, None, "-m", path, "-f", text, *(each.replace("{}", folder) for each in argv))
+    assert code == 2 and out == "" and err == f"ggml-py: error: {message.replace('{}', folder)} (see ggml-py verify --help)\n"
+
+
+def test_outputs_in_folders_that_cannot_be_written_to(path, text, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("ggml_py.files.os.access", lambda path, mode: asked.append((path, mode)))
+    for option, name in ("--json", "r.json"), ("--dump", "a/b"):
+        code, out, err = call(capsys, None, "-m", path, option, text.parent / name)
+        assert code == 2 and out == "" and f"argument {option}: {text.parent / name}: {text.parent} cannot be written to" in err
+    assert asked == [(text.parent, os.W_OK | os.X_OK)] * 2
+    monkeypatch.undo()
+    check_file(Path(os.devnull))  # no file, and to be written all the same
+
+
+def test_links_stay_links(tmp_path):
+    """/dev/stdout is one: it is written through, not replaced."""
+    for name in "there", "not-yet":
+        target, link = tmp_path / name, tmp_path / f"link-{name}"
+        link.symlink_to(target)
+        if name == "there":
+            target.write_text("longer than what comes")
+        check_file(link)
+        write(link, b"new")
+        assert link.is_symlink() and target.read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_a_silent_fall_back_is_no_pass(path, text, capsys):
     """The backend of a GPU that is a CPU's: its bits are right and its devices are not."""
     load = loader(path, lambda device: CPUBackend())
@@ -200,9 +256,14 @@ def test_a_silent_fall_back_is_no_pass(path, text, capsys):
 
 
 @pytest.mark.parametrize("argv, message", [
+    (["--axes", "noise,device,launch"], "--axes: none of these can be run here: noise ("), (["--axes", "device"], "device (no device but cpu)"),
+    (["--axes", "sequences", "--chunks", "1"], "--axes: none of these can be run here: sequences (the text is one window)"),
     (["--axes", "speed"], "--axes: 'speed' is no axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
     (["--devices", "tpu"], "argument --devices: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
     (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
+    (["--dump", "x", "--no-bisect"], "--dump: saves the first node that differs, which --no-bisect does not look for"),
+    (["--axes", "ubatch,pieces", "--reruns", "2"], "--reruns: is of the axis rerun, which is not among --axes"),
+    (["--sample", "2"], "--sample: is of windows of an --attestation, none is given"),
     (["--reruns", "0"], "argument --reruns: must be at least 1, got 0"), (["-m", "no.gguf"], "no.gguf"),
 ])
 def test_bad_input(path, text, capsys, argv, message):

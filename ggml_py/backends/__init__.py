@@ -2,9 +2,10 @@
 
 A backend has: `device`; `empty(n_bytes)` (zeroed) and `upload(array)`, which give a buffer, and `free(buffer)`; `write(buffer, offset, array)`;
 `read(buffer, offset, n_bytes)`, which gives a `transfers.Pending`; `copy(buffer, offset, source backend of this class, its buffer, its offset, n_bytes)`;
-`report()`, lines about its copies for --verbose; `declines(op, match)`, whether it computes what a pass found (`passes.Match`) faster as it is than by the
-fused op; `check(node)`, UserError for a node that it has no kernel for; `scratch(node)`, (dtype, shape) of the memory
-that the kernel of a node needs beside its results, or None; `bind(node)`, which makes a step of a node whose operands and results have storage; `run(steps)`;
+`versions()`, by name, of what compiles and runs its kernels beside Python's packages; `report()`, lines about its copies for --verbose;
+`declines(op, match)`, whether it computes what a pass found (`passes.Match`) faster as it is than by the fused op; `check(node)`, UserError for a node that
+it has no kernel for; `scratch(node)`, (dtype, shape) of the memory that the kernel of a node needs beside its results, or None; `bind(node)`, which makes a
+step of a node whose operands and results have storage; `run(steps)`;
 `late_errors`, the ops whose steps cannot raise an error when they run, `forget_error()`, which queues forgetting what they left so far, and `read_error()`,
 which queues reading what they left since and gives a function that waits for it and raises it; `address(tensor)`; `new_graphs()`, which gives what replays
 steps (`cuda_graphs.GraphCache`), or None; `close()`.

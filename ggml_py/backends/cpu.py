@@ -41,6 +41,9 @@ class CPUBackend:
     def name(self) -> str:
         return llvm.get_host_cpu_name()
 
+    def versions(self) -> dict[str, str]:
+        return {}
+
     def empty(self, n_bytes: int) -> np.ndarray:
         raw = np.zeros(n_bytes + 64, np.uint8)
         start = -raw.ctypes.data % 64

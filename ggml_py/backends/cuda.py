@@ -1,6 +1,7 @@
 """One NVIDIA GPU: memory and a stream of cuda-core, and the kernels of kernels/cuda as prepared launches."""
 from __future__ import annotations
 
+import subprocess
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -63,6 +64,15 @@ def unavailable(ordinal: int) -> str | None:
     return None if ordinal < count else f"this machine has {count} GPUs, cuda:0 to cuda:{count - 1}"
 
 
+def driver_release() -> str:
+    """Of the NVIDIA driver, such as 580.159.04, or none where nvidia-smi does not tell."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "none"
+
+
 class CUDABackend:
     """All work is in the order of one stream, copies included (docs/streams.md)."""
     asynchronous = True
@@ -90,6 +100,10 @@ class CUDABackend:
         status, number = driver.cuDriverGetVersion()
         check_status((status,))
         return f"{number // 1000}.{number % 1000 // 10}"
+
+    def versions(self) -> dict[str, str]:
+        from ..kernels.cuda.launch import nvvm_release
+        return {"nvidia-driver": driver_release(), "nvvm": nvvm_release()}
 
     def empty(self, n_bytes: int):
         return self.transfers.allocate(max(n_bytes, 256), zeroed=True)

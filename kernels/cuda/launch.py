@@ -103,6 +103,15 @@ def _find_nvvm() -> tuple:
     return str(path), path.stat().st_size, path.stat().st_mtime_ns
 
 
+@lru_cache(None)
+def nvvm_release() -> str:
+    """Of the CUDA toolkit whose NVVM is in use, such as 13.0.88, as it says in what it compiles; needs no GPU."""
+    _find_nvvm()
+    ptx, _ = cuda.compile_ptx(lambda: None, (), cc=(8, 0))
+    found = re.search(r"Cuda compilation tools, release .*V([\d.]+)", ptx)
+    return found[1] if found else "unknown"
+
+
 def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     """PTX of a kernel for a compute capability. Needs libnvvm but no GPU.
 
