@@ -119,11 +119,17 @@ def simulate_scale(machine):
     check_scale(machine, 2, 257, 0.1)
 
 
-@pytest.mark.parametrize("k", [3, 37])
-def simulate_argmax(machine, k, monkeypatch):
-    """Small blocks: more parts than columns, and rounds of columns in a part."""
-    monkeypatch.setattr(cuda_argmax, "THREADS", 4)
-    monkeypatch.setattr(cuda_argmax, "PARTS", 4)
+@pytest.fixture
+def small_argmax(monkeypatch):
+    """Blocks of two warps and few parts."""
+    for name, n in ("THREADS", 64), ("MOST_THREADS", 64), ("PARTS", 3):
+        monkeypatch.setattr(cuda_argmax, name, n)
+
+
+@pytest.mark.parametrize("k, n_parts", [(3, 4), (300, 2), (200, 70)])
+def simulate_argmax(machine, small_argmax, k, n_parts, monkeypatch):
+    """More parts than columns, rounds of columns in a part, rounds of parts."""
+    monkeypatch.setattr(cuda_argmax, "PARTS", n_parts)
     check_argmax(machine, k)
 
 
