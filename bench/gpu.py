@@ -75,6 +75,12 @@ def mul_mat_qkv():
     yield Case("mul_mat_qkv", "Q4_1", dict(m=576, m_kv=192, k=576, n=1))  # SmolLM2-135M
 
 
+def mul_mat_argmax():
+    """The token that logits choose."""
+    yield from (Case("mul_mat_argmax", name, dict(m=128256, k=4096, n=1)) for name in ("Q8_0", "Q6_K", "Q4_K"))
+    yield Case("mul_mat_argmax", "Q8_0", dict(m=49152, k=576, n=1))  # SmolLM2-135M
+
+
 def mul_mat_id():
     yield from (Case("mul_mat_id", name, {**EXPERTS, "n": n}) for name, n in MUL_MAT_ID)
 
@@ -124,8 +130,8 @@ def flash_attn_ext():
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
 
 
-SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_id, topk_moe, weighted_sum, get_rows, dequantize, quantize,
-                                               rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
+SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows, dequantize,
+                                               quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
 
 
 # Work of a case
@@ -168,6 +174,15 @@ def mul_mat_qkv_work(gpu, kernel, type_, m, m_kv, k, n, cache) -> Work:
     gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
     launches = [mul_mat_qkv(gpu.target, (type_,) * 3, each, act, outs, n_rows, k, n) for each in words]
     return Work(launches, sum(n_rows) * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * sum(n_rows), 2 * sum(n_rows) * k * n)
+
+
+def mul_mat_argmax_work(gpu, kernel, type_, m, k, n, cache) -> Work:
+    from ggml_py.kernels.cuda.mul_mat_argmax import mul_mat_argmax, scratch_words
+    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
+    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n), gpu.empty(4 * scratch_words(gpu.target, type_, m, k, n))
+    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
+    launches = [mul_mat_argmax(gpu.target, type_, words, act, out, m, k, n, scratch) for words in random_weights(gpu, type_, m, k, cache).addresses]
+    return Work(launches, m * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n, 2 * m * k * n)
 
 
 def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
@@ -276,7 +291,8 @@ def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
 
 
 WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work, "mul_mat_qkv": mul_mat_qkv_work,
-        "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work, "topk_moe of groups": topk_moe_work, "weighted_sum": weighted_sum_work,
+        "mul_mat_argmax": mul_mat_argmax_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work, "topk_moe of groups": topk_moe_work,
+        "weighted_sum": weighted_sum_work,
         "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work, "quantize": quantize_work, "rms_norm": rms_norm_work,
         "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work, "flash_attn_ext": flash_attn_ext_work}
 

@@ -481,6 +481,12 @@ def argmax(_, x):
     return "i32", x.shape[:1]
 
 
+@op("w x")
+def mul_mat_argmax(params, w, x):
+    """argmax(mul_mat(w, x))."""
+    return argmax(params, Result(*mul_mat(params, w, x)))
+
+
 @op("x")
 def cpy(_, x):
     return x.dtype, x.shape

@@ -159,6 +159,7 @@ PASSES = {
     "rope_set_rows": rotated_and_cached,
     "flash_attn_ext_act": chain("flash_attn_ext", "quantize"),
     "topk_moe": routing,
+    "mul_mat_argmax": chain("mul_mat", "argmax"),
     "add_rms_norm_mul_mat_qkv": chain("add_rms_norm_act", "mul_mat_qkv"),
     "add_rms_norm_mul_mat_glu": chain("add_rms_norm_act", "mul_mat_glu"),
 }

@@ -21,7 +21,7 @@ from .program import Outputs
 from .quant.activation import split_limbs, split_sums
 from .storage import DTYPES, n_bytes
 
-PRODUCTS = {"mul_mat", "mul_mat_glu", "mul_mat_qkv", "mul_mat_id", "mul_mat_id_glu", "mul_mat_heads"}
+PRODUCTS = {"mul_mat", "mul_mat_glu", "mul_mat_qkv", "mul_mat_argmax", "mul_mat_id", "mul_mat_id_glu", "mul_mat_heads"}
 OF_TOKENS = {"x", "ids"}  # operands of products that are not weights
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks
 

@@ -10,6 +10,7 @@ from ggml_py.kernels.cuda import flash_attn_ext as cuda_flash_attn_ext
 from ggml_py.kernels.cuda import flash_attn_ext_act as cuda_flash_attn_ext_act
 from ggml_py.kernels.cuda import glu as cuda_glu
 from ggml_py.kernels.cuda import heads as cuda_heads
+from ggml_py.kernels.cuda import mul_mat_argmax as cuda_mul_mat_argmax
 from ggml_py.kernels.cuda import mul_mat_glu as cuda_mul_mat_glu
 from ggml_py.kernels.cuda import mul_mat_qkv as cuda_mul_mat_qkv
 from ggml_py.kernels.cuda import quantize as cuda_quantize
@@ -24,7 +25,8 @@ from ggml_py.kernels.cuda import swiglu_act as cuda_swiglu_act
 from ggml_py.kernels.cuda import topk_moe as cuda_topk_moe
 from ggml_py.kernels.cuda.flash_attn_ext_combine import piece_floats
 from ggml_py.kernels.reference import (add_rms_norm, add_rms_norm_mul_mat, argmax, elementwise, experts, flash_attn_ext, flash_attn_ext_act, glu, heads,
-                                       mul_mat_glu, mul_mat_qkv, rms_norm, rms_norm_act, rope, rope_set_rows, routing, set_rows, soft_max, swiglu_act, topk_moe)
+                                       mul_mat, mul_mat_argmax, mul_mat_glu, mul_mat_qkv, rms_norm, rms_norm_act, rope, rope_set_rows, routing, set_rows,
+                                       soft_max, swiglu_act, topk_moe)
 from ggml_py.quant import tile
 from ggml_py.quant.activation import split_limbs
 from ggml_py.quant.formats import CHUNK, format_of
@@ -186,9 +188,51 @@ def check_argmax(machine, k) -> None:
     x = argmax_cases(k)
     expected = np.empty(len(x), np.int32)
     argmax.argmax(x, expected)
-    scratch, out = machine.upload(np.zeros((len(x), 2 * cuda_argmax.PARTS), np.int32)), machine.upload(np.full(len(x), -7, np.int32))
+    scratch, out = machine.upload(np.zeros(cuda_argmax.scratch_words(len(x)), np.int32)), machine.upload(np.full(len(x), -7, np.int32))
     machine.run(cuda_argmax.argmax(machine.target, machine.upload(x), out, *x.shape, scratch))
     assert machine.download(out, np.int32, len(x)).tolist() == expected.tolist(), f"argmax[k={k}]"
+    machine.free()
+
+
+def product_rows(type_, weight, x):
+    """(words, operands of the definition, product f32 [n, n_rows]) of a weight's bytes."""
+    fmt, n_rows, n_cols = format_of(type_), len(weight), x.shape[1]
+    words = tile.pack(weight, fmt, n_rows, n_cols).reshape(-1).view(np.uint32)
+    operands, product = reference_activations(x) if fmt.is_quantized else (x,), np.empty((len(x), n_rows), np.float32)
+    mul_mat.mul_mat(type_)(words, *operands, product)
+    return words, operands, product
+
+
+def check_mul_mat_argmax(machine, type_, n_rows, n_cols, n, zeros=False) -> None:
+    """The first token's largest product is that of two rows half the matrix apart; the others are its negative, of zeros, with a NaN, random. zeros: all
+    products are, of both signs, by MXFP4's least scale."""
+    name = f"mul_mat_argmax[{type_}, n_rows={n_rows}, n_cols={n_cols}, n={n}{', zeros' * zeros}]"
+    rng = seeded(name)
+    weight, x = random_weight(format_of(type_), n_rows, n_cols, rng), activations(n, n_cols, rng)
+    if zeros:
+        weight.reshape(n_rows, -1, format_of(type_).type_size)[..., 0] = 0
+        x *= np.float32(2.0**-40)
+    else:
+        x[1:2] = -x[:1]
+        x[2::4] = 0
+        x[3::4, rng.integers(n_cols)] = np.nan
+        best = product_rows(type_, weight, x[:1])[2].argmax()
+        weight[(best + n_rows // 2) % n_rows] = weight[best]
+    words, operands, product = product_rows(type_, weight, x)
+    if zeros:
+        assert not product.any() and {False, True} == set(np.signbit(product[0])), name
+    else:
+        assert (product[0] == product[0].max()).sum() == 1 + (n_rows > 1), name
+    expected = np.empty(n, np.int32)
+    mul_mat_argmax.mul_mat_argmax(type_)(words, operands, expected, np.empty_like(product))
+    n_scratch = cuda_mul_mat_argmax.scratch_words(machine.target, type_, n_rows, n_cols, n)
+    out, scratch = (machine.upload(np.full(size + GUARD, -7, np.int32)) for size in (n, n_scratch))
+    x = activation_buffer(*operands, n, n_cols) if len(operands) > 1 else x
+    machine.run(cuda_mul_mat_argmax.mul_mat_argmax(machine.target, type_, machine.upload(words), machine.upload(x), out, n_rows, n_cols, n, scratch))
+    for what, at, size in (("out", out, n), ("scratch", scratch, n_scratch)):
+        found = machine.download(at, np.int32, size + GUARD)
+        assert (found[size:] == -7).all(), f"{name}: written behind the end of {what}"
+        assert what == "scratch" or found[:n].tolist() == expected.tolist(), name
     machine.free()
 
 

@@ -159,6 +159,35 @@ def sum_read_before_the_products():
     return g
 
 
+def likeliest(type_="Q8_0", read=lambda g, logits: []):
+    """The largest of the logits of a norm. read: (graph, logits) -> further outputs."""
+    g, x, y = start()
+    logits = g.mul_mat(matrix("output", type_), norm(g, g.add(x, y, name="total")), name="logits")
+    g.outputs = [g.argmax(logits, name="likeliest"), *read(g, logits)]
+    return g
+
+
+def likeliest_of_biased_logits():
+    g, x, _ = start()
+    g.outputs = [g.argmax(g.add(g.mul_mat(matrix("output"), x), vector("bias", M)))]
+    return g
+
+
+def likeliest_on_another_device():
+    g = likeliest("F32")
+    g.outputs[0].device = "other"
+    return g
+
+
+def logits_of_a_cache_written_before_the_likeliest():
+    g, x, _ = start()
+    cache, rows = leaf("cache", "f32", np.ones((N, K), np.float32)), leaf("rows", "i64", np.arange(N))
+    logits = g.mul_mat(matrix("output", "F32"), cache)
+    g.set_rows(cache, x, rows)
+    g.outputs = [g.argmax(logits)]
+    return g
+
+
 def product_with_itself():
     g, x, _ = start()
     gate, _ = products(g, x, ("F32", "F32"))

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +18,12 @@ from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.cuda import driver_release
 from ggml_py.errors import UserError
 from ggml_py.gguf_file import GGUFFile
+from ggml_py.kernels.cpu.mul_mat import mul_mat
 from ggml_py.merkle import merkle_root
 from ggml_py.model import Model
 from ggml_py.perplexity import LogitsDigest, Settings
 from ggml_py.sampling import Sampling
-from planted_faults import FaultyBackend, after, instead, made
+from planted_faults import FaultyBackend, after, made
 from tiny_models import write_model
 
 ROOT = Path(__file__).parent.parent
@@ -428,9 +430,13 @@ def test_ties_that_are_broken_by_another_rule(folder):
     def last(x, out):
         out[:] = x.shape[1] - 1 - x[:, ::-1].argmax(1)
     prompt, log = [1, 2, 3], open("/dev/null", "w")
-    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(tied))})) as model:
+
+    def backend(**given):
+        product = made(after(tied))
+        return FaultyBackend({"mul_mat": product, "mul_mat_argmax": lambda make: partial(make, mul_mat=product(mul_mat), **given)})
+    with load(folder / "m.gguf", "cpu", backend) as model:
         assert len(attest_generation(model, prompt, 5, Sampling(), Settings(), log)["result"]["tokens"]) == 5
-    with load(folder / "m.gguf", "cpu", lambda: FaultyBackend({"mul_mat": made(after(tied)), "argmax": instead(last)})) as model:
+    with load(folder / "m.gguf", "cpu", lambda: backend(argmax=last)) as model:
         with pytest.raises(RuntimeError, match="chosen from other logits"):
             attest_generation(model, prompt, 5, Sampling(), Settings(), log)
 

@@ -19,7 +19,7 @@ def test_a_barrier_is_missed():
 @pytest.mark.parametrize("file, text, failed, said", [
     ("dispatch.py", "cuda.syncthreads()", None, "NOT MISSED"), ("dispatch.py", "cuda.syncthreads()", "a test", "missed by a test"),
     ("dispatch.py", "syncwarp()", "a test", "missed by a test"), ("dispatch.py", "syncwarp()", None, f"not missed: {barriers.ALLOWED['dispatch.py', 'syncwarp()']}"),
-    ("argmax.py", "cuda.syncthreads()  # both halves are written", None, "NOT MISSED")])
+    ("tile_product.py", "syncwarp()  # the factors are there", None, "NOT MISSED")])
 def test_verdict(file, text, failed, said, monkeypatch):
     monkeypatch.setattr(barriers, "failed_test", lambda tests, **variables: failed)
     assert barriers.verdict(barrier(file, text), [TESTS]) == said

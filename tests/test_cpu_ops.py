@@ -8,14 +8,15 @@ import pytest
 from random_weights import random_weight
 
 from ggml_py.kernels import arith
-from ggml_py.kernels.cpu import (add_rms_norm, argmax, elementwise, flash_attn_ext, get_rows, glu, mul_mat_glu, mul_mat_qkv, quantize, rms_norm, rms_norm_act, rope, set_rows,
-                                 swiglu_act)
+from ggml_py.kernels.cpu import (add_rms_norm, argmax, elementwise, flash_attn_ext, get_rows, glu, mul_mat_argmax, mul_mat_glu, mul_mat_qkv, quantize, rms_norm,
+                                 rms_norm_act, rope, set_rows, swiglu_act)
 from ggml_py.kernels.reference import add_rms_norm as reference_add_rms_norm
 from ggml_py.kernels.reference import argmax as reference_argmax
 from ggml_py.kernels.reference import elementwise as reference_elementwise
 from ggml_py.kernels.reference import flash_attn_ext as reference_flash_attn_ext
 from ggml_py.kernels.reference import get_rows as reference_get_rows
 from ggml_py.kernels.reference import glu as reference_glu
+from ggml_py.kernels.reference import mul_mat_argmax as reference_mul_mat_argmax
 from ggml_py.kernels.reference import mul_mat_glu as reference_mul_mat_glu
 from ggml_py.kernels.reference import mul_mat_qkv as reference_mul_mat_qkv
 from ggml_py.kernels.reference import quantize as reference_quantize
@@ -139,6 +140,22 @@ def test_mul_mat_qkv(types, biased, n_threads):
     reference, kernel = reference_mul_mat_qkv.mul_mat_qkv(*types), mul_mat_qkv.mul_mat_qkv(*types)
     compare(f"mul_mat_qkv[{types}, biased={biased}, threads={n_threads}]", lambda *args: reference(*args[:3], args[3:]), lambda *args: kernel(*args[:3], args[3:]),
             operands, *(((n, m), f32) for m in n_rows))
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "F16"])
+def test_mul_mat_argmax(type_, n_threads):
+    rng, n, m, k = seeded(type_), 5, 70, 512
+    words = tile.pack(random_weight(FORMATS[type_], m, k, rng), type_, m, k).reshape(-1).view(np.uint32)
+    x = numbers((n, k), rng)
+    x[1], x[2, 7] = 0, np.nan
+    q = np.empty((n, k), np.int16), np.empty((n, k // 256), f32), np.empty((n, k // 16), np.int32)
+    reference_quantize.quantize(x, *q)
+    reference, kernel, scratch = reference_mul_mat_argmax.mul_mat_argmax(type_), mul_mat_argmax.mul_mat_argmax(type_), np.empty((n, m), f32)
+    compare(f"mul_mat_argmax[{type_}, threads={n_threads}]", lambda *args: reference(*args, scratch), lambda *args: kernel(*args, scratch),
+            (words, q if FORMATS[type_].is_quantized else (x,)), ((n,), np.int32))
+    found = np.empty(n, np.int32)
+    kernel(words, q if FORMATS[type_].is_quantized else (x,), found, scratch)
+    assert found.tolist() == [-1 if np.isnan(row).any() else int(row.argmax()) for row in scratch] and found[1:3].tolist() == [0, -1]
 
 
 def test_quantize_special_blocks(n_threads):

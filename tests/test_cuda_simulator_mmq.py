@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda import mul_mat_glu
+from ggml_py.kernels.cuda import argmax, mul_mat, mul_mat_glu
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, mmq, most_quads, shared_bytes
 from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, mmq_few, mmq_few_qkv, shape_of, shared_words, work
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_qkv, seeded
-from op_comparisons import check_mul_mat_glu
+from op_comparisons import check_mul_mat_argmax, check_mul_mat_glu
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
 KIB = 1 << 10
@@ -142,6 +142,19 @@ def simulate_glu(machine, monkeypatch, act, types, n_rows, n_cols, n, biased, sh
     """Gate and up of one format and of two, with a codebook each."""
     monkeypatch.setattr(mul_mat_glu, "quantized_shape", lambda *args: shape)
     check_mul_mat_glu(machine, act, types, n_rows, n_cols, n, biased)
+
+
+@pytest.mark.parametrize("type_, n_rows, n_cols, n, shape", [
+    ("Q8_0", 100, 800, 5, (8, 2, 2, (2, 1))),    # four row tiles to two blocks, rounds of two chunks
+    ("Q4_0", 33, 800, 17, (16, 3, 6, (1, 2))),   # two groups of tokens
+    ("Q4_K", 70, 1536, 1, (1, 3, 6, (1, 1))),    # three row tiles to a block, two warps that own no row
+    ("Q8_0", 40, 256, 3, None)], ids=str)        # the product in memory
+def simulate_argmax(machine, monkeypatch, type_, n_rows, n_cols, n, shape):
+    shape = FewShape(*shape, 4 * shared_words((type_,), *shape[:3], min(n, shape[0]))) if shape else ONE_WARP
+    monkeypatch.setattr(mul_mat, "quantized_shape", lambda *args: shape)
+    monkeypatch.setattr(argmax, "THREADS", 32)
+    monkeypatch.setattr(argmax, "PARTS", 2)
+    check_mul_mat_argmax(machine, type_, n_rows, n_cols, n)
 
 
 @pytest.mark.parametrize("types, n_rows, n_cols, n, shape", [

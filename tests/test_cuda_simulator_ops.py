@@ -15,6 +15,7 @@ from ggml_py.kernels.cuda.elementwise import add
 from ggml_py.kernels.cuda.experts import weighted_sum
 from ggml_py.kernels.cuda.glu import swiglu_oai
 from ggml_py.kernels.cuda.heads import concat_heads, slice_heads
+from ggml_py.kernels.cuda.mul_mat_argmax import mul_mat_argmax, scratch_words
 from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
 from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
 from ggml_py.kernels.cuda.rms_norm import n_threads, rms_norm
@@ -28,9 +29,10 @@ from ggml_py.kernels.cuda.swiglu_act import swiglu_act
 from ggml_py.kernels.cuda.topk_moe import topk_moe
 from ggml_py.ops import MOST_NORMED
 from ggml_py.quant.formats import FORMATS
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_add_rms_norm_mul_mat, check_argmax, check_binary, check_cpy_rows, check_experts,
-                            check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows,
-                            check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_add_rms_norm_mul_mat, check_argmax, check_binary, check_cpy_rows,
+                            check_experts, check_glu, check_heads, check_mul_mat_argmax, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm,
+                            check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act,
+                            check_swiglu_oai, check_top_k, check_topk_moe)
 
 
 def test_in_the_simulator():
@@ -119,12 +121,25 @@ def simulate_scale(machine):
     check_scale(machine, 2, 257, 0.1)
 
 
-@pytest.mark.parametrize("k", [3, 37])
-def simulate_argmax(machine, k, monkeypatch):
-    """Small blocks: more parts than columns, and rounds of columns in a part."""
-    monkeypatch.setattr(cuda_argmax, "THREADS", 4)
-    monkeypatch.setattr(cuda_argmax, "PARTS", 4)
+@pytest.fixture
+def small_argmax(monkeypatch):
+    """Blocks of two warps and few parts."""
+    for name, n in ("THREADS", 64), ("MOST_THREADS", 64), ("PARTS", 3):
+        monkeypatch.setattr(cuda_argmax, name, n)
+
+
+@pytest.mark.parametrize("k, n_parts", [(3, 4), (300, 2), (200, 70)])
+def simulate_argmax(machine, small_argmax, k, n_parts, monkeypatch):
+    """More parts than columns, rounds of columns in a part, rounds of parts."""
+    monkeypatch.setattr(cuda_argmax, "PARTS", n_parts)
     check_argmax(machine, k)
+
+
+@pytest.mark.parametrize("type_, n_rows, n_cols, n, zeros", [
+    ("Q8_0", 1, 32, 2, False), ("Q4_K", 65, 512, 1, False), ("Q6_K", 34, 256, 5, False), ("Q4_1", 70, 288, 17, False), ("MXFP4", 66, 32, 2, True),
+    ("F16", 67, 21, 5, False), ("F32", 1, 300, 1, False)], ids=str)
+def simulate_mul_mat_argmax(machine, small_argmax, type_, n_rows, n_cols, n, zeros):
+    check_mul_mat_argmax(machine, type_, n_rows, n_cols, n, zeros)
 
 
 @pytest.mark.parametrize("neox", [False, True])
@@ -201,6 +216,14 @@ def test_every_gpu_has_room_for_a_row():
             assert shape.n_bytes <= 99 << 10 and shape.n_warps >= 4, (fmt.name, shape)
 
 
+@pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
+    ("Q4_K", 128256, 4096, 1, 4008 * 2), ("Q8_0", 49153, 576, 3, 1537 * 3 * 2), ("Q8_0", 49152, 576, 512, 512 * (49152 + 64 * 2)),
+    ("F16", 100, 4096, 2, 2 * (100 + 64 * 2))])
+def test_scratch_of_logits_that_are_not_kept(type_, n_rows, n_cols, n, expected):
+    """Two words a row tile, where few tokens are multiplied by quantized weights."""
+    assert scratch_words(SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True), type_, n_rows, n_cols, n) == expected
+
+
 def test_refusals():
     for refused, message in [
         (lambda: rms_norm(None, 0, 0, 0, 0, 5, 1e-5), "rms_norm: n_rows is 0, allowed: at least 1"),
@@ -211,6 +234,7 @@ def test_refusals():
         (lambda: mul_mat_glu(None, "tanh", "Q8_0", "Q8_0", 0, 0, 0, None, None, 0, 5, 32, 1, 0), "mul_mat_glu: act is tanh, allowed: silu, gelu, relu"),
         (lambda: mul_mat_glu(None, "silu", "Q8_0", "Q8_0", 0, 0, 0, 0, None, 0, 5, 32, 1, 0),
          "mul_mat_glu: bias is of one product only, allowed: of both or of none"),
+        (lambda: mul_mat_argmax(None, "Q8_0", 0, 0, 0, 0, 32, 1, 0), "mul_mat_argmax: n_rows is 0, allowed: at least 1"),
         (lambda: mul_mat_qkv(None, ("Q8_0", "F16", "Q8_0"), (0, 0, 0), 0, (0, 0, 0), (5, 5, 5), 32, 1),
          "mul_mat_qkv: types is Q8_0, F16, Q8_0, allowed: all quantized or all float"),
         (lambda: mul_mat_qkv(None, ("Q8_0",) * 3, (0, 0, 0), 0, (0, 0, 0), (5, 0, 5), 32, 1), "mul_mat_qkv: n_rows is 0, allowed: at least 1"),

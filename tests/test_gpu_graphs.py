@@ -88,9 +88,10 @@ def test_argmax(smol):
     def play(context, logits):
         context.clear()
         return [context.decode(tokens, logits=logits)[0] for tokens in (TOKENS[:30], *TOKENS[30:40, None])]
-    with smol.new_context(n_ctx=256) as context:
-        assert [int(token) for token in play(context, "argmax")] == [int(row.argmax()) for row in play(context, "last")]
-        assert context.graphs.counters.captures == 2
+    for no_fuse in (), "mul_mat_argmax":
+        with smol.new_context(n_ctx=256, no_fuse=no_fuse) as context:
+            assert [int(token) for token in play(context, "argmax")] == [int(row.argmax()) for row in play(context, "last")]
+            assert context.graphs.counters.captures == 2
 
 
 @pytest.mark.parametrize("graphs", [True, False])

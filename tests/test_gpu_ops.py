@@ -13,8 +13,8 @@ from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops import GATINGS
 from matmul_comparisons import SPECIAL
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_add_rms_norm_mul_mat, check_argmax, check_binary, check_cpy_rows, check_experts, check_flash_attn_ext,
-                            check_glu, check_heads, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows, check_row_op,
-                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
+                            check_glu, check_heads, check_mul_mat_argmax, check_mul_mat_glu, check_mul_mat_qkv, check_rms_norm, check_rms_norm_act, check_rope,
+                            check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe)
 from test_moe_ops import N_EXPERT
 
 pytestmark = pytest.mark.gpu
@@ -121,6 +121,14 @@ def test_scale(machine, a):
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 16384, 16385, 49152, 128256])
 def test_argmax(machine, k):
     check_argmax(machine, k)
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "Q6_K", "IQ4_XS", "F16", "F32"])
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 17, 40, 300])
+def test_mul_mat_argmax(machine, type_, n):
+    for n_rows, n_cols in (1, 256), (33, 512), (1000, 1536), (35000, 256):  # the last: rounds of parts
+        check_mul_mat_argmax(machine, type_, n_rows, n_cols, n)
+    check_mul_mat_argmax(machine, "MXFP4", 1000, 544, n, zeros=True)
 
 
 @pytest.mark.parametrize("neox", [False, True])

@@ -65,6 +65,17 @@ def test_ids_are_those_of_single_steps(model, context):
     assert list(context.greedy(5, 0)) == []
 
 
+def test_no_bit_depends_on_where_the_logits_are(model):
+    """Greedy steps leave no logits in memory; with the pass switched off they do."""
+    expected, logits = plain(model, 5, N)
+    for no_fuse, op in ((), "mul_mat_argmax"), ("mul_mat_argmax", "argmax"):
+        with model.new_context(n_ctx=64, no_fuse=no_fuse) as context:
+            context.decode(PROMPT, logits="none")
+            assert list(context.greedy(5, N)) == expected
+            assert_bitwise_equal(context.decode([7]), logits, f"without {no_fuse}")
+            assert context.program(1, 1, True).nodes[-1].op == op
+
+
 @pytest.mark.parametrize("stop", ["close", "throw", "leave"])
 @pytest.mark.parametrize("n", [1, 4])
 def test_stopped_in_the_middle_the_sequence_is_as_if_nothing_had_been_queued(model, context, n, stop):

@@ -22,7 +22,8 @@ from ggml_py.testing import assert_bitwise_equal
 from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_output, a_product_is_read_elsewhere,
                          a_product_is_read_without_its_bias, a_product_is_scaled, all_of_k_is_read, also_a_float_product, also_an_output, attention,
                          attention_and_product, attention_is_read_elsewhere, attention_of_a_norm, both, CELLS, CPU, float_and_quantized_products,
-                         float_and_quantized_q, float_weights, gated, glu, K, k_and_v_are_one_product, layer, leaf, M, matrix, N, norm,
+                         float_and_quantized_q, float_weights, gated, glu, K, k_and_v_are_one_product, layer, leaf, likeliest,
+                         likeliest_of_biased_logits, likeliest_on_another_device, logits_of_a_cache_written_before_the_likeliest, M, matrix, N, norm,
                          norm_and_sum_are_outputs, norm_is_an_output, norm_of_a_made_weight, norm_of_heads, norm_quantized_on_another_device,
                          norm_read_before_it_is_quantized, normed, normed_heads, norms_differ, one_gate, one_side_is_no_product, only_q_is_normed,
                          operand_written_between, product_of_later, product_operand_written_between, product_with_itself, products_of_two_inputs,
@@ -108,6 +109,9 @@ def run(g, no_fuse=()):
     (lambda: one_gate(MOST_NORMED), ["add_rms_norm_mul_mat_glu", "scale"]),
     (lambda: one_gate(MOST_NORMED + 32), ["add_rms_norm_act", "mul_mat_glu", "scale"]),
     (lambda: one_gate(258, ("F16", "F16")), ["add_rms_norm", "mul_mat_glu", "scale"]),
+    (likeliest, ["add_rms_norm_act", "mul_mat_argmax"]),
+    (lambda: likeliest("F16"), ["add_rms_norm", "mul_mat_argmax"]),
+    (lambda: likeliest("F16", lambda g, logits: [g.mul_mat(matrix("a"), logits.src[1])]), ["add_rms_norm_and_act", "mul_mat_argmax", "mul_mat"]),
 ])
 def test_fused_and_unfused_give_the_same_bits(build, fused):
     g, plain = build(), build()
@@ -134,6 +138,9 @@ def test_a_fused_node_remembers_what_it_replaces():
     node = g.live()[0]
     assert node.replaces == ("total", "norm", "norm-act", "q product", "kk product", "vvv product")
     assert [tensor.name for tensor in node.written] == ["vvv product", "total", "q product", "kk product"]
+    g = likeliest()
+    fuse(g)
+    assert [(node.name, node.replaces) for node in g.live()] == [("norm-act", ("total", "norm", "norm-act")), ("likeliest", ("logits", "likeliest"))]
     g = residual("F32", "Q8_0")
     fuse(g)
     node = g.live()[0]
@@ -172,6 +179,19 @@ def test_left_alone(build):
     assert used == before
     for found, wanted in zip(results, expected, strict=True):
         assert_bitwise_equal(found, wanted, build.__name__)
+
+
+@pytest.mark.parametrize("build, used", [
+    (lambda: likeliest(read=lambda g, logits: [logits]), ["add_rms_norm_act", "mul_mat", "argmax"]),
+    (lambda: likeliest("F32", lambda g, logits: [g.scale(logits, factor=2.0)]), ["add_rms_norm", "mul_mat", "argmax", "scale"]),
+    (likeliest_of_biased_logits, ["quantize", "mul_mat", "add", "argmax"]), (likeliest_on_another_device, ["add_rms_norm", "mul_mat", "argmax"]),
+    (logits_of_a_cache_written_before_the_likeliest, ["mul_mat", "set_rows", "argmax"])])
+def test_logits_that_are_kept(build, used):
+    """They are an output as well, are read elsewhere or are no product, of another device or of what is written over."""
+    (results, found), (expected, _) = run(build()), run(build(), "all")
+    assert found == used
+    for a, b in zip(results, expected, strict=True):
+        assert_bitwise_equal(a, b, f"{used}")
 
 
 def test_a_write_before_or_elsewhere_does_not_matter():
@@ -244,6 +264,8 @@ def test_passes_make_ops():
     (lambda: attention_of_a_norm(biased=(True,) * 3), "add_rms_norm_mul_mat_qkv",
      dict(x="x", y="y", w="norm.weight", eps=1e-5, total="total", types=("Q8_0", "Q4_1", "Q5_0"), words=("q", "kk", "vvv"),
           outs=("q sum", "kk sum", "vvv sum"), n_rows=(K, 96, 96), n_cols=K, biases=["q bias", "kk bias", "vvv bias"])),
+    (likeliest, "mul_mat_argmax",
+     dict(type_="Q8_0", words="output", x="norm-act", out="likeliest", n_rows=M, n_cols=K, n=N, scratch="scratch")),
     (lambda: one_gate(biased=(True, True)), "add_rms_norm_mul_mat_glu",
      dict(x="x", y="y", w="norm.weight", eps=1e-5, total="total", act="gelu", gate_type="Q8_0", up_type="Q4_1", gate_words=f"gate{K}", up_words=f"up{K}",
           gate_bias="gate bias", up_bias="up bias", out="glu", n_rows=M, n_cols=K))])
@@ -256,7 +278,7 @@ def test_what_cuda_launches(build, op, expected):
     fuse(g)
     node = next(node for node in g.live() if node.op == op)
     names = [source.name for source in (*node.src, *node.written)]
-    if CUDABackend.scratch(None, node):
+    if CUDABackend.scratch(SimpleNamespace(target=SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True)), node):
         names.append("scratch")
 
     def called(*args, **kwargs):
@@ -317,7 +339,7 @@ def test_the_table_of_the_docs():
 
 def test_each_pass_is_switched_off_alone():
     assert switched_off(()) == frozenset() and switched_off("all") == switched_off(["all"]) == frozenset(PASSES)
-    for build in both, layer, lambda: residual("F32"), lambda: residual("F32", "Q8_0"):
+    for build in both, layer, lambda: residual("F32"), lambda: residual("F32", "Q8_0"), likeliest:
         for name in PASSES:
             g = build()
             fuse(g, [each for each in PASSES if each != name])
@@ -338,8 +360,10 @@ def test_models(arch, types, never, tmp_path):
             with model.new_context(n_ctx=64, no_fuse=no_fuse) as context:
                 first = context.decode(tokens[:30], logits="all")
                 context.decode(tokens[30:39], logits="none")
-                result = np.concatenate([first, context.decode(tokens[39:])])
-                return result, {node.op for program in context.programs.values() for node in program.nodes}
+                last = context.decode(tokens[39:])
+                context.seq_rm(0, 39)
+                assert context.decode(tokens[39:], logits="argmax") == last.argmax()
+                return np.concatenate([first, last]), {node.op for program in context.programs.values() for node in program.nodes}
         expected, plain = logits("all")
         assert not plain & set(PASSES)
         made = set()
@@ -356,7 +380,8 @@ def test_unknown_passes_are_named(tmp_path, capsys):
         with pytest.raises(UserError) as error:
             model.new_context(no_fuse=["swiglu_act", "swigl"])
     allowed = ("'swigl' is no graph pass; allowed: rms_norm_act, add_rms_norm_act, add_rms_norm, add_rms_norm_and_act, mul_mat_glu, mul_mat_id_glu, "
-               "swiglu_act, mul_mat_qkv, rope_set_rows, flash_attn_ext_act, topk_moe, add_rms_norm_mul_mat_qkv, add_rms_norm_mul_mat_glu, all")
+               "swiglu_act, mul_mat_qkv, rope_set_rows, flash_attn_ext_act, topk_moe, mul_mat_argmax, add_rms_norm_mul_mat_qkv, add_rms_norm_mul_mat_glu, "
+               "all")
     assert str(error.value) == f"no_fuse: {allowed}"
     assert cli.execute(["run", "-m", "x", "-p", "x", "--no-fuse", "rms_norm_act,swigl"]) == 2
     assert f"argument --no-fuse: {allowed}" in capsys.readouterr().err

@@ -104,6 +104,9 @@ class CPUBackend:
         pass
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
+        if node.op == "mul_mat_argmax":
+            w, x = node.src
+            return "f32", (x.shape[0], w.shape[0])
         return ("f32", node.shape) if node.op in ("mul_mat_glu", "add_rms_norm_mul_mat_glu", "mul_mat_id_glu", "flash_attn_ext_act") else None
 
     def bind(self, node: Tensor) -> Callable[[], None]:
@@ -140,6 +143,11 @@ def bind_mul_mat(kernel, node, words, x, out):
 def bind_mul_mat_qkv(kernel, node, q, k, v, x, *others):
     *biases, out_v, out_q, out_k = others
     return partial(kernel(*(w.dtype for w in node.src[:3])), (q, k, v), x if isinstance(x, tuple) else (x,), biases, (out_q, out_k, out_v))
+
+
+@binds("mul_mat_argmax")
+def bind_mul_mat_argmax(kernel, node, words, x, out, scratch):
+    return partial(kernel(node.src[0].dtype), words, x if isinstance(x, tuple) else (x,), out, scratch)
 
 
 @binds("mul_mat_id")

@@ -155,8 +155,12 @@ class CUDABackend:
 
     def scratch(self, node: Tensor) -> tuple[str, tuple[int, ...]] | None:
         if node.op == "argmax":
-            from ..kernels.cuda.argmax import PARTS
-            return "i32", (*node.shape, 2 * PARTS)
+            from ..kernels.cuda.argmax import scratch_words
+            return "i32", (scratch_words(*node.shape),)
+        if node.op == "mul_mat_argmax":
+            from ..kernels.cuda.mul_mat_argmax import scratch_words
+            w = node.src[0]
+            return "i32", (scratch_words(self.target, w.dtype, *w.shape, *node.shape),)
         if node.op in ("flash_attn_ext", "flash_attn_ext_act"):
             from ..kernels.cuda.flash_attn_ext import scratch_floats
             from ..kernels.cuda.flash_attn_ext_act import act_scratch_floats
@@ -240,6 +244,12 @@ def bind_mul_mat_glu(launch, target, node, gate_words, up_words, x, *others):
     gate, up = node.src[:2]
     gate_bias, up_bias = biases or (None, None)
     return launch(target, node.params["act"], gate.dtype, up.dtype, gate_words, up_words, x, gate_bias, up_bias, out, *gate.shape, node.shape[0], scratch)
+
+
+@binds("mul_mat_argmax")
+def bind_mul_mat_argmax(launch, target, node, words, x, out, scratch):
+    w = node.src[0]
+    return launch(target, w.dtype, words, x, out, *w.shape, *node.shape, scratch)
 
 
 @binds("mul_mat_id")

@@ -5,10 +5,12 @@ Floats are compared as integers of the same order, so that a NaN comes out above
 from numba import cuda, types
 
 from .launch import F32, I32, N, Kernel, Launches, check, factory
-from .ptx import as_i32, device, i32, i64, ld, lds, st, sts
+from .ptx import as_i32, device, i32, i64, ld, lds, redux_max, redux_min, st, sts
 
 THREADS, PARTS = 256, 64
+MOST_THREADS = 1024  # of a block over parts
 NAN_RANK, LEAST_RANK, MAGNITUDE = i32(0x7fffffff), i32(-0x80000000), i32(0x7fffffff)
+NO_COLUMN = i32(0x7fffffff)
 
 
 @device
@@ -26,44 +28,44 @@ def rank(x):
     return NAN_RANK if x != x else r
 
 
-def best_of(n_threads):
-    """Cooperative function (t, rank, column) -> those of the largest rank of a block's n_threads, a power of two; of equal ones the first column."""
-    @device
-    def best(t, r, column):
-        ranks = cuda.shared.array(n_threads, types.int32)
-        columns = cuda.shared.array(n_threads, types.int32)
-        sts(ranks, t, r)
-        sts(columns, t, column)
-        half = n_threads // 2
-        while half > 0:
-            cuda.syncthreads()  # both halves are written
-            if t < half:
-                a, b = lds(ranks, t), lds(ranks, t + half)
-                if b > a or b == a and lds(columns, t + half) < lds(columns, t):
-                    sts(ranks, t, b)
-                    sts(columns, t, lds(columns, t + half))
-            half >>= 1
-        cuda.syncthreads()
-        return lds(ranks, 0), lds(columns, 0)
-    return best
+@device
+def best_of_warp(r, column):
+    """(rank, column) of the largest rank of a warp's lanes, for every lane; of equal ones the first column."""
+    best = redux_max(r)
+    return best, redux_min(column if r == best else NO_COLUMN)
+
+
+@device
+def best_of_block(t, r, column):
+    """The same of a block of whole warps, for every thread, once in a kernel."""
+    ranks = cuda.shared.array(32, types.int32)
+    columns = cuda.shared.array(32, types.int32)
+    r, column = best_of_warp(r, column)
+    lane, warp = i32(t & 31), i32(t >> 5)
+    if lane == 0:
+        sts(ranks, warp, r)
+        sts(columns, warp, column)
+    cuda.syncthreads()
+    r, column = LEAST_RANK, NO_COLUMN
+    if lane < i32(cuda.blockDim.x >> 5):
+        r, column = lds(ranks, lane), lds(columns, lane)
+    return best_of_warp(r, column)
 
 
 @factory([()])
 def argmax_parts_kernel():
-    best = best_of(THREADS)
-
     def kernel(x, parts, n_cols):
         """parts: of each row PARTS pairs of a rank and a column."""
         part, row, t = i32(cuda.blockIdx.x), i64(cuda.blockIdx.y), i32(cuda.threadIdx.x)
         per = (n_cols + PARTS - 1) // PARTS
         column, end = i32(part * per + t), min(i32((part + 1) * per), i32(n_cols))
-        r, at = LEAST_RANK, i32(n_cols)
+        r, at = LEAST_RANK, NO_COLUMN
         while column < end:
             other = rank(ld(x, row * n_cols + column))
             if other > r:
                 r, at = other, column
             column = i32(column + THREADS)
-        r, at = best(t, r, at)
+        r, at = best_of_block(t, r, at)
         if t == 0:
             st(parts, (row * PARTS + part) * 2, r)
             st(parts, (row * PARTS + part) * 2 + 1, at)
@@ -72,20 +74,36 @@ def argmax_parts_kernel():
 
 @factory([()])
 def argmax_of_parts_kernel():
-    best = best_of(PARTS)
-
-    def kernel(parts, out):
+    def kernel(parts, out, n_parts):
+        """parts: of each row n_parts pairs of a rank and a column, in the order of columns."""
         row, t = i64(cuda.blockIdx.x), i32(cuda.threadIdx.x)
-        at = (row * PARTS + t) * 2
-        r, column = best(t, ld(parts, at), ld(parts, at + 1))
+        r, column, part = LEAST_RANK, NO_COLUMN, t
+        while part < n_parts:
+            at = (row * n_parts + part) * 2
+            other, first = ld(parts, at), ld(parts, at + 1)
+            if other > r:
+                r, column = other, first
+            part = i32(part + cuda.blockDim.x)
+        r, column = best_of_block(t, r, column)
         if t == 0:
             st(out, row, i32(-1) if r == NAN_RANK else column)
-    return Kernel(kernel, (I32, I32), PARTS)
+    return Kernel(kernel, (I32, I32, N), MOST_THREADS)
+
+
+def argmax_of_parts(target, parts, out, n, n_parts):
+    """out[i] = the first column of the largest rank of row i, or -1 where it is a NaN's. parts: address of i32 [n, n_parts, 2], of each part of a row the
+    largest rank, LEAST_RANK where it has no columns, and the first column that has it, in the order of columns; out: of i32 [n]."""
+    n_threads = min(MOST_THREADS, -(-n_parts // 32) * 32)
+    return target.launch(argmax_of_parts_kernel(), n, n_threads, (parts, out, n_parts))
+
+
+def scratch_words(n: int) -> int:
+    """int32 of `argmax` of n rows."""
+    return n * PARTS * 2
 
 
 def argmax(target, x, out, n, k, scratch):
-    """out[i] = the first column of the largest value of x[i], or -1. x: address of f32 [n, k]; out: of i32 [n]; scratch: of i32 [n, 2 * PARTS]."""
+    """out[i] = the first column of the largest value of x[i], or -1. x: address of f32 [n, k]; out: of i32 [n]; scratch: of i32 [scratch_words(n)]."""
     check("argmax", 1 <= n <= 65535, "n", n, "1..65535")
     check("argmax", k >= 1, "k", k, "at least 1")
-    return Launches((target.launch(argmax_parts_kernel(), (PARTS, n), THREADS, (x, scratch, k)),
-                     target.launch(argmax_of_parts_kernel(), n, PARTS, (scratch, out))))
+    return Launches((target.launch(argmax_parts_kernel(), (PARTS, n), THREADS, (x, scratch, k)), argmax_of_parts(target, scratch, out, n, PARTS)))

@@ -16,7 +16,8 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
-from .launch import F32, Kernel, N, U32, check, factory
+from .argmax import LEAST_RANK, best_of_warp, rank
+from .launch import F32, I32, Kernel, N, U32, check, factory
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
                   wait_for_previous)
 from .quantize import plane_words
@@ -265,6 +266,21 @@ def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
     return Course(first, following, inside, weight, first_tokens, leave)
 
 
+def best_of_tiles(n_tokens: int) -> Course:
+    """Of one matrix, whose totals are not stored: the owners of a tile's rows with one token are the lanes of a warp, and leave the largest rank and the first
+    row that has it. operands: (its words, the same, pairs of int32 [token][row tile], n_rows)."""
+    @device
+    def leave(operands, shared, place, token, r, total):
+        parts, n_rows = operands[2], operands[3]
+        row = i32(place[0] * 32 + r)
+        best, first = best_of_warp(rank(total) if row < n_rows else LEAST_RANK, row)
+        if r == 0:
+            at = (i64(i32(cuda.blockIdx.y * n_tokens + token)) * tiles_of(n_rows) + place[0]) * 2
+            st(parts, at, best)
+            st(parts, at + 1, first)
+    return by_turns(1, n_tokens, STORE)._replace(leave=leave)
+
+
 @device
 def nothing(*args):
     pass
@@ -447,6 +463,15 @@ def mmq_few_kernel(name, n_tokens):
     return Kernel(kernel, (U32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
 
 
+@factory([("Q4_K", 1), ("Q8_0", 1), ("Q6_K", 1), ("Q4_1", 4), ("IQ2_S", 8), ("Q6_K", 16)])
+def mmq_few_argmax_kernel(name, n_tokens):
+    run = products((name,), n_tokens, best_of_tiles(n_tokens))
+
+    def kernel(words, act, parts, n_rows, n_cols, n, per_round):  # blocks as in mmq_few_kernel
+        run(((words,), (words,), parts, n_rows), act, n_cols, n, per_round)
+    return Kernel(kernel, (U32, U32, I32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
+
+
 @factory([("silu", "Q4_K", "Q4_K", False, 1), ("gelu", "IQ2_S", "IQ3_S", True, 8), ("relu", "Q8_0", "Q6_K", True, 16)])
 def mmq_few_glu_kernel(activation, gate, up, biased, n_tokens):
     run = products((gate, up), n_tokens, by_turns(2, n_tokens, gate_and_store(activation, biased)))
@@ -527,6 +552,15 @@ def mmq_few(target, format_name, words, act, out, n_rows, n_cols, n, shape=None)
     checked_sizes("mmq_few", (format_name,), n_rows, n_cols, n)
     shape = shape or few_shape((format_name,), n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
     kernel, args = mmq_few_kernel(format_name, shape.n_tokens), (words, act, out, n_rows, n_cols, n, shape.per_round)
+    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+
+
+def mmq_few_argmax(target, format_name, words, act, parts, n_rows, n_cols, n, shape=None):
+    """What `argmax_of_parts` takes, of the products with each token. parts: address of int32 [n, n_tiles, 2], n_tiles those of n_rows; the rest as for
+    `mmq_few`."""
+    checked_sizes("mmq_few_argmax", (format_name,), n_rows, n_cols, n)
+    shape = shape or few_shape((format_name,), n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
+    kernel, args = mmq_few_argmax_kernel(format_name, shape.n_tokens), (words, act, parts, n_rows, n_cols, n, shape.per_round)
     return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
 
 
