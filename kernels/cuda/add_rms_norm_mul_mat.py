@@ -11,7 +11,7 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from .launch import F32, Kernel, N, SCALAR_F32, U32, check, factory
 from .mmq_few import MADE, MAX_WARPS, by_turns, checked_sizes, few_shape, in_a_row, products
-from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, wait_for_previous
+from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, syncwarp, wait_for_previous
 from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
 from .tile_product import gate_and_store, swizzle, takes_sums
@@ -101,7 +101,8 @@ def row_maker(sums_too: bool):
         while chunk < n_chunks:
             a, b, c, d = normed(shared, row, column, last, r, wa, wb, wc, wd)
             e, f, g, h = normed(shared, row, column + 128, last, r, we, wf, wg, wh)
-            bits = redux_max(i32(max(largest(a, b, c, d), largest(e, f, g, h))))  # its lanes have loaded the chunk, too
+            bits = redux_max(i32(max(largest(a, b, c, d), largest(e, f, g, h))))
+            syncwarp()  # all lanes have loaded the chunk
             used, inverse = levels_of(bits)
             at = i32(row + (chunk << 8))
             hi, lo, s = limb_words(a, b, c, d, inverse, used)

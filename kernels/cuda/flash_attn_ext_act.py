@@ -15,7 +15,7 @@ from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext import flash_attn_ext, scratch_floats
 from .flash_attn_ext_combine import first_piece, most_pieces, running_maximum, sink, statistics_at
 from .launch import F32, I32, Kernel, Launches, N, U32, factory
-from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, redux_max, sts, sub,
+from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, lds, lds4, mul, redux_max, sts, sub,
                   wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer, quantize
 
@@ -167,7 +167,7 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
                 slot = i32(slot + 1 if slot < SLOTS - 1 else 0)
         L, a, b, c, d = y
         if there and sinks_there:
-            e, L = sink(top, L, ldc(sinks, own_head))
+            e, L = sink(top, L, ld(sinks, own_head))
             a, b, c, d = mul(a, e), mul(b, e), mul(c, e), mul(d, e)
         if there:
             a, b, c, d = div(a, L), div(b, L), div(c, L), div(d, L)

@@ -18,7 +18,7 @@ from numba import cuda, types
 from .fixed_point import MINUS_INFINITY, ZERO, amax_of, fixed_point, larger_float, scales
 from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at, stride
 from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, factory
-from .ptx import add, as_f32, as_i32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ldc, lds, lds4, mul, prmt, st, sts, sts8, sub, u32
+from .ptx import add, as_f32, as_i32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, prmt, st, sts, sts8, sub, u32
 from .set_rows import cached, larger
 
 # A block has a thread for each key of a piece.
@@ -464,7 +464,7 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
         if not split:
             if t < heads:
                 if sinks_there:
-                    a, L = sink(M, L, ldc(sinks, (head_kv * cuda.gridDim.z + cuda.blockIdx.z) * heads + t))
+                    a, L = sink(M, L, ld(sinks, (head_kv * cuda.gridDim.z + cuda.blockIdx.z) * heads + t))
                     put(s, where.rescale_new + t, a)
                 put(s, where.rescale_old + t, L)
             cuda.syncthreads()

@@ -21,8 +21,8 @@ from .launch import F32, I32, Kernel, N, U32, check, factory
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
                   wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, slot, swizzle, table_words, takes_sums,
-                           tile_product)
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle, table_words,
+                           takes_sums, tile_product)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
 MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
@@ -223,7 +223,7 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
         if row < n_rows:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
             last = place[1] == last_matrix
-            finish(out, i, row, total, waiting_at(out, i, last), last, biases[0], biases[1])
+            finish(out, i, row_there(row, n_rows), total, waiting_at(out, i, last), last, biases[0], biases[1])
     return Course(first, following, inside, weight, block_tokens(n_tokens), leave)
 
 
@@ -261,7 +261,7 @@ def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
         n_rows, row = pick(operands[2], place[1]), i32(place[0] * 32 + r)
         if row < n_rows:
             if biased:
-                total = add(total, ldc(pick(operands[3], place[1]), row))
+                total = add(total, ldc(pick(operands[3], place[1]), row_there(row, n_rows)))
             st(pick(operands[1], place[1]), i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row, total)
     return Course(first, following, inside, weight, first_tokens, leave)
 

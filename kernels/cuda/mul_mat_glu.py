@@ -8,7 +8,7 @@ from .launch import F32, Kernel, Launches, N, check, factory
 from .mmq import Block, mmq_glu
 from .mmq_few import FewShape, mmq_few_glu
 from .mul_mat import mul_mat, quantized_shape
-from .ptx import add, i64, ld, ldc, st
+from .ptx import add, i64, ld, st
 
 FEWEST_APART = 33  # tokens; with 40 both ways take as long, fewer were not timed
 
@@ -21,7 +21,7 @@ def biased_glu_kernel(act):
         column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < n_cols:
             i = i64(cuda.blockIdx.x) * n_cols + column
-            st(out, i, glu(add(ld(out, i), ldc(gate_bias, column)), add(ld(up, i), ldc(up_bias, column))))
+            st(out, i, glu(add(ld(out, i), ld(gate_bias, column)), add(ld(up, i), ld(up_bias, column))))
     return Kernel(kernel, (F32, F32, F32, F32, N), THREADS)
 
 

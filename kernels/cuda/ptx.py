@@ -8,7 +8,8 @@ of 32-bit values, so a value that must stay a word is wrapped: `i32(a + b)`.
 A kernel takes pointers and scalars. p[i] of a pointer is not used: `ld`, `ld4` and `st`, `st4` read and write global memory that kernels
 write (their order is kept), `ldc`, `ldc4` read what no kernel writes while this one runs (they may be moved and merged); in a kernel that places
 `wait_for_previous` itself, where they may be moved before it, only what no kernel ever writes: weights, tables and inputs of a graph. Of these, `ld` and
-`ld4` ask before that wait where they stand before it; `ldc` may be moved to where its value is used.
+`ld4` ask before that wait where they stand before it; `ldc` may be moved to where its value is used, and before a test that it stands behind (out of
+a loop, say): what may not be there to be read is read by `ld`.
 The index counts elements of the pointer's type; the four elements of ld4, ldc4 and st4 are 32 bits wide and must lie on 16 bytes.
 
 Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalars that check the types they are given.

@@ -544,10 +544,17 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
 
 # What becomes of a total
 
+@device
+def row_there(row, n_rows):
+    """A row that there is, for `ldc`, which may be moved before the test that there is one: the compiler does not see that it is the row itself."""
+    return i32(min(afresh(row), n_rows - 1))
+
+
 class Ending(NamedTuple):
-    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; last: of the last matrix."""
+    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; row: that of its biases, by `row_there`;
+    last: of the last matrix."""
     waiting: object  # (out, i, last) -> what waits there for the total
-    finish: object   # (out, i, row, total, waiting, last, *biases): row that of a bias
+    finish: object   # (out, i, row, total, waiting, last, *biases)
 
 
 @device
