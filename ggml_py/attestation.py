@@ -31,7 +31,6 @@ SHA256 = r"[0-9a-f]{64}"
 PACKAGES = "numpy", "numba", "llvmlite", "numba-cuda", "cuda-core", "cuda-bindings", "gguf", "tokenizers"
 
 
-
 class Number(NamedTuple):
     """Of a type, from least to most."""
     type: type

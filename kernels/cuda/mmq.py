@@ -18,7 +18,7 @@ from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, check, factory
 from .ptx import afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld, ld4, lds, lds4, sts, syncwarp
 from .quantize import plane_words
-from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, row_there, slot, swizzle, table_words, tile_product
+from .tile_product import QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle, table_words, tile_product
 
 
 @dataclass(frozen=True)
@@ -471,8 +471,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):
                 row, token = target_at(shared, i32(o + j), first_row, first_token)
                 if row < n_rows and token < n_out:
                     total_of = as_f32(lds(shared, kept + 32 * (o + j)))
-                    of_biases = i32(matrix(shared) * n_rows + row_there(row, n_rows))
-                    finish(out, i64(token) * n_rows + row, of_biases, total_of, waiting[j], last, bias, other_bias)
+                    finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows), row, n_rows, total_of, waiting[j], last, bias, other_bias)
             o = i32(o + TURN)
         if paced:
             cuda.syncthreads()  # none waits any more

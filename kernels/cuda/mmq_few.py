@@ -223,7 +223,7 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
         if row < n_rows:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
             last = place[1] == last_matrix
-            finish(out, i, row_there(row, n_rows), total, waiting_at(out, i, last), last, biases[0], biases[1])
+            finish(out, i, i32(0), row, n_rows, total, waiting_at(out, i, last), last, biases[0], biases[1])
     return Course(first, following, inside, weight, block_tokens(n_tokens), leave)
 
 

@@ -16,7 +16,7 @@ from .dispatch import report
 from .launch import F32, I32, Kernel, N, U32, check, factory
 from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, chunks_of_round, products, shared_words, tiles_of, work
 from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
-from .tile_product import STORE, Ending, form, gate_and_store, row_there
+from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
@@ -219,7 +219,8 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
         if row < n_rows and matrix < operands[N_MATRICES]:
             pair = place[2] if single else i32(lds(shared, plane(operands, PAIRS) + start_of(operands, shared, place[2]) + token))
             i, last = i64(pair) * n_rows + row, place[1] == last_matrix
-            finish(operands[OUT], i, i32(matrix * n_rows + row_there(row, n_rows)), total, waiting_at(operands[OUT], i, last), last, biases[0], biases[1])
+            waiting = waiting_at(operands[OUT], i, last)
+            finish(operands[OUT], i, i32(matrix * n_rows), row, n_rows, total, waiting, last, biases[0], biases[1])
     return Course(first, following, inside, weight, tokens, leave, prepare_token if single else prepare_tokens)
 
 

@@ -551,10 +551,10 @@ def row_there(row, n_rows):
 
 
 class Ending(NamedTuple):
-    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; row: that of its biases, by `row_there`;
-    last: of the last matrix."""
+    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; row: of n_rows of the matrix, whose biases begin
+    at `first`; last: of the last matrix."""
     waiting: object  # (out, i, last) -> what waits there for the total
-    finish: object   # (out, i, row, total, waiting, last, *biases)
+    finish: object   # (out, i, first, row, n_rows, total, waiting, last, *biases)
 
 
 @device
@@ -563,7 +563,7 @@ def nothing_waits(out, i, last):
 
 
 @device
-def store_total(out, i, row, total, waiting, last, bias, other_bias):
+def store_total(out, i, first, row, n_rows, total, waiting, last, bias, other_bias):
     st(out, i, total)
 
 
@@ -579,11 +579,12 @@ def gate_and_store(activation, biased, alpha=0.0, limit=0.0) -> Ending:
         return ld(out, i) if last else f32(0)
 
     @device
-    def finish(out, i, row, total, waiting, last, gate_bias, up_bias):
+    def finish(out, i, first, row, n_rows, total, waiting, last, gate_bias, up_bias):
         if last:
             g, u = waiting, total
             if biased:
-                g, u = add(g, ldc(gate_bias, row)), add(u, ldc(up_bias, row))
+                at = i32(first + row_there(row, n_rows))
+                g, u = add(g, ldc(gate_bias, at)), add(u, ldc(up_bias, at))
             st(out, i, glu(g, u))
         else:
             st(out, i, total)
