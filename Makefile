@@ -4,7 +4,7 @@ VENV := .venv
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 WHEEL := build/wheel-test
 
-.PHONY: perplexity test determinism bench sanitize barriers wheel-test clean
+.PHONY: perplexity test determinism bench kernels sanitize barriers wheel-test clean
 
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
@@ -17,6 +17,9 @@ determinism: $(VENV)/installed  ## every op, type and small model on every axis 
 
 bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json FILE -k Q4_1" and the like are passed on. Of a GPU: bench/gpu.py
 	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)
+
+kernels: $(VENV)/installed  ## compiles every CUDA kernel of the tests for every compute capability, without a GPU. ARGS="-n 4 mmq_few" and the like
+	$(VENV)/bin/python tests/compile_kernels.py $(ARGS)
 
 sanitize: $(VENV)/installed  ## compute-sanitizer over the kernel tests; needs a GPU. ARGS=racecheck runs one of its tools
 	$(VENV)/bin/python tests/sanitize.py $(ARGS)

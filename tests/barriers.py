@@ -1,7 +1,7 @@
 """Leaves out each barrier of the CUDA kernels in turn, in the simulator, and expects a test to fail: python tests/barriers.py [-n PROCESSES] [NAME of a kernels' file ...]
 
-Barriers are what one line calls: syncthreads, syncwarp, the waits for copies and for a phase of `mbarrier` (not those for `wgmma` and for the kernel before,
-which do nothing in the simulator). Prints a line each; exits with 1 if one is not missed, or a syncthreads or syncwarp not reached, and ALLOWED does not say why.
+Barriers are what one line calls: syncthreads, syncwarp, `apart`, the waits for copies and for a phase of `mbarrier` (not those for `wgmma` and for the kernel before,
+which do nothing in the simulator). Prints a line each; exits with 1 if one is not missed, or a syncthreads, syncwarp or `apart` not reached, and ALLOWED does not say why.
 Takes half an hour of one core. (pytest has this file as a plugin.)
 """
 import argparse
@@ -22,6 +22,8 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
     ("add_rms_norm_mul_mat.py", "syncwarp()  # all lanes have loaded the chunk"): "`redux_max` waits for all lanes, and for what they loaded; racecheck does not know",
     ("dispatch.py", "syncwarp()"): "`match` waits for all lanes as well; it orders memory",
     ("flash_attn_ext_few.py", "syncwarp()  # the work on one slab after that on the other, or it takes all registers"): "holds back the compiler, not the lanes",
+    ("flash_attn_ext_tile.py", "apart()"): "holds back the compiler, not the lanes",
+    ("tile_product.py", "apart()"): "holds back the compiler, not the lanes",
     ("tile_product.py", "syncwarp()  # what is loaded for the other half is loaded behind it: registers"): "holds back the compiler, not the lanes",
 }
 
@@ -73,9 +75,9 @@ def barriers_of(tests: Path) -> list[str]:
 
 
 def in_sources() -> dict[str, str]:
-    """The text of each line of the kernels that calls syncthreads or syncwarp, by file and number."""
+    """The text of each line of the kernels that calls syncthreads, syncwarp or apart, by file and number."""
     return {f"{path.name}:{i}": line.strip() for path in sorted(KERNELS.glob("*.py")) if path.name not in ("ptx.py", "simulator.py")
-            for i, line in enumerate(path.read_text().splitlines(), 1) if re.search(r"\b(syncthreads|syncwarp)\(\)", line)}
+            for i, line in enumerate(path.read_text().splitlines(), 1) if re.search(r"\b(syncthreads|syncwarp|apart)\(\)", line)}
 
 
 def verdict(barrier: str, files: list[Path]) -> str:

@@ -154,15 +154,9 @@ def test_kernel(name, tmp_path):
     check_kernel(name, (9, 0), tmp_path)
 
 
-SPILLING = {("mmq_few_id[Q6_K, 8, True]", (12, 0)), ("mmq_few_id_glu[swiglu_oai, MXFP4, Q6_K, True, 1.702, 7.0, 8]", (12, 0)),  # about 100 bytes, to be mended
-            ("add_rms_norm_mmq_few_qkv[Q4_K, Q4_K, Q6_K, True]", (12, 0)), ("flash_attn_ext_few[f16, f16, 128, 128, 8, 1, 8]", (10, 0))}  # 24 bytes
-
-
 @pytest.mark.parametrize("cc", [cc for cc in COMPUTE_CAPABILITIES if cc != (9, 0)], ids=str)
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if not KERNELS[name][0](*KERNELS[name][1]).arch])
-def test_other_compute_capabilities(name, cc, tmp_path, request):
-    if (name, cc) in SPILLING:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="registers spill"))
+def test_other_compute_capabilities(name, cc, tmp_path):
     check_kernel(name, cc, tmp_path)
 
 

@@ -78,6 +78,15 @@ def simulate_tile(machine, types, heads, dims, tokens, n_splits):
     check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx=133, holes=[(0, 5), (0, 128)] if (0, 128) not in tokens else [(0, 5)], shape=shape)
 
 
+@pytest.mark.parametrize("shape, types", [*((AttentionShape("tile", 2, n_splits, 4), ("f16", "q8_0")) for n_splits in (None, 1)),
+                                          (AttentionShape("few", 2, 2, 8), ("f16", "f16"))], ids=str)
+@pytest.mark.parametrize("architecture", [800, 1000, 1200])
+def simulate_other_architectures(machine, monkeypatch, shape, types, architecture):
+    """Where less is kept on its way."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.simulator.ARCHITECTURE", architecture)
+    check_flash_attn_ext(machine, types, [(0, 129), (1, 0)], (2, 1), (64, 64), n_ctx=131, holes=[(0, 5)], shape=shape)
+
+
 @pytest.mark.parametrize("n_splits", [None, 2])
 def simulate_tile_without_a_piece(machine, n_splits):
     """A piece without a visible key between two; blocks of eight warps, two of them; a block with two pieces beside one with a single one."""

@@ -121,6 +121,20 @@ def simulate_one_token(machine, name, n_rows, n_cols):
     check_mul_mat(machine, name, n_rows, n_cols, 1, lambda *args: mmq_few(*args, shape=shape_of((name,), n_rows, n_cols, 1, 1, 1, 1)))
 
 
+@pytest.mark.parametrize("name, n_rows, n_cols, n", [
+    *((*case, n) for case in FORMS for n in (1, 3)), ("Q4_K", 1, 256, 8), ("Q1_0", 1, 256, 8), ("Q1_0", 1, 256, 9), ("NVFP4", 1, 64, 9)])
+def simulate_few_on_other_architectures(machine, monkeypatch, name, n_rows, n_cols, n):
+    """Where less is kept on its way."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.simulator.ARCHITECTURE", 1200)
+    check_mul_mat(machine, name, n_rows, n_cols, n, mmq_few)
+
+
+@pytest.mark.parametrize("name, block", [("Q8_0", Block(1, 1, 16)), ("Q4_1", Block(1, 1, 8)), ("Q1_0", Block(1, 1, 8))])
+def simulate_mmq_on_other_architectures(machine, monkeypatch, name, block):
+    monkeypatch.setattr("ggml_py.kernels.cuda.simulator.ARCHITECTURE", 1200)
+    check_mul_mat(machine, name, 1, 256, 33, lambda *args: mmq(*args, block=block))
+
+
 @pytest.mark.parametrize("name, n_rows, n_cols, n, n_tokens, n_warps, per_round, grid", [
     ("Q8_0", 65, 1312, 5, 8, 2, 2, (2, 1)),      # three row tiles to two blocks, six chunks in rounds of two
     ("Q4_0", 33, 800, 17, 16, 3, 6, (2, 2)),     # two groups of tokens

@@ -24,7 +24,7 @@ from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_
                           pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
+from .ptx import (add, afresh, architecture, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
                   sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 
@@ -167,10 +167,14 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     step_words = 2 * value_words
     n_k_raw, n_v_raw = key_words * n_steps, step_words * n_steps
     ahead = halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
-    late = whole and not halves and n_steps > 1  # values are loaded behind the scores, for the same reason
+    late, late_on_10 = whole and not halves and n_steps > 1, whole and n_steps > 1  # values are loaded behind the scores, for the same reason
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
+
+    @device
+    def values_late():
+        return late or late_on_10 and 1000 <= architecture() < 1100
 
     # Key key + g, values key + 2 t and key + 2 t + 1 of each step; where they are beyond the query's position, what is there.
     # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
@@ -441,7 +445,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         load_present(present, cell, key, position, lane, held)
         if whole:
             load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
-        if whole and not late:
+        if whole and not values_late():
             load_values(v, first_v, row_v, key, position, lane, v_raw)
         block = warp
         while block < n_blocks:
@@ -458,7 +462,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 scores_of_step(0, k, first_k, row_k, key, position, lane, k_raw, s, x)
             if n_steps == 2:
                 scores_of_step(1, k, first_k, row_k, key, position, lane, k_raw, s, x)
-            if late:
+            if whole and values_late():
                 load_values(v, first_v, row_v, here_key, position, lane, v_raw)
             oldest = i32(position - window)
             for i in range(n_own):
@@ -547,7 +551,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 load_present(present, i64(afresh(sequence)) * n_ctx, key, position, lane, held)
                 if whole and not ahead:
                     load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
-                if whole and not late:
+                if whole and not values_late():
                     load_values(v, first_v, row_v, key, position, lane, v_raw)
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read

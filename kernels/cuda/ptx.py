@@ -480,6 +480,9 @@ def _effect(name, text):
 if SIMULATED:
     def afresh(x):
         return x
+
+    def architecture():
+        return i32(simulator.ARCHITECTURE)
 else:
     @intrinsic
     def afresh(typingctx, x):
@@ -488,6 +491,29 @@ else:
         word = ir.IntType(32)
         assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b32 $0, $1;", "=r,r", side_effect=True)
         return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+
+    @intrinsic
+    def architecture(typingctx):
+        """100 times the compute capability that the kernel is compiled for, a constant: what a test of it leaves out is not compiled."""
+        def codegen(context, builder, signature, args):
+            name, reflect = context.insert_const_string(builder.module, "__CUDA_ARCH"), "__nvvm_reflect"
+            function = builder.module.globals.get(reflect) or ir.Function(builder.module, ir.FunctionType(ir.IntType(32), [name.type]), reflect)
+            return builder.call(function, [name])
+        return types.int32(), codegen
+
+
+@device
+def tuned():
+    """Whether this is 9.0, on which kernels were tuned by measuring. For others ptxas is given less to keep on its way at a time, or it takes more registers
+    than there are (docs/kernels-log.md)."""
+    return architecture() == 900
+
+
+@device
+def apart():
+    """But for 9.0, a barrier of the warp: what is loaded behind it is not loaded before it."""
+    if not tuned():
+        syncwarp()
 
 
 copy1, copy4 = _copy_async("copy1", 1), _copy_async("copy4", 4)

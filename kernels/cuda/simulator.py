@@ -97,6 +97,8 @@ def _ternary(function, name):
     return jit(lambda a, b, c: function(a, b, c), key=name)
 
 
+ARCHITECTURE = 900  # that kernels find themselves on; tests change it
+
 _MEANING = {
     **{name: _binary(getattr(arith, name), name) for name in ("add", "sub", "mul", "div")},
     **{name: _unary(getattr(arith, name), name) for name in ("sqrt", "rint", "i2f", "l2f", "as_f32", "as_i32")},

@@ -24,8 +24,8 @@ from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
 from .glu import gated_unit
-from .ptx import (add, afresh, as_f32, as_u32, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt,
-                  st, sts, sts4, syncwarp, u32)
+from .ptx import (add, afresh, apart, as_f32, as_u32, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u,
+                  prmt, st, sts, sts4, syncwarp, tuned, u32)
 from .quantize import four_bytes
 from .weights import shared_unpacker
 
@@ -380,8 +380,12 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
                     i = four_rows(shared, scratch, m_plane + j, g) + w
             if two_quads:
                 for pair in range(n_quads // 2):
+                    if many:
+                        apart()
                     b = tokens(lane, shared, act, j, 2 * pair)
                     with_quad(w, v, i, f, b[0], b[1], 2 * pair, q, acc, high, low, m_high, m_low)
+                    if many:
+                        apart()
                     with_quad(w, v, i, f, b[2], b[3], 2 * pair + 1, q, acc, high, low, m_high, m_low)
             else:
                 with_quad(w, v, i, f, b0, b1, 0, q, acc, high, low, m_high, m_low)
@@ -431,16 +435,19 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
             acc[o], high[o], low[o], m_high[o], m_low[o] = f32(0), z, z, z, z
         prepare(lane, shared, tile, scratch)
         syncwarp()  # the factors are there
-        if n_quads > 2:  # a loop, so that the compiler keeps fewer blocks under way, and registers are for sums
-            j, end = i32(0), afresh(8)
+        if n_quads > 2 or not tuned():  # a loop, so that the compiler keeps fewer blocks under way, and registers are for sums
+            j, end, step = i32(0), afresh(8), i32(2 if n_quads <= 2 or n_quads < 16 and tuned() else 1)
             while j < end:
-                block(lane, shared, tile, act, scratch, j, z, z, acc, high, low, m_high, m_low)
-                if n_quads < 16:
-                    block(lane, shared, tile, act, scratch, j + 1, z, z, acc, high, low, m_high, m_low)
+                if n_quads <= 2:
+                    two_blocks(lane, shared, tile, act, scratch, j, acc, high, low, m_high, m_low)
+                else:
+                    block(lane, shared, tile, act, scratch, j, z, z, acc, high, low, m_high, m_low)
+                    if step == 2:
+                        block(lane, shared, tile, act, scratch, j + 1, z, z, acc, high, low, m_high, m_low)
                 if n_group == 128:
-                    if j & 2:
+                    if i32(j + step) & 3 == 0:
                         end_group(lane, shared, limbs, scratch, j >> 2, acc, high, low, m_high, m_low)
-                j = i32(j + (1 if n_quads == 16 else 2))
+                j = i32(j + step)
         else:
             two_blocks(lane, shared, tile, act, scratch, 0, acc, high, low, m_high, m_low)
             two_blocks(lane, shared, tile, act, scratch, 2, acc, high, low, m_high, m_low)
@@ -502,6 +509,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
     def two_token_blocks(lane, shared, tile, act, j, t, isc, acc, total, high, low):
         b = tokens(lane, shared, act, j, 0)
         token_block(lane, shared, tile, j, b[0], b[1], t, isc, acc, total, high, low)
+        apart()
         token_block(lane, shared, tile, j + 1, b[2], b[3], t, isc, acc, total, high, low)
 
     @device
@@ -527,11 +535,12 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         minimum = z
         if integer:
             minimum = integer_scales(t, shared, sums, isc)
+        apart()
         two_token_blocks(lane, shared, tile, act, 0, t, isc, acc, total, high, low)
         two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
         if n_group == 128:
             end_token(lane, t, 0, minimum, acc, total, high, low)
-        if n_entries or not wide and (step == 16 or has_min and not whole):
+        if n_entries or not wide and (step == 16 or has_min and not whole) or not tuned():
             syncwarp()  # what is loaded for the other half is loaded behind it: registers
         two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
         two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)

@@ -1,0 +1,47 @@
+"""Every case of every CUDA kernel for every compute capability, as tests/test_cuda_compile.py checks all for 9.0 and some for the others:
+python tests/compile_kernels.py [-n PROCESSES] [NAME of kernels ...]
+
+Prints a line for each that breaks a rule and exits with 1 if there is one. Takes an hour of one core.
+"""
+import argparse
+import sys
+import tempfile
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from test_cuda_compile import COMPUTE_CAPABILITIES, KERNELS, check_kernel  # noqa: E402
+
+PER_PROCESS = 50  # kernels, whose compiled code a process keeps
+
+
+def wrong(case) -> str | None:
+    name, cc = case
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            check_kernel(name, cc, Path(folder))
+        except Exception as error:
+            return f"{name} for {cc[0]}.{cc[1]}: {type(error).__name__}: {error}"
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("names", nargs="*", metavar="NAME", help="what kernels' names begin with; all by default")
+    p.add_argument("-n", type=int, default=2, metavar="PROCESSES")
+    options = p.parse_args()
+    cases = [(name, cc) for name, (make, args) in KERNELS.items() if name.startswith(tuple(options.names) or "")
+             for cc in COMPUTE_CAPABILITIES if make(*args).arch in (None, cc) or make(*args).arch[:2] == cc]
+    n_wrong = 0
+    with get_context("spawn").Pool(options.n, maxtasksperchild=PER_PROCESS) as pool:
+        for message in pool.imap_unordered(wrong, cases):
+            if message:
+                n_wrong += 1
+                print(message, flush=True)
+    print(f"{len(cases)} kernels compiled, {n_wrong} wrong")
+    return int(n_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
