@@ -507,6 +507,7 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
 
     @device
     def two_token_blocks(lane, shared, tile, act, j, t, isc, acc, total, high, low):
+        apart()
         b = tokens(lane, shared, act, j, 0)
         token_block(lane, shared, tile, j, b[0], b[1], t, isc, acc, total, high, low)
         apart()
@@ -535,12 +536,11 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         minimum = z
         if integer:
             minimum = integer_scales(t, shared, sums, isc)
-        apart()
         two_token_blocks(lane, shared, tile, act, 0, t, isc, acc, total, high, low)
         two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
         if n_group == 128:
             end_token(lane, t, 0, minimum, acc, total, high, low)
-        if n_entries or not wide and (step == 16 or has_min and not whole) or not tuned():
+        if n_entries or not wide and (step == 16 or has_min and not whole):
             syncwarp()  # what is loaded for the other half is loaded behind it: registers
         two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
         two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)
