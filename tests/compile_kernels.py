@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from test_cuda_compile import COMPUTE_CAPABILITIES, KERNELS, check_kernel  # noqa: E402
+from test_cuda_compile import COMPUTE_CAPABILITIES, KERNELS, check_kernel, ptxas  # noqa: E402
 
 PER_PROCESS = 50  # kernels, whose compiled code a process keeps
 
@@ -31,6 +31,8 @@ def main() -> int:
     p.add_argument("names", nargs="*", metavar="NAME", help="what kernels' names begin with; all by default")
     p.add_argument("-n", type=int, default=2, metavar="PROCESSES")
     options = p.parse_args()
+    if ptxas() is None:
+        p.error("no ptxas: it is in the CUDA toolkit, and in the Python package nvidia-cuda-nvcc")
     cases = [(name, cc) for name, (make, args) in KERNELS.items() if name.startswith(tuple(options.names) or "")
              for cc in COMPUTE_CAPABILITIES if make(*args).arch in (None, cc) or make(*args).arch[:2] == cc]
     n_wrong = 0

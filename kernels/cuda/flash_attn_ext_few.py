@@ -167,14 +167,14 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     step_words = 2 * value_words
     n_k_raw, n_v_raw = key_words * n_steps, step_words * n_steps
     ahead = halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
-    late, late_on_10 = whole and not halves and n_steps > 1, whole and n_steps > 1  # values are loaded behind the scores, for the same reason
     amax_k, merge_k, pattern_k, values_k = K[3:]
     amax_v, merge_v, pattern_v, values_v = V[3:]
     load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
 
     @device
     def values_late():
-        return late or late_on_10 and 1000 <= architecture() < 1100
+        """Whether values are loaded behind the scores, for the same reason."""
+        return whole and n_steps > 1 and (not halves or 1000 <= architecture() < 1100)
 
     # Key key + g, values key + 2 t and key + 2 t + 1 of each step; where they are beyond the query's position, what is there.
     # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
@@ -462,7 +462,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 scores_of_step(0, k, first_k, row_k, key, position, lane, k_raw, s, x)
             if n_steps == 2:
                 scores_of_step(1, k, first_k, row_k, key, position, lane, k_raw, s, x)
-            if whole and values_late():
+            if values_late():
                 load_values(v, first_v, row_v, here_key, position, lane, v_raw)
             oldest = i32(position - window)
             for i in range(n_own):

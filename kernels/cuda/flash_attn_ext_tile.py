@@ -23,8 +23,8 @@ from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, ke
 from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at
 from .flash_attn_ext_few import amax4, four, get, limbs4, max_lane, max_pattern, put
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, apart, as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul, shuffle, st, st4, sts, sub,
-                  tuned, u32)
+from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul,
+                  shuffle, st, st4, sts, sub, u32)
 from .set_rows import larger
 
 ROWS = 16           # of a warp
@@ -345,7 +345,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             hh1, mid1, ll1 = weigh_half(s, at + 8 * KEYS_STRIDE + 16, p_hi, p_lo, 8, hh1, mid1, ll1)
         outputs(O, to, hh0, mid0, ll0, d_p, a, b)
         outputs(O, to + 4, hh1, mid1, ll1, d_p, a, b)
-        if not (tuned() or split) and reach < 0:  # never, which the compiler does not know: it does not put the outputs off until all sums are there
+        if not (before_blackwell() or split) and reach < 0:  # never, but the compiler does not know: it does not put the outputs off until all sums are there
             for k in range(8):
                 put(s, k, O[to + k])
 

@@ -503,16 +503,16 @@ else:
 
 
 @device
-def tuned():
-    """Whether this is 9.0, on which kernels were tuned by measuring. For others ptxas is given less to keep on its way at a time, or it takes more registers
-    than there are (docs/kernels-log.md)."""
-    return architecture() == 900
+def before_blackwell():
+    """Whether this is 9.0, on which kernels were tuned, or older. For 10.0 and 12.0 ptxas must be given less to keep on its way at a time, or it takes more
+    registers than there are (docs/kernels-log.md)."""
+    return architecture() <= 900
 
 
 @device
 def apart():
     """But for 9.0, a barrier of the warp: what is loaded behind it is not loaded before it."""
-    if not tuned():
+    if architecture() != 900:
         syncwarp()
 
 

@@ -24,8 +24,8 @@ from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
 from .glu import gated_unit
-from .ptx import (add, afresh, apart, as_f32, as_u32, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u,
-                  prmt, st, sts, sts4, syncwarp, tuned, u32)
+from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2,
+                  lds4, mma16, mma32, mma32u, prmt, st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
 from .weights import shared_unpacker
 
@@ -435,8 +435,8 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
             acc[o], high[o], low[o], m_high[o], m_low[o] = f32(0), z, z, z, z
         prepare(lane, shared, tile, scratch)
         syncwarp()  # the factors are there
-        if n_quads > 2 or not tuned():  # a loop, so that the compiler keeps fewer blocks under way, and registers are for sums
-            j, end, step = i32(0), afresh(8), i32(2 if n_quads <= 2 or n_quads < 16 and tuned() else 1)
+        if n_quads > 2 or not before_blackwell():  # a loop, so that the compiler keeps fewer blocks under way, and registers are for sums
+            j, end, step = i32(0), afresh(8), i32(2 if n_quads <= 2 or n_quads < 16 and before_blackwell() else 1)
             while j < end:
                 if n_quads <= 2:
                     two_blocks(lane, shared, tile, act, scratch, j, acc, high, low, m_high, m_low)
