@@ -173,7 +173,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
 
     @device
     def values_late():
-        """Whether values are loaded behind the scores, for the same reason."""
+        """Whether values are loaded behind the scores: before them there are no registers for them."""
         return whole and n_steps > 1 and (not halves or 1000 <= architecture() < 1100)
 
     # Key key + g, values key + 2 t and key + 2 t + 1 of each step; where they are beyond the query's position, what is there.
