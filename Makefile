@@ -2,39 +2,60 @@
 PYTHON ?= python3
 VENV := .venv
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
-WHEEL := build/wheel-test
 
-.PHONY: perplexity test determinism bench kernels sanitize barriers wheel-test clean
+.PHONY: perplexity test test-all determinism bench kernels sanitize barriers fuzz wheel wheel-test check coverage clean
 
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
 
-test: $(VENV)/installed  ## in two processes; ARGS="-n 0 -k NAME" and the like are passed on
-	$(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable --durations 30 $(ARGS)
+PYTEST := $(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable --durations 30
+
+test: $(VENV)/installed  ## in two processes, without those marked slow; ARGS="-n 0 -k NAME" and the like are passed on
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/installed  ## with the slow ones: every CUDA kernel compiled, for other compute capabilities too; SmolLM2 in full. ARGS as of test
+	$(PYTEST) $(ARGS)
 
 determinism: $(VENV)/installed  ## every op, type and small model on every axis and device; with a GPU also there, and SmolLM2 in full. ARGS as of test
-	$(VENV)/bin/python -m pytest tests/determinism tests/test_planted_faults.py $(ARGS)
+	$(VENV)/bin/python -m pytest tests/determinism tests/check/test_planted_faults.py $(ARGS)
 
 bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json FILE -k Q4_1" and the like are passed on. Of a GPU: bench/gpu.py
 	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)
 
 kernels: $(VENV)/installed  ## compiles every CUDA kernel of the tests for every compute capability, without a GPU. ARGS="-n 4 mmq_few" and the like
-	$(VENV)/bin/python tests/compile_kernels.py $(ARGS)
+	$(VENV)/bin/python tests/scripts/compile_kernels.py $(ARGS)
 
 sanitize: $(VENV)/installed  ## compute-sanitizer over the kernel tests; needs a GPU. ARGS=racecheck runs one of its tools
-	$(VENV)/bin/python tests/sanitize.py $(ARGS)
+	$(VENV)/bin/python tests/scripts/sanitize.py $(ARGS)
 
 barriers: $(VENV)/installed  ## leaves out each barrier of the CUDA kernels in turn, which a simulated test must miss. ARGS="-n 2 mmq.py" and the like
-	$(VENV)/bin/python tests/barriers.py $(ARGS)
+	$(VENV)/bin/python tests/scripts/barriers.py $(ARGS)
 
-# The wheel, alone in an empty environment and run from another folder; build/lib would carry deleted modules into it.
-wheel-test:
-	rm -rf build
-	mkdir -p $(WHEEL)/elsewhere
-	$(PYTHON) -m venv $(WHEEL)/venv
-	$(WHEEL)/venv/bin/python -m pip wheel --quiet --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) .
-	$(WHEEL)/venv/bin/python $(PIP_INSTALL) $(WHEEL)/ggml_py-*.whl
-	cd $(WHEEL)/elsewhere && ../venv/bin/python -I $(CURDIR)/tests/wheel_check.py $(CURDIR)
+wheel:  ## dist/ggml_bitwise-VERSION-py3-none-any.whl, to be installed elsewhere; build/lib of an earlier one would carry deleted modules into it
+	rm -rf build dist
+	$(PYTHON) -m venv build/venv
+	build/venv/bin/python -m pip wheel --quiet --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@ls dist/*.whl
+
+wheel-test: wheel  ## the wheel, alone in an empty environment and run from another folder
+	mkdir -p build/elsewhere
+	build/venv/bin/python $(PIP_INSTALL) dist/*.whl
+	cd build/elsewhere && ../venv/bin/python -I $(CURDIR)/tests/scripts/wheel_check.py $(CURDIR)
+
+check: $(VENV)/checkers  ## lint, types and the order of imports
+	$(VENV)/bin/ruff check
+	rm -rf build/tree && mkdir -p build/tree && cp -r ggml_py build/tree && cp -r kernels quant build/tree/ggml_py
+	$(VENV)/bin/mypy
+	cd build/tree && $(CURDIR)/$(VENV)/bin/lint-imports --config $(CURDIR)/pyproject.toml --no-logo
+
+coverage: $(VENV)/checkers  ## which lines of the Python code make test reaches, once a release; device code is compiled, and not counted
+	$(VENV)/bin/python -m pip install --quiet --editable '.[coverage]'
+	$(VENV)/bin/python -m coverage run -m pytest tests -q -m "not slow" --benchmark-disable $(ARGS)
+	$(VENV)/bin/python -m coverage combine && $(VENV)/bin/python -m coverage report --skip-covered
+
+fuzz: $(VENV)/installed  ## mutated GGUF files, and whole loads of mutated models: 100,000 and 200,000 cases, about an hour
+	$(VENV)/bin/python tests/scripts/fuzz_gguf.py
+	$(VENV)/bin/python tests/scripts/fuzz_loads.py --keep-going
 
 $(VENV)/installed: pyproject.toml Makefile
 	@echo "creating $(VENV): numba, numpy, pytest and others; this takes a minute or two"
@@ -42,6 +63,10 @@ $(VENV)/installed: pyproject.toml Makefile
 	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test,bench]'
 	touch $@
 
+$(VENV)/checkers: $(VENV)/installed
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[check]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build ggml_py.egg-info .pytest_cache .hypothesis .benchmarks
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .benchmarks
 	find ggml_py kernels quant tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,8 @@
-"""Times the start of fresh processes and writes a record: python bench/cold_start.py --device cpu -m smollm2 --out bench/results/NAME.json
+"""Times the start of fresh processes and writes a record: python bench/cold_start.py --device cpu -m smollm2 --out
+bench/results/NAME.json
 
-The first process finds an empty cache of compiled kernels, the others find what it left. What each of them does: bench/first_token.py.
+The first process finds an empty cache of compiled kernels, the others find what it left. What each of them does:
+bench/first_token.py.
 """
 import argparse
 import json
@@ -18,10 +20,11 @@ WARM_RUNS = 5
 
 
 def run(path: Path, device: str, cache: str) -> dict[str, float]:
-    """What one fresh process says whose cache folders, ours and the GPU driver's, lie in `cache`. RuntimeError with its messages if it fails."""
+    """What one fresh process says whose cache folders, ours and the GPU driver's, lie in `cache`.
+    RuntimeError with its messages if it fails."""
     env = os.environ | {"XDG_CACHE_HOME": cache, "CUDA_CACHE_PATH": f"{cache}/driver"}
     command = [sys.executable, str(checkout.ROOT / "bench" / "first_token.py"), str(path), device]
-    done = subprocess.run([*command, str(clock())], env=env, capture_output=True, text=True)
+    done = subprocess.run([*command, str(clock())], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
     return json.loads(done.stdout)
@@ -41,8 +44,8 @@ def main() -> int:
     p.add_argument("--out", type=Path, required=True)
     options = p.parse_args()
     from ggml_py.backends import open_backend
-    from ggml_py.errors import UserError
-    from ggml_py.pull import resolve
+    from ggml_py.base.errors import UserError
+    from ggml_py.files.pull import resolve
     try:
         path, backend = resolve(options.model, sys.stderr).resolve(strict=True), open_backend(options.device)
     except (UserError, OSError) as error:

@@ -1,5 +1,5 @@
-"""A measured row, and the figures to reach: what a row must and should take on one H200 (sources: the type tables of llama.cpp's test-backend-ops,
-measured there at 0c1e57098, whose weights stay in L2 where they fit)."""
+"""A measured row, and the figures to reach: what a row must and should take on one H200 (sources: the type tables of llama.cpp's
+test-backend-ops, measured there at 0c1e57098, whose weights stay in L2 where they fit)."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,7 +53,8 @@ MUL_MAT_ID = {
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. us: median of a launch. n_bytes: weights, activations and outputs, each once. n_ops: multiplications and additions."""
+    """One measurement. us: median of a launch. n_bytes: weights, activations and outputs, each once.
+    n_ops: multiplications and additions."""
     kernel: str
     type: str
     sizes: dict[str, int]
@@ -74,10 +75,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.kernel} {self.type.lower()} [{', '.join(f'{key}={value}' for key, value in self.sizes.items())}, {self.cache}]"
+        sizes = ", ".join(f"{key}={value}" for key, value in self.sizes.items())
+        return f"{self.kernel} {self.type.lower()} [{sizes}, {self.cache}]"
 
     def line(self, copy_GB_s: float) -> str:
-        parts = [self.name, f"median {self.us:.1f} us", f"{self.n_bytes / 1e6:.1f} MB", f"{self.GB_s:.0f} GB/s", f"{100 * self.GB_s / copy_GB_s:.0f} % of copy"]
+        parts = [self.name, f"median {self.us:.1f} us", f"{self.n_bytes / 1e6:.1f} MB", f"{self.GB_s:.0f} GB/s",
+                 f"{100 * self.GB_s / copy_GB_s:.0f} % of copy"]
         return "   ".join(parts + ([f"{self.TOP_s:.1f} TOP/s"] if self.n_ops else []))
 
 

@@ -1,7 +1,8 @@
-"""A fresh process up to a model's first token, then every other kernel that the model needs: python bench/first_token.py MODEL DEVICE STARTED
+"""A fresh process up to a model's first token, then every other kernel that the model needs: python bench/first_token.py MODEL
+DEVICE STARTED
 
-STARTED: `clock()` when the process was started. Prints JSON: seconds from there to the first token, seconds of them for reading the file and putting
-its weights on the device, the number of kernels compiled until the end and the seconds that took.
+STARTED: `clock()` when the process was started. Prints JSON: seconds from there to the first token, seconds of them for reading
+the file and putting its weights on the device, the number of kernels compiled until the end and the seconds that took.
 """
 import json
 import sys
@@ -20,9 +21,9 @@ def clock() -> float:
 
 def first_token(path: str, device: str, started: float) -> dict[str, float]:
     from ggml_py.backends import open_backend
-    from ggml_py.gguf_file import GGUFFile
-    from ggml_py.kernels.compile import compiled
-    from ggml_py.model import Model
+    from ggml_py.files.gguf import GGUFFile
+    from ggml_py.kernels.disk_cache import compiled
+    from ggml_py.engine.model import Model
     backend = open_backend(device)
     before = clock()
     with Model(GGUFFile.open(path), backend) as model:

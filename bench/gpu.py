@@ -1,25 +1,29 @@
-"""Times the CUDA kernels and writes a record: python bench/gpu.py --out bench/results/NAME.json [--only mmvq,mmq,...] [--types Q4_K,...]
+"""Times the CUDA kernels and writes a record: python bench/gpu.py --out bench/results/NAME.json [--only mmvq,mmq,...] [--types
+Q4_K,...]
 
-One line a case: kernel, type, sizes, median us, bytes, GB/s (1 GB = 1e9 bytes), share of a device-to-device copy measured in the same run.
-Kernels are compiled before, by a process for each core; a second run finds them on disk.
+One line a case: kernel, type, sizes, median us, bytes, GB/s (1 GB = 1e9 bytes), share of a device-to-device copy measured in the
+same run. Kernels are compiled before, by a process for each core; a second run finds them on disk.
 """
 import argparse
 import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import checkout  # noqa: F401
 import numpy as np
 
 from figures import EXPERTS, K, M, MUL_MAT_ID, Row, limits, verdict
+from ggml_py.base.storage import bytes_of
+from ggml_py.kernels.call import Call, Operand
 from ggml_py.quant.formats import FORMATS, format_of
 from ggml_py.quant.tile import ROWS, Tiling
-from gpu_timing import DryRun, GPU, copies_of, random_floats, random_weights
+from gpu_timing import GPU, DryRun, blocks, copies_of, floats, launches, matrices, output
 from random_weights import random_weight
 from records import conditions, dump
 from weights import random_tiles
@@ -130,59 +134,61 @@ def flash_attn_ext():
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
 
 
-SUITES = {suite.__name__: suite for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows, dequantize,
+SUITES = {suite.__name__: suite
+          for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows,
+                        dequantize,
                                                quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
 
 
 # Work of a case
 
+def activations(gpu, n, k) -> tuple[Operand, Callable]:
+    """(activations of random floats, the launch that makes them, which has run)."""
+    act = blocks(gpu, n, k)
+    quantization, = launches(gpu, "quantize", [dict(x=floats(gpu, n, k), act=act)])
+    gpu.run(quantization)
+    return act, quantization
+
+
+def weight_bytes(type_, m, k) -> int:
+    return m * FORMATS[type_].row_bytes(k)
+
+
+def operand_bytes(*operands) -> int:
+    """Of any but weights."""
+    return sum(bytes_of(operand.dtype, operand.shape) for operand in operands)
+
+
 def mul_mat_work(gpu, kernel, type_, m, k, n, cache) -> Work:
-    from ggml_py.kernels.cuda.mul_mat import mul_mat
-    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
-    weights, x, out = random_weights(gpu, type_, m, k, cache), random_floats(gpu, n, k), gpu.output(n * m)
-    weight_bytes, x_bytes, out_bytes = m * FORMATS[type_].row_bytes(k), 4 * n * k, 4 * n * m
-    n_bytes = weight_bytes + x_bytes + out_bytes
-    if FORMATS[type_].is_quantized:
-        act_bytes = activation_bytes(n, k)
-        act = gpu.empty(act_bytes)
-        quantization = quantize(gpu.target, x, act, n, k)
-        gpu.run(quantization)
-        x, n_bytes = act, weight_bytes + act_bytes + out_bytes
-    launches = [mul_mat(gpu.target, type_, words, x, out, m, k, n) for words in weights.addresses]
+    x, quantization = activations(gpu, n, k) if FORMATS[type_].is_quantized else (floats(gpu, n, k), None)
+    out = output(gpu, n, m)
+    made = launches(gpu, "mul_mat", [dict(w=w, x=x, out=out) for w in matrices(gpu, type_, m, k, cache)])
+    n_bytes = weight_bytes(type_, m, k) + operand_bytes(x, out)
     if kernel == "quantize + mmq":
-        launches, n_bytes = [both(quantization, launch) for launch in launches], n_bytes + x_bytes + act_bytes
-    return Work(launches, n_bytes, 2 * m * k * n)
+        made, n_bytes = [both(quantization, launch) for launch in made], n_bytes + 4 * n * k + operand_bytes(x)
+    return Work(made, n_bytes, 2 * m * k * n)
 
 
 def mul_mat_glu_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     """silu(gate x) * (up x) of two matrices m x k."""
-    from ggml_py.kernels.cuda.mul_mat_glu import mul_mat_glu
-    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
-    gates, ups = random_weights(gpu, type_, m, k, cache).addresses, random_weights(gpu, type_, m, k, cache).addresses
-    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n * m), gpu.empty(4 * n * m)
-    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
-    launches = [mul_mat_glu(gpu.target, "silu", type_, type_, gate, up, act, None, None, out, m, k, n, scratch) for gate, up in zip(gates, ups)]
-    return Work(launches, 2 * m * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * m, 4 * m * k * n)
+    (x, _), out = activations(gpu, n, k), output(gpu, n, m)
+    pairs = zip(*(matrices(gpu, type_, m, k, cache) for _ in range(2)))
+    made = launches(gpu, "mul_mat_glu", [dict(gate=gate, up=up, x=x, act="silu", out=out) for gate, up in pairs])
+    return Work(made, 2 * weight_bytes(type_, m, k) + operand_bytes(x, out), 4 * m * k * n)
 
 
 def mul_mat_qkv_work(gpu, kernel, type_, m, m_kv, k, n, cache) -> Work:
-    from ggml_py.kernels.cuda.mul_mat_qkv import mul_mat_qkv
-    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
-    n_rows = m, m_kv, m_kv
-    words = zip(*(random_weights(gpu, type_, rows, k, cache).addresses for rows in n_rows))
-    act, outs = gpu.empty(activation_bytes(n, k)), tuple(gpu.output(n * rows) for rows in n_rows)
-    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
-    launches = [mul_mat_qkv(gpu.target, (type_,) * 3, each, act, outs, n_rows, k, n) for each in words]
-    return Work(launches, sum(n_rows) * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n * sum(n_rows), 2 * sum(n_rows) * k * n)
+    n_rows, (x, _) = (m, m_kv, m_kv), activations(gpu, n, k)
+    outs = {name: output(gpu, n, rows) for name, rows in zip(("q_out", "k_out", "v_out"), n_rows)}
+    triples = zip(*(matrices(gpu, type_, rows, k, cache) for rows in n_rows))
+    made = launches(gpu, "mul_mat_qkv", [dict(zip("qkv", three), x=x, **outs) for three in triples])
+    return Work(made, weight_bytes(type_, sum(n_rows), k) + operand_bytes(x, *outs.values()), 2 * sum(n_rows) * k * n)
 
 
 def mul_mat_argmax_work(gpu, kernel, type_, m, k, n, cache) -> Work:
-    from ggml_py.kernels.cuda.mul_mat_argmax import mul_mat_argmax, scratch_words
-    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
-    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n), gpu.empty(4 * scratch_words(gpu.target, type_, m, k, n))
-    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
-    launches = [mul_mat_argmax(gpu.target, type_, words, act, out, m, k, n, scratch) for words in random_weights(gpu, type_, m, k, cache).addresses]
-    return Work(launches, m * FORMATS[type_].row_bytes(k) + activation_bytes(n, k) + 4 * n, 2 * m * k * n)
+    (x, _), out = activations(gpu, n, k), Operand("i32", (n,), gpu.output(n))
+    made = launches(gpu, "mul_mat_argmax", [dict(w=w, x=x, out=out) for w in matrices(gpu, type_, m, k, cache)])
+    return Work(made, weight_bytes(type_, m, k) + operand_bytes(x, out), 2 * m * k * n)
 
 
 def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
@@ -191,34 +197,32 @@ def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
 
 
 def mul_mat_id_work(gpu, kernel, type_, experts, used, m, k, n, cache) -> Work:
-    """Each launch routes its tokens anew. Cold: it takes the experts of the next stack, and so many stacks that more than 3 x L2 are read before one is used
-    again."""
-    from ggml_py.kernels.cuda.mul_mat_id import mul_mat_id, scratch_words
-    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
-    rng, fmt = np.random.default_rng(0), FORMATS[type_]
-    expert_bytes, least_bytes = m * fmt.row_bytes(k), activation_bytes(n, k) + 4 * n * used * (m + 1)
+    """Each launch routes its tokens anew. Cold: it takes the experts of the next stack, and so many stacks that more than 3 x L2
+    are read before one is used again."""
+    rng, expert_bytes = np.random.default_rng(0), weight_bytes(type_, m, k)
     n_likely = int(experts * (1 - (1 - used / experts)**n))
-    stacks = gpu.filled(random_tiles(type_, ROWS, k, rng), Tiling(fmt, m, k, experts).n_bytes, copies_of(gpu, n_likely * expert_bytes, cache)).addresses
+    tiles, n_stacks = random_tiles(type_, ROWS, k, rng), copies_of(gpu, n_likely * expert_bytes, cache)
+    stacks = gpu.filled(tiles, Tiling(FORMATS[type_], m, k, experts).n_bytes, n_stacks).addresses
     ids = [routed(n, experts, used, rng) for _ in stacks]
-    act, out, scratch = gpu.empty(activation_bytes(n, k)), gpu.output(n * used * m), gpu.empty(4 * scratch_words("mul_mat_id", type_, experts, m, n, used))
-    gpu.run(quantize(gpu.target, random_floats(gpu, n, k), act, n, k))
-    launches = [mul_mat_id(gpu.target, type_, words, act, gpu.upload(each), out, experts, m, k, n, used, 1, scratch) for words, each in zip(stacks, ids)]
+    (x, _), out = activations(gpu, n, k), output(gpu, n * used, m)
+    matrices_of_experts = [Operand(type_, (experts, m, k), stack) for stack in stacks]
+    chosen = [Operand("i32", (n, used), gpu.upload(each)) for each in ids]
+    made = launches(gpu, "mul_mat_id", [dict(w=w, x=x, ids=each, out=out) for w, each in zip(matrices_of_experts, chosen)])
     n_read = sum(len(np.unique(each)) for each in ids)
-    return Work(launches, n_read * expert_bytes // len(ids) + least_bytes, 2 * m * k * n * used)
+    return Work(made, n_read * expert_bytes // len(ids) + operand_bytes(x, out) + 4 * n * used, 2 * m * k * n * used)
 
 
 def topk_moe_work(gpu, kernel, type_, experts, used, n, cache) -> Work:
-    from ggml_py.kernels.cuda.topk_moe import topk_moe
-    logits, weights, ids = random_floats(gpu, n, experts), gpu.output(n * used), gpu.empty(4 * n * used)
-    groups = ("sigmoid", logits, random_floats(gpu, 1, experts), weights, ids, n, experts, used, 8, 4) if "groups" in kernel else (
-        "softmax", logits, None, weights, ids, n, experts, used, 0, 0)
-    return Work([topk_moe(gpu.target, *groups, True, 1.0)], 4 * n * (experts + 2 * used))
+    ids = Operand("i32", (n, used), gpu.empty(4 * n * used))
+    operands, params = dict(logits=floats(gpu, n, experts), weights=output(gpu, n, used), ids=ids), dict(gating="softmax")
+    if "groups" in kernel:
+        params = dict(bias=floats(gpu, experts), gating="sigmoid", n_group=8, n_group_used=4)
+    return Work(launches(gpu, "topk_moe", [dict(**operands, **params, k=used, norm=True)]), operand_bytes(*operands.values()))
 
 
 def weighted_sum_work(gpu, kernel, type_, used, k, n, cache) -> Work:
-    from ggml_py.kernels.cuda.experts import weighted_sum
-    launch = weighted_sum(gpu.target, random_floats(gpu, n * used, k), random_floats(gpu, n, used), gpu.output(n * k), n, used, k)
-    return Work([launch], 4 * n * (used * k + used + k))
+    operands = dict(x=floats(gpu, n * used, k), w=floats(gpu, n, used), out=output(gpu, n, k))
+    return Work(launches(gpu, "weighted_sum", [operands]), operand_bytes(*operands.values()))
 
 
 def both(first, second):
@@ -230,71 +234,73 @@ def both(first, second):
 
 def get_rows_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     """Each launch takes other rows."""
-    from ggml_py.kernels.cuda.get_rows import get_rows
-    weights = random_weights(gpu, type_, m, k, cache)
-    ids, out = gpu.upload(np.random.default_rng(0).permutation(m).astype(np.int32)), gpu.output(n * k)
-    launches = [get_rows(gpu.target, type_, words, ids + 4 * first, out, n, k) for words in weights.addresses for first in range(0, m - n + 1, n)]
-    return Work(launches, n * (FORMATS[type_].row_bytes(k) + 4 + 4 * k))
+    weights, out = matrices(gpu, type_, m, k, cache), output(gpu, n, k)
+    ids = gpu.upload(np.random.default_rng(0).permutation(m).astype(np.int32))
+    runs = [Operand("i32", (n,), ids + 4 * first) for first in range(0, m - n + 1, n)]
+    made = launches(gpu, "get_rows", [dict(w=w, ids=run, out=out) for w in weights for run in runs])
+    return Work(made, weight_bytes(type_, n, k) + 4 * n + operand_bytes(out))
 
 
 def dequantize_work(gpu, kernel, type_, m, k, cache) -> Work:
     from ggml_py.kernels.cuda.dequantize import dequantize
     dtype = kernel.removeprefix("dequantize ")
-    weights, out_bytes = random_weights(gpu, type_, m, k, cache), {"f32": 4, "f16": 2}[dtype] * m * k
-    out = gpu.output(out_bytes // 4)  # two finite float16 side by side are no NaN or infinity of float32
-    launches = [dequantize(gpu.target, type_, words, out, m, k, dtype) for words in weights.addresses]
-    return Work(launches, m * FORMATS[type_].row_bytes(k) + out_bytes)
+    out_bytes = {"f32": 4, "f16": 2}[dtype] * m * k
+    out = Operand(dtype, (m, k), gpu.output(out_bytes // 4))  # two finite float16 side by side are a finite float32
+    made = [dequantize(Call("dequantize", kernel, gpu.target, dict(w=w, out=out))) for w in matrices(gpu, type_, m, k, cache)]
+    return Work(made, weight_bytes(type_, m, k) + out_bytes)
 
 
 def quantize_work(gpu, kernel, type_, n, k, cache) -> Work:
-    from ggml_py.kernels.cuda.quantize import activation_bytes, quantize
-    n_bytes = activation_bytes(n, k)
-    return Work([quantize(gpu.target, random_floats(gpu, n, k), gpu.empty(n_bytes), n, k)], 4 * n * k + n_bytes)
+    operands = dict(x=floats(gpu, n, k), act=blocks(gpu, n, k))
+    return Work(launches(gpu, "quantize", [operands]), operand_bytes(*operands.values()))
 
 
 def rms_norm_work(gpu, kernel, type_, n, k, cache) -> Work:
-    from ggml_py.kernels.cuda.rms_norm import rms_norm
-    return Work([rms_norm(gpu.target, random_floats(gpu, n, k), random_floats(gpu, 1, k), gpu.output(n * k), n, k, 1e-5)], 4 * k * (2 * n + 1))
+    operands = dict(x=floats(gpu, n, k), w=floats(gpu, k), out=output(gpu, n, k))
+    return Work(launches(gpu, "rms_norm", [dict(**operands, eps=1e-5)]), operand_bytes(*operands.values()))
 
 
 def rms_norm_act_work(gpu, kernel, type_, n, k, cache) -> Work:
-    from ggml_py.kernels.cuda.quantize import activation_bytes
-    from ggml_py.kernels.cuda.rms_norm_act import rms_norm_act
-    n_bytes = activation_bytes(n, k)
-    return Work([rms_norm_act(gpu.target, random_floats(gpu, n, k), random_floats(gpu, 1, k), gpu.empty(n_bytes), n, k, 1e-5)], 4 * k * (n + 1) + n_bytes)
+    operands = dict(x=floats(gpu, n, k), w=floats(gpu, k), act=blocks(gpu, n, k))
+    return Work(launches(gpu, "rms_norm_act", [dict(**operands, eps=1e-5)]), operand_bytes(*operands.values()))
 
 
 def swiglu_work(gpu, kernel, type_, n, k, cache) -> Work:
-    from ggml_py.kernels.cuda.elementwise import swiglu
-    return Work([swiglu(gpu.target, random_floats(gpu, n, k), random_floats(gpu, n, k), gpu.output(n * k), n, k)], 4 * 3 * n * k)
+    operands = dict(gate=floats(gpu, n, k), up=floats(gpu, n, k), out=output(gpu, n, k))
+    return Work(launches(gpu, "swiglu", [operands]), operand_bytes(*operands.values()))
 
 
 def swiglu_act_work(gpu, kernel, type_, n, k, cache) -> Work:
-    from ggml_py.kernels.cuda.quantize import activation_bytes
-    from ggml_py.kernels.cuda.swiglu_act import swiglu_act
-    n_bytes = activation_bytes(n, k)
-    return Work([swiglu_act(gpu.target, random_floats(gpu, n, k), random_floats(gpu, n, k), gpu.empty(n_bytes), n, k)], 4 * 2 * n * k + n_bytes)
+    operands = dict(gate=floats(gpu, n, k), up=floats(gpu, n, k), act=blocks(gpu, n, k))
+    return Work(launches(gpu, "swiglu_act", [operands]), operand_bytes(*operands.values()))
 
 
 def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
     """The last n of `keys` positions of one sequence look back."""
-    from ggml_py.kernels.cuda.flash_attn_ext import flash_attn_ext, scratch_floats
     cell = N_HEAD_KV * HEAD
-    fmt, n_heads = format_of(type_.upper()), (N_HEAD, N_HEAD_KV, HEAD, HEAD)
+    fmt = format_of(type_.upper())
     cell_bytes = fmt.row_bytes(cell)
-    caches = gpu.filled(random_weight(fmt, 128, cell, np.random.default_rng(0)), keys * cell_bytes, 2 * copies_of(gpu, 2 * keys * cell_bytes, cache)).addresses
-    pos, seq, present = np.arange(keys - n, keys, dtype=np.int32), np.zeros(n, np.int32), np.ones(keys, np.uint8)
-    q, out = random_floats(gpu, n, N_HEAD * HEAD), gpu.output(n * N_HEAD * HEAD)
-    rest = gpu.upload(seq), gpu.upload(pos), gpu.upload(present), out, n, *n_heads, keys, HEAD**-0.5, gpu.empty(4 * scratch_floats(n, N_HEAD, HEAD, keys))
-    launches = [flash_attn_ext(gpu.target, type_, type_, q, k, v, *rest) for k, v in zip(caches[::2], caches[1::2])]
-    return Work(launches, 2 * keys * cell_bytes + 2 * 4 * n * N_HEAD * HEAD, 4 * N_HEAD * HEAD * int((pos + 1).sum()))
+    cells = random_weight(fmt, 128, cell, np.random.default_rng(0))
+    caches = [Operand(type_, (keys, cell), address)
+              for address in gpu.filled(cells, keys * cell_bytes, 2 * copies_of(gpu, 2 * keys * cell_bytes, cache)).addresses]
+    pos, q, out = np.arange(keys - n, keys, dtype=np.int32), floats(gpu, n, N_HEAD * HEAD), output(gpu, n, N_HEAD * HEAD)
+    seq = Operand("i32", (n,), gpu.upload(np.zeros(n, np.int32)))
+    present = Operand("u8", (1, keys), gpu.upload(np.ones(keys, np.uint8)))
+    rest = dict(q=q, seq=seq, pos=Operand("i32", (n,), gpu.upload(pos)), present=present, out=out,
+                n_head=N_HEAD, n_head_kv=N_HEAD_KV, scale=HEAD**-0.5)
+    made = launches(gpu, "flash_attn_ext", [dict(k=k, v=v, **rest) for k, v in zip(caches[::2], caches[1::2])])
+    return Work(made, 2 * keys * cell_bytes + operand_bytes(q, out), 4 * N_HEAD * HEAD * int((pos + 1).sum()))
 
 
-WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work, "mul_mat_qkv": mul_mat_qkv_work,
-        "mul_mat_argmax": mul_mat_argmax_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work, "topk_moe of groups": topk_moe_work,
+WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work,
+        "mul_mat_qkv": mul_mat_qkv_work,
+        "mul_mat_argmax": mul_mat_argmax_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work,
+        "topk_moe of groups": topk_moe_work,
         "weighted_sum": weighted_sum_work,
-        "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work, "quantize": quantize_work, "rms_norm": rms_norm_work,
-        "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work, "flash_attn_ext": flash_attn_ext_work}
+        "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work,
+        "quantize": quantize_work, "rms_norm": rms_norm_work,
+        "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work,
+        "flash_attn_ext": flash_attn_ext_work}
 
 
 def work(gpu, case: Case) -> Work:
@@ -338,8 +344,8 @@ def compile_all(cases: list[Case]) -> None:
 
 
 def measure(gpu: GPU, case: Case) -> Row:
-    launches, n_bytes, n_ops = work(gpu, case)
-    timing = gpu.time(launches)
+    made, n_bytes, n_ops = work(gpu, case)
+    timing = gpu.time(made)
     row = Row(case.kernel, case.type, case.sizes, case.cache, *(round(us, 3) for us in timing), n_bytes, n_ops)
     gpu.check_outputs(row.name)
     gpu.free()
@@ -374,8 +380,10 @@ def main() -> int:
     for case in cases:
         rows.append(measure(gpu, case))
         limit = limits(rows[-1], rows, copy_GB_s)
-        print(rows[-1].line(copy_GB_s) + (f"   must {limit.must:.1f} us: {verdict(rows[-1], limit)}" if limit else ""), flush=True)
-        options.out.write_text(dump(record, "rows", [asdict(row) for row in rows]))  # what was measured stays, should a later case fail
+        print(rows[-1].line(copy_GB_s) + (f"   must {limit.must:.1f} us: {verdict(rows[-1], limit)}" if limit else ""),
+              flush=True)
+        # what was measured stays, should a later case fail
+        options.out.write_text(dump(record, "rows", [asdict(row) for row in rows]))
     return 0
 
 

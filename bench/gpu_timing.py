@@ -1,15 +1,20 @@
 """Timing prepared launches on a GPU: CUDA events around replays of a captured graph, so that no Python time is measured.
 
-Cold: the launches of a round each take another copy of the weights, more than 3 x L2 of them together, so that every byte comes from memory.
+Cold: the launches of a round each take another copy of the weights, more than 3 x L2 of them together, so that every byte comes
+from memory.
 Hot: all take one copy, which stays in L2 if it fits.
 """
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import checkout  # noqa: F401
 import numpy as np
 
-from ggml_py.kernels.cuda.copy import copy
+from ggml_py.backends.base import KernelBackend
+from ggml_py.base.storage import bytes_of
+from ggml_py.kernels.call import Call, Operand
+from ggml_py.ops.compose import OPS
 from ggml_py.quant.formats import format_of
 from ggml_py.quant.tile import ROWS, Tiling
 from weights import random_tiles
@@ -150,14 +155,15 @@ class GPU:
     def copy_GB_s(self) -> float:
         """Of a device-to-device copy, read plus write: the roof of everything that waits for memory."""
         data = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
-        source, target = self.filled(data, COPY_BYTES, 2).addresses
-        us = self.time([copy(self.target, source, target, COPY_BYTES)]).median
+        source, target = (Operand("u8", (COPY_BYTES,), address) for address in self.filled(data, COPY_BYTES, 2).addresses)
+        us = self.time(launches(self, "cpy", [{"x": source, "dst": target}])).median
         self.free()
         return 2 * COPY_BYTES / us / 1e3
 
 
 class DryRun:
-    """In the place of a GPU where launches are only made, whose kernels `target.load` compiles and loads: all memory is at the address 0."""
+    """In the place of a GPU where launches are only made, whose kernels `target.load` compiles and loads: all memory is at the
+    address 0."""
 
     def __init__(self, target, l2_bytes: int = 0):
         self.target, self.l2_bytes = target, l2_bytes
@@ -178,19 +184,47 @@ class DryRun:
         pass
 
 
+# Launches of ops
+
+def launches(gpu, op: str, rounds: list[dict]) -> list[Callable]:
+    """A launch of an op for each round, made as backends make them. rounds: operands, results and parameters by name; those that
+    are optional may be missing. All have one scratch memory."""
+    module, made, memory = KernelBackend("cuda").module(op), [], 0
+    for values in rounds:
+        call = Call(op, op, gpu.target, {**dict.fromkeys(OPS[op].operands), **OPS[op].defaults, **values})
+        module.decide(call)
+        scratch = module.scratch(call) if module.scratch else None
+        if scratch is not None:
+            memory = memory or gpu.empty(bytes_of(*scratch))
+            call.scratch = Operand(*scratch, memory)
+        made.append(module.op(call))
+    return made
+
+
+def floats(gpu, *shape: int) -> Operand:
+    """f32, normal."""
+    row = np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32)
+    return Operand("f32", shape, gpu.filled(row, 4 * int(np.prod(shape))).first)
+
+
+def output(gpu, *shape: int) -> Operand:
+    """f32, as of `GPU.output`."""
+    return Operand("f32", shape, gpu.output(int(np.prod(shape))))
+
+
+def matrices(gpu, type_: str, m: int, k: int, cache: str) -> list[Operand]:
+    """Weights [m, k] of one tile row of random blocks, again and again; so many copies as a round takes. cache: "cold" or
+    "hot"."""
+    tiles, fmt = random_tiles(type_, ROWS, k, np.random.default_rng(0)), format_of(type_)
+    copies = gpu.filled(tiles, Tiling(fmt, m, k).n_bytes, copies_of(gpu, m * fmt.row_bytes(k), cache))
+    return [Operand(type_, (m, k), address) for address in copies.addresses]
+
+
+def blocks(gpu, n: int, k: int) -> Operand:
+    """act [n, k]."""
+    return Operand("act", (n, k), gpu.empty(bytes_of("act", (n, k))))
+
+
 def copies_of(gpu, n_bytes: int, cache: str) -> int:
     """Of a buffer of n_bytes in a round. cache: "cold" or "hot"."""
     return 1 if cache == "hot" else -(-3 * gpu.l2_bytes // n_bytes) + 1
-
-
-def random_floats(gpu, n: int, k: int) -> int:
-    """float32 [n, k], normal."""
-    row = np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32)
-    return gpu.filled(row, 4 * n * k).first
-
-
-def random_weights(gpu, type_: str, m: int, k: int, cache: str) -> Copies:
-    """Tiles of [m, k]: one tile row of random blocks, again and again."""
-    fmt = format_of(type_)
-    tiles = random_tiles(type_, ROWS, k, np.random.default_rng(0))
-    return gpu.filled(tiles, Tiling(fmt, m, k).n_bytes, copies_of(gpu, m * fmt.row_bytes(k), cache))

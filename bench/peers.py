@@ -1,7 +1,8 @@
 """Other engines under the same lamp: python bench/peers.py -m model.gguf [--devices cpu,cuda:0] [-c 512] [--chunks 2]
 
-Runs the axes of `ggml-py verify` that an engine has on the same tokens, here and in llama-cpp-python (extra `peers`), and prints how many different digests
-each axis gives. Sequences in one batch, launches, cache writes and graph passes are not for its Python interface to choose: those axes are left out.
+Runs the axes of `ggml-py verify` that an engine has on the same tokens, here and in llama-cpp-python (extra `peers`), and prints
+how many different digests each axis gives. Sequences in one batch, launches, cache writes and graph passes are not for its Python
+interface to choose: those axes are left out.
 """
 import argparse
 import platform
@@ -15,23 +16,22 @@ import numba
 import numpy as np
 
 from ggml_py import __version__
-from ggml_py.axes import settings_of
+from ggml_py.check.axes import settings_of
 from ggml_py.backends import device_of, present_devices
-from ggml_py.cli import DEMO_TEXT
-from ggml_py.errors import UserError
-from ggml_py.model import Model
-from ggml_py.perplexity import read_text, with_bos
-from ggml_py.verify import Result, Verification, first_windows
+from ggml_py.base.defaults import TEXT
+from ggml_py.base.errors import UserError
+from ggml_py.check.verify import Result, Verification
+from ggml_py.engine.model import Model
+from ggml_py.engine.windows import first_windows, read_text, with_bos
 
 AXES = ["rerun", "ubatch", "pieces", "threads", "device"]
 
 
 class PeerContext:
     """What `axes.play` needs of a context, of one sequence. llama: a llama_cpp.Llama that keeps the logits of all tokens."""
-    programs: dict = {}
 
     def __init__(self, llama):
-        self.llama = llama
+        self.llama, self.programs = llama, {}
 
     def clear(self) -> None:
         self.llama.reset()
@@ -53,8 +53,10 @@ class PeerModel:
     def new_context(self, *, n_ctx: int, n_seq_max: int, n_ubatch: int, **_):
         assert n_seq_max == 1
         threads = numba.get_num_threads()
-        gpu = dict(n_gpu_layers=0) if self.device == "cpu" else dict(n_gpu_layers=-1, main_gpu=int(self.device.partition(":")[2]), split_mode=0)
-        llama = self.Llama(model_path=self.path, n_ctx=n_ctx, n_batch=n_ctx, n_ubatch=n_ubatch, n_threads=threads, n_threads_batch=threads, logits_all=True,
+        gpu = (dict(n_gpu_layers=0) if self.device == "cpu"
+               else dict(n_gpu_layers=-1, main_gpu=int(self.device.partition(":")[2]), split_mode=0))
+        llama = self.Llama(model_path=self.path, n_ctx=n_ctx, n_batch=n_ctx, n_ubatch=n_ubatch, n_threads=threads,
+                           n_threads_batch=threads, logits_all=True,
                            flash_attn=True, verbose=False, **gpu)
         try:
             yield PeerContext(llama)
@@ -69,8 +71,8 @@ class PeerModel:
 
 
 def n_digests(results: list[Result], axis: str) -> tuple[int, int]:
-    """How many different digests the settings of an axis and the default one give, and how many settings these are. Settings on fewer tokens count as the
-    default one where they have its digest for these."""
+    """How many different digests the settings of an axis and the default one give, and how many settings these are. Settings on
+    fewer tokens count as the default one where they have its digest for these."""
     default, mine = results[0], [result for result in results[1:] if result.setting.axis == axis and not result.setting.reason]
     digests = {default.digest if result.digest == result.expected else result.digest for result in (default, *mine)}
     return len(digests), len(mine) + 1
@@ -98,7 +100,7 @@ def table(columns: dict[str, dict[str, tuple[int, int]]]) -> str:
 def main(argv=None, Llama=None) -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("-m", "--model", required=True)
-    p.add_argument("-f", "--file", type=Path, default=DEMO_TEXT)
+    p.add_argument("-f", "--file", type=Path, default=TEXT)
     p.add_argument("-c", "--ctx-size", type=int, default=512)
     p.add_argument("--chunks", type=int, default=2)
     p.add_argument("--devices", help="with commas between; all that are present by default")
@@ -108,20 +110,22 @@ def main(argv=None, Llama=None) -> int:
         try:
             from llama_cpp import Llama
         except ImportError:
-            print(f"peers: {peer} is not installed; install ggml-py[peers]", file=sys.stderr)
+            print(f"peers: {peer} is not installed; install ggml-bitwise[peers]", file=sys.stderr)
             return 2
         peer += f" {version(peer)}"
     try:
         devices = [device_of(name) for name in options.devices.split(",")] if options.devices else present_devices()
         with Model.load(options.model, device=devices[0]) as model:
-            windows = with_bos(model, first_windows(model.tokenizer.encode(read_text(options.file)), options.ctx_size, options.chunks))
+            windows = with_bos(model,
+                               first_windows(model.tokenizer.encode(read_text(options.file)), options.ctx_size, options.chunks))
             names = [model.backend.name]
     except UserError as error:
         print(f"peers: {error}", file=sys.stderr)
         return 2
     columns = {f"ggml-py {__version__}": count(lambda device: Model.load(options.model, device=device), windows, devices),
                peer: count(lambda device: PeerModel(Llama, options.model, device), windows, devices)}
-    print(f"Different digests of the logits of {len(windows)} windows of {windows.shape[1]} tokens, {Path(options.model).name}, on {', '.join(devices)} "
+    print(f"Different digests of the logits of {len(windows)} windows of {windows.shape[1]} tokens, {Path(options.model).name}, "
+          f"on {', '.join(devices)} "
           f"({names[0]}; {platform.machine()}, {numba.config.NUMBA_NUM_THREADS} threads):\n")
     print(table(columns))
     return 0

@@ -9,7 +9,8 @@ def conditions(backend) -> dict:
     """Device, driver, versions and date."""
     from ggml_py.backends.cuda import driver_release
     from record_golden import numba_cuda, versions
-    on_gpu = {"driver": driver_release(), "cuda": backend.driver_version(), "numba.cuda": numba_cuda()} if backend.device != "cpu" else {}
+    on_gpu = ({"driver": driver_release(), "cuda": backend.driver_version(), "numba.cuda": numba_cuda()}
+              if backend.device != "cpu" else {})
     return {"device": backend.name, **on_gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
 
 

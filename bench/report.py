@@ -1,4 +1,5 @@
-"""Writes docs/performance.md and its plots from the records of bench/gpu.py, bench/speed.py and bench/cold_start.py in bench/results: python bench/report.py"""
+"""Writes docs/performance.md and its plots from the records of bench/gpu.py,
+bench/speed.py and bench/cold_start.py in bench/results: python bench/report.py"""
 import json
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ import checkout
 from figures import INT8_TOP_S, K, M, Row, limits, llama_cpp, verdict
 
 RESULTS, DOCS = checkout.ROOT / "bench" / "results", checkout.ROOT / "docs"
-SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)": ("mmq", "quantize + mmq"), "Gate and up in one kernel": ("mul_mat_glu",),
+SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)": ("mmq", "quantize + mmq"),
+            "Gate and up in one kernel": ("mul_mat_glu",),
             "Q, K and V in one kernel": ("mul_mat_qkv",),
             "Mixture of experts": ("mul_mat_id", "topk_moe", "topk_moe of groups", "weighted_sum"),
             "Weights, dequantized": ("get_rows", "dequantize f32", "dequantize f16"), "Attention": ("flash_attn_ext",),
@@ -29,7 +31,7 @@ A record is of the kernels of its date; what has been written since, timed or no
 The limits, and the times of llama.cpp 0c1e57098 beside them, are those of `bench/figures.py`; llama.cpp was measured on an H200 by its own
 `test-backend-ops`, its weights hot where they fit into L2. Float weights are multiplied in float32 in a defined order: there a library that uses
 tensor cores in bfloat16 is faster by far (cuBLAS: 680 to 800 TFLOP/s on an H200).
-"""
+"""  # noqa: E501  lines of the page
 
 COLD_START = """\
 ## Cold start
@@ -38,7 +40,7 @@ Kernels are compiled only for what a model uses, and kept on disk. Each line is 
 in the page cache: one that finds no compiled kernel, then five that find what it left (their median, the range behind it). Times run from the start of
 the process to the first token of a short answer; kernels and their seconds are all that the model needs, those for long prompts included.
 Goals: {compile} s of compilation, and {beyond} s to the first token beyond the loading of the model (its file read, its weights put on the device).
-"""
+"""  # noqa: E501  lines of the page
 COLD_GOALS = {"compile": 30.0, "beyond": 2.0}  # seconds
 
 
@@ -47,7 +49,7 @@ KV_WRITE = """\
 
 Generation of 128 tokens, t/s: cells of the KV cache by number (`set_rows`, the default) or by address (`--kv-write cpy`, copies into a moving destination through
 a table of pointers in device memory), both replayed from CUDA graphs ([graphs.md](graphs.md)); and every kernel launched by itself (`--no-graphs`).
-"""
+"""  # noqa: E501  lines of the page
 
 
 def records(program: str) -> dict[str, dict]:
@@ -73,10 +75,11 @@ def section(title: str, kernels: tuple, rows: list[Row], copy_GB_s: float) -> li
         limit = limits(row, rows, copy_GB_s)
         lines.append([row.kernel, row.type, " ".join(f"{key}={value}" for key, value in row.sizes.items()), row.cache,
                       f"{row.us:.1f}", f"{row.us_least:.1f} to {row.us_most:.1f}", f"{row.n_bytes / 1e6:.1f}", f"{row.GB_s:.0f}",
-                      f"{100 * row.GB_s / copy_GB_s:.0f} %",
-                      f"{row.TOP_s:.1f}" if row.n_ops else "", llama_cpp(row), f"{limit.must:.1f}" if limit else "",
-                      f"{limit.goal:.1f}" if limit and limit.goal else "", verdict(row, limit) if limit else "", limit.rule if limit else ""])
-    header = "kernel | type | sizes | cache | us | range | MB | GB/s | of copy | TOP/s | llama.cpp | must us | goal us | result | limit"
+                      f"{100 * row.GB_s / copy_GB_s:.0f} %", f"{row.TOP_s:.1f}" if row.n_ops else "", llama_cpp(row),
+                      f"{limit.must:.1f}" if limit else "", f"{limit.goal:.1f}" if limit and limit.goal else "",
+                      verdict(row, limit) if limit else "", limit.rule if limit else ""])
+    header = ("kernel | type | sizes | cache | us | range | MB | GB/s | of copy | TOP/s | llama.cpp | must us | goal us | "
+              "result | limit")
     return [f"### {title}", table(header, lines)] if lines else []
 
 
@@ -103,17 +106,19 @@ def cold_start(found: dict[str, dict]) -> list[str]:
         empty, warm = ([run for run in record["runs"] if run["cache"] == state] for state in ("empty", "warm"))
         first, beyond = ([run["first_token_seconds"] - loading * run["load_seconds"] for run in warm] for loading in (0, 1))
         seconds, kernels = empty[0]["compile_seconds"], empty[0]["n_kernels"]
-        device = f"{record['device']}, {record['cores']} cores" if "driver" not in record else f"{record['device']}, driver {record['driver']}"
+        device = (f"{record['device']}, {record['cores']} cores" if "driver" not in record
+                  else f"{record['device']}, driver {record['driver']}")
         lines.append([f"{device} (`{stem}.json`, {record['date']})", record["model"], str(kernels), f"{seconds:.1f}",
                       "goal" if seconds <= COLD_GOALS["compile"] else "missed", f"{empty[0]['first_token_seconds']:.1f}",
                       f"{median(first):.2f} ({min(first):.2f} to {max(first):.2f})", str(max(run["n_kernels"] for run in warm)),
                       f"{median(run['load_seconds'] for run in warm):.2f}", f"{median(beyond):.2f}",
                       "goal" if median(beyond) <= COLD_GOALS["beyond"] else "missed"])
-    header = ("device | model | kernels | compiled in, s | result | first token, empty cache, s | first token, warm cache, s | kernels compiled, warm | "
-              "loading of it, s | beyond loading, s | result")
+    header = ("device | model | kernels | compiled in, s | result | first token, empty cache, s | first token, warm cache, s | "
+              "kernels compiled, warm | loading of it, s | beyond loading, s | result")
     missing = [f"On {where}: not measured yet." for where, on_gpu in (("a CPU", False), ("a GPU", True))
                if not any(("driver" in record) == on_gpu for record in found.values())]
-    return [COLD_START.format(**{goal: f"{seconds:g}" for goal, seconds in COLD_GOALS.items()}).rstrip(), *([table(header, lines)] if lines else []), *missing]
+    return [COLD_START.format(**{goal: f"{seconds:g}" for goal, seconds in COLD_GOALS.items()}).rstrip(),
+            *([table(header, lines)] if lines else []), *missing]
 
 
 def kv_write(found: dict[str, dict]) -> list[str]:
@@ -124,7 +129,8 @@ def kv_write(found: dict[str, dict]) -> list[str]:
         for row in record["rows"]:
             if not row["n_prompt"] and not row["n_depth"]:
                 by_test.setdefault((row["model"], row["test"]), {})[row["kv_write"], row["graphs"]] = f"{row['avg_ts']:.1f}"
-        lines += [[f"{record['device']} (`{stem}.json`, {record['date']})", *names, *(ts.get(way, "") for way in (("set_rows", 1), ("cpy", 1), ("set_rows", 0)))]
+        lines += [[f"{record['device']} (`{stem}.json`, {record['date']})", *names,
+                   *(ts.get(way, "") for way in (("set_rows", 1), ("cpy", 1), ("set_rows", 0)))]
                   for names, ts in by_test.items() if len(ts) > 1]
     return [KV_WRITE.rstrip(), table("device | model | test | set_rows | cpy | without graphs", lines)] if lines else []
 
@@ -149,7 +155,8 @@ def plot_rows(name: str, rows: list[Row]) -> list[Row]:
     """The rows that a plot shows."""
     def of(row, n, *kernels):
         return row.kernel in kernels and row.sizes == {"m": M, "k": K, "n": n}
-    return {"mmvq": [row for row in rows if of(row, 1, "mmvq")], "mmq": [row for row in rows if of(row, 512, "mmq", "quantize + mmq")],
+    return {"mmvq": [row for row in rows if of(row, 1, "mmvq")],
+            "mmq": [row for row in rows if of(row, 512, "mmq", "quantize + mmq")],
             "roofline": [row for row in rows if row.kernel in ("mmvq", "mmq") and row.cache == "cold"]}[name]
 
 
@@ -162,9 +169,11 @@ def bars(axes, rows, value, groups, limit_value) -> None:
         at = [types.index(row.type) + (g - (len(groups) - 1) / 2) * height for row in chosen]
         axes.barh(at, [value(row) for row in chosen], height, label=label, color=f"C{g}", clip_on=False)
     for which, color in ("must", "black"), ("goal", "tab:green"):
-        limited = [(row, getattr(limit, which)) for row in rows if next(iter(groups.values()))(row) and (limit := limits(row, rows, float("inf")))]
+        limited = [(row, getattr(limit, which)) for row in rows
+                   if next(iter(groups.values()))(row) and (limit := limits(row, rows, float("inf")))]
         marked = [(limit_value(row, us), types.index(row.type)) for row, us in limited if us]
-        axes.vlines([x for x, _ in marked], [y - 0.4 for _, y in marked], [y + 0.4 for _, y in marked], color=color, label=which, clip_on=False)
+        axes.vlines([x for x, _ in marked], [y - 0.4 for _, y in marked], [y + 0.4 for _, y in marked], color=color, label=which,
+                    clip_on=False)
     axes.set_yticks(range(len(types)), types)
     axes.margins(y=0.01)
     axes.invert_yaxis()
@@ -180,7 +189,8 @@ def plot_mmvq(axes, rows, record) -> None:
 
 def plot_mmq(axes, rows, record) -> None:
     """Matrix times matrix, 4096 x 14336 x 512, TOP/s by type"""
-    groups = {"activations quantized before": lambda row: row.kernel == "mmq", "quantization included": lambda row: row.kernel != "mmq"}
+    groups = {"activations quantized before": lambda row: row.kernel == "mmq",
+              "quantization included": lambda row: row.kernel != "mmq"}
     bars(axes, rows, lambda row: row.TOP_s, groups, lambda row, us: row.n_ops / us / 1e6)
     if "H200" in record["device"]:
         axes.axvline(INT8_TOP_S / 2, color="tab:red", label="int8 peak / 2 limbs")
@@ -191,7 +201,8 @@ def plot_roofline(axes, rows, record) -> None:
     """Matrix products of every size against the roof: the measured copy, the peak of int8 products"""
     for i, type_ in enumerate(dict.fromkeys(row.type for row in rows)):
         chosen = [row for row in rows if row.type == type_]
-        axes.plot([row.n_ops / row.n_bytes for row in chosen], [row.TOP_s for row in chosen], linestyle="", marker="osD^v<>"[i % 7], markersize=4,
+        axes.plot([row.n_ops / row.n_bytes for row in chosen], [row.TOP_s for row in chosen], linestyle="",
+                  marker="osD^v<>"[i % 7], markersize=4,
                   color=f"C{i % 10}", label=type_, clip_on=False)
     intensity = [row.n_ops / row.n_bytes for row in rows]
     peak = INT8_TOP_S / 2 if "H200" in record["device"] else float("inf")

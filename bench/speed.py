@@ -1,9 +1,11 @@
-"""Prompts and generation of whole models against the figures to reach: python bench/speed.py --models /tmp --out bench/results/NAME.json
+"""Prompts and generation of whole models against the figures to reach: python bench/speed.py --models /tmp --out
+bench/results/NAME.json
 
-Writes the synthetic models (`synth.py`) that are missing in the folder of --models, runs the tests of the table as `ggml-py bench` does, each model loaded
-once, and writes a record: what `ggml-py bench -o json` prints of each test, with llama.cpp's t/s on an H200, and the t/s that must and should be reached.
-Without figures, for comparison, some run once more: prompts of more than 512 tokens in micro-batches of 512, the default of other engines; generation with
-cells of the KV cache by address (--kv-write cpy), and without CUDA graphs.
+Writes the synthetic models (`synth.py`) that are missing in the folder of --models, runs the tests of the table as `ggml-py
+bench` does, each model loaded once, and writes a record: what `ggml-py bench -o json` prints of each test, with llama.cpp's t/s
+on an H200, and the t/s that must and should be reached. Without figures, for comparison, some run once more: prompts of more than
+512 tokens in micro-batches of 512, the default of other engines; generation with cells of the KV cache by address (--kv-write
+cpy), and without CUDA graphs.
 """
 import argparse
 import sys
@@ -17,15 +19,16 @@ import numba
 
 import synth
 from ggml_py.backends import open_backend
-from ggml_py.benchmark import DEFAULTS, Test, bench, configs_of, copy_GB_s_of, unusual
-from ggml_py.errors import UserError
-from ggml_py.model import Model
-from ggml_py.result_formats import Markdown
+from ggml_py.measure.benchmark import DEFAULTS, Test, bench, configs_of, copy_GB_s_of, unusual
+from ggml_py.base.errors import UserError
+from ggml_py.engine.model import Model
+from ggml_py.measure.result_formats import Markdown
 from records import conditions, dump
 
 
 class Figure(NamedTuple):
-    """t/s of a test on one H200: what llama.cpp reaches, what must be and what should be, and what ik_llama.cpp reaches where it was measured."""
+    """t/s of a test on one H200: what llama.cpp reaches, what must be and what should be,
+    and what ik_llama.cpp reaches where it was measured."""
     test: Test
     llama_cpp: float
     must: float
@@ -36,8 +39,10 @@ class Figure(NamedTuple):
 OTHERS_UBATCH = 512  # the default of llama.cpp and ik_llama.cpp
 GENERATION = Test(0, 128)
 TABLE = {
-    ("llama-3-8b", "Q4_K"): [Figure(GENERATION, 294, 480, 700), Figure(Test(512, 0), 9873, 12000, 20000), Figure(Test(4096, 0), 10099, 11500, 20000),
-                             Figure(Test(0, 128, 4096), 270, 440, 620), Figure(Test(0, 128, 16384), 231, 380, 540), Figure(Test(0, 128, 32768), 192, 310, 450)],
+    ("llama-3-8b", "Q4_K"): [Figure(GENERATION, 294, 480, 700), Figure(Test(512, 0), 9873, 12000, 20000),
+                             Figure(Test(4096, 0), 10099, 11500, 20000),
+                             Figure(Test(0, 128, 4096), 270, 440, 620), Figure(Test(0, 128, 16384), 231, 380, 540),
+                             Figure(Test(0, 128, 32768), 192, 310, 450)],
     ("llama-3-8b", "Q8_0"): [Figure(GENERATION, 254, 370, 440), Figure(Test(4096, 0), 11323, 13000, 22000)],
     ("smollm2-135m", "Q4_1"): [Figure(GENERATION, 959, 2000, 4000), Figure(Test(512, 0), 54800, 60000, 120000),
                                Figure(Test(4096, 0), 58600, 70000, 120000)],
@@ -111,15 +116,18 @@ def main() -> int:
             results = results_of(model, path, tests, options.ub, options.r)
             others = results_of(model, path, longer, OTHERS_UBATCH, options.r)
             for settings in {"kv_write": "cpy"}, {"graphs": 0}:
-                others += results_of(model, path, [test for test in tests if test == GENERATION], options.ub, options.r, **settings)
+                others += results_of(model, path, [test for test in tests if test == GENERATION], options.ub, options.r,
+                                     **settings)
         for result, figure in zip(results, figures):
             known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure)}
             rows.append({"model": name, **known, **asdict(result), "model_filename": path.name})
             elsewhere = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
-            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {elsewhere}, must {figure.must}, goal {figure.goal}: {known['verdict']}")
+            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {elsewhere}, must {figure.must}, goal {figure.goal}: "
+                  f"{known['verdict']}")
         for result in others:
             rows.append({"model": name, "test": result.test, **asdict(result), "model_filename": path.name})
-            print(f"{name} {result.test}, -ub {result.n_ubatch}, {result.kv_write}, graphs {result.graphs}: {result.avg_ts:.1f} t/s")
+            print(f"{name} {result.test}, -ub {result.n_ubatch}, {result.kv_write}, graphs {result.graphs}: "
+                  f"{result.avg_ts:.1f} t/s")
         options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
     return 0
 

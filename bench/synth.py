@@ -1,16 +1,17 @@
 """Writes a model of a known shape whose weights are random blocks: python bench/synth.py llama-3-8b Q4_K -o model.gguf
 
-Speed depends on shapes and types alone, and these files are written as fast as a disk takes them: the rows of a type and length come from one pool of
-random blocks, written again and again, each tensor from a row of its own. A path in /dev/shm keeps the file in memory. Scales are such that a matrix
-keeps the size of what it multiplies (weights of mean 0 and variance 1 / columns), so that activations, scores and logits are those of a real model in
-size. There is no vocabulary: such a model takes token ids.
+Speed depends on shapes and types alone, and these files are written as fast as a disk takes them: the rows of a type and length
+come from one pool of random blocks, written again and again, each tensor from a row of its own. A path in /dev/shm keeps the file
+in memory. Scales are such that a matrix keeps the size of what it multiplies (weights of mean 0 and variance 1 / columns), so
+that activations, scores and logits are those of a real model in size. There is no vocabulary: such a model takes token ids.
 """
 import argparse
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import checkout  # noqa: F401
 import gguf
@@ -23,13 +24,16 @@ from random_weights import random_weight
 
 POOL_BYTES = 16 << 20  # of one type and row length
 SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
-SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
-TYPES = [fmt.name for fmt in FORMATS.values() if ("d", 2) in fmt.fields and fmt.name != "Q1_0"]  # with a float16 scale a block; gguf cannot read Q1_0
+# instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
+SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# with a float16 scale a block; gguf cannot read Q1_0
+TYPES = [fmt.name for fmt in FORMATS.values() if ("d", 2) in fmt.fields and fmt.name != "Q1_0"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's tensors and metadata follow from. keys: further metadata, key without architecture -> (value, its method of GGUFWriter)."""
+    """What a model's tensors and metadata follow from. keys: further metadata, key without architecture -> (value,
+    its method of GGUFWriter)."""
     arch: str
     n_layer: int
     n_embd: int
@@ -56,11 +60,14 @@ class Shape:
 SHAPES = {
     "llama-3-8b": Shape("llama", 32, 4096, 32, 8, 128, 14336, 128256, 131072, 500000.0),
     "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 100000.0, output=None, embedding="Q8_0"),
-    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, 40960, 1000000.0, n_expert=128, n_expert_used=8, n_ff_exp=768),
-    "deepseek-v2-lite": Shape("deepseek2", 27, 2048, 16, 16, 192, 10944, 102400, 163840, 10000.0, n_expert=64, n_expert_used=6, n_ff_exp=1408,
+    "qwen3-30b-a3b": Shape("qwen3moe", 48, 2048, 32, 4, 128, 6144, 151936, 40960, 1000000.0, n_expert=128, n_expert_used=8,
+                           n_ff_exp=768),
+    "deepseek-v2-lite": Shape("deepseek2", 27, 2048, 16, 16, 192, 10944, 102400, 163840, 10000.0, n_expert=64, n_expert_used=6,
+                              n_ff_exp=1408,
                               n_expert_shared=2, n_layer_dense=1, kv_lora=512, n_rot=64, head_v=128, keys={
                                   "rope.scaling.type": ("yarn", "string"), "rope.scaling.factor": (40.0, "float32"),
-                                  "rope.scaling.original_context_length": (4096, "uint32"), "rope.scaling.yarn_log_multiplier": (0.0707, "float32")}),
+                                  "rope.scaling.original_context_length": (4096, "uint32"),
+                                  "rope.scaling.yarn_log_multiplier": (0.0707, "float32")}),
 }
 # Small ones, to try things: a layer or two of the same kinds (deepseek2 tells its forms apart by the number of layers).
 _TINY = dict(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, head=64, n_ff=512, n_vocab=320, n_ctx=1024)
@@ -68,7 +75,8 @@ SHAPES |= {
     "tiny-llama": replace(SHAPES["llama-3-8b"], **_TINY),
     "tiny-smollm2": replace(SHAPES["smollm2-135m"], **_TINY | dict(n_embd=192, n_head=3, n_head_kv=1)),
     "tiny-qwen3moe": replace(SHAPES["qwen3-30b-a3b"], **_TINY, n_expert=8, n_expert_used=2, n_ff_exp=256),
-    "tiny-deepseek2": replace(SHAPES["deepseek-v2-lite"], **_TINY | dict(n_layer=27, n_head_kv=4), n_expert=8, n_expert_used=2, n_ff_exp=96, kv_lora=64,
+    "tiny-deepseek2": replace(SHAPES["deepseek-v2-lite"], **_TINY | dict(n_layer=27, n_head_kv=4), n_expert=8, n_expert_used=2,
+                              n_ff_exp=96, kv_lora=64,
                               n_rot=32, head_v=32),
 }
 
@@ -88,7 +96,8 @@ def tensors(s: Shape) -> Iterator[TensorShape]:
         yield TensorShape(f"{p}attn_norm.weight", (s.n_embd,))
         yield from (t._replace(name=p + t.name) for t in (mla if s.kv_lora else attention)(s))
         yield TensorShape(f"{p}ffn_norm.weight", (s.n_embd,))
-        yield from (t._replace(name=p + t.name) for t in (experts(s) if s.n_expert and i >= s.n_layer_dense else ffn(s, "", s.n_ff)))
+        yield from (t._replace(name=p + t.name)
+                    for t in (experts(s) if s.n_expert and i >= s.n_layer_dense else ffn(s, "", s.n_ff)))
     yield TensorShape("output_norm.weight", (s.n_embd,))
     if s.output:
         yield TensorShape("output.weight", (s.n_vocab, s.n_embd), s.output)
@@ -124,21 +133,25 @@ def experts(s: Shape) -> Iterator[TensorShape]:
 
 
 def add_metadata(w: GGUFWriter, s: Shape) -> None:
-    w.add_block_count(s.n_layer); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd); w.add_feed_forward_length(s.n_ff)
+    w.add_block_count(
+        s.n_layer); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd); w.add_feed_forward_length(s.n_ff)
     w.add_head_count(s.n_head); w.add_head_count_kv(s.n_head_kv); w.add_key_length(s.head); w.add_value_length(s.head_v or s.head)
-    w.add_layer_norm_rms_eps(1e-6 if s.n_expert else 1e-5); w.add_rope_dimension_count(s.n_rot or s.head); w.add_rope_freq_base(s.freq_base)
+    w.add_layer_norm_rms_eps(1e-6 if s.n_expert
+                             else 1e-5); w.add_rope_dimension_count(s.n_rot or s.head); w.add_rope_freq_base(s.freq_base)
     w.add_vocab_size(s.n_vocab); w.add_tokenizer_model("no_vocab")
     if s.n_expert:
         w.add_expert_count(s.n_expert); w.add_expert_used_count(s.n_expert_used); w.add_expert_feed_forward_length(s.n_ff_exp)
     if s.kv_lora:
-        w.add_kv_lora_rank(s.kv_lora); w.add_leading_dense_block_count(s.n_layer_dense); w.add_expert_shared_count(s.n_expert_shared)
+        w.add_kv_lora_rank(
+            s.kv_lora); w.add_leading_dense_block_count(s.n_layer_dense); w.add_expert_shared_count(s.n_expert_shared)
         w.add_expert_weights_scale(1.0); w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
     for key, (value, method) in s.keys.items():
         getattr(w, f"add_{method}")(f"{s.arch}.{key}", value)
 
 
 def pool(fmt: Format, n_cols: int, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [n_rows, bytes of a row]: random blocks of mean 0 and variance 1 / n_cols. n_rows is odd, so that experts, of even size, are not equal."""
+    """uint8 [n_rows, bytes of a row]: random blocks of mean 0 and variance 1 / n_cols. n_rows is odd, so that experts,
+    of even size, are not equal."""
     n_rows = POOL_BYTES // fmt.row_bytes(n_cols) | 1
     rows = random_weight(fmt, n_rows, n_cols, rng)
     sample = dequantize(rows[:SAMPLE_ROWS], fmt.type_id)
@@ -181,7 +194,8 @@ def tensor_type(t: TensorShape, type_: str) -> str:
 
 
 def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
-    """Writes the model. type_: of the matrices, where the shape does not name another. ValueError for a type without float16 scales."""
+    """Writes the model. type_: of the matrices, where the shape does not name another.
+    ValueError for a type without float16 scales."""
     if type_ not in TYPES:
         raise ValueError(f"type: {type_!r} is not one of {', '.join(TYPES)}")
     rng, pools = np.random.default_rng(seed), {}

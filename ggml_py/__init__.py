@@ -1,25 +1,31 @@
 """A GGUF tensor runtime whose results are the same bits on every run, batch size, launch and device."""
-from importlib import import_module as _import_module
-from pathlib import Path as _Path
+import os as _os
+
+TYPE_CHECKING = False  # of typing, which takes longer to import than all of this; type checkers know the name
+if TYPE_CHECKING:
+    from .engine.model import Context as Context, Model as Model
+    from .files.gguf import GGUFError as GGUFError
+    from .tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 NUMERICS_VERSION = 1  # of docs/numerics.md, which has the history
 
-_root = _Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file() and (_root / "kernels").is_dir():  # a bare checkout: ggml_py.kernels and ggml_py.quant lie beside this folder
-    __path__.append(str(_root))
+_root = _os.path.dirname(_os.path.dirname(_os.path.realpath(__file__)))
+if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_os.path.join(_root, "kernels")):
+    __path__.append(_root)  # a bare checkout: ggml_py.kernels and ggml_py.quant lie beside this folder
 
 # Public names are imported when first asked for: numba and tokenizers take a second, and `import ggml_py` should not.
-_HOME = {"Model": ".model", "Context": ".model", "Tokenizer": ".tokenizer", "GGUFError": ".gguf_file"}
-__all__ = [*_HOME, "__version__"]
+_HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf"}
+__all__ = ["Context", "GGUFError", "Model", "Tokenizer", "__version__"]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(_HOME[name], __name__), name)
+    from importlib import import_module
+    value = globals()[name] = getattr(import_module(_HOME[name], __name__), name)
     return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME})

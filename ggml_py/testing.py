@@ -10,32 +10,31 @@ _BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two arrays of one dtype and shape: how many elements differ, the first one's place, patterns and values, and the largest distance in ULPs."""
+    """Of two arrays of one dtype and shape: how many elements differ, the first one's place, patterns and values,
+    and the largest distance in ULPs."""
     n_different: int
     n: int
     first: tuple[int, ...]
     patterns: tuple[str, str]
-    values: tuple
+    values: tuple[np.generic | float, np.generic | float]
     max_ulps: float | None  # of floats alone
 
-    def __str__(self):
+    def __str__(self) -> str:
         (a, b), (x, y) = self.patterns, self.values
         return f"{self.n_different} of {self.n} differ, first at {self.first}: {a} != {b} ({x}, {y})"
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> Difference | None:
     """What differs between the bits of two arrays of one dtype and shape, NaNs aside; None if nothing does."""
-    if a.dtype.kind != "f":
-        different = a != b
-    else:
-        different = (bits(a) != bits(b)) & ~(np.isnan(a) & np.isnan(b))
-    count = int(np.count_nonzero(different))
-    if count == 0:
+    is_float = a.dtype.kind == "f"
+    different = bits(one_nan(a)) != bits(one_nan(b)) if is_float else a != b
+    if not different.any():
         return None
     place = tuple(int(i) for i in np.argwhere(different)[0])
     x, y = a[place], b[place]
-    patterns = tuple(f"0x{int.from_bytes(v.tobytes(), sys.byteorder):0{2 * a.dtype.itemsize}x}" for v in (x, y))
-    return Difference(count, a.size, place, patterns, (x, y), _most_ulps(a[different], b[different]) if a.dtype.kind == "f" else None)
+    p, q = (f"0x{int.from_bytes(v.tobytes(), sys.byteorder):0{2 * a.dtype.itemsize}x}" for v in (x, y))
+    return Difference(int(np.count_nonzero(different)), a.size, place, (p, q), (x, y),
+                      _most_ulps(a[different], b[different]) if is_float else None)
 
 
 def _most_ulps(a: np.ndarray, b: np.ndarray) -> float:
@@ -48,8 +47,8 @@ def _most_ulps(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def assert_bitwise_equal(a: np.ndarray, b: np.ndarray, name: str) -> None:
-    """AssertionError unless a and b have one dtype, one shape and the same bits (NaNs aside). name: the op and its parameters, as in
-    "rms_norm[n=7, k=4097]"; the message adds how many elements differ and the first one's place, patterns and values."""
+    """AssertionError unless a and b have one dtype, one shape and the same bits (NaNs aside). name: the op and its parameters, as
+    in "rms_norm[n=7, k=4097]"; the message adds how many elements differ and the first one's place, patterns and values."""
     a, b = np.asarray(a), np.asarray(b)
     assert a.dtype == b.dtype, f"{name}: dtype {a.dtype} != {b.dtype}"
     assert a.shape == b.shape, f"{name}: shape {list(a.shape)} != {list(b.shape)}"
@@ -63,12 +62,17 @@ def bits(a: np.ndarray) -> np.ndarray:
     return a.view(_BITS[a.dtype.itemsize])
 
 
+def one_nan(array: np.ndarray) -> np.ndarray:
+    """The array with every NaN as the positive quiet one (float32: 0x7fc00000)."""
+    if array.dtype.kind != "f" or not (nan := np.isnan(array)).any():
+        return array
+    return np.where(nan, array.dtype.type(np.nan), array)
+
+
 def digest(array: np.ndarray) -> str:
-    """sha256 of an array's bytes in C order, little-endian, every NaN as the pattern of the positive quiet one (float32: 0x7fc00000)."""
-    array = np.asarray(array)
-    if array.dtype.kind == "f":
-        array = np.where(np.isnan(array), array.dtype.type(np.nan), array)
-    return hashlib.sha256(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()).hexdigest()
+    """sha256 of an array's bytes in C order, little-endian, every NaN as `one_nan` has it."""
+    array = one_nan(np.asarray(array))
+    return hashlib.sha256(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).data).hexdigest()
 
 
 def ulp_distance(a: np.ndarray, exact: np.ndarray) -> np.ndarray:

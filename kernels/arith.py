@@ -5,11 +5,14 @@
     exp, log, sigmoid, silu, softplus, tanh, gelu the functions compiled for the CPU
     relu                                          the same; it needs no primitive, so each target compiles it as it is
 
-The primitives of the CPU refuse operands of another type than they name: a float64 that numba's promotions would slip in does not compile.
+The primitives of the CPU refuse operands of another type than they name: a float64 that numba's promotions would slip in does not
+compile.
+
 Coefficients: minimax on the interval, rounded to float32 one by one from the lowest power up, the rest refitted each time.
 """
+from collections.abc import Callable
 from inspect import Parameter, Signature
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -55,15 +58,17 @@ ROUND_BITS = i32(0x4b400000)         # its pattern
 
 EXP_MIN = f32(-87.33654)             # 0xc2aeac4f: its exp is above 2^-126
 EXP_MAX = f32(88.72283)              # 0x42b17217: the largest whose exp is below 2^128
-E6 = f32(1.38194900e-03)             # 0x3ab52284    exp(r) = 1 + r + E2 r^2 + ... + E6 r^6, |r| <= 0.347: relative error 2^-28.2
+# exp(r) = 1 + r + E2 r^2 + ... + E6 r^6, |r| <= 0.347: relative error 2^-28.2
+E6 = f32(1.38194900e-03)             # 0x3ab52284
 E5 = f32(8.36869050e-03)             # 0x3c091cd5
 E4 = f32(4.16682810e-02)             # 0x3d2aac5c
 E3 = f32(1.66665211e-01)             # 0x3e2aaa49
 E2 = f32(4.99999940e-01)             # 0x3efffffe
 
 SQRT_HALF_BITS = i32(0x3f3504f3)     # the pattern of sqrt(1/2)
-L8 = f32(6.74926937e-02)             # 0x3d8a399c    log(1 + f) = f - f^2/2 + f^3 (L0 + L1 f + ... + L8 f^8), sqrt(1/2) <= 1 + f < sqrt(2):
-L7 = f32(-1.16700985e-01)            # 0xbdef00ed                 relative error 2^-30.2
+# log(1 + f) = f - f^2/2 + f^3 (L0 + L1 f + ... + L8 f^8), sqrt(1/2) <= 1 + f < sqrt(2): relative error 2^-30.2
+L8 = f32(6.74926937e-02)             # 0x3d8a399c
+L7 = f32(-1.16700985e-01)            # 0xbdef00ed
 L6 = f32(1.18835494e-01)             # 0x3df36006
 L5 = f32(-1.24062337e-01)            # 0xbdfe1465
 L4 = f32(1.42203584e-01)             # 0x3e119dd1
@@ -72,7 +77,8 @@ L2 = f32(2.00020716e-01)             # 0x3e4cd23b
 L1 = f32(-2.50000089e-01)            # 0xbe800003
 L0 = f32(3.33333135e-01)             # 0x3eaaaaa4
 
-T4 = f32(-5.69229666e-03)            # 0xbbba8672    tanh(a) = a + a^3 (T0 + T1 a^2 + ... + T4 a^8), 0 <= a < 0.625: relative error 2^-27.7
+# tanh(a) = a + a^3 (T0 + T1 a^2 + ... + T4 a^8), 0 <= a < 0.625: relative error 2^-27.7
+T4 = f32(-5.69229666e-03)            # 0xbbba8672
 T3 = f32(2.06281673e-02)             # 0x3ca8fc67
 T2 = f32(-5.37365153e-02)            # 0xbd5c1ad2
 T1 = f32(1.33314058e-01)             # 0x3e08837b
@@ -82,7 +88,7 @@ GELU_SCALE = f32(0.79788456)         # 0x3f4c422a: sqrt(2 / pi)
 GELU_CUBIC = f32(0.044715)           # 0x3d372713
 
 
-def functions(jit, p: Primitives) -> Functions:
+def functions(jit, p: Primitives) -> Functions:  # noqa: PLR0915 (seven formulas over the same constants)
     """The functions of one target, compiled by its `jit`. Selections are made after both sides, so that loops vectorise."""
     add, sub, mul, div, fma, i2f, as_i32, as_f32 = p
     zero, one, half, minus_half = f32(0), f32(1), f32(0.5), f32(-0.5)
@@ -202,7 +208,8 @@ fma = _instruction("fma", (_F, _F, _F), _F, lambda b, x, y, z: b.fma(x, y, z), "
 sqrt = _instruction("sqrt", (_F,), _F, _llvm("llvm.sqrt"), "square root, nearest even")
 rint = _instruction("rint", (_F,), _F, _llvm("llvm.rint"), "the nearest integer, ties to even, as a float")
 i2f = _instruction("i2f", (_I,), _F, lambda b, i: b.sitofp(i, ir.FloatType()), "the float nearest to an int32, ties to even")
-l2f = _instruction("l2f", (types.int64,), _F, lambda b, i: b.sitofp(i, ir.FloatType()), "the float nearest to an int64, ties to even")
+l2f = _instruction("l2f", (types.int64,), _F, lambda b, i: b.sitofp(i, ir.FloatType()),
+                   "the float nearest to an int64, ties to even")
 f2i = _instruction("f2i", (_F,), _I, lambda b, x: b.fptosi(x, ir.IntType(32)), "the int32 of an integral float within its range")
 as_i32 = _instruction("as_i32", (_F,), _I, lambda b, x: b.bitcast(x, ir.IntType(32)), "the bit pattern of a float")
 as_f32 = _instruction("as_f32", (_I,), _F, lambda b, i: b.bitcast(i, ir.FloatType()), "the float of a bit pattern")

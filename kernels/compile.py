@@ -1,20 +1,26 @@
-"""Compiling for the CPU: one `jit` for every kernel, a disk cache that sees edits in called functions, and the lock around parallel calls.
+"""Compiling for the CPU: one `jit` for every kernel, a disk cache that sees edits in called functions, and the rules of threads
+and fork().
 
-numba's own cache looks at one file only, and keys closures by objects that change from process to process. Here the cache folder's name is a digest of
-all sources of kernels/ and quant/, of the versions of what compiles them and of the CPU; inside it a function is found by its name and the
-arguments of the factory that made it (`key`). `compiled` counts what this process did not find there.
+numba's own cache looks at one file only, and keys closures by objects that change from process to process. Here the cache
+folder's name is a digest of all sources of kernels/ and quant/, of the versions of what compiles them and of the CPU; inside it
+a function is found by its name and the arguments of the factory that made it (`key`), in an entry that is verified
+(`disk_cache`). `compiled` counts what this process did not find there.
+
+Threads: numba's threading layers end the process when two Python threads run parallel code at once; `parallel_lock` lets one run
+it. fork(): the threads of GNU OpenMP do not exist in a forked process, and numba ends a process that asks for them. Such a
+process runs every kernel on one thread instead (`one_thread`), compiled for that; no bit depends on it. A process that was
+started by "spawn", or forked before the first kernel ran, has its own threads.
 """
 import hashlib
 import itertools
+import logging
 import os
 import pickle
 import platform
 import secrets
 import sys
-import tempfile
 import threading
-import time
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import lru_cache, wraps
 from pathlib import Path
 
@@ -25,16 +31,58 @@ import numpy
 import platformdirs
 from numba.core import config, event
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import Cache, CompileResultCacheImpl, _CacheLocator
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 from .. import quant
+from .disk_cache import compiled, read_entry, write_entry
 
-NEEDED = ("fma", "f16c")  # what the definition's fma and the conversions of float16 compile to; without them they would be library calls
-# numba tells closures of one name apart by numbers in their symbols, counted from 1 in each process. Code that two processes left on disk would so have
-# equal symbols for different functions, and the linker takes the first for both: each process counts from somewhere else.
-FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
-parallel_lock = threading.RLock()  # numba's threading layers abort when two Python threads run parallel code at once
+# What the definition's fma and the conversions of float16 compile to; without them they would be library calls
+NEEDED = ("fma", "f16c")
+parallel_lock = threading.RLock()
+one_thread = False  # this process was forked from one that had threads of GNU OpenMP
+log = logging.getLogger(__name__)
+
+
+def _number_symbols() -> None:
+    """numba tells closures of one name apart by numbers in their symbols, counted from 1 in each process. Code that two
+    processes left on disk would so have equal symbols for different functions, and the linker takes the first for both: each
+    process counts from somewhere else."""
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+
+
+_number_symbols()
+
+
+def _before_fork() -> None:
+    """While the process is copied, no other thread runs a kernel or compiles: the copy would wait for that thread for ever."""
+    parallel_lock.acquire()
+    global_compiler_lock.acquire()
+
+
+def _after_fork() -> None:
+    global_compiler_lock.release()
+    parallel_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    global one_thread  # noqa: PLW0603 (of the process, which just came to be)
+    _after_fork()
+    _number_symbols()
+    with suppress(ValueError):  # there are no threads yet
+        one_thread = one_thread or (numba.threading_layer() == "omp" and sys.platform == "linux")  # elsewhere it is not GNU's
+
+
+@lru_cache(None)
+def _warn_of_one_thread() -> None:
+    log.warning("CPU kernels: this process was forked from one that had run them, so it runs them on one thread (and compiles "
+                "them for that, once); start processes by \"spawn\", or fork before the first kernel runs, for all threads")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 def check_cpu() -> None:
@@ -44,7 +92,8 @@ def check_cpu() -> None:
     features = cpu_features()
     missing = [f for f in NEEDED if not features.get(f)]
     if missing:
-        raise RuntimeError(f"this CPU has no {' and no '.join(missing)}; the CPU kernels need {', '.join(NEEDED)} (any x86-64 CPU since 2013 has them)")
+        raise RuntimeError(f"this CPU has no {' and no '.join(missing)}; the CPU kernels need {', '.join(NEEDED)} (any x86-64 "
+                           "CPU since 2013 has them)")
 
 
 @lru_cache(None)
@@ -53,7 +102,7 @@ def cpu_features() -> dict[str, bool]:
     if config.CPU_FEATURES is not None:
         return {f[1:]: f[0] == "+" for f in config.CPU_FEATURES.split(",") if f}
     if config.CPU_NAME:  # numba gives a CPU named by the user no host features; the name says what LLVM assumes
-        return {f: True for f in NEEDED} if config.CPU_NAME not in ("generic", "x86-64") else {}
+        return dict.fromkeys(NEEDED, True) if config.CPU_NAME not in ("generic", "x86-64") else {}
     return dict(llvm.get_host_cpu_features())
 
 
@@ -67,26 +116,13 @@ def source_digest() -> str:
             h.update(path.read_bytes() + b"\0")
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()
     features = config.CPU_FEATURES if config.CPU_FEATURES is not None else llvm.get_host_cpu_features().flatten()
-    h.update(repr((sys.version_info[:3], platform.machine(), numba.__version__, llvmlite.__version__, numpy.__version__, cpu, features)).encode())
+    h.update(repr((sys.version_info[:3], platform.machine(), numba.__version__, llvmlite.__version__, numpy.__version__, cpu,
+                   features)).encode())
     return h.hexdigest()
 
 
 def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("ggml-py", appauthor=False)) / "kernels" / source_digest()[:20]
-
-
-@dataclass
-class Compiled:
-    """What this process compiled, or had compiled by others, since it was not on disk. A kernel and everything that it calls count as one."""
-    n_kernels: int = 0
-    seconds: float = 0.0  # that it waited; on a GPU also those of the driver, which assembles PTX or finds it in a cache of its own
-
-    def add(self, n_kernels: int, seconds: float) -> None:
-        self.n_kernels += n_kernels
-        self.seconds += seconds
-
-
-compiled = Compiled()
 
 
 class _Listener(event.Listener):
@@ -96,95 +132,62 @@ class _Listener(event.Listener):
         self._depth = 0
 
     def on_start(self, event) -> None:
-        if not self._depth:
-            self._start = time.perf_counter()
         self._depth += 1
+        if self._depth == 1:
+            compiled.begin("this CPU")
 
     def on_end(self, event) -> None:
         self._depth -= 1
         if not self._depth:
-            compiled.add(1, time.perf_counter() - self._start)
+            compiled.add(1)
+            compiled.end()
 
 
 event.register("numba:compile", _Listener())
 
 
-class _Locator(_CacheLocator):
-    """All functions in one folder, told apart by module and name; the folder's name stands for the state of the sources."""
+class _DiskCache(NullCache):
+    """The compiled forms of one function on disk, a file each. numba's own index and numbered files mix up two processes that
+    write at once."""
 
-    def __init__(self, py_func):
-        self._module, self._py_file = py_func.__module__, py_func.__code__.co_filename  # numba names the file when it cannot cache a function
+    def __init__(self, function, key):
+        self._name, self._key = f"{function.__module__}.{function.__qualname__}", key
 
-    def get_cache_path(self):
-        return str(cache_folder())
+    def _entry(self, signature, codegen) -> tuple[Path, str]:
+        key = repr((self._name, self._key, signature, codegen.magic_tuple(), source_digest()))
+        return cache_folder() / f"{self._name.replace('<locals>.', '')}.{hashlib.sha256(key.encode()).hexdigest()[:24]}.nbc", key
 
-    def get_source_stamp(self):
-        return source_digest()
+    def load_overload(self, signature, target_context):
+        target_context.refresh()  # it is used for the first time, perhaps
+        code = read_entry(*self._entry(signature, target_context.codegen()))
+        return None if code is None else CompileResult._rebuild(target_context, *pickle.loads(code))
 
-    def get_disambiguator(self):
-        return self._module.replace(".", "-")
-
-    @classmethod
-    def from_function(cls, py_func, py_file):
-        return cls(py_func)
-
-
-class _Impl(CompileResultCacheImpl):
-    _locator_classes = [_Locator]
-
-
-class _Files:
-    """A file for each key, named by a digest of it. numba's own index and numbered files mix up two processes that write at once."""
-
-    def __init__(self, folder: str, name: str):
-        self._folder, self._name = Path(folder), name
-
-    def _path(self, key) -> Path:
-        return self._folder / f"{self._name}.{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.nbc"
-
-    def load(self, key):
-        try:
-            return pickle.loads(self._path(key).read_bytes())
-        except FileNotFoundError:
-            return None
-
-    def save(self, key, data) -> None:
-        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-            file.write(dumps(data))
-        os.replace(file.name, self._path(key))  # whole or not at all, whoever else writes
-
-
-class _KeyedCache(Cache):
-    _impl_class = _Impl
-
-    def __init__(self, py_func, key):
-        self._key = key
-        super().__init__(py_func)
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base)
-
-    def _index_key(self, sig, codegen):
-        return sig, codegen.magic_tuple(), self._key
+    def save_overload(self, signature, result) -> None:
+        if not result.lifted and not result.library.has_dynamic_globals:  # those hold addresses of this process
+            write_entry(*self._entry(signature, result.codegen), dumps(result._reduce()))
 
 
 def jit(function=None, *, key=(), parallel=False):
-    """numba.njit for this project: numpy's division, no fast-math, cached. key: the arguments of the factory that closes over `function`.
+    """numba.njit for this project: numpy's division, no fast-math, cached. key: the arguments of the factory that closes over
+    `function`.
 
-    A parallel function is called under the process-wide lock.
+    A parallel function is called under the process-wide lock, and runs on one thread where this process must not use others.
     """
     if function is None:
         return lambda f: jit(f, key=key, parallel=parallel)
-    dispatcher = numba.njit(error_model="numpy", parallel=parallel, nogil=True, no_cfunc_wrapper=True)(function)  # nothing calls it from C
-    try:
-        dispatcher._cache = _KeyedCache(function, key)
-        dispatcher._cache.enable()
-    except OSError:  # no writable cache folder: compile anew in each process
-        pass
+    # Nothing calls it from C
+    dispatcher = numba.njit(error_model="numpy", parallel=parallel, nogil=True, no_cfunc_wrapper=True)(function)
+    dispatcher._cache = _DiskCache(function, key)
     if not parallel:
         return dispatcher
+
+    @lru_cache(None)
+    def serial():
+        _warn_of_one_thread()
+        return jit(function, key=("serial", key))
 
     @wraps(function)
     def locked(*args):
         with parallel_lock:
-            return dispatcher(*args)
-    locked.dispatcher = dispatcher
+            return (serial() if one_thread else dispatcher)(*args)
     return locked

@@ -1,4 +1,5 @@
-"""Activation blocks: 15 bits per value in two int8 limbs, one float32 scale per chunk of 256 columns. This is the definition; kernels equal it.
+"""Activation blocks: 15 bits per value in two int8 limbs, one float32 scale per chunk of 256 columns. This is the definition;
+kernels equal it.
 
 Per chunk, with amax = max |x| (taken over the bit patterns of |x| as integers, so that a NaN wins):
     amax < 2^-100:    d = 0, q = 0
@@ -42,7 +43,8 @@ def split_limbs(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_sums(sums: np.ndarray) -> np.ndarray:
-    """sums: int32 [..., 16] of a chunk, below 2^20 -> int8 [..., 3, 16]: a, b, c of 16384 a + 128 b + c with b and c in -64..63."""
+    """sums: int32 [..., 16] of a chunk, below 2^20 -> int8 [..., 3, 16]: a, b, c of 16384 a + 128 b + c with b and c in
+    -64..63."""
     t = (sums + 64) >> 7
     a = (t + 64) >> 7
     return np.stack([a, t - (a << 7), sums - (t << 7)], axis=-2).astype(np.int8)

@@ -44,8 +44,8 @@ def _kernel(name: str):
 
 
 def dequantize(data: np.ndarray, type_, shape, name: str = "tensor") -> np.ndarray:
-    """data: the bytes of a tensor of `shape` (numpy order: rows last) as in the file. Returns float32 of that shape, the same bits as
-    `gguf.quants.dequantize`. name: the tensor's, for errors."""
+    """data: the bytes of a tensor of `shape` (numpy order: rows last) as in the file. Returns float32 of that shape, the same
+    bits as `gguf.quants.dequantize`. name: the tensor's, for errors."""
     fmt, shape = format_of(type_, name), tuple(shape)
     rows = check_bytes(fmt, data, shape, name)
     if not fmt.is_quantized:

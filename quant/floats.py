@@ -8,7 +8,8 @@ def f32(p, ldw):
     @p.jit
     def values(t, q):
         return (as_f32(ldw(t, 2 * q, 0)), as_f32(ldw(t, 2 * q, 1)), as_f32(ldw(t, 2 * q, 2)), as_f32(ldw(t, 2 * q, 3)),
-                as_f32(ldw(t, 2 * q + 1, 0)), as_f32(ldw(t, 2 * q + 1, 1)), as_f32(ldw(t, 2 * q + 1, 2)), as_f32(ldw(t, 2 * q + 1, 3)))
+                as_f32(ldw(t, 2 * q + 1, 0)), as_f32(ldw(t, 2 * q + 1, 1)), as_f32(ldw(t, 2 * q + 1, 2)),
+                as_f32(ldw(t, 2 * q + 1, 3)))
     return values
 
 

@@ -2,7 +2,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Callable
+from collections.abc import Callable
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -20,7 +20,7 @@ class Format:
     name: str
     block_size: int                 # columns in a block
     fields: tuple                   # of (name, bytes): a block's fields, in file order
-    planes: tuple = ()              # of tuples of names: the order of the fields in a tile; a plane holds, block by block, its fields
+    planes: tuple = ()              # of tuples of names: the fields' order in a tile; a plane holds, block by block, its fields
     parts: Callable | None = None   # quantized: (Primitives, ldw, ld4, ld2) -> words.Parts; the loads: `tile.loads`
     values: Callable | None = None  # float: (Primitives, ldw) -> device function (t, q) -> 8 float32, columns 8q..8q+7
     zero: int = 0                   # level = code - zero
@@ -46,6 +46,7 @@ class Format:
 
     def unpack(self, p, ldw, ld4, ld2) -> Unpacker:
         """The unpacking of a quantized format for a target: its `Primitives`, and loads as those of `tile.loads`."""
+        assert self.parts is not None, self.name
         return unpacker(p, self.zero, self.parts(p, ldw, ld4, ld2))
 
     @property
@@ -53,8 +54,9 @@ class Format:
         return self.max_imin > 0
 
     def row_bytes(self, n_cols: int, name: str = "tensor") -> int:
-        """Bytes of a row of n_cols values in the file."""
-        check_row(self, n_cols, name)
+        """Bytes of a row of n_cols values in the file: whole blocks, or the tensor is refused by name."""
+        if n_cols % self.block_size:
+            raise ValueError(f"{name}: {self.name} rows must be a multiple of {self.block_size} values, got {n_cols}")
         return n_cols // self.block_size * self.type_size
 
     # A row's chunk in a tile: `chunk_bytes` = 16 n_pieces + 4 n_words + 2 n_halves, in piece order.
@@ -89,12 +91,6 @@ class Format:
         return order
 
 
-def check_row(fmt: Format, n_cols: int, name: str) -> None:
-    """A row is whole blocks, or the tensor is refused by name."""
-    if n_cols % fmt.block_size:
-        raise ValueError(f"{name}: {fmt.name} rows must be a multiple of {fmt.block_size} values, got {n_cols}")
-
-
 def check_bytes(fmt: Format, data: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
     """The bytes of a tensor [..., n_cols] as uint8 [n_rows, row_bytes], without a copy; refuses another number of them."""
     n_rows, row_bytes = prod(shape[:-1]), fmt.row_bytes(shape[-1], name)
@@ -108,7 +104,8 @@ FORMATS: dict[str, Format] = {}
 
 
 def _row(name, block_size, fields, planes="", parts=None, *numbers, **kwargs):
-    """Enters a type. fields: "d:2 qs:16" in file order; planes: "qs d+m" in tile order, fields joined by + alternate block by block."""
+    """Enters a type. fields: "d:2 qs:16" in file order; planes: "qs d+m" in tile order, fields joined by + alternate block by
+    block."""
     fields = tuple((field, int(size)) for field, size in (f.split(":") for f in fields.split()))
     fmt = Format(name, block_size, fields, tuple(tuple(plane.split("+")) for plane in planes.split()), parts,
                  **dict(zip(("zero", "sub", "group", "max_level", "max_isc", "max_imin"), numbers)), **kwargs)
@@ -117,34 +114,35 @@ def _row(name, block_size, fields, planes="", parts=None, *numbers, **kwargs):
     FORMATS[name] = fmt
 
 
-#    name      block  fields in file order                  planes of a tile          parts           zero  sub group |level| |isc| |imin|
-_row("F32",        1, "value:4",                            "value", values=floats.f32, dtype="float32")
-_row("F16",        1, "value:2",                            "value", values=floats.f16, dtype="float16")
-_row("BF16",       1, "value:2",                            "value", values=floats.bf16)
-_row("Q4_0",      32, "d:2 qs:16",                          "qs d",                   legacy.q4_0,       8,  32,   32,    8,    1)
-_row("Q4_1",      32, "d:2 m:2 qs:16",                      "qs d+m",                 legacy.q4_1,       0,  32,   32,   15,    1,   1)
-_row("Q5_0",      32, "d:2 qh:4 qs:16",                     "qs qh d",                legacy.q5_0,      16,  32,   32,   16,    1)
-_row("Q5_1",      32, "d:2 m:2 qh:4 qs:16",                 "qs qh d+m",              legacy.q5_1,       0,  32,   32,   31,    1,   1)
-_row("Q8_0",      32, "d:2 qs:32",                          "qs d",                   legacy.q8_0,       0,  32,   32,  128,    1)
-_row("Q2_K",     256, "scales:16 qs:64 d:2 dmin:2",         "qs scales d dmin",       k_quants.q2_k,     0,  16,  256,    3,   15,  15)
-_row("Q3_K",     256, "hmask:32 qs:64 scales:12 d:2",       "qs hmask scales d",      k_quants.q3_k,     4,  16,  256,    4,   32)
-_row("Q4_K",     256, "d:2 dmin:2 scales:12 qs:128",        "qs d dmin scales",       k_quants.q4_k,     0,  32,  256,   15,   63,  63)
-_row("Q5_K",     256, "d:2 dmin:2 scales:12 qh:32 qs:128",  "qs qh d dmin scales",    k_quants.q5_k,     0,  32,  256,   31,   63,  63)
-_row("Q6_K",     256, "ql:128 qh:64 scales:16 d:2",         "ql qh scales d",         k_quants.q6_k,    32,  16,  256,   32,  128)
-_row("IQ1_S",    256, "d:2 qs:32 qh:16",                    "qs qh d",                i_quants.iq1_s,    9,  32,  256,    9,   15)
-_row("IQ1_M",    256, "qs:32 qh:16 scales:8",               "qs qh scales",           i_quants.iq1_m,    9,  16,  256,    9,   15)
-_row("IQ2_XXS",  256, "d:2 qs:64",                          "qs d",                   i_quants.iq2_xxs,  0,  32,  256,   43,   31)
-_row("IQ2_XS",   256, "d:2 qs:64 scales:8",                 "qs scales d",            i_quants.iq2_xs,   0,  16,  256,   43,   31)
-_row("IQ2_S",    256, "d:2 qs:32 signs:32 qh:8 scales:8",   "qs signs qh scales d",   i_quants.iq2_s,    0,  16,  256,   43,   31)
-_row("IQ3_XXS",  256, "d:2 qs:64 scales:32",                "qs scales d",            i_quants.iq3_xxs,  0,  32,  256,   62,   31)
-_row("IQ3_S",    256, "d:2 qs:64 qh:8 signs:32 scales:4",   "qs signs qh scales d",   i_quants.iq3_s,    0,  32,  256,   15,   31)
-_row("IQ4_NL",    32, "d:2 qs:16",                          "qs d",                   legacy.iq4_nl,     0,  32,   32,  127,    1)
-_row("IQ4_XS",   256, "d:2 scales_h:2 scales_l:4 qs:128",   "qs d scales_h scales_l", i_quants.iq4_xs,   0,  32,  256,  127,   32)
-_row("TQ1_0",    256, "qs:48 qh:4 d:2",                     "qs qh d",                ternary.tq1_0,     1,  32,  256,    1,    1)
-_row("TQ2_0",    256, "qs:64 d:2",                          "qs d",                   ternary.tq2_0,     1,  32,  256,    2,    1)
-_row("MXFP4",     32, "e:1 qs:16",                          "qs e",                   fp4.mxfp4,         0,  32,   32,   12,    1)
-_row("NVFP4",     64, "d:4 qs:32",                          "qs d",                   fp4.nvfp4,         0,  16,   16,   12,    1)
-_row("Q1_0",     128, "d:2 qs:16",                          "qs d",                   ternary.q1_0,      1,  32,  128,    1,    1)
+# name     block  fields in file order                    planes of a tile          parts            zero, sub, group,
+#                                                                                                    |level|, |isc|, |imin|
+_row("F32",       1, "value:4",                           "value",                  values=floats.f32, dtype="float32")
+_row("F16",       1, "value:2",                           "value",                  values=floats.f16, dtype="float16")
+_row("BF16",      1, "value:2",                           "value",                  values=floats.bf16)
+_row("Q4_0",     32, "d:2 qs:16",                         "qs d",                   legacy.q4_0,      8, 32,  32,   8,   1)
+_row("Q4_1",     32, "d:2 m:2 qs:16",                     "qs d+m",                 legacy.q4_1,      0, 32,  32,  15,   1,  1)
+_row("Q5_0",     32, "d:2 qh:4 qs:16",                    "qs qh d",                legacy.q5_0,     16, 32,  32,  16,   1)
+_row("Q5_1",     32, "d:2 m:2 qh:4 qs:16",                "qs qh d+m",              legacy.q5_1,      0, 32,  32,  31,   1,  1)
+_row("Q8_0",     32, "d:2 qs:32",                         "qs d",                   legacy.q8_0,      0, 32,  32, 128,   1)
+_row("Q2_K",    256, "scales:16 qs:64 d:2 dmin:2",        "qs scales d dmin",       k_quants.q2_k,    0, 16, 256,   3,  15, 15)
+_row("Q3_K",    256, "hmask:32 qs:64 scales:12 d:2",      "qs hmask scales d",      k_quants.q3_k,    4, 16, 256,   4,  32)
+_row("Q4_K",    256, "d:2 dmin:2 scales:12 qs:128",       "qs d dmin scales",       k_quants.q4_k,    0, 32, 256,  15,  63, 63)
+_row("Q5_K",    256, "d:2 dmin:2 scales:12 qh:32 qs:128", "qs qh d dmin scales",    k_quants.q5_k,    0, 32, 256,  31,  63, 63)
+_row("Q6_K",    256, "ql:128 qh:64 scales:16 d:2",        "ql qh scales d",         k_quants.q6_k,   32, 16, 256,  32, 128)
+_row("IQ1_S",   256, "d:2 qs:32 qh:16",                   "qs qh d",                i_quants.iq1_s,   9, 32, 256,   9,  15)
+_row("IQ1_M",   256, "qs:32 qh:16 scales:8",              "qs qh scales",           i_quants.iq1_m,   9, 16, 256,   9,  15)
+_row("IQ2_XXS", 256, "d:2 qs:64",                         "qs d",                   i_quants.iq2_xxs, 0, 32, 256,  43,  31)
+_row("IQ2_XS",  256, "d:2 qs:64 scales:8",                "qs scales d",            i_quants.iq2_xs,  0, 16, 256,  43,  31)
+_row("IQ2_S",   256, "d:2 qs:32 signs:32 qh:8 scales:8",  "qs signs qh scales d",   i_quants.iq2_s,   0, 16, 256,  43,  31)
+_row("IQ3_XXS", 256, "d:2 qs:64 scales:32",               "qs scales d",            i_quants.iq3_xxs, 0, 32, 256,  62,  31)
+_row("IQ3_S",   256, "d:2 qs:64 qh:8 signs:32 scales:4",  "qs signs qh scales d",   i_quants.iq3_s,   0, 32, 256,  15,  31)
+_row("IQ4_NL",   32, "d:2 qs:16",                         "qs d",                   legacy.iq4_nl,    0, 32,  32, 127,   1)
+_row("IQ4_XS",  256, "d:2 scales_h:2 scales_l:4 qs:128",  "qs d scales_h scales_l", i_quants.iq4_xs,  0, 32, 256, 127,  32)
+_row("TQ1_0",   256, "qs:48 qh:4 d:2",                    "qs qh d",                ternary.tq1_0,    1, 32, 256,   1,   1)
+_row("TQ2_0",   256, "qs:64 d:2",                         "qs d",                   ternary.tq2_0,    1, 32, 256,   2,   1)
+_row("MXFP4",    32, "e:1 qs:16",                         "qs e",                   fp4.mxfp4,        0, 32,  32,  12,   1)
+_row("NVFP4",    64, "d:4 qs:32",                         "qs d",                   fp4.nvfp4,        0, 16,  16,  12,   1)
+_row("Q1_0",    128, "d:2 qs:16",                         "qs d",                   ternary.q1_0,     1, 32, 128,   1,   1)
 _row("I8",         1, "value:1", dtype="int8")
 _row("I16",        1, "value:2", dtype="int16")
 _row("I32",        1, "value:4", dtype="int32")

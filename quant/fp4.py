@@ -1,4 +1,5 @@
-"""MXFP4 and NVFP4: four-bit floats (E2M1) with a scale of eight bits. A level is twice the E2M1 value, so the scale is half the stored one."""
+"""MXFP4 and NVFP4: four-bit floats (E2M1) with a scale of eight bits. A level is twice the E2M1 value,
+so the scale is half the stored one."""
 from .legacy import looked_up
 from .words import NIBBLES, Parts, ZERO, f32, u32, u64, unit_scales
 
@@ -6,7 +7,8 @@ E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def mxfp4(p, ldw, ld4, ld2):
-    """Blocks of 32; the scale is a power of two, 2^(e - 127). Its half is the float32 of exponent e - 1, subnormal for e = 0 and 1."""
+    """Blocks of 32; the scale is a power of two, 2^(e - 127). Its half is the float32 of exponent e - 1,
+    subnormal for e = 0 and 1."""
     as_f32, byte = p.f32, p.byte
 
     @p.jit
@@ -19,7 +21,8 @@ def mxfp4(p, ldw, ld4, ld2):
 
 
 def nvfp4(p, ldw, ld4, ld2):
-    """Groups of 16 in 8 bytes: low nibbles are columns 0..7, high ones 8..15. The scale is an unsigned E4M3, 0x7f (its NaN) being 0 as in ggml."""
+    """Groups of 16 in 8 bytes: low nibbles are columns 0..7, high ones 8..15. The scale is an unsigned E4M3,
+    0x7f (its NaN) being 0 as in ggml."""
     f16, mul, byte, shr, lookup = p.f16, p.mul, p.byte, p.shr, p.lookup16(E2M1_LEVELS)
 
     @p.jit
@@ -31,7 +34,8 @@ def nvfp4(p, ldw, ld4, ld2):
     @p.jit
     def group(t, g):
         e4m3 = byte(ldw(t, 8, g >> 2), g & 3)
-        bits = u32(0) if e4m3 == u32(127) else (e4m3 & u32(127)) << u32(7)  # as the top of a float16, whose exponent bias is larger by 8
+        # as the top of a float16, whose exponent bias is larger by 8
+        bits = u32(0) if e4m3 == u32(127) else (e4m3 & u32(127)) << u32(7)
         return mul(f16(bits), f32(2**8 / 2)), ZERO
 
     return Parts(quarter, unit_scales(p), group)

@@ -1,7 +1,8 @@
 """IQ1, IQ2, IQ3 and IQ4_XS: blocks of 256 columns whose levels come from codebooks, with signs or a shift beside them.
 
-A codebook entry holds the levels of eight (IQ1, IQ2) or four (IQ3) columns; the codebooks are those of `gguf.quants`. Where gguf multiplies
-d by (0.5 + s) / 4 the integer scale is 2s + 1 and the float scale d / 8: the same product, since powers of two are exact.
+A codebook entry holds the levels of eight (IQ1, IQ2) or four (IQ3) columns; the codebooks are those of `gguf.quants`. Where gguf
+multiplies d by (0.5 + s) / 4 the integer scale is 2s + 1 and the float scale d / 8: the same product, since powers of two are
+exact.
 """
 from functools import lru_cache
 
@@ -26,7 +27,8 @@ def level_words(name: str) -> np.ndarray:
 
 
 def eighths(name: str) -> np.ndarray:
-    """A codebook of eight levels -1, 0, 1 as uint32 words: bits 3..4 of byte k are level + 1 of column k, bits 5..6 of column 4 + k."""
+    """A codebook of eight levels -1, 0, 1 as uint32 words: bits 3..4 of byte k are level + 1 of column k,
+    bits 5..6 of column 4 + k."""
     fields = (codebook(name) + 1).astype(np.uint8)
     return (fields[:, :4] << 3 | fields[:, 4:] << 5).reshape(-1).view(np.uint32)
 
@@ -125,7 +127,8 @@ def iq3_s(p, ldw, ld4, ld2):
 
 
 def shifted(p, name):
-    """(t, entry, minus) -> the two words of codes 8 (l + 1), and 2 more where minus is 0, of an eight-column entry of levels l in -1, 0, 1."""
+    """(t, entry, minus) -> the two words of codes 8 (l + 1), and 2 more where minus is 0,
+    of an eight-column entry of levels l in -1, 0, 1."""
     table, fields, twos = p.table(eighths(name)), u32(0x18181818), u32(0x02020202)
 
     @p.jit
@@ -136,8 +139,8 @@ def shifted(p, name):
 
 
 def iq1_s(p, ldw, ld4, ld2):
-    """Entry numbers in bytes, their bits 8..10 in three-bit fields of qh; qh also has s in bits 12..14 and the shift's sign in bit 15:
-    set means minus."""
+    """Entry numbers in bytes, their bits 8..10 in three-bit fields of qh; qh also has s in bits 12..14 and the shift's sign in
+    bit 15: set means minus."""
     eight, shr, byte, half = shifted(p, "IQ1_S"), p.shr, p.byte, p.half
 
     @p.jit
@@ -178,7 +181,8 @@ def iq1_m(p, ldw, ld4, ld2):
 
 
 def iq4_xs(p, ldw, ld4, ld2):
-    """Nibbles as in the legacy formats, through IQ4_NL's table; word 0 is d and the upper two bits of eight scales, word 1 their low nibbles."""
+    """Nibbles as in the legacy formats, through IQ4_NL's table; word 0 is d and the upper two bits of eight scales,
+    word 1 their low nibbles."""
     f16, shr = p.f16, p.shr
 
     @p.jit

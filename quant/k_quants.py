@@ -1,7 +1,8 @@
 """Q2_K to Q6_K: blocks of 256 columns, a float16 scale d (and dmin), integer scales (and minima) per 16 or 32 columns.
 
 A run of 32 bytes (two pieces) holds several rounds of 32 columns, one in each bit field of the bytes:
-2-bit fields: columns 128k + 32r + c in byte c of run k, bits 2r..2r+1; nibbles: columns 64k + 32r + c, bits 4r..4r+3 (Q6_K: see there).
+2-bit fields: columns 128k + 32r + c in byte c of run k, bits 2r..2r+1; nibbles: columns 64k + 32r + c, bits 4r..4r+3 (Q6_K: see
+there).
 """
 from .words import NIBBLES, ONES, TWOS, Parts, half_scale, halves, i32, u32
 
@@ -31,7 +32,8 @@ def six_bit_scales(p, ldw, header):
     """(sub, group) of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
 
     With bytes a = 0..3, b = 4..7, c = 8..11: scales 0..3 and minima 0..3 are the low six bits of a and b;
-    scales 4..7 have their low four bits in c's low nibbles, minima 4..7 in its high ones, and the upper two bits in the tops of a and b.
+    scales 4..7 have their low four bits in c's low nibbles, minima 4..7 in its high ones, and the upper two bits in the tops of a
+    and b.
     """
     shr, pair = p.shr, min_pair(p)
 
@@ -65,7 +67,8 @@ def q2_k(p, ldw, ld4, ld2):
 
 
 def q3_k(p, ldw, ld4, ld2):
-    """A set bit of hmask (column 32r + c: byte c, bit r) means 4 more. Six-bit scales minus 32, their low nibbles in 8 bytes, upper bits in 4."""
+    """A set bit of hmask (column 32r + c: byte c, bit r) means 4 more. Six-bit scales minus 32, their low nibbles in 8 bytes,
+    upper bits in 4."""
     shr = p.shr
 
     @p.jit
@@ -102,7 +105,8 @@ def q5_k(p, ldw, ld4, ld2):
 
 
 def q6_k(p, ldw, ld4, ld2):
-    """Nibbles in runs of 64 bytes (columns 128k + 64r + c in byte c, bits 4r..), the upper two bits in 2-bit fields; levels minus 32."""
+    """Nibbles in runs of 64 bytes (columns 128k + 64r + c in byte c, bits 4r..), the upper two bits in 2-bit fields;
+    levels minus 32."""
     shr, byte = p.shr, p.byte
 
     @p.jit

@@ -1,8 +1,9 @@
 """Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL: blocks of 32 columns with one float16 scale d, the _1 formats with a minimum m.
 
-In the 16 bytes of nibbles the low ones are columns 0..15, the high ones columns 16..31; bit c of the word qh is the fifth bit of column c.
+In the 16 bytes of nibbles the low ones are columns 0..15, the high ones columns 16..31; bit c of the word qh is the fifth bit of
+column c.
 """
-from .words import NIBBLES, Parts, ZERO, halves, i32, u32, unit_scales
+from .words import NIBBLES, Parts, ZERO, halves, u32, unit_scales
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 
@@ -59,19 +60,12 @@ def scales_and_minima(p, ldw, piece):
     return group
 
 
-def unit_scales_and_minima(p):
-    @p.jit
-    def sub(t, i):
-        return i32(1), i32(1)
-    return sub
-
-
 def q4_0(p, ldw, ld4, ld2):
     return Parts(nibbles(p, ldw), unit_scales(p), scales(p, ldw, 8))
 
 
 def q4_1(p, ldw, ld4, ld2):
-    return Parts(nibbles(p, ldw), unit_scales_and_minima(p), scales_and_minima(p, ldw, 8))
+    return Parts(nibbles(p, ldw), unit_scales(p, 1), scales_and_minima(p, ldw, 8))
 
 
 def q5_0(p, ldw, ld4, ld2):
@@ -79,7 +73,7 @@ def q5_0(p, ldw, ld4, ld2):
 
 
 def q5_1(p, ldw, ld4, ld2):
-    return Parts(five_bits(p, ldw), unit_scales_and_minima(p), scales_and_minima(p, ldw, 10))
+    return Parts(five_bits(p, ldw), unit_scales(p, 1), scales_and_minima(p, ldw, 10))
 
 
 def iq4_nl(p, ldw, ld4, ld2):

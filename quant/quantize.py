@@ -1,11 +1,11 @@
 """float32 to the file's bytes: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, F32, F16 and BF16, the same bytes as `gguf.quants.quantize`.
 
-One scale per block of 32: symmetric formats map the value of largest magnitude to the lowest level (-8, -16) or magnitude to +-127, affine ones
-(Q4_1, Q5_1) map minimum and maximum to 0 and 15 or 31. The scale is rounded to float16 only when it is stored.
+One scale per block of 32: symmetric formats map the value of largest magnitude to the lowest level (-8, -16) or magnitude to
++-127, affine ones (Q4_1, Q5_1) map minimum and maximum to 0 and 15 or 31. The scale is rounded to float16 only when it is stored.
 """
 import numpy as np
 
-from .formats import Format, check_row, format_of
+from .formats import Format, format_of
 
 SLAB_BLOCKS = 1 << 17  # blocks quantized at a time: 16 MB of float32
 
@@ -73,14 +73,6 @@ def _q8_0(x):
     return _half(d), (_truncated(q, np.int8) * np.sign(x).astype(np.int8)).view(np.uint8)
 
 
-def _f32(x):
-    return x.view(np.uint8),
-
-
-def _f16(x):
-    return _half(x),
-
-
 def _bf16(x):
     """Nearest even; NaNs keep their upper bits and are made quiet."""
     n = x.view(np.uint32)
@@ -88,7 +80,9 @@ def _bf16(x):
     return np.where(np.isnan(x), n >> 16 | 64, rounded).astype(np.uint16).view(np.uint8),
 
 
-_QUANTIZERS = {"F32": _f32, "F16": _f16, "BF16": _bf16, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0}
+# -> the fields of blocks, as bytes
+_QUANTIZERS = {"F32": lambda x: (x.view(np.uint8),), "F16": lambda x: (_half(x),), "BF16": _bf16,
+               "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0}
 
 
 def quantize(x: np.ndarray, type_: Format | str | int, name: str = "tensor") -> np.ndarray:
@@ -97,13 +91,14 @@ def quantize(x: np.ndarray, type_: Format | str | int, name: str = "tensor") -> 
     if fmt.name not in _QUANTIZERS:
         raise ValueError(f"{name}: cannot quantize to {fmt.name}; types that can: {', '.join(_QUANTIZERS)}")
     x = np.ascontiguousarray(x, np.float32)
-    check_row(fmt, x.shape[-1], name)
+    row_bytes = fmt.row_bytes(x.shape[-1], name)
     blocks = x.reshape(-1, fmt.block_size)
     if fmt.is_quantized and not np.isfinite(blocks).all():
         at = np.argwhere(~np.isfinite(x))[0].tolist()
         raise ValueError(f"{name}: {fmt.name} needs finite values, got {x[tuple(at)]} at {at}")
     out = np.empty((len(blocks), fmt.type_size), np.uint8)
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):  # scales beyond float16, and those of subnormal blocks
+    # scales beyond float16, and those of subnormal blocks
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
         for first in range(0, len(blocks), SLAB_BLOCKS):
             np.concatenate(_QUANTIZERS[fmt.name](blocks[first:first + SLAB_BLOCKS]), axis=1, out=out[first:first + SLAB_BLOCKS])
-    return out.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1], name))
+    return out.reshape(*x.shape[:-1], row_bytes)

@@ -6,7 +6,8 @@ from .words import EVEN, Parts, ZERO, half_scale, halves, u32, unit_scales
 def tq1_0(p, ldw, ld4, ld2):
     """Five columns in a byte, as the digits of a fraction in base 3: level + 1 = floor(3 frac(3^n b / 256)), n = 0..4.
 
-    Bytes c = 0..31 hold columns 32n + c; bytes 32 + c (c = 0..15) columns 160 + 16n + c; the word of qh columns 240 + 4n + c, n = 0..3.
+    Bytes c = 0..31 hold columns 32n + c; bytes 32 + c (c = 0..15) columns 160 + 16n + c; the word of qh columns 240 + 4n + c, n =
+    0..3.
     """
     odd_bytes = p.odd_bytes
 

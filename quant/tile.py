@@ -4,13 +4,16 @@ A tile of a format whose chunk (256 columns of a row) has R = 16a + 4b + 2c byte
 
     [a pieces][32 rows][16 bytes]  [b words][32 rows][4 bytes]  [c halves][32 rows][2 bytes]
 
-so the 32 rows of one piece are contiguous, and nothing is added to the file's bits. Before the split a chunk's bytes are permuted from file order
-into piece order (`Format.piece_order`): planes of quants first, scales after. 32 R is a multiple of 64, R being even: tiles from a 64-byte
-aligned base are 64-byte aligned, pieces are 16-byte aligned, and the planes of words and halves are 64-byte aligned.
+so the 32 rows of one piece are contiguous, and nothing is added to the file's bits. Before the split a chunk's bytes are permuted
+from file order into piece order (`Format.piece_order`): planes of quants first, scales after. 32 R is a multiple of 64, R being
+even: tiles from a 64-byte aligned base are 64-byte aligned, pieces are 16-byte aligned, and the planes of words and halves are
+64-byte aligned.
 
-Tiles stand in the order [matrix][row tile][chunk]. Rows are padded with zero blocks to whole tiles, columns with zero blocks to whole chunks.
+Tiles stand in the order [matrix][row tile][chunk]. Rows are padded with zero blocks to whole tiles, columns with zero blocks to
+whole chunks.
 """
 from dataclasses import dataclass
+from math import gcd, prod
 
 import numpy as np
 
@@ -18,13 +21,14 @@ from .formats import CHUNK, FORMATS, Format, check_bytes, format_of
 from .words import u32
 
 ROWS = 32  # rows of a tile
-SLAB_BYTES = 1 << 24  # pack and unpack work on about so much at a time, so that their copies stay small and in reach of the cache
+SLAB_BYTES = 1 << 24  # pack works on about so much at a time, so that its copies stay small and in reach of the cache
 
 
 def _tiled(type_, name: str) -> Format:
     fmt = format_of(type_, name)
     if not fmt.planes:
-        raise ValueError(f"{name}: {fmt.name} has no tile layout; types that have: {', '.join(f.name for f in FORMATS.values() if f.planes)}")
+        raise ValueError(f"{name}: {fmt.name} has no tile layout; types that have: "
+                         f"{', '.join(f.name for f in FORMATS.values() if f.planes)}")
     return fmt
 
 
@@ -56,11 +60,7 @@ class Tiling:
 
     @property
     def n_bytes(self) -> int:
-        return self.n_matrices * self.n_row_tiles * self.n_chunks * tile_bytes(self.format)
-
-    def offset(self, row: int, chunk: int, matrix: int = 0) -> int:
-        """Byte at which the tile of (row, chunk) begins; within it the row is row % 32."""
-        return ((matrix * self.n_row_tiles + row // ROWS) * self.n_chunks + chunk) * tile_bytes(self.format)
+        return prod(self.shape)
 
 
 def loads(fmt: Format, jit):
@@ -88,43 +88,36 @@ def loads(fmt: Format, jit):
 
 
 def _planes(tiles: np.ndarray, fmt: Format):
-    """The planes of tiles uint8 [..., tile_bytes] as (first byte in piece order, bytes, view [..., n, 32] of items of that size)."""
+    """The planes of tiles uint8 [..., tile_bytes] as (first byte in piece order, bytes, view [..., n, 32] of items of that
+    size)."""
     first = 0
     for dtype, n in ((np.dtype("V16"), fmt.n_pieces), (np.dtype("<u4"), fmt.n_words), (np.dtype("<u2"), fmt.n_halves)):
         n_bytes = n * dtype.itemsize
         if n:
-            yield first, n_bytes, tiles[..., ROWS * first:ROWS * (first + n_bytes)].view(dtype).reshape(*tiles.shape[:-1], n, ROWS)
+            plane = tiles[..., ROWS * first:ROWS * (first + n_bytes)]
+            yield first, n_bytes, plane.view(dtype).reshape(*tiles.shape[:-1], n, ROWS)
         first += n_bytes
-
-
-def _index(order: np.ndarray, unit: int):
-    """Part of a permutation of bytes as an index of units of `unit` bytes: a slice where it is a run."""
-    index = order[::unit] // unit
-    return slice(index[0], index[-1] + 1) if (np.diff(index) == 1).all() else index
-
-
-def _unit(fmt: Format) -> int:
-    """The largest unit, up to 8 bytes, of which every field is a multiple: fields then move in units, not in bytes."""
-    return int(np.gcd.reduce([size for _, size in fmt.fields] + [8]))
 
 
 def _slabs(tiling: Tiling):
     """(matrix, first row tile, one past the last) in steps of about SLAB_BYTES."""
     step = max(1, SLAB_BYTES // max(1, tiling.n_chunks * tile_bytes(tiling.format)))
-    return ((m, r, min(r + step, tiling.n_row_tiles)) for m in range(tiling.n_matrices) for r in range(0, tiling.n_row_tiles, step))
+    return ((m, r, min(r + step, tiling.n_row_tiles)) for m in range(tiling.n_matrices)
+            for r in range(0, tiling.n_row_tiles, step))
 
 
 def pack(data: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1, name: str = "tensor") -> np.ndarray:
     """Rows in file order -> tiles.
 
-    data: the bytes of n_matrices x [n_rows, n_cols] as in the file, any dtype and shape of that size. name: the tensor's, for errors.
-    Returns uint8 [n_matrices, n_row_tiles, n_chunks, tile_bytes].
+    data: the bytes of n_matrices x [n_rows, n_cols] as in the file, any dtype and shape of that size. name: the tensor's, for
+    errors. Returns uint8 [n_matrices, n_row_tiles, n_chunks, tile_bytes].
     """
     fmt = _tiled(type_, name)
     tiling = Tiling(fmt, n_rows, n_cols, n_matrices)
     rows = check_bytes(fmt, data, (n_matrices, n_rows, n_cols), name).reshape(n_matrices, n_rows, fmt.row_bytes(n_cols))
     tiles = np.empty(tiling.shape, np.uint8)
-    unit, order = _unit(fmt), fmt.piece_order
+    # Fields move in units of up to 8 bytes, of which every field is a multiple
+    unit = gcd(8, *(size for _, size in fmt.fields))
     for m, first, last in _slabs(tiling):
         slab = rows[m, first * ROWS:last * ROWS]
         padded = ((last - first) * ROWS, tiling.n_chunks * fmt.chunk_bytes)
@@ -132,27 +125,9 @@ def pack(data: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1,
             slab = np.pad(slab, [(0, p - s) for p, s in zip(padded, slab.shape)])
         chunks = slab.view(f"u{unit}").reshape(last - first, ROWS, tiling.n_chunks, fmt.chunk_bytes // unit)
         for start, n_bytes, plane in _planes(tiles[m, first:last], fmt):
-            index = _index(order[start:start + n_bytes], unit)
-            items = chunks[..., index] if isinstance(index, slice) else chunks.take(index, axis=-1)
-            plane[...] = items.view(plane.dtype).transpose(0, 2, 3, 1)  # [row tile, row, chunk, item] -> [row tile, chunk, item, row]
+            index = fmt.piece_order[start:start + n_bytes:unit] // unit
+            is_run = (np.diff(index) == 1).all()
+            items = chunks[..., index[0]:index[-1] + 1] if is_run else chunks.take(index, axis=-1)
+            # [row tile, row, chunk, item] -> [row tile, chunk, item, row]
+            plane[...] = items.view(plane.dtype).transpose(0, 2, 3, 1)
     return tiles
-
-
-def unpack(tiles: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1, name: str = "tensor") -> np.ndarray:
-    """Tiles -> rows in file order, the inverse of `pack`: uint8 [n_matrices, n_rows, row_bytes]."""
-    fmt = _tiled(type_, name)
-    tiling = Tiling(fmt, n_rows, n_cols, n_matrices)
-    row_bytes = fmt.row_bytes(n_cols, name)
-    if tiles.size != tiling.n_bytes:
-        raise ValueError(f"{name}: {fmt.name} tiles of {n_matrices} x [{n_rows}, {n_cols}] take {tiling.n_bytes} bytes, got {tiles.size}")
-    tiles = tiles.reshape(tiling.shape)
-    rows = np.empty((n_matrices, n_rows, row_bytes), np.uint8)
-    unit, order = _unit(fmt), fmt.piece_order
-    for m, first, last in _slabs(tiling):
-        chunks = np.empty((last - first, ROWS, tiling.n_chunks, fmt.chunk_bytes // unit), f"u{unit}")
-        for start, n_bytes, plane in _planes(tiles[m, first:last], fmt):
-            items = np.ascontiguousarray(plane.transpose(0, 3, 1, 2))
-            chunks[..., _index(order[start:start + n_bytes], unit)] = items.view(f"u{unit}")
-        slab = chunks.view(np.uint8).reshape((last - first) * ROWS, tiling.n_chunks * fmt.chunk_bytes)
-        rows[m, first * ROWS:last * ROWS] = slab[:n_rows - first * ROWS, :row_bytes]
-    return rows

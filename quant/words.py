@@ -1,13 +1,15 @@
 """What every unpacking is built of: integer operations on 32-bit words (four packed bytes), compiled for one target.
 
 All formats are unpacked by the same source on every target. A target is a `Primitives` value: `primitives(jit)` gives the
-portable ones, compiled by `jit` (`numba.njit`, `numba.cuda.jit(device=True)`, or the identity for plain Python), and a target that
-has an instruction for one of them passes it by name, `primitives(jit, shr=..., f16=...)`: the others are then built on it.
+portable ones, compiled by `jit` (`numba.njit`, `numba.cuda.jit(device=True)`, or the identity for plain Python), and a target
+that has an instruction for one of them passes it by name, `primitives(jit, shr=..., f16=...)`: the others are then built on it.
 
-Words are uint32 throughout, constants included: numba makes uint64 of them, which is harmless, but int64 (and with it float64) of a
-mixture of signs. Byte sums are arranged so that no byte, and so no word, ever overflows: plain Python gives the same without warnings.
+Words are uint32 throughout, constants included: numba makes uint64 of them, which is harmless, but int64 (and with it float64) of
+a mixture of signs. Byte sums are arranged so that no byte, and so no word, ever overflows: plain Python gives the same without
+warnings.
 """
-from typing import Callable, NamedTuple
+from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
@@ -23,7 +25,8 @@ ZERO = f32(0)
 
 class Parts(NamedTuple):
     """What a format states of its unpacking; the rest of an `Unpacker` follows. t names the chunk, as the loads understand it."""
-    quarter: Callable    # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first
+    # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first
+    quarter: Callable
     sub: Callable        # (t, i) -> (isc, imin) int32 of the i-th sub-block (`Format.sub` columns)
     group: Callable      # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
     pairs: bool = False  # the columns of a quarter: 8q..8q+3 and 8q+4..8q+7, else 4q..4q+3 and 16+4q..16+4q+3
@@ -32,7 +35,8 @@ class Parts(NamedTuple):
 class Unpacker(NamedTuple):
     """A format's unpacking of one chunk (256 columns of a row), compiled for one target; level = code - `Format.zero`.
 
-    value[c] = sub(mul(mul(d, isc), level[c]), mul(m, imin)), each operation float32, nearest even; without minima the first product.
+    value[c] = sub(mul(mul(d, isc), level[c]), mul(m, imin)), each operation float32, nearest even; without minima the first
+    product.
     """
     levels: Callable  # (t, j) -> 8 int32 words: the int8 levels of columns 32j..32j+31 in column order, the lowest byte first
     sub: Callable     # sub, group, quarter, pairs: see `Parts`
@@ -53,13 +57,16 @@ class Primitives(NamedTuple):
     odd_bytes: Callable  # (v, w) -> bytes 1 and 3 of v and of w, in the order v, w, v, w
     spread: Callable    # (w) -> the low four bits of w, one in each byte
     table: Callable     # (1-d unsigned array) -> device function (t, i) -> entry i as uint32
-    lookup16: Callable  # (16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones
-    signed8: Callable   # ([n, 8] of three positive levels, parity) -> device function (t, i, s) -> 2 int32 words: entry i, negated where
-                        # the bits 0..7 of s are set; with parity bit 7 is that of the bits 0..6
+    # (16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones
+    lookup16: Callable
+    # ([n, 8] of three positive levels, parity) -> device function (t, i, s) -> 2 int32 words: entry i, negated where the bits
+    # 0..7 of s are set; with parity bit 7 is that of the bits 0..6
+    signed8: Callable
 
 
 def primitives(jit, **native):
-    """The `Primitives` of a target: portable ones compiled by `jit`, but for the `native` device functions given under their names."""
+    """The `Primitives` of a target: portable ones compiled by `jit`, but for the `native` device functions given under their
+    names."""
     unknown = native.keys() - set(Primitives._fields)
     if unknown:
         raise TypeError(f"primitives: unknown {', '.join(sorted(unknown))}; known: {', '.join(Primitives._fields)}")
@@ -76,7 +83,8 @@ def primitives(jit, **native):
 
     @jit
     def f16(bits):
-        # Exponent and mantissa moved to float32's places are too small by 2^112, subnormals included; infinity and NaN keep all ones above.
+        # Exponent and mantissa moved to float32's places are too small by 2^112, subnormals included; infinity and NaN keep all
+        # ones above.
         bits = u32(bits)
         shifted = (bits & u32(0x8000)) << u32(16) | (bits & u32(0x7fff)) << u32(13)
         not_finite = (bits & u32(0x7c00)) == u32(0x7c00)
@@ -130,13 +138,14 @@ def primitives(jit, **native):
         return lookup
 
     table = native.get("table", table)
-    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, odd_bytes, spread, table, lookup16, None)
-    portable = portable._replace(signed8=lambda levels, parity: _signed8(portable, levels, parity))
+    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, odd_bytes, spread, table, lookup16,
+                          signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)
 
 
 def signs8(p, parity):
-    """(s) -> two words with a one in each byte whose bit of s is set, bits 0..3 and 4..7; with parity bit 7 is that of the bits 0..6."""
+    """(s) -> two words with a one in each byte whose bit of s is set, bits 0..3 and 4..7;
+    with parity bit 7 is that of the bits 0..6."""
     spread = p.spread
 
     @p.jit
@@ -198,11 +207,11 @@ def halves(p, word):
     return quarter
 
 
-def unit_scales(p):
-    """`sub` of a format whose sub-blocks have neither integer scales nor minima."""
+def unit_scales(p, minimum=0):
+    """`sub` of a format whose sub-blocks have no integer scales; minimum: 1 where groups have minima."""
     @p.jit
     def sub(t, i):
-        return i32(1), i32(0)
+        return i32(1), i32(minimum)
     return sub
 
 

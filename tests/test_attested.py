@@ -1,15 +1,16 @@
-"""Attestations that a GPU made (tests/attestations) are confirmed on the CPU: short ones wholly, longer ones by a sample of their windows.
+"""Attestations that a GPU made (tests/attestations) are confirmed on the CPU: short ones wholly, longer ones by a sample of their
+windows.
 
-Made by: ggml-py attest --device cuda:0 -m smollm2 -o tests/attestations/NAME.json, on the text that comes with the package, or with -p of a generation."""
-from pathlib import Path
-
+Made by: ggml-py attest --device cuda:0 -m smollm2 -o tests/attestations/NAME.json, on the text that comes with the package, or
+with -p of a generation."""
 import pytest
 
 import smollm2
 from ggml_py.__main__ import main
-from ggml_py.attestation import read_attestation
+from ggml_py.check.attestation import read_attestation
+from places import TESTS
 
-MADE = sorted((Path(__file__).parent / "attestations").glob("*.json"))
+MADE = sorted((TESTS / "attestations").glob("*.json"))
 MOST = 4  # windows that are confirmed wholly
 
 

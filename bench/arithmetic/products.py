@@ -1,12 +1,17 @@
-"""Matrix products of the arithmetic experiment: two-limb activations, weights as int8 levels in tiles [row tile][chunk][16 pieces][32 rows][16 bytes].
+"""Matrix products of the arithmetic experiment: two-limb activations, weights as int8 levels in tiles [row tile][chunk][16
+pieces][32 rows][16 bytes].
 
-`scaled(...)`: a float32 scale per sub-block (activation blocks of 32 or 256 columns, sub-blocks of 32 or 16, minima, chunks of 64, 128 or 256).
-`integer(...)`: K-quants with blocks of 256: the integer sub-scale is multiplied into the level (two weight limbs), one exact sum per chunk.
-Operands: w: levels (w2: second limb), ws: f16 scales [tile][chunk][32][8 or 16] resp. one f32 per chunk and row; hi, lo: activation limbs tiled like w; xs: f32 scales.
+`scaled(...)`: a float32 scale per sub-block (activation blocks of 32 or 256 columns, sub-blocks of 32 or 16, minima, chunks of
+64, 128 or 256). `integer(...)`: K-quants with blocks of 256: the integer sub-scale is multiplied into the level (two weight
+limbs), one exact sum per chunk.
+Operands: w: levels (w2: second limb), ws: f16 scales [tile][chunk][32][8 or 16] resp. one f32 per chunk and row; hi, lo:
+activation limbs tiled like w; xs: f32 scales.
 """
 from numba import cuda, float32, int32, int64
 
-from ptx_intrinsics import *
+from ptx_intrinsics import (
+    cp16, cp_commit, cp_wait0, cp_wait1, fadd, ffma, fmul, i2f, l2f, ldg4, ldgf, ldmatrix4, lds_h, ldsf, mad, mma16, mma32,
+    shl7, smem, stgf)
 
 
 def scaled(act, sub, minima, chunk):
@@ -79,15 +84,21 @@ def scaled(act, sub, minima, chunk):
                             o = (mi * 4 + ni) * 4
                             for part in range(32 // sub):
                                 if sub == 32:
-                                    r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3], f[nn * 2], f[nn * 2 + 1], int32(0), int32(0), int32(0), int32(0))
-                                    r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3], e[nn * 2], e[nn * 2 + 1], shl7(r[0]), shl7(r[1]), shl7(r[2]), shl7(r[3]))
+                                    r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3],
+                                              f[nn * 2], f[nn * 2 + 1], int32(0), int32(0), int32(0), int32(0))
+                                    r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3],
+                                              e[nn * 2], e[nn * 2 + 1], shl7(r[0]), shl7(r[1]), shl7(r[2]), shl7(r[3]))
                                 else:
-                                    r = mma16(am[mi * 4 + 2 * part], am[mi * 4 + 2 * part + 1], f[nn * 2 + part], int32(0), int32(0), int32(0), int32(0))
-                                    r = mma16(am[mi * 4 + 2 * part], am[mi * 4 + 2 * part + 1], e[nn * 2 + part], shl7(r[0]), shl7(r[1]), shl7(r[2]), shl7(r[3]))
+                                    r = mma16(am[mi * 4 + 2 * part], am[mi * 4 + 2 * part + 1], f[nn * 2 + part],
+                                              int32(0), int32(0), int32(0), int32(0))
+                                    r = mma16(am[mi * 4 + 2 * part], am[mi * 4 + 2 * part + 1], e[nn * 2 + part],
+                                              shl7(r[0]), shl7(r[1]), shl7(r[2]), shl7(r[3]))
                                 d0 = dw[8 * part + mi * 2]; d1 = dw[8 * part + mi * 2 + 1]
                                 if act == 32:
-                                    acc[o] = ffma(fmul(i2f(r[0]), d0), da0, acc[o]); acc[o + 1] = ffma(fmul(i2f(r[1]), d0), da1, acc[o + 1])
-                                    acc[o + 2] = ffma(fmul(i2f(r[2]), d1), da0, acc[o + 2]); acc[o + 3] = ffma(fmul(i2f(r[3]), d1), da1, acc[o + 3])
+                                    acc[o] = ffma(fmul(i2f(r[0]), d0), da0, acc[o])
+                                    acc[o + 1] = ffma(fmul(i2f(r[1]), d0), da1, acc[o + 1])
+                                    acc[o + 2] = ffma(fmul(i2f(r[2]), d1), da0, acc[o + 2])
+                                    acc[o + 3] = ffma(fmul(i2f(r[3]), d1), da1, acc[o + 3])
                                 else:
                                     acc[o] = ffma(i2f(r[0]), d0, acc[o]); acc[o + 1] = ffma(i2f(r[1]), d0, acc[o + 1])
                                     acc[o + 2] = ffma(i2f(r[2]), d1, acc[o + 2]); acc[o + 3] = ffma(i2f(r[3]), d1, acc[o + 3])
@@ -122,7 +133,8 @@ def scaled(act, sub, minima, chunk):
 
 
 def integer(minima):
-    """128 x 64 tile, 8 warps of 32 x 32; w and w2 are the limbs of level * sub-scale; S = 2^14 hh + 2^7 (hl + lh) + ll, exact; one rounding a chunk."""
+    """128 x 64 tile, 8 warps of 32 x 32; w and w2 are the limbs of level * sub-scale; S = 2^14 hh + 2^7 (hl + lh) + ll, exact;
+    one rounding a chunk."""
     def kernel(w, w2, ws, hi, lo, xs, xm, out, nc, n_rows):
         sm = cuda.shared.array(0, int32)
         sb = smem(sm)
@@ -170,14 +182,18 @@ def integer(minima):
                     for nn in range(2):
                         for mi in range(2):
                             o = (mi * 4 + n2 * 2 + nn) * 4
-                            r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3], f[nn * 2], f[nn * 2 + 1], hh[o], hh[o + 1], hh[o + 2], hh[o + 3])
+                            r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3], f[nn * 2], f[nn * 2 + 1], hh[o],
+                                      hh[o + 1], hh[o + 2], hh[o + 3])
                             for i in range(4):
                                 hh[o + i] = r[i]
-                            r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3], e[nn * 2], e[nn * 2 + 1], mid[o], mid[o + 1], mid[o + 2], mid[o + 3])
-                            r = mma32(am[8 + mi * 4], am[9 + mi * 4], am[10 + mi * 4], am[11 + mi * 4], f[nn * 2], f[nn * 2 + 1], r[0], r[1], r[2], r[3])
+                            r = mma32(am[mi * 4], am[mi * 4 + 1], am[mi * 4 + 2], am[mi * 4 + 3], e[nn * 2], e[nn * 2 + 1],
+                                      mid[o], mid[o + 1], mid[o + 2], mid[o + 3])
+                            r = mma32(am[8 + mi * 4], am[9 + mi * 4], am[10 + mi * 4], am[11 + mi * 4], f[nn * 2], f[nn * 2 + 1],
+                                      r[0], r[1], r[2], r[3])
                             for i in range(4):
                                 mid[o + i] = r[i]
-                            r = mma32(am[8 + mi * 4], am[9 + mi * 4], am[10 + mi * 4], am[11 + mi * 4], e[nn * 2], e[nn * 2 + 1], ll[o], ll[o + 1], ll[o + 2], ll[o + 3])
+                            r = mma32(am[8 + mi * 4], am[9 + mi * 4], am[10 + mi * 4], am[11 + mi * 4], e[nn * 2], e[nn * 2 + 1],
+                                      ll[o], ll[o + 1], ll[o + 2], ll[o + 3])
                             for i in range(4):
                                 ll[o + i] = r[i]
             if h == 1:
@@ -193,7 +209,8 @@ def integer(minima):
                             v = fmul(s, d0 if i < 2 else d1)
                             if minima:  # the exact integer sum of 8 products imin * sum
                                 mm = int32(0)
-                                pr = xm + (int64(col + (i & 1)) * nc + c) * 32; pm = ws + (int64(c) * n_rows + row + (i >> 1) * 8) * 4
+                                pr = xm + (int64(col + (i & 1)) * nc + c) * 32
+                                pm = ws + (int64(c) * n_rows + row + (i >> 1) * 8) * 4
                                 u = ldg4(pr); v4 = ldg4(pr + 16)
                                 for k in range(4):
                                     mm = mad(u[k], int32(3 + k), mm); mm = mad(v4[k], int32(7 + k), mm)

@@ -15,10 +15,12 @@ def asm(text, out, ins, side_effect=False):
     constraints = ",".join(["=" + c for c in out] + list(ins) + (["~{memory}"] if side_effect else []))
 
     def codegen(context, builder, sig, args):
-        r = builder.call(ir.InlineAsm(ir.FunctionType(ll_ret, [_LL[c] for c in ins]), text, constraints, side_effect=side_effect), args)
+        r = builder.call(ir.InlineAsm(ir.FunctionType(ll_ret, [_LL[c] for c in ins]), text, constraints, side_effect=side_effect),
+                         args)
         if not out:
             return context.get_dummy_value()
-        return r if len(out) == 1 else context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(len(out))])
+        return (r if len(out) == 1
+                else context.make_tuple(builder, sig.return_type, [builder.extract_value(r, i) for i in range(len(out))]))
 
     names = ", ".join(f"a{i}" for i in range(len(ins)))
     space = {"codegen": codegen, "sig": result(*[_NB[c] for c in ins])}
@@ -42,7 +44,8 @@ shl7 = asm("shl.b32 $0, $1, 7;", "r", "r")
 mad = asm("mad.lo.s32 $0, $1, $2, $3;", "r", "rrr")
 dp4a = asm("dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")
 prmt = asm("prmt.b32 $0, $1, $2, $3;", "r", "rrr")
-mma32 = asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "rrrr", "r" * 10)
+mma32 = asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};", "rrrr",
+            "r" * 10)
 mma16 = asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5}, {$6}, {$7,$8,$9,$10};", "rrrr", "r" * 7)
 ldmatrix4 = asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r", True)
 lds = asm("ld.shared.b32 $0, [$1];", "r", "r", True)
@@ -70,5 +73,6 @@ def smem(typingctx, arr):
     def codegen(context, builder, sig, args):
         a = context.make_array(sig.args[0])(context, builder, args[0])
         p = builder.ptrtoint(a.data, ir.IntType(64))
-        return builder.call(ir.InlineAsm(ir.FunctionType(ir.IntType(32), [ir.IntType(64)]), "{.reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t;}", "=r,l"), [p])
+        return builder.call(ir.InlineAsm(ir.FunctionType(ir.IntType(32), [ir.IntType(64)]),
+                                         "{.reg .u64 t; cvta.to.shared.u64 t, $1; cvt.u32.u64 $0, t;}", "=r,l"), [p])
     return types.int32(arr), codegen

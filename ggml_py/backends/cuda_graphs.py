@@ -1,15 +1,15 @@
 """CUDA graphs: the launches of a step as one, captured once and replayed (docs/graphs.md).
 
-A graph holds the kernels, grids, sizes and addresses of the step that it was captured from. So a step may be replayed only where nothing of these changes:
-what differs from token to token is data in device memory (ids, positions, cells, presence of keys), and how many keys there are, kernels read from the
-positions. A cache finds graphs by a `Key` of everything that shapes launches, and replays one for the very steps that it was captured from; if they were
-bound anew since, as after the arena grew, it captures them again.
+A graph holds the kernels, grids, sizes and addresses of the step that it was captured from. So a step may be replayed only where
+nothing of these changes: what differs from token to token is data in device memory (ids, positions, cells, presence of keys), and
+how many keys there are, kernels read from the positions. A cache finds graphs by a `Key` of everything that shapes launches, and
+replays one for the very steps that it was captured from; if they were bound anew since, as after the arena grew, it captures them
+again.
 """
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple
-
-from ..graph import Tensor
+from typing import Any, NamedTuple
 
 SHAPES = 32  # of micro-batches that a context is ready for: it keeps so many programs, and so many graphs of them
 
@@ -25,19 +25,10 @@ class Key(NamedTuple):
     kv_write: str
 
 
-def refusal(nodes: list[Tensor]) -> str | None:
-    """Why a graph of these nodes would be stale or cannot be, naming the first node that is to blame; None if they can be captured."""
-    for node in nodes:
-        if node.op == "cpy":
-            return f"{node.name}: copied from {node.src[0].base.device} to {node.device}, and a graph is of one device"
-        if node.op == "cpy_rows":
-            return f"{node.name}: cpy_rows to cell {node.params['cell']} of {node.base.name}, which moves from step to step; cpy_rows_indirect reads it as data"
-    return None
-
-
 @dataclass
 class Counters:
-    """Of runs: eager and replayed ones; of graphs: captured, captured again for other steps, dropped. refusals: runs by their reason, also counted as eager."""
+    """Of runs: eager and replayed ones; of graphs: captured, captured again for other steps, dropped.
+    refusals: runs by their reason, also counted as eager."""
     eager: int = 0
     replays: int = 0
     captures: int = 0
@@ -46,36 +37,43 @@ class Counters:
     refusals: Counter = field(default_factory=Counter)
 
     def __str__(self):
-        lines = [f"CUDA graphs: {self.captures} captures, {self.replays} replays, {self.updates} updates, {self.evictions} evictions; "
-                 f"{self.eager} eager runs, {self.refusals.total()} of them refused"]
-        return "\n".join([*lines, *(f"refused {n} times: {reason}" for reason, n in self.refusals.items())])
+        return "\n".join([f"CUDA graphs: {self.captures} captures, {self.replays} replays, {self.updates} updates, "
+                          f"{self.evictions} evictions; {self.eager} eager runs, {self.refusals.total()} of them refused",
+                          *(f"refused {n} times: {reason}" for reason, n in self.refusals.items())])
 
 
 @dataclass
 class _Entry:
     steps: list[Callable]
-    graph: object = None  # cuda.core.graph.Graph, from the second run on
+    graph: Any = None  # cuda.core.graph.Graph, from the second run on
 
 
 class GraphCache:
-    """The graphs of a context. The first run of a key is eager, which also loads the code of its kernels; the second is captured: what comes once,
-    like most parts of a prompt, costs nothing, and any shape that comes again is replayed, be it a token, drafts to verify or windows of a text."""
+    """The graphs of a context. The first run of a key is eager, which also loads the code of its kernels; the second is captured:
+    what comes once, like most parts of a prompt, costs nothing, and any shape that comes again is replayed, be it a token, drafts
+    to verify or windows of a text."""
 
     def __init__(self, backend, most: int = SHAPES):
-        """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: keys that are remembered, and so
-        graphs; the least recently used goes. As many as its context keeps programs, which go in the same order: a graph that outlived its program could
-        never be replayed, since a program that is made anew has new steps, and a program without its graph would have it captured again."""
+        """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: keys that
+        are remembered, and so graphs; the least recently used goes. As many as its context keeps programs, which go in the same
+        order: a graph that outlived its program could never be replayed, since a program that is made anew has new steps, and a
+        program without its graph would have it captured again."""
         self.backend, self.most = backend, most
-        self.entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self.counters = Counters()
 
-    def run(self, key: Key, steps: list[Callable]) -> None:
+    def run(self, key: Hashable, steps: list[Callable]) -> None:
         """Runs the steps of a key, callables of a stream or a graph builder."""
         entry = self.entries.get(key)
         if entry is None:
             self.backend.run(steps)
-            self._add(key, _Entry(steps))
+            self.entries[key] = _Entry(steps)
             self.counters.eager += 1
+            if len(self.entries) > self.most:
+                _, dropped = self.entries.popitem(last=False)
+                if dropped.graph is not None:
+                    dropped.graph.close()  # one that still runs is freed when it ends
+                    self.counters.evictions += 1
             return
         self.entries.move_to_end(key)
         if entry.graph is None or entry.steps is not steps:
@@ -87,14 +85,6 @@ class GraphCache:
         """Counts a run that was eager because its steps must not be captured."""
         self.counters.eager += 1
         self.counters.refusals[reason] += 1
-
-    def _add(self, key: Key, entry: _Entry) -> None:
-        self.entries[key] = entry
-        while len(self.entries) > self.most:
-            _, dropped = self.entries.popitem(last=False)
-            if dropped.graph is not None:
-                dropped.graph.close()  # one that still runs is freed when it ends
-                self.counters.evictions += 1
 
     def _capture(self, entry: _Entry, steps: list[Callable]) -> None:
         """On a stream of the builder's own: whatever else is put into the backend's stream meanwhile is no part of the graph."""

@@ -1,7 +1,8 @@
-"""Copies that cannot be wrong: between host and device, between devices, and between streams. docs/streams.md has the guarantees as a table.
+"""Copies that cannot be wrong: between host and device, between devices, and between streams. docs/streams.md has the guarantees
+as a table.
 
-Two mistakes are easy with asynchronous copies, and rarely seen: the host reads bytes before their copy has run, and the host frees or overwrites
-bytes that a copy has yet to read. Here neither can be written:
+Two mistakes are easy with asynchronous copies, and rarely seen: the host reads bytes before their copy has run, and the host
+frees or overwrites bytes that a copy has yet to read. Here neither can be written:
 
     buffer = transfers.allocate(n_bytes)
     transfers.write(buffer, 0, array)             # array is free at once: its bytes lie in a ring of page-locked memory
@@ -9,19 +10,22 @@ bytes that a copy has yet to read. Here neither can be written:
     data = pending.result()                       # waits for the event of this copy, and for nothing behind it
     transfers.free(buffer)                        # in stream order, so after every copy and kernel that was queued before
 
-A device's memory belongs to one stream, its home. What happens on another stream happens between `fork`, which makes that stream wait for the home
-stream, and the join, which makes the home stream wait for it; so the order of calls is the order of effects, whatever runs where.
+A device's memory belongs to one stream, its home. What happens on another stream happens between `fork`, which makes that stream
+wait for the home stream, and the join, which makes the home stream wait for it; so the order of calls is the order of effects,
+whatever runs where.
 
-A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter()`, which makes its device current
-in the calling thread; `is_capturing(stream)`; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which give objects with `handle` (the address; 0 once
-closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two addresses of this device and of the host, `copy(..., peer)` from the device
-of another driver. Streams have `record()`, `wait(event)` and `sync()`, events `is_done` and `sync()`.
+A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter()`, which
+makes its device current in the calling thread; `is_capturing(stream)`; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which
+give objects with `handle` (the address; 0 once closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two
+addresses of this device and of the host, `copy(..., peer)` from the device of another driver. Streams have `record()`,
+`wait(event)` and `sync()`, events `is_done` and `sync()`.
 """
 from __future__ import annotations
 
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -67,15 +71,17 @@ def _refuse(name: str):
     return refused
 
 
-for _name in ("array", "len", "getitem", "setitem", "iter", "contains", "bool", "int", "float", "index", "bytes", "eq", "ne", "lt", "le", "gt", "ge",
-              "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul", "copy", "deepcopy", "reduce_ex"):  # a copy would not be what the bytes land in
+for _name in ("array", "len", "getitem", "setitem", "iter", "contains", "bool", "int", "float", "index", "bytes",
+              "eq", "ne", "lt", "le", "gt", "ge", "add", "radd", "sub", "rsub", "mul", "rmul", "matmul", "rmatmul",
+              "copy", "deepcopy", "reduce_ex"):  # a copy would not be what the bytes land in
     setattr(Pending, f"__{_name}__", _refuse(f"__{_name}__"))
 
 
 # Host to device
 
 class Lease:
-    """Lets numpy look at page-locked memory. Arrays made of it, and every view of them, keep it alive, and it keeps the memory."""
+    """Lets numpy look at page-locked memory. Arrays made of it, and every view of them, keep it alive,
+    and it keeps the memory."""
 
     def __init__(self, memory, n_bytes: int, read_only: bool):
         self._memory = memory
@@ -83,18 +89,18 @@ class Lease:
 
 
 class Pinned:
-    """Page-locked memory that `Transfers.write` copies from without staging. Made by `Transfers.pinned`; freed when nothing refers to it any more,
-    copies in flight included.
+    """Page-locked memory that `Transfers.write` copies from without staging. Made by `Transfers.pinned`; freed when nothing
+    refers to it any more, copies in flight included.
 
-    Its bytes are written through `writable()` alone. That waits for the copies in flight; and while the array that it gives, or any view of
-    that array, exists, no copy is made of this memory. So no byte can change under a copy.
+    Its bytes are written through `writable()` alone. That waits for the copies in flight; and while the array that it gives, or
+    any view of that array, exists, no copy is made of this memory. So no byte can change under a copy.
     """
 
     def __init__(self, memory, n_bytes: int):
         self.n_bytes, self._memory = n_bytes, memory
         self._flights: list[Flight] = []
         self._lock = RLock()
-        self._lease = lambda: None
+        self._lease: Callable[[], Lease | None] = lambda: None  # a weak reference
 
     def writable(self) -> np.ndarray:
         """uint8 [n_bytes], to be filled. Waits until no copy reads this memory any more."""
@@ -125,8 +131,8 @@ class Pinned:
         """Around the queueing of a copy from here: until it is queued, no thread gets a writable array."""
         with self._lock:
             if self._lease() is not None:
-                raise BufferError(f"write: an array of writable() of this Pinned of {self.n_bytes} bytes is still alive, so its bytes could change under "
-                                  "the copy; allowed: none (del it, or fill with pinned[...] = values)")
+                raise BufferError(f"write: an array of writable() of this Pinned of {self.n_bytes} bytes is still alive, so its "
+                                  "bytes could change under the copy; allowed: none (del it, or fill with pinned[...] = values)")
             self._flights = [*(f for f in self._flights if not f.is_done), flight]
             yield
 
@@ -134,10 +140,12 @@ class Pinned:
 # What is in flight
 
 class Flight:
-    """A copy that is queued. Without an event (an exception came between the copy and its event) the end of its stream's work stands for it."""
+    """A copy that is queued. Without an event (an exception came between the copy and its event) the end of its stream's work
+    stands for it."""
 
     def __init__(self, ring: Ring, end: int, source=None, landing=None):
-        """end: of its slot in the ring, counted through all rounds. source: kept alive until the copy is over. landing: what is left to do then."""
+        """end: of its slot in the ring, counted through all rounds. source: kept alive until the copy is over.
+        landing: what is left to do then."""
         self.driver, self.stream, self.end, self.source, self.landing = ring.driver, ring.stream, end, source, landing
         self.event = None
 
@@ -158,7 +166,8 @@ class Flight:
 
 @dataclass
 class Statistics:
-    """Of a device's transfers. Bytes through the ring count as to_device or to_host; those from pinned memory and between devices apart."""
+    """Of a device's transfers. Bytes through the ring count as to_device or to_host;
+    those from pinned memory and between devices apart."""
     n_to_device: int = 0
     bytes_to_device: int = 0
     n_pinned: int = 0
@@ -173,14 +182,16 @@ class Statistics:
     wait_seconds: float = 0.0
 
     def report(self, ring_bytes: int) -> str:
-        return (f"{self.n_to_device} copies to the device ({self.bytes_to_device:,} bytes), {self.n_pinned} from pinned memory ({self.bytes_pinned:,}), "
+        return (f"{self.n_to_device} copies to the device ({self.bytes_to_device:,} bytes), "
+                f"{self.n_pinned} from pinned memory ({self.bytes_pinned:,}), "
                 f"{self.n_to_host} to the host ({self.bytes_to_host:,}), {self.n_peer} from other devices ({self.bytes_peer:,})\n"
                 f"pinned ring of {ring_bytes:,} bytes: at most {self.most_in_flight:,} in flight, {self.n_wraps} rounds, "
                 f"{self.n_waits} waits of {1e3 * self.wait_seconds:.1f} ms in all")
 
 
 class Ring:
-    """Page-locked memory in which the copies of one stream are staged, one after the other and round and round; and all that is in flight on it.
+    """Page-locked memory in which the copies of one stream are staged, one after the other and round and round; and all that is
+    in flight on it.
 
     Positions count on through the rounds, position p is byte p modulo the size; slots in use lie between tail and head."""
 
@@ -199,7 +210,8 @@ class Ring:
         self.closed = False
 
     def reserve(self, n_bytes: int) -> tuple[int, int]:
-        """A slot of n_bytes, at most a piece: its address, and the position of its end. While there is no room, waits for the oldest copy."""
+        """A slot of n_bytes, at most a piece: its address, and the position of its end. While there is no room,
+        waits for the oldest copy."""
         n_slot, counts = -(-n_bytes // ALIGNMENT) * ALIGNMENT, self.statistics
         while True:
             if not self.flights:
@@ -247,7 +259,7 @@ class Ring:
             self.closed = True
             while self.flights:
                 self._retire_oldest()
-            self.bytes = None
+            del self.bytes
             self.driver.enter()
             self.memory.close()
 
@@ -255,7 +267,8 @@ class Ring:
 # All together
 
 class Transfers:
-    """Memory of one device and every copy to, from and on it. Threads may share it. Closing, or losing the last reference, waits for what is in flight."""
+    """Memory of one device and every copy to, from and on it. Threads may share it. Closing, or losing the last reference,
+    waits for what is in flight."""
 
     def __init__(self, driver, stream, ring_bytes: int = RING_BYTES):
         """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging."""
@@ -283,7 +296,8 @@ class Transfers:
             return buffer
 
     def free(self, buffer) -> None:
-        """Gives a buffer back in stream order: its memory is used again after all that is queued now. A second time does nothing."""
+        """Gives a buffer back in stream order: its memory is used again after all that is queued now.
+        A second time does nothing."""
         with self._ring.lock:
             self._enter("free")
             buffer.close(self.stream)
@@ -297,10 +311,11 @@ class Transfers:
     # Copies
 
     def write(self, buffer, offset: int, data: np.ndarray | Pinned) -> None:
-        """Bytes `offset` and on of the buffer become those of `data`, in stream order. An array of any dtype may be overwritten or dropped when this
-        returns; a Pinned is kept, and kept as it is, until its copy has run."""
+        """Bytes `offset` and on of the buffer become those of `data`, in stream order. An array of any dtype may be overwritten
+        or dropped when this returns; a Pinned is kept, and kept as it is, until its copy has run."""
         if isinstance(data, Pinned):
-            return self._write_pinned(buffer, offset, data)
+            self._write_pinned(buffer, offset, data)
+            return
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         with self._ring.lock:
             to, ring = _address("write", buffer, offset, data.size), self._begin("write")
@@ -324,7 +339,8 @@ class Transfers:
             ring.statistics.bytes_pinned += pinned.n_bytes
 
     def read(self, buffer, offset: int, n_bytes: int) -> Pending:
-        """Bytes offset .. offset + n_bytes - 1 of the buffer, as they are after all that is queued now. The buffer may be overwritten or freed at once."""
+        """Bytes offset .. offset + n_bytes - 1 of the buffer, as they are after all that is queued now.
+        The buffer may be overwritten or freed at once."""
         with self._ring.lock:
             source, ring = _address("read", buffer, offset, n_bytes), self._begin("read")
             pending = Pending(np.empty(n_bytes, np.uint8), ring.lock)
@@ -353,8 +369,8 @@ class Transfers:
 
     @contextmanager
     def fork(self, stream, driver=None):
-        """Work on another stream, of the device of `driver` (this one by default): it starts after all that is queued on the home stream now, and what is
-        queued there later starts after it."""
+        """Work on another stream, of the device of `driver` (this one by default): it starts after all that is queued on the home
+        stream now, and what is queued there later starts after it."""
         if stream is self.stream:
             yield
             return
@@ -389,7 +405,8 @@ class Transfers:
             raise RuntimeError(f"{what}: the stream is being captured; allowed: before and after a capture")
 
     def close(self) -> None:
-        """Waits for what is in flight; pending values have their bytes then. Nothing can be copied afterwards, buffers can still be freed."""
+        """Waits for what is in flight; pending values have their bytes then. Nothing can be copied afterwards,
+        buffers can still be freed."""
         self._finalizer()
 
 
@@ -413,11 +430,13 @@ def _landing(pending, first: int, slot: np.ndarray):
 
 # The driver: CUDA, by cuda-core
 
-def check_status(result) -> None:
-    """RuntimeError unless what a function of cuda.bindings returned is a success."""
+def checked(result: tuple) -> tuple:
+    """What a function of cuda.bindings returned behind its status; RuntimeError unless that is success."""
     from cuda.bindings import driver
-    if result[0] != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA: {result[0].name}")
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA: {status.name}")
+    return tuple(values)
 
 
 class CUDADriver:
@@ -434,29 +453,39 @@ class CUDADriver:
         self._device(self.ordinal).set_current()
 
     def is_capturing(self, stream) -> bool:
-        status, capturing = self._driver.cuStreamIsCapturing(stream.handle)
-        check_status((status,))
+        capturing, = checked(self._driver.cuStreamIsCapturing(stream.handle))
         return capturing != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
+    def memory_bytes(self) -> int:
+        self.enter()
+        _, total = checked(self._driver.cuMemGetInfo())
+        return total
+
     def allocate(self, n_bytes: int, stream):
-        return self._device(self.ordinal).allocate(max(n_bytes, 1), stream=stream)  # nothing has the address of what has been freed
+        try:
+            # At least a byte: memory of 0 bytes would have the address of what has been freed
+            return self._device(self.ordinal).allocate(max(n_bytes, 1), stream=stream)
+        except Exception as error:  # cuda-core's, whose class is not public
+            if "OUT_OF_MEMORY" not in str(error):
+                raise
+            raise MemoryError(f"cuda:{self.ordinal}: {n_bytes} bytes are not to be had") from error
 
     def pinned(self, n_bytes: int):
         return self._pinned.allocate(n_bytes)
 
     def copy(self, to: int, source: int, n_bytes: int, stream, peer: CUDADriver | None = None) -> None:
-        """Between devices the contexts are named: memory of pools cannot be told by its address everywhere. It needs no access of one device to the other."""
+        """Between devices the contexts are named: memory of pools cannot be told by its address everywhere.
+        It needs no access of one device to the other."""
         if peer is None or peer.ordinal == self.ordinal:
-            check_status(self._driver.cuMemcpyAsync(to, source, n_bytes, stream.handle))
+            checked(self._driver.cuMemcpyAsync(to, source, n_bytes, stream.handle))
         else:
-            check_status(self._driver.cuMemcpyPeerAsync(to, self.context(), source, peer.context(), n_bytes, stream.handle))
+            checked(self._driver.cuMemcpyPeerAsync(to, self.context(), source, peer.context(), n_bytes, stream.handle))
 
     def context(self):
         """The device's primary context; leaves the current one as it is."""
         if self._context is None:
             before, = self._driver.cuCtxGetCurrent()[1:]
             self.enter()
-            status, self._context = self._driver.cuCtxGetCurrent()
-            check_status((status,))
-            check_status(self._driver.cuCtxSetCurrent(before))
+            self._context, = checked(self._driver.cuCtxGetCurrent())
+            checked(self._driver.cuCtxSetCurrent(before))
         return self._context

@@ -1,56 +1,61 @@
 """deepseek2 (DeepSeek V2, V3 and R1, Kimi K2): multi-head latent attention, leading dense layers, then experts and shared ones.
 
-A token's keys and values are made of a latent row c of r channels, which all heads share, and of R rotated channels kr of all heads. Files with `attn_kv_b`
-give each head keys and values of its own; those with `attn_k_b` and `attn_v_b` absorb these matrices into the query and the output: then the cache holds
-only c and kr, a query head is k_b q (r channels) and its rotated channels, and the values are c.
+A token's keys and values are made of a latent row c of r channels, which all heads share, and of R rotated channels kr of all
+heads. Files with `attn_kv_b` give each head keys and values of its own; those with `attn_k_b` and `attn_v_b` absorb these
+matrices into the query and the output: then the cache holds only c and kr, a query head is k_b q (r channels) and its rotated
+channels, and the values are c.
 """
 from dataclasses import replace
 
-import numpy as np
-
-from ..errors import UserError
-from ..exact_math import log
-from ..gguf_file import GGUFFile
-from ..graph import Tensor
-from .common import Batch, Hparams
-from .experts import SIGMOID, SOFTMAX, Experts, MixtureOfExperts
+from ..base.exact_math import log
+from ..graph.graph import Tensor
+from .common import Batch
+from .experts import SIGMOID, SOFTMAX, MixtureOfExperts
+from .hparams import Hparams
 
 
 class Deepseek2(MixtureOfExperts):
     name = "deepseek2"
     neox = False
 
-    def read_hparams(self, file: GGUFFile) -> Hparams:
+    def read_hparams(self) -> Hparams:
         """With YaRN's log multiplier the attention's scale stands in for the magnitude of rotated channels, which becomes 1."""
-        hp = Hparams.read(file)
-        self.log_mul = file.get(f"{self.name}.rope.scaling.yarn_log_multiplier", "f32", 0.0) / 0.1
+        hp = Hparams.read(self.keys)
+        self.log_mul = self.keys.real("rope.scaling.yarn_log_multiplier", 0.0, zero=True) / 0.1
         if hp.rope.yarn and self.log_mul:
-            factor = file.get(f"{self.name}.rope.scaling.attn_factor", "f32", 1.0)
-            hp = replace(hp, rope=replace(hp.rope, attn_factor=factor / (1 + 0.1 * self._ln(hp))))
+            factor = self.keys.real("rope.scaling.attn_factor", 1.0)
+            hp = replace(hp, rope=replace(hp.rope, attn_factor=factor / (1 + 0.1 * float(log(1 / hp.rope.freq_scale)))))
         return hp
 
-    @staticmethod
-    def _ln(hp: Hparams) -> float:
-        return float(log(np.float64(1 / hp.rope.freq_scale)))
-
-    def read_experts(self) -> Experts:
-        glm = self.n_vocab == 154880 and self.hp.n_layer in (47, 48)  # GLM-4.7-Flash, whose files do not say
-        return Experts.read(self.file, self.hp, default_gating=SIGMOID if glm else SOFTMAX)
-
     def check(self) -> None:
+        glm = self.n_vocab == 154880 and self.hp.n_layer in (47, 48)  # GLM-4.7-Flash, whose files do not say
+        self.default_gating = SIGMOID if glm else SOFTMAX
         super().check()
-        hp, u32 = self.hp, lambda key, *default: self.file.get(f"{self.name}.attention.{key}", "u32", *default)
+        hp, keys = self.hp, self.keys
         self.lite = "blk.0.attn_q.weight" in self.w
-        self.q_lora, self.kv_lora = 0 if self.lite else u32("q_lora_rank"), u32("kv_lora_rank")
-        head_k, head_v = u32("key_length_mla", 0), u32("value_length_mla", 0)
+        self.q_lora = 0 if self.lite else keys.integer("attention.q_lora_rank", least=1)
+        self.kv_lora = keys.integer("attention.kv_lora_rank", least=1)
+        head_k, head_v = keys.integer("attention.key_length_mla", 0), keys.integer("attention.value_length_mla", 0)
         self.absorbed = head_k > 0 and head_v > 0
         self.head_k, self.head_v = (head_k, head_v) if self.absorbed else (hp.n_embd_head_k, hp.n_embd_head_v)
         self.n_rot, self.n_nope = hp.rope.n_rot, self.head_k - hp.rope.n_rot
-        if self.n_nope <= 0 or not self.kv_lora:
-            raise UserError(f"{self.file.path}: deepseek2: {self.n_rot} rotated channels in heads of {self.head_k}, kv_lora_rank {self.kv_lora}: "
-                            "heads must have others too, the rank must be positive")
-        a = hp.rope.attn_factor * (1 + 0.1 * self._ln(hp))
-        self.scale = (a * (1 + 0.1 * self.log_mul * self._ln(hp)))**2 / self.head_k**0.5
+        if self.n_nope <= 0:
+            raise keys.error("rope.dimension_count", self.n_rot, f"less than the {self.head_k} channels of a head", self.head_k)
+        self.check_cached_heads()
+        ln = float(log(1 / hp.rope.freq_scale))
+        a = hp.rope.attn_factor * (1 + 0.1 * ln)
+        self.scale = (a * (1 + 0.1 * self.log_mul * ln))**2 / self.head_k**0.5
+
+    def check_cached_heads(self) -> None:
+        """The keys say what a cache holds: where it is latent, one head for all; else as many heads as queries have."""
+        hp, heads = self.hp, list(zip(self.hp.n_head, self.hp.n_head_kv))[:self.hp.n_layer]
+        expected = [("head_count_kv", heads_kv, 1 if self.absorbed else n_head) for n_head, heads_kv in heads]
+        if self.absorbed:
+            expected += [("key_length", hp.n_embd_head_k, self.kv_lora + self.n_rot),
+                         ("value_length", hp.n_embd_head_v, self.kv_lora)]
+        for key, found, allowed in expected:
+            if found != allowed:
+                raise self.keys.error(f"attention.{key}", found, f"{allowed}", allowed)
 
     def cache_sizes(self) -> list[tuple[int, int]]:
         return [(self.kv_lora + self.n_rot, 0) if self.absorbed else (n * self.head_k, n * self.head_v) for n in self.hp.n_head]
@@ -83,7 +88,7 @@ class Deepseek2(MixtureOfExperts):
         q = self.each_head(b, q_nope, f"blk.{il}.attn_k_b", n_head, self.kv_lora, f"q_nope_absorbed-{il}")
         q = g.concat_heads(q, q_rot, n_head=n_head, n_head_y=n_head, name=f"Qcur-{il}")
         k = g.concat_heads(c, k_rot, n_head=1, n_head_y=1, name=f"Kcur-{il}")
-        k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
+        k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
         o = g.flash_attn_ext(q, k, k, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=1, scale=self.scale,
                              n_embd_head_v=self.kv_lora, name=f"kqv_latent-{il}")
         return self.each_head(b, o, f"blk.{il}.attn_v_b", n_head, self.head_v, f"kqv_out-{il}")
@@ -91,10 +96,10 @@ class Deepseek2(MixtureOfExperts):
     def each_head(self, b: Batch, x: Tensor, base: str, n_head: int, n_out: int, name: str) -> Tensor:
         """Each head of x with a matrix of its own: [n, n_head * k] -> [n, n_head * n_out]."""
         n, k = x.shape[0], x.shape[1] // n_head
-        x = b.g.reshape(x, shape=(n * n_head, k), name=f"{name}_heads")
+        x = x.view((n * n_head, k))
         y = b.g.mul_mat_heads(self.w(f"{base}.weight", n_head, n_out, k), x, name=f"{name}_products")
-        y = self.scaled_and_biased(b, y, base, n_out, f"{name}_products", None, None)
-        return b.g.reshape(y, shape=(n, n_head * n_out), name=name)
+        y = self.scaled_and_biased(b, y, base, n_out)
+        return y.view((n, n_head * n_out), name=name)
 
     def attend_heads(self, b: Batch, il: int, q_nope: Tensor, q_rot: Tensor, c: Tensor, k_rot: Tensor) -> Tensor:
         """Each head with keys, its own channels and kr, and values of its own."""
@@ -104,7 +109,7 @@ class Deepseek2(MixtureOfExperts):
         v = g.slice_heads(kv, n_head=n_head, first=self.n_nope, n=self.head_v, name=f"Vcur-{il}")
         q = g.concat_heads(q_nope, q_rot, n_head=n_head, n_head_y=n_head, name=f"Qcur-{il}")
         k = g.concat_heads(k, k_rot, n_head=n_head, n_head_y=1, name=f"Kcur-{il}")
-        k = b.memory.write(g, b.memory.k[il], k, name=f"k_cache-{il}")
-        v = b.memory.write(g, b.memory.v[il], v, name=f"v_cache-{il}")
-        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head, scale=self.scale,
-                                name=f"kqv_out-{il}")
+        k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
+        v = b.memory.write(g, il, "v", v, name=f"v_cache-{il}")
+        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head,
+                                scale=self.scale, name=f"kqv_out-{il}")

@@ -1,12 +1,14 @@
-"""Mixture of experts: a router sends each token to a few of many feed-forward blocks, whose outputs are added by weight; a shared one may see all tokens."""
+"""Mixture of experts: a router sends each token to a few of many feed-forward blocks, whose outputs are added by weight;
+a shared one may see all tokens."""
 from dataclasses import dataclass
 
-from ..errors import UserError
-from ..gguf_file import GGUFFile
-from ..graph import Tensor
-from .common import Batch, Hparams, Transformer
+from ..base.errors import UserError
+from ..graph.graph import Tensor
+from .common import Batch, Transformer
+from .hparams import Hparams, Keys
 
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # GGUF's numbers of gating functions; the last is applied to the logits of the chosen experts alone
+# GGUF's numbers of gating functions; the last is applied to the logits of the chosen experts alone
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 GATINGS = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax of the chosen"}
 
 
@@ -25,45 +27,46 @@ class Experts:
     n_group_used: int
 
     @classmethod
-    def read(cls, file: GGUFFile, hp: Hparams, default_gating: int = 0, **fixed) -> "Experts":
-        """default_gating: where the file says none; 0: it must say. fixed: fields whose keys this architecture does not read."""
-        a = file.get("general.architecture", "str")
-        per_layer = lambda key, default: file.get_key_or_arr(f"{a}.{key}", hp.n_block, default=default)
-        u32 = lambda key, *default: file.get(f"{a}.{key}", "u32", *default)
-        n, n_used = u32("expert_count", 0), per_layer("expert_used_count", 0)
-        if not n or not all(0 < used <= n for used in n_used[:hp.n_layer]):
-            raise UserError(f"{file.path}: {a}: {n} experts of which {n_used[0] if n_used else 0} are used: must be positive, and no more used than there are")
-        n_ff = [width or ff // max(used, 1) for width, ff, used in zip(per_layer("expert_feed_forward_length", 0), hp.n_ff, n_used)]
-        keys = {
-            "gating": lambda: u32("expert_gating_func", *([default_gating] * (default_gating > 0))) or default_gating,
-            "norm": lambda: file.get(f"{a}.expert_weights_norm", "bool", False),
-            "scale": lambda: file.get(f"{a}.expert_weights_scale", "f32", 0.0),
-            "n_dense": lambda: u32("leading_dense_block_count", 0),
-            "n_ff_shared": lambda: [width * u32("expert_shared_count") for width in n_ff],
-        }
-        found = cls(n, n_used, n_ff, n_group=u32("expert_group_count", 0), n_group_used=u32("expert_group_used_count", 0),
-                    **{name: fixed[name] if name in fixed else read() for name, read in keys.items()})
-        for il in range(found.n_dense, hp.n_layer):
+    def read(cls, keys: Keys, hp: Hparams, default_gating: int, routing: tuple[int, bool] | None,
+             n_ff_shared: list[int] | None) -> "Experts":
+        """default_gating, routing, n_ff_shared: as of `MixtureOfExperts`."""
+        n = keys.integer("expert_count", 0, least=1)
+        n_used = keys.per_block("expert_used_count", hp.n_block, 0, least=1, most=n)
+        widths = keys.per_block("expert_feed_forward_length", hp.n_block, 0)
+        n_ff = [width or ff // used for width, ff, used in zip(widths, hp.n_ff, n_used)]
+        n_group, n_group_used = keys.integer("expert_group_count", 0), keys.integer("expert_group_used_count", 0)
+        if routing:
+            (gating, norm), scale, n_dense, n_ff_shared = routing, 0.0, 0, [0] * hp.n_layer
+        else:
+            gating = keys.integer("expert_gating_func", *([default_gating] * (default_gating > 0))) or default_gating
+            norm, scale = keys.flag("expert_weights_norm", False), keys.real("expert_weights_scale", 0.0, zero=True)
+            n_dense = keys.integer("leading_dense_block_count", 0, most=hp.n_block)
+            n_ff_shared = n_ff_shared or [width * keys.integer("expert_shared_count") for width in n_ff]
+        for il in range(n_dense, hp.n_layer):
             if not n_ff[il]:
-                raise UserError(f"{file.path}: layer {il} has experts of width 0: {a}.expert_feed_forward_length must be positive, or "
-                                f"{a}.feed_forward_length, {hp.n_ff[il]}, at least the {n_used[il]} experts used")
-        if found.gating not in GATINGS:
-            raise UserError(f"{file.path}: {a}.expert_gating_func is {found.gating}, known: {', '.join(f'{i} ({name})' for i, name in GATINGS.items())}")
-        if found.n_group > 1 and (n % found.n_group or found.n_group >= n or not 0 < found.n_group_used < found.n_group):
-            raise UserError(f"{file.path}: {a}: {found.n_group_used} of {found.n_group} groups of {n} experts: must be equal groups of two or more, "
-                            "and fewer used than there are")
-        return found
+                raise UserError(f"{keys.file.path}: layer {il} has experts of width 0: {keys.name('expert_feed_forward_length')} "
+                                f"must be positive, or {keys.name('feed_forward_length')}, {hp.n_ff[il]}, at least the "
+                                f"{n_used[il]} experts used")
+        if gating not in GATINGS:
+            known = ", ".join(f"{i} ({name})" for i, name in GATINGS.items())
+            raise keys.error("expert_gating_func", gating, f"one of {known}")
+        if n_group > 1:
+            if n % n_group or n_group >= n:
+                raise keys.error("expert_group_count", n_group, f"a number of equal groups of two or more of the {n} experts")
+            if not 0 < n_group_used < n_group:
+                raise keys.error("expert_group_used_count", n_group_used,
+                                 f"1 to {n_group - 1}, fewer than the {n_group} groups")
+        return cls(n, n_used, n_ff, n_ff_shared, n_dense, gating, norm, scale, n_group, n_group_used)
 
 
 class MixtureOfExperts(Transformer):
     """Base of the architectures whose feed-forward blocks are experts, but for leading dense ones."""
-    experts: Experts
+    default_gating = 0  # where the file says none; 0: it must say
+    routing: tuple[int, bool] | None = None  # gating and norm where they have no keys, nor scale, dense layers and shared experts
+    n_ff_shared: list[int] | None = None  # None: from the number of shared experts
 
     def check(self) -> None:
-        self.experts = self.read_experts()
-
-    def read_experts(self) -> Experts:
-        return Experts.read(self.file, self.hp)
+        self.experts = Experts.read(self.keys, self.hp, self.default_gating, self.routing, self.n_ff_shared)
 
     def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
         if il < self.experts.n_dense:
@@ -77,25 +80,30 @@ class MixtureOfExperts(Transformer):
         e, g, p = self.experts, b.g, f"blk.{il}.ffn_"
         ids, weights = self.route(b, il, h)
         if f"{p}gate_up_exps.weight" in self.w:
-            gate, up = (self.expert_linear(b, h, ids, f"{p}gate_up_exps", 2 * e.n_ff[il], f"ffn_moe_{part}-{il}", (i * e.n_ff[il], (i + 1) * e.n_ff[il]))
+            gate, up = (self.expert_linear(b, h, ids, f"{p}gate_up_exps", 2 * e.n_ff[il], f"ffn_moe_{part}-{il}",
+                                           (i * e.n_ff[il], (i + 1) * e.n_ff[il]))
                         for i, part in enumerate(("gate", "up")))
         else:
-            gate, up = (self.expert_linear(b, h, ids, f"{p}{part}_exps", e.n_ff[il], f"ffn_moe_{part}-{il}") for part in ("gate", "up"))
+            gate, up = (self.expert_linear(b, h, ids, f"{p}{part}_exps", e.n_ff[il], f"ffn_moe_{part}-{il}")
+                        for part in ("gate", "up"))
         y = self.activate(b, gate, up, f"ffn_moe_act-{il}")
-        return g.weighted_sum(self.expert_linear(b, y, ids, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down-{il}"), weights, name=f"ffn_moe_out-{il}")
+        return g.weighted_sum(self.expert_linear(b, y, ids, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down-{il}"), weights,
+                              name=f"ffn_moe_out-{il}")
 
     def activate(self, b: Batch, gate: Tensor, up: Tensor, name: str) -> Tensor:
         return b.g.swiglu(gate, up, name=name)
 
     def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids i32 [n, used], the largest first; their weights f32 [n, used]). A bias of `exp_probs_b` counts for the choice alone."""
+        """(ids i32 [n, used], the largest first; their weights f32 [n, used]).
+        A bias of `exp_probs_b` counts for the choice alone."""
         e, g, p, bias = self.experts, b.g, f"blk.{il}.ffn_gate_inp", f"blk.{il}.exp_probs_b.bias"
         logits = self.linear(b, h, p, e.n, name=f"ffn_moe_logits-{il}")
         gates = {SOFTMAX: g.soft_max, SIGMOID: g.sigmoid}
         probs = gates[e.gating](logits, name=f"ffn_moe_probs-{il}") if e.gating in gates else logits
         chosen_by = g.add(probs, self.w(bias, e.n), name=f"ffn_moe_probs_biased-{il}") if bias in self.w else probs
         if e.n_group > 1:
-            chosen_by = g.mask_groups(chosen_by, n_group=e.n_group, n_group_used=e.n_group_used, name=f"ffn_moe_probs_masked-{il}")
+            chosen_by = g.mask_groups(chosen_by, n_group=e.n_group, n_group_used=e.n_group_used,
+                                      name=f"ffn_moe_probs_masked-{il}")
         ids = g.top_k(chosen_by, k=e.n_used[il], name=f"ffn_moe_topk-{il}")
         weights = g.take_columns(probs, ids, name=f"ffn_moe_weights-{il}")
         if e.gating == SOFTMAX_OF_CHOSEN:
@@ -106,9 +114,10 @@ class MixtureOfExperts(Transformer):
             weights = g.scale(weights, factor=e.scale, name=f"ffn_moe_weights_scaled-{il}")
         return ids, weights
 
-    def expert_linear(self, b: Batch, x: Tensor, ids: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None = None) -> Tensor:
-        """W x with the matrices of the experts `ids`, times their `base.scale` and plus their `base.bias` where the file has them. rows: only those of W, and
-        of a bias."""
+    def expert_linear(self, b: Batch, x: Tensor, ids: Tensor, base: str, n_out: int, name: str,
+                      rows: tuple[int, int] | None = None) -> Tensor:
+        """W x with the matrices of the experts `ids`, times their `base.scale` and plus their `base.bias` where the file has
+        them. rows: only those of W, and of a bias."""
         y = b.g.mul_mat_id(self.w(f"{base}.weight", self.experts.n, n_out, x.shape[1], rows=rows), x, ids, name=name)
         if f"{base}.scale" in self.w:
             y = b.g.scale_id(y, self.w(f"{base}.scale", self.experts.n), ids, name=f"{name}_scaled")

@@ -1,5 +1,5 @@
 """qwen3 (dense): each head of Q and K is normed, with weights shared by all heads, before its rotation."""
-from ..graph import Tensor
+from ..graph.graph import Tensor
 from .common import Batch, Transformer
 
 

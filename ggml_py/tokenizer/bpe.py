@@ -1,7 +1,9 @@
-"""Byte-level BPE (`tokenizer.ggml.model` = gpt2): a piece's bytes, written as letters, are merged pair by pair, lowest rank first.
+"""Byte-level BPE (`tokenizer.ggml.model` = gpt2): a piece's bytes, written as letters, are merged pair by pair, lowest rank
+first.
 
-The merging is the library's: by rank, leftmost first among equals, with a heap. It wants every part and every result of a merge in the vocabulary,
-which the format does not promise: what is missing gets a spare id after the vocabulary's end, and spare ids are spelled out afterwards.
+The merging is the library's: by rank, leftmost first among equals, with a heap. It wants every part and every result of a merge
+in the vocabulary, which the format does not promise: what is missing gets a spare id after the vocabulary's end, and spare ids
+are spelled out afterwards.
 """
 from collections.abc import Mapping
 
@@ -9,6 +11,7 @@ import tokenizers
 from gguf import TokenType
 from tokenizers import models
 
+from ..base.errors import quoted
 from .pretokenizers import PreTokenizer
 from .vocabulary import SURROGATE, TokenizerError, Vocabulary, texts
 
@@ -24,8 +27,8 @@ class ByteLevelBPE:
     def __init__(self, vocabulary: Vocabulary, pre_tokenizer: PreTokenizer, metadata: Mapping, merges_required: bool):
         self.vocabulary = vocabulary
         key = "tokenizer.ggml.merges"
-        merges = [_parts(key, i, merge) for i, merge in enumerate(texts(metadata, key))] if merges_required or key in metadata else []
-        merges = list(dict.fromkeys(merges))  # among equal merges the first rank counts
+        lines = texts(metadata, key) if merges_required or key in metadata else []
+        merges = list(dict.fromkeys(_parts(key, i, line) for i, line in enumerate(lines)))  # the first of equal ones counts
         ids = vocabulary.ids
         missing = [text for pair in merges for text in (*pair, "".join(pair)) if text not in ids]
         missing += [letter for letter in BYTE_OF_LETTER if letter not in ids]
@@ -52,5 +55,5 @@ def _parts(key: str, i: int, merge: str) -> tuple[str, str]:
     """A merge is cut at its first space after the first character, as a part may begin with one."""
     left, _, right = merge[1:].partition(" ")
     if not right:
-        raise TokenizerError(f"{key}[{i}]: got {merge!r}, expected two texts with a space between them")
+        raise TokenizerError(f"{key}[{i}]: got {quoted(merge)}, expected two texts with a space between them")
     return merge[:1] + left, right

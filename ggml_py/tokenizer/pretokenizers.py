@@ -1,17 +1,17 @@
 r"""How `tokenizer.ggml.pre` cuts text into pieces before BPE merges bytes; merges never cross from one piece into another.
 
-A set is a list of regexes. The text is one piece; each regex in turn cuts every piece into its matches and the gaps between them, and nothing is
-dropped. A regex sees only its piece, so that `(?!\S)` holds at a piece's end. The engine is Oniguruma, through `tokenizers`: alternatives are tried
-from left to right, `\p{..}` are Unicode's general categories, and `\s` is White_Space (U+0009-000D, 0020, 0085, 00A0, 1680, 2000-200A, 2028, 2029,
-202F, 205F, 3000, and not U+001C-001F).
+A set is a list of regexes. The text is one piece; each regex in turn cuts every piece into its matches and the gaps between them,
+and nothing is dropped. A regex sees only its piece, so that `(?!\S)` holds at a piece's end. The engine is Oniguruma, through
+`tokenizers`: alternatives are tried from left to right, `\p{..}` are Unicode's general categories, and `\s` is White_Space
+(U+0009-000D, 0020, 0085, 00A0, 1680, 2000-200A, 2028, 2029, 202F, 205F, 3000, and not U+001C-001F).
 """
 from dataclasses import dataclass
 
 from tokenizers import Regex, pre_tokenizers
 
 _CONTRACTION = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
-# `\s*[\r\n]+|\s+(?!\S)|\s+`, where the first part takes white space up to its last line break. It is written so that it does not backtrack:
-# on a long run of spaces the engine would give up.
+# `\s*[\r\n]+|\s+(?!\S)|\s+`, where the first part takes white space up to its last line break. It is written so that it does not
+# backtrack: on a long run of spaces the engine would give up.
 _SPACES = r"(?:[^\S\r\n]*+[\r\n]++)++|\s+(?!\S)|\s+"
 _HAN = "\u3400-\u4DBF\u4E00-\u9FFF\uF900-\uFAFF\U00020000-\U0002A6DF\U0002A700-\U0002EBEF\U0002F800-\U0002FA1F"
 _CASED = (  # letters of scripts with upper and lower case
@@ -30,21 +30,26 @@ DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", *GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 LLAMA3 = (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,)
 QWEN2 = (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,)
 QWEN35 = (_CONTRACTION + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,)
-KIMI_K2 = (f"[{_HAN}]+|[^\\r\\n\\p{{L}}\\p{{N}}]?[\\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?" + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,)
+KIMI_K2 = (f"[{_HAN}]+|[^\\r\\n\\p{{L}}\\p{{N}}]?[\\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?"
+           + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES,)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 GPT4O = ("|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}(?:{_CONTRACTION})?" for word in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*"))
          + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES,)
 DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
-             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" + _SPACES)
-# The reference matches this set with all non-ASCII white space replaced, so ranges of characters never hold it: the published U+3000-3002 starts
-# at 3001 here, and U+0800-4E00 excludes it. The fourth regex is `\s+$`, written so that a long run of spaces is tried once and not from each space.
-DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3001-\u3002]+", r"(?<!\s)\s++\z",
+             r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|""" +
+             _SPACES)
+# The reference matches this set with all non-ASCII white space replaced, so ranges of characters never hold it: the published
+# U+3000-3002 starts at 3001 here, and U+0800-4E00 excludes it. The fourth regex is `\s+$`, written so that a long run of spaces
+# is tried once and not from each space.
+DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3001-\u3002]+",
+                r"(?<!\s)\s++\z",
                 "[\u0800-\u9FA5\uAC00-\uD7FF&&\\S]+", r"\p{N}+")
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A row of the table. ignore_merges: a piece that is a token is taken as it is, without merging; the rest are defaults of the metadata."""
+    """A row of the table. ignore_merges: a piece that is a token is taken as it is, without merging;
+    the rest are defaults of the metadata."""
     regexes: tuple[str, ...]
     clean_spaces: bool = False
     ignore_merges: bool = False
@@ -69,7 +74,8 @@ PRE_TOKENIZERS = {name: row for names, row in {
     "chatglm-bpe": PreTokenizer(LLAMA3, clean_spaces=True, bos_id=None),
     "glm4 glm5": PreTokenizer(LLAMA3, clean_spaces=True, ignore_merges=True, bos_id=None),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer(QWEN2),
-    "gpt-2 phi-2 exaone4 mellum a.x-4.0 gigachat modern-bert jina-es jina-de jina-v2-es jina-v2-de": PreTokenizer(GPT2, clean_spaces=True),
+    "gpt-2 phi-2 exaone4 mellum a.x-4.0 gigachat modern-bert jina-es jina-de jina-v2-es jina-v2-de": PreTokenizer(
+        GPT2, clean_spaces=True),
     "kimi-k2": PreTokenizer(KIMI_K2),
     "gpt-4o llama4 kanana2 talkie": PreTokenizer(GPT4O),
     "default": PreTokenizer(DEFAULT, clean_spaces=True),

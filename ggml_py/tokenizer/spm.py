@@ -1,14 +1,18 @@
-"""SentencePiece merges (`tokenizer.ggml.model` = llama): the adjacent pair that makes the token with the highest score is merged first.
+"""SentencePiece merges (`tokenizer.ggml.model` = llama): the adjacent pair that makes the token with the highest score is merged
+first.
 
-Among equal scores the leftmost pair wins. The library's BPE ranks merges, so that it cannot call two of them equal; hence the loop below.
+Among equal scores the leftmost pair wins. The library's BPE ranks merges, so that it cannot call two of them equal; hence the
+loop below.
 """
 import functools
 import heapq
 import re
+from itertools import pairwise
 
 import numpy as np
 from gguf import TokenType
 
+from ..base.errors import quoted
 from .vocabulary import TokenizerError, Vocabulary
 
 SPACE = "\u2581"  # stands for a space in token texts
@@ -20,29 +24,38 @@ class SPM:
     def __init__(self, vocabulary: Vocabulary, add_space_prefix: bool):
         self.vocabulary, self.add_space_prefix = vocabulary, add_space_prefix
         self._inner_pairs = _inner_pairs(vocabulary.tokens)
+        self._remember()
+
+    def _remember(self) -> None:
         self._encode_short = functools.lru_cache(maxsize=1 << 16)(self._encode_chunk)
 
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name != "_encode_short"}  # a cache of its own for each copy
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._remember()
+
     def encode(self, text: str) -> list[int]:
-        """A merge can only bridge two characters that stand side by side in some token: text is cut everywhere else, and short chunks recur."""
+        """A merge can only bridge two characters that stand side by side in some token: text is cut everywhere else,
+        and short chunks recur."""
         text = (" " + text if self.add_space_prefix else text).replace(" ", SPACE)
         pairs = _pairs(text)
         cuts = np.flatnonzero(~np.isin(pairs, self._inner_pairs)) + 1
         bounds = [0, *cuts.tolist(), len(text)]
-        ids = []
-        for start, end in zip(bounds, bounds[1:]):
+        ids: list[int] = []
+        for start, end in pairwise(bounds):
             ids += (self._encode_short if end - start <= 64 else self._encode_chunk)(text[start:end])
         return ids
 
     def _encode_chunk(self, text: str) -> list[int]:
-        symbols = _merge(list(text), self.vocabulary)
-        return [id for symbol in symbols for id in self._symbol_ids(symbol)]
+        return [id for symbol in _merge(list(text), self.vocabulary) for id in self._symbol_ids(symbol)]
 
     def _symbol_ids(self, symbol: str) -> list[int]:
-        """The token of a symbol, else a token per byte (only single characters come here without a token: every merge makes one)."""
-        ids = self.vocabulary.ids
-        if symbol in ids:
-            return [ids[symbol]]
-        return [self._byte_id(byte) for byte in _utf8(symbol)]
+        """The token of a symbol, else a token per byte (only single characters come here without a token: every merge makes
+        one)."""
+        id = self.vocabulary.ids.get(symbol)
+        return [self._byte_id(byte) for byte in _utf8(symbol)] if id is None else [id]
 
     def _byte_id(self, byte: int) -> int:
         for text in (f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else ""):
@@ -54,7 +67,8 @@ class SPM:
         text, type = self.vocabulary.tokens[id], self.vocabulary.types[id]
         if type == TokenType.BYTE:
             if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
-                raise TokenizerError(f"tokenizer.ggml.tokens[{id}]: got {text!r} for a byte token, expected <0x00> to <0xFF>")
+                raise TokenizerError(f"tokenizer.ggml.tokens[{id}]: got {quoted(text)} for a byte token, "
+                                     "expected <0x00> to <0xFF>")
             return bytes.fromhex(text[3:5])
         return text.replace(SPACE, " ").encode() if type == TokenType.NORMAL else b""
 
@@ -64,7 +78,7 @@ def _merge(symbols: list[str], vocabulary: Vocabulary) -> list[str]:
     ids, scores = vocabulary.ids, vocabulary.scores
     n = len(symbols)
     before, after = list(range(-1, n - 1)), list(range(1, n + 1))  # neighbours of the symbol that starts at index i; n: none
-    heap = []
+    heap: list[tuple[float, int, int, str]] = []
 
     def offer(left: int, right: int) -> None:
         text = symbols[left] + symbols[right]

@@ -1,28 +1,34 @@
 """`Tokenizer`: token ids of a text and text of token ids, as a model file defines them."""
 import codecs
-import functools
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Self
 
 from gguf import TokenType
 
+from ..base.errors import quoted
 from .bpe import ByteLevelBPE
 from .pretokenizers import PRE_TOKENIZERS
 from .spm import SPM
 from .vocabulary import TokenizerError, Vocabulary, scalar, special_id
 
 log = logging.getLogger(__name__)
+SPECIAL = TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN  # their bytes are those of their texts
 
 
 class Tokenizer:
     """The tokenizer that a model file's metadata describes.
 
-    metadata: GGUF keys to Python values; arrays are sequences or numpy arrays. A file without a tokenizer (`tokenizer.ggml.model` missing or
-    "no_vocab") gives an object that knows `n_vocab` at most and whose `encode` and `decode` raise: such a model takes token ids.
+    metadata: GGUF keys to Python values; arrays are sequences or numpy arrays. A file without a tokenizer (`tokenizer.ggml.model`
+    missing or "no_vocab") gives an object that knows `n_vocab` at most and whose `encode` and `decode` raise: such a model takes
+    token ids.
 
     n_vocab: number of token ids.   bos_id, eos_id: ids, or None.   add_bos, add_eos: whether `encode` puts them around a text.
     chat_template: Jinja source, or None.
+
+    A tokenizer can be copied and pickled: it holds nothing of the file.
     """
 
     def __init__(self, metadata: Mapping):
@@ -34,14 +40,15 @@ class Tokenizer:
             self.add_bos = self.add_eos = False
             return
         if self.model not in ("gpt2", "llama"):
-            raise TokenizerError(f"tokenizer.ggml.model: got {self.model!r}, known are 'gpt2' (byte-level BPE), 'llama' (SPM) and 'no_vocab'")
+            raise TokenizerError(f"tokenizer.ggml.model: got {quoted(self.model)}, "
+                                 "known are 'gpt2' (byte-level BPE), 'llama' (SPM) and 'no_vocab'")
         self._vocabulary = Vocabulary.from_metadata(metadata)
         self.n_vocab = len(self._vocabulary.tokens)
         if self.model == "gpt2":
             name = _pre_tokenizer_name(metadata)
             pre = PRE_TOKENIZERS[name]
             self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, False)
-            self._fragments = ByteLevelBPE(self._vocabulary, pre, metadata, merges_required=name != "kimi-k2")
+            self._fragments: ByteLevelBPE | SPM = ByteLevelBPE(self._vocabulary, pre, metadata, merges_required=name != "kimi-k2")
             self._clean_spaces, add_bos, bos, eos = pre.clean_spaces, pre.add_bos, pre.bos_id, 11
         else:
             self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
@@ -57,16 +64,19 @@ class Tokenizer:
                                      f"but tokenizer.ggml.{name}_token_id names none of {self.n_vocab} tokens")
         types = self._vocabulary.types
         self._user_defined = self._longest_first(id for id in range(self.n_vocab) if types[id] == TokenType.USER_DEFINED)
-        self._special = self._longest_first(
-            id for id in range(self.n_vocab) if types[id] in (TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN))
-        self._token_bytes = functools.cache(self._find_token_bytes)
+        self._special = self._longest_first(id for id in range(self.n_vocab) if types[id] in SPECIAL)
+        self._known_bytes: dict[int, bytes] = {}
 
     @classmethod
-    def from_gguf(cls, path) -> "Tokenizer":
+    def from_gguf(cls, path: str | PathLike[str]) -> Self:
         """The tokenizer of a GGUF file; the file may hold a vocabulary and no tensors."""
-        from ..gguf_file import GGUFFile
+        from ..files.gguf import GGUFFile
         with GGUFFile.open(path) as file:
             return cls(file.metadata)
+
+    def __repr__(self) -> str:
+        special = "".join(f", {name} {id}" for name, id in (("BOS", self.bos_id), ("EOS", self.eos_id)) if id is not None)
+        return f"<Tokenizer {self.model}: {self.n_vocab} tokens{special}>"
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text.
@@ -76,18 +86,19 @@ class Tokenizer:
         A lone surrogate stands for a byte that is not UTF-8 (text decoded with errors="surrogateescape").
         """
         self._require_vocabulary()
-        ids = [self.bos_id] if add_special and self.add_bos else []
+        ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         for fragment in self._split_special(text, self._special if parse_special else self._user_defined):
             ids += [fragment] if isinstance(fragment, int) else self._fragments.encode(fragment)
-        if add_special and self.add_eos:
+        if add_special and self.add_eos and self.eos_id is not None:
             ids.append(self.eos_id)
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids; what is not UTF-8 becomes U+FFFD. skip_special: control and unknown tokens give no text.
 
-        Where the model puts a space before every text, the first token loses its leading space (a token after BOS keeps it). Models with
-        `clean_spaces` lose the space before ? ! . , and the contractions 's 'm 're 've, and those around a lone apostrophe.
+        Where the model puts a space before every text, the first token loses its leading space (a token after BOS keeps it).
+        Models with `clean_spaces` lose the space before ? ! . , and the contractions 's 'm 're 've, and those around a lone
+        apostrophe.
         """
         self._require_vocabulary()
         pieces = [self.token_bytes(id, skip_special) for id in ids]
@@ -99,9 +110,12 @@ class Tokenizer:
     def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
         """What one token adds to a text, in UTF-8 (a character may be spread over several tokens)."""
         self._check_id(id)
-        if skip_special and self._vocabulary.types[id] in (TokenType.CONTROL, TokenType.UNKNOWN):
+        id, type = int(id), self._vocabulary.types[id]
+        if skip_special and type in (TokenType.CONTROL, TokenType.UNKNOWN):
             return b""
-        return self._token_bytes(int(id))
+        if id not in self._known_bytes:
+            self._known_bytes[id] = self._vocabulary.tokens[id].encode() if type in SPECIAL else self._fragments.token_bytes(id)
+        return self._known_bytes[id]
 
     def token_text(self, id: int) -> str:
         """The text under which the vocabulary lists a token, e.g. `Ġthe`, `▁the`, `<0x0A>`, `<|im_end|>`."""
@@ -112,25 +126,22 @@ class Tokenizer:
         """Whether a model that produces this token has finished its answer. Without a vocabulary no token is known to."""
         return self.model != "no_vocab" and id in self._vocabulary.end_of_generation
 
-    def _find_token_bytes(self, id: int) -> bytes:
-        if self._vocabulary.types[id] in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
-            return self._vocabulary.tokens[id].encode()
-        return self._fragments.token_bytes(id)
-
     def _longest_first(self, ids: Iterable[int]) -> list[tuple[str, int]]:
         """(text, id), longest text (in bytes) first; equally long ones by id."""
         tokens = self._vocabulary.tokens
         return [(tokens[id], id) for id in sorted(ids, key=lambda id: -len(tokens[id].encode()))]
 
     def _split_special(self, text: str, candidates: list[tuple[str, int]]) -> list[str | int]:
-        """Text as a list of fragments and of ids of special tokens. Each candidate in turn, longest first, cuts the fragments that are left.
+        """Text as a list of fragments and of ids of special tokens. Each candidate in turn, longest first, cuts the fragments
+        that are left.
 
         So a longer token wins over one that starts further left: a single pass over the text would not do.
         """
         fragments: list[str | int] = [text] if text else []
         for token, id in candidates:
             if token in text:
-                fragments = [part for fragment in fragments for part in ([fragment] if isinstance(fragment, int) else _cut(fragment, token, id))]
+                fragments = [part for fragment in fragments
+                             for part in ([fragment] if isinstance(fragment, int) else _cut(fragment, token, id))]
         return fragments
 
     def _require_vocabulary(self) -> None:
@@ -153,6 +164,9 @@ class Detokenizer:
         self.tokenizer, self.skip_special = tokenizer, skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    def __repr__(self) -> str:
+        return f"<Detokenizer of {self.tokenizer!r}>"
+
     def feed(self, id: int) -> str:
         """The text that has become certain with this token."""
         return self._utf8.decode(self.tokenizer.token_bytes(id, self.skip_special))
@@ -167,10 +181,11 @@ class Detokenizer:
 def _pre_tokenizer_name(metadata: Mapping) -> str:
     name = scalar(metadata, "tokenizer.ggml.pre", str, None)
     if name is None:
-        log.warning("tokenizer.ggml.pre: missing; text is split as for 'default', which may not be what the model was trained with")
+        log.warning("tokenizer.ggml.pre: missing; text is split as for 'default', which may not be what the model was trained "
+                    "with")
         return "default"
     if name not in PRE_TOKENIZERS:
-        raise TokenizerError(f"tokenizer.ggml.pre: got {name!r}, known are {', '.join(PRE_TOKENIZERS)}")
+        raise TokenizerError(f"tokenizer.ggml.pre: got {quoted(name)}, known are {', '.join(PRE_TOKENIZERS)}")
     return name
 
 

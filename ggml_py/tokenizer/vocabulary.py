@@ -2,21 +2,24 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from gguf import TokenType
 
-from ..errors import UserError
+from ..base.errors import UserError, quoted
 
 SURROGATE = re.compile("[\ud800-\udfff]")  # no text in UTF-8 has one
 # Texts that end a turn or a document, whatever type the file gives them: they are treated as control tokens.
 END_OF_GENERATION = frozenset((
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>",
-    "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
-    "<｜end▁of▁sentence｜>", "[e~["))
-# Where a turn is several messages, these texts end it, and the one behind them ends a message: gpt-oss writes its answer after <|end|>.
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>",
+    "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
+    "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["))
+# Where a turn is several messages, these texts end it, and the one behind them ends a message: gpt-oss writes its answer after
+# <|end|>.
 END_OF_MESSAGE = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"))
-# A model that writes code files ends with the padding of a gap, or by starting the next repository or file; the first text found counts.
+# A model that writes code files ends with the padding of a gap, or by starting the next repository or file; the first text found
+# counts.
 END_OF_FILE = (("fim_pad", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
                ("fim_rep", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
                ("fim_sep", ("<|file_sep|>",)))
@@ -28,7 +31,8 @@ class TokenizerError(UserError):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`tokens[id]` is the text of a token, `ids[text]` its id, `types[id]` a `TokenType`, `scores[id]` float32 (0 where the file has none).
+    """`tokens[id]` is the text of a token, `ids[text]` its id, `types[id]` a `TokenType`, `scores[id]` float32 (0 where the file
+    has none).
 
     `end_of_generation` holds the ids after which a model has finished.
     """
@@ -39,13 +43,17 @@ class Vocabulary:
     scores: list[float]
     end_of_generation: frozenset[int]
 
+    def __repr__(self) -> str:
+        return f"<Vocabulary of {len(self.tokens)} tokens>"
+
     @classmethod
     def from_metadata(cls, metadata: Mapping) -> "Vocabulary":
         tokens = [text or f"[EMPTY_{id}]" for id, text in enumerate(texts(metadata, "tokenizer.ggml.tokens"))]
         ids = {text: id for id, text in enumerate(tokens)}
         if len(ids) < len(tokens):
-            id = next(id for id, text in enumerate(tokens) if ids[text] != id)
-            raise TokenizerError(f"tokenizer.ggml.tokens: token {id} and token {ids[tokens[id]]} are both {tokens[id]!r}; texts must be unique")
+            first, text = next((id, text) for id, text in enumerate(tokens) if ids[text] != id)
+            raise TokenizerError(f"tokenizer.ggml.tokens: token {first} and token {ids[text]} are both {quoted(text)}; "
+                                 "texts must be unique")
         types = numbers(metadata, "tokenizer.ggml.token_type", np.int32, len(tokens), TokenType.NORMAL)
         scores = numbers(metadata, "tokenizer.ggml.scores", np.float32, len(tokens), 0)
 
@@ -74,7 +82,7 @@ def special_id(metadata: Mapping, name: str, n_tokens: int, default: int | None 
     return None
 
 
-def scalar(metadata: Mapping, key: str, type: type, default):
+def scalar(metadata: Mapping, key: str, type: type, default: Any) -> Any:
     """The bool, int or str under a key, or the default where the key is missing."""
     if key not in metadata:
         return default
@@ -89,7 +97,8 @@ def scalar(metadata: Mapping, key: str, type: type, default):
 def texts(metadata: Mapping, key: str) -> list[str]:
     """The array of strings under a key that must be there."""
     if key not in metadata:
-        raise TokenizerError(f"{key}: missing; tokenizer.ggml.model = {metadata.get('tokenizer.ggml.model')!r} needs it")
+        model = quoted(str(metadata.get("tokenizer.ggml.model")))
+        raise TokenizerError(f"{key}: missing; tokenizer.ggml.model = {model} needs it")
     value = metadata[key]
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -100,16 +109,17 @@ def texts(metadata: Mapping, key: str) -> list[str]:
         if not isinstance(text, str):
             raise TokenizerError(f"{key}[{i}]: got {text!r:.60}, expected a string")
         if not text.isascii() and SURROGATE.search(text):
-            raise TokenizerError(f"{key}[{i}]: {text!r} is not valid UTF-8")
+            raise TokenizerError(f"{key}[{i}]: {quoted(text)} is not valid UTF-8")
     return value
 
 
 def numbers(metadata: Mapping, key: str, dtype: type, n: int, default: float) -> list:
-    """The first n numbers of the array under a key, as Python numbers after rounding to dtype; n times the default where the key is missing."""
+    """The first n numbers of the array under a key, as Python numbers after rounding to dtype;
+    n times the default where the key is missing."""
     if key not in metadata:
         return [default] * n
     try:
-        value = np.asarray(metadata[key], dtype)
+        value: np.ndarray = np.asarray(metadata[key], dtype)
     except (TypeError, ValueError, OverflowError):
         raise TokenizerError(f"{key}: expected an array of {np.dtype(dtype)}, got {metadata[key]!r:.60}") from None
     if value.ndim != 1 or value.size < n:

@@ -1,4 +1,6 @@
-"""The operations on the CPU: parallel over tokens, heads or rows, loops that LLVM vectorises, and the same bits as kernels/reference.
+"""The operations on the CPU: parallel over tokens, heads or rows, loops that LLVM vectorises, and the same bits as
+kernels/reference.
 
-Signatures are those of the module of the same name in kernels/reference. How many threads share a loop never changes a result.
+An op's function is that of kernels/reference with another kernel on the same arrays; fused ops have one here only where it is
+faster than its parts. How many threads share a loop never changes a result.
 """

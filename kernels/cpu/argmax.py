@@ -1,5 +1,8 @@
 """The column of the largest value of each row, -1 where there is a NaN."""
+from functools import partial
+
 from ..compile import jit
+from ..reference import argmax as reference
 from .parallel import over_rows
 
 
@@ -15,4 +18,4 @@ def argmax_rows(first, last, x, out):
         out[row] = -1 if n_nan else at
 
 
-argmax = over_rows(argmax_rows)  # (x f32 [n, k], out i32 [n])
+argmax = partial(reference.argmax, kernel=over_rows(argmax_rows))

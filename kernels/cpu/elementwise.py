@@ -1,23 +1,34 @@
 """Operations of one element each."""
+from functools import partial
+
 from .. import arith
 from ..compile import jit
+from ..reference import elementwise as reference
 from .parallel import over_rows
 
 
-@jit
-def add_rows(first, last, x, y, out):
-    for row in range(first, last):
-        a, b, o = x[row], y[row if y.shape[0] > 1 else 0], out[row]
-        for column in range(a.shape[0]):
-            o[column] = arith.add(a[column], b[column])
+def binary_rows(name, operation):
+    """(first, last, x, y, out) of over_rows: out = operation(x, y). x, out: f32 [n, k]; y: the same, or one row for all."""
+    @jit(key=name)
+    def rows(first, last, x, y, out):
+        for row in range(first, last):
+            a, b, o = x[row], y[row if y.shape[0] > 1 else 0], out[row]
+            for column in range(a.shape[0]):
+                o[column] = operation(a[column], b[column])
+    return rows
 
 
-@jit
-def mul_rows(first, last, x, y, out):
-    for row in range(first, last):
-        a, b, o = x[row], y[row if y.shape[0] > 1 else 0], out[row]
-        for column in range(a.shape[0]):
-            o[column] = arith.mul(a[column], b[column])
+def gated_rows(name, activation):
+    """`binary_rows` of activation(x) * y."""
+    @jit(key=name)
+    def glu(g, u):
+        return arith.mul(activation(g), u)
+    return binary_rows(name, glu)
+
+
+BINARY = {"add": binary_rows("add", arith.add), "mul": binary_rows("mul", arith.mul), "swiglu": gated_rows("swiglu", arith.silu),
+          "geglu": gated_rows("geglu", arith.gelu), "reglu": gated_rows("reglu", arith.relu)}
+add_rows, swiglu_rows = BINARY["add"], BINARY["swiglu"]
 
 
 @jit
@@ -29,14 +40,6 @@ def scale_rows(first, last, x, a, out):
 
 
 @jit
-def swiglu_rows(first, last, g, u, out):
-    for row in range(first, last):
-        a, b, o = g[row], u[row], out[row]
-        for column in range(a.shape[0]):
-            o[column] = arith.mul(arith.silu(a[column]), b[column])
-
-
-@jit
 def sigmoid_rows(first, last, x, out):
     for row in range(first, last):
         v, o = x[row], out[row]
@@ -44,8 +47,12 @@ def sigmoid_rows(first, last, x, out):
             o[column] = arith.sigmoid(v[column])
 
 
-add = over_rows(add_rows)        # (x f32 [n, k], y f32 [n, k] or [1, k], out)
-mul = over_rows(mul_rows)        # the same
-scale = over_rows(scale_rows)    # (x, a f32, out)
-swiglu = over_rows(swiglu_rows)  # (g, u, out)
-sigmoid = over_rows(sigmoid_rows)  # (x, out)
+def over_binary(name):
+    return over_rows(BINARY[name], (name,))
+
+
+add = partial(reference.add, kernel=over_binary("add"))
+mul = partial(reference.mul, kernel=over_binary("mul"))
+scale = partial(reference.scale, kernel=over_rows(scale_rows))
+swiglu = partial(reference.swiglu, kernel=over_binary("swiglu"))
+sigmoid = partial(reference.sigmoid, kernel=over_rows(sigmoid_rows))

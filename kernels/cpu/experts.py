@@ -1,7 +1,10 @@
 """What comes before and after the products with experts: rows of biases, scales, and the weighted sum."""
+from functools import partial
+
 from .. import arith
 from ..arith import fma
 from ..compile import jit
+from ..reference import experts as reference
 from ..reference.dispatch import check_ids
 from .parallel import over_rows
 
@@ -33,18 +36,20 @@ def weighted_sum_rows(first, last, x, w, out):
                 total[column] = fma(value[column], weight, total[column])
 
 
-add_rows = over_rows(add_id_rows)            # (x f32 [n, m], b f32 [X, m], ids i32 [n], out f32 [n, m])
-scale_rows = over_rows(scale_id_rows)        # (x f32 [n, m], s f32 [X], ids i32 [n], out f32 [n, m])
-weighted_sum = over_rows(weighted_sum_rows)  # (x f32 [n, u, m], w f32 [n, u], out f32 [n, m])
+add_rows = over_rows(add_id_rows)      # (x f32 [n, m], b f32 [X, m], ids i32 [n], out f32 [n, m])
+scale_rows = over_rows(scale_id_rows)  # (x f32 [n, m], s f32 [X], ids i32 [n], out f32 [n, m])
 
 
-def add_id(x, b, ids, out, name):
-    """As in kernels/reference."""
+def add_id_arrays(x, b, ids, out, name):
     check_ids(ids, len(b), name)
     add_rows(x, b, ids.reshape(-1), out)
 
 
-def scale_id(x, s, ids, out, name):
-    """As in kernels/reference."""
+def scale_id_arrays(x, s, ids, out, name):
     check_ids(ids, len(s), name)
     scale_rows(x, s, ids.reshape(-1), out)
+
+
+add_id = partial(reference.add_id, kernel=add_id_arrays)
+scale_id = partial(reference.scale_id, kernel=scale_id_arrays)
+weighted_sum = partial(reference.weighted_sum, kernel=over_rows(weighted_sum_rows))

@@ -1,13 +1,13 @@
 """Attention over the KV cache in pieces of 128 positions.
 
-A unit of work is a run of up to ROWS query rows: consecutive tokens of one sequence, times the query heads of one KV head. Piece by piece,
-the keys and values of the KV head are read into vectors' order once, and the rows go over them four at a time: scores, softmax of the
-piece, weighted values, combination with the pieces before.
+A unit of work is a run of up to ROWS query rows: consecutive tokens of one sequence, times the query heads of one KV head. Piece
+by piece, the keys and values of the KV head are read into vectors' order once, and the rows go over them four at a time: scores,
+softmax of the piece, weighted values, combination with the pieces before.
 
-Fixed-point sums are two products of int16 pairs: with q = 128 hi + lo, T = sum of q * q' and HH = sum of hi * hi', both modulo 2^32, the
-definition's 128 MID + LL is T - 16384 HH; it fits 32 bits, so that the difference modulo 2^32 is all of it.
+Fixed-point sums are two products of int16 pairs: with q = 128 hi + lo, T = sum of q * q' and HH = sum of hi * hi', both modulo
+2^32, the definition's 128 MID + LL is T - 16384 HH; it fits 32 bits, so that the difference modulo 2^32 is all of it.
 """
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numba
 import numpy as np
@@ -15,6 +15,7 @@ from numba import prange
 
 from ..arith import as_f32, as_i32, div, exp, f32, fma, i2f, i32, mul, sub
 from ..compile import jit
+from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_SINKS, NO_WINDOW, PIECE
 from .parallel import PART
 from .quantize import quantize_block
@@ -34,8 +35,9 @@ device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapp
 
 
 @lru_cache(None)
-def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
-    """The kernel of a K and a V cache type; arguments as in kernels/reference. isa: a name in vector.ISAS, by default the best."""
+def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
+    """The kernel of a K and a V cache type; arguments as in kernels/reference. isa: a name in vector.ISAS,
+    by default the best."""
     isa = isa or available_isas()[0]
     prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(cached_row(type_k), isa)
     value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
@@ -55,7 +57,8 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
         M, L, O = np.zeros(n_rows, np.float32), np.zeros(n_rows, np.float32), np.zeros((n_rows, dv), np.float32)
         M[:] = MINUS_INFINITY
         visible = np.zeros((TILE, PIECE), np.int32)
-        s, p, o = np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, padded(dv)), np.float32)
+        s, p, o = (np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, PIECE), np.float32),
+                   np.zeros((TILE, padded(dv)), np.float32))
         m, l = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
         begin, end = np.int64(pos[first]), 0
         for token in range(first, last):
@@ -108,15 +111,18 @@ def flash_attn_ext(type_k: str, type_v: str, isa: str | None = None):
                 run = n_runs - 1 - run if unit % n_runs % 2 else run
                 attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
 
-    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
+    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
         run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
-    return flash_attn_ext
+    return attention
+
+
+flash_attn_ext = partial(reference.flash_attn_ext, kernel=flash_attn_ext_arrays)
 
 
 @device
 def query_runs(seq, n_tokens, starts):
-    """Cuts the tokens into runs of one sequence, none longer than n_tokens. starts: i64 [n + 1], receives where each begins, and the end.
-    Returns the number of runs."""
+    """Cuts the tokens into runs of one sequence, none longer than n_tokens. starts: i64 [n + 1], receives where each begins, and
+    the end. Returns the number of runs."""
     n_runs = 0
     for token in range(seq.shape[0]):
         if token == 0 or seq[token] != seq[token - 1] or token - starts[n_runs - 1] == n_tokens:
@@ -215,7 +221,8 @@ def products(isa):
             for j in range(0, n, n_block):
                 total = zeros(c)
                 for i in range(n_pairs):
-                    total = dot(total, rows(b, part * b_part + b_first + i * width + j), columns(a, part * a_part + first + i, stride))
+                    total = dot(total, rows(b, part * b_part + b_first + i * width + j),
+                                columns(a, part * a_part + first + i, stride))
                 store(c, part * TILE * width + j, width, total)
     return product
 
@@ -275,13 +282,15 @@ def _keys_fixed(cached, isa):
         q, d = np.zeros((2, n_rows, n_blocks * BLOCK), np.int16), np.zeros((n_rows, n_blocks), np.float32)
         for row in range(n_rows):
             for b in range(n_blocks):
-                d[row, b] = mul(quantize_block(rows[row, b * BLOCK:min(dim, (b + 1) * BLOCK)], q[0, row, b * BLOCK:(b + 1) * BLOCK]), scale)
+                d[row, b] = mul(quantize_block(rows[row, b * BLOCK:min(dim, (b + 1) * BLOCK)],
+                                               q[0, row, b * BLOCK:(b + 1) * BLOCK]), scale)
             high_limbs(q[0, row], q[1, row])
         return q, d
 
     @device
     def buffers(dim):
-        """Pairs of channels, a key to a lane: levels and high limbs i32 [2, n_blocks, 32, 128]; scales f32 [n_blocks, 128]; and one key."""
+        """Pairs of channels, a key to a lane: levels and high limbs i32 [2, n_blocks, 32, 128]; scales f32 [n_blocks, 128];
+        and one key."""
         n_blocks = (dim + BLOCK - 1) // BLOCK
         return (np.zeros((2, n_blocks, BLOCK // 2, PIECE), np.int32), np.zeros((n_blocks, PIECE), np.float32),
                 np.zeros(dim, np.float32), np.zeros((2, BLOCK), np.int16))
@@ -346,7 +355,8 @@ def _values_fixed(cached, isa):
 
     @device
     def buffers(dv):
-        """Pairs of keys, a channel to a lane: levels and high limbs i32 [2, 64, padded Dv]; scales f32 [128]; and two keys' values."""
+        """Pairs of keys, a channel to a lane: levels and high limbs i32 [2, 64, padded Dv]; scales f32 [128];
+        and two keys' values."""
         width = padded(dv)
         return (np.zeros((2, PIECE // 2, width), np.int32), np.zeros(PIECE, np.float32),
                 np.zeros(dv, np.float32), np.zeros((2, 2, width), np.int16))

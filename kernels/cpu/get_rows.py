@@ -1,5 +1,6 @@
-"""out[i] = the row ids[i] of a weight, a sub-block at a time, or of an array of floats. One thread: no share of a model's time."""
-from functools import lru_cache
+"""out[i] = the row ids[i] of a weight, a sub-block at a time, or of an array of floats. One thread: no share of a model's
+time."""
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -8,10 +9,11 @@ from ...quant.dequantize import CPU
 from ...quant.formats import CHUNK, format_of
 from ..arith import i2f, mul, sub
 from ..compile import jit
+from ..reference import get_rows as reference
 
 
 @lru_cache(None)
-def get_rows(format_name):
+def get_rows_arrays(format_name):
     """kernel(words u32, ids i32 [n], out f32 [n, k]). words: the tiles of the weight; an id below 0 is the first row."""
     fmt = format_of(format_name)
     fill, n_values, tile_words = *(_quantized if fmt.is_quantized else _float)(fmt), tile.tile_bytes(fmt) // 4
@@ -60,8 +62,12 @@ def _float(fmt):
 
 
 @jit
-def take_rows(x, ids, out):
+def take_rows_arrays(x, ids, out):
     """x: f32 [r, k], ids: i32 [n], out: f32 [n, k]."""
     for i in range(ids.shape[0]):
         for column in range(x.shape[1]):  # a slice would take two seconds to compile
             out[i, column] = x[ids[i], column]
+
+
+get_rows = partial(reference.get_rows, kernel=get_rows_arrays)
+take_rows = partial(reference.take_rows, kernel=take_rows_arrays)

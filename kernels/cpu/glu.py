@@ -1,23 +1,11 @@
 """Gated linear units beside elementwise's swiglu: out = activation(g) * u."""
-from ..arith import add, div, exp, f32, gelu, mul, relu
+from functools import partial
+
+from ..arith import add, div, exp, f32, mul
 from ..compile import jit
+from ..reference import glu as reference
+from .elementwise import over_binary
 from .parallel import over_rows
-
-
-@jit
-def geglu_rows(first, last, g, u, out):
-    for row in range(first, last):
-        a, b, o = g[row], u[row], out[row]
-        for column in range(a.shape[0]):
-            o[column] = mul(gelu(a[column]), b[column])
-
-
-@jit
-def reglu_rows(first, last, g, u, out):
-    for row in range(first, last):
-        a, b, o = g[row], u[row], out[row]
-        for column in range(a.shape[0]):
-            o[column] = mul(relu(a[column]), b[column])
 
 
 @jit
@@ -31,6 +19,7 @@ def swiglu_oai_rows(first, last, g, u, alpha, limit, out):
             o[column] = mul(div(a, add(f32(1), exp(mul(-alpha, a)))), add(b, f32(1)))
 
 
-geglu = over_rows(geglu_rows)  # (g f32 [n, k], u f32 [n, k], out f32 [n, k])
-reglu = over_rows(reglu_rows)  # the same
-swiglu_oai = over_rows(swiglu_oai_rows)  # (g, u, alpha f32, limit f32, out)
+swiglu_oai_arrays = over_rows(swiglu_oai_rows)  # as of kernels/reference
+geglu = partial(reference.geglu, kernel=over_binary("geglu"))
+reglu = partial(reference.reglu, kernel=over_binary("reglu"))
+swiglu_oai = partial(reference.swiglu_oai, kernel=swiglu_oai_arrays)

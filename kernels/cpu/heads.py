@@ -1,5 +1,8 @@
 """Channels of heads, apart and together."""
+from functools import partial
+
 from ..compile import jit
+from ..reference import heads as reference
 from .parallel import over_rows
 
 
@@ -23,5 +26,5 @@ def concat_heads_rows(first, last, x, y, out):
                 o[a.shape[0] + channel] = b[channel]
 
 
-slice_heads = over_rows(slice_heads_rows)    # (x f32 [n, heads, dim], first channel, out f32 [n, heads, count])
-concat_heads = over_rows(concat_heads_rows)  # (x f32 [n, heads, dim], y f32 [n, heads or 1, dim of y], out f32 [n, heads, both])
+slice_heads = partial(reference.slice_heads, kernel=over_rows(slice_heads_rows))
+concat_heads = partial(reference.concat_heads, kernel=over_rows(concat_heads_rows))

@@ -1,10 +1,10 @@
 """out[i, r] = sum over c of w[r, c] * x[i, c], in the order of docs/numerics.md, sections 3 and 4.
 
-A unit of work is a tile of 32 weight rows and up to N_COLUMNS columns (rows of activations). Per chunk of 256 columns of the weights the tile is
-unpacked once, a row to a lane, and multiplied with the columns of the unit, BLOCK at a time. Quantized weights become pairs of int16, levels
-times integer scales, so that one instruction multiplies and adds two columns of 16 rows.
+A unit of work is a tile of 32 weight rows and up to N_COLUMNS columns (rows of activations). Per chunk of 256 columns of the
+weights the tile is unpacked once, a row to a lane, and multiplied with the columns of the unit, BLOCK at a time. Quantized
+weights become pairs of int16, levels times integer scales, so that one instruction multiplies and adds two columns of 16 rows.
 """
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numba
@@ -18,15 +18,17 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.words import ONES, f32, i32, primitives, u32
 from ..compile import jit
 from ..float16 import f16_to_f32
-from .vector import (ISAS, add, add_i32, available_isas, fma, fnma, high16, high_pair, instructions, join16, low16, low_pair, mul_i16, pointer,
-                     rolled, stack, store, to_f32)
+from ..reference import mul_mat as reference
+from .vector import (ISAS, add, add_i32, available_isas, fma, fnma, high16, high_pair, instructions, join16, low16, low_pair,
+                     mul_i16, pointer, rolled, stack, store, to_f32)
 
 ROWS = tile.ROWS
 PAIRS = CHUNK // 2
 BLOCK = 4        # columns that are multiplied at a time
 N_COLUMNS = 128  # columns of a unit
 UNPACKING = 8    # columns that could be multiplied while a chunk is unpacked (5 for Q4_1, 17 for IQ3_S)
-PARALLEL = 1 << 24  # multiplications, about 0.2 ms of work, that are worth waking threads for: on a busy machine that takes milliseconds
+# Multiplications, about 0.2 ms of work, that are worth waking threads for: on a busy machine that takes milliseconds
+PARALLEL = 1 << 24
 
 f32_2d = float32[:, ::1]
 QUANTIZED = types.Tuple((uint32[::1], int16[:, ::1], f32_2d, int32[:, ::1], f32_2d))  # words, q, d, sums, out
@@ -42,7 +44,8 @@ inlined, called = device(True), device(False)
 
 
 def lookup16(levels):
-    """`Primitives.lookup16` by selects, a bit of the nibbles at a time: without loads, so that loops over rows become vector code."""
+    """`Primitives.lookup16` by selects, a bit of the nibbles at a time: without loads, so that loops over rows become vector
+    code."""
     a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = (u32((level & 255) * 0x01010101) for level in levels)
 
     @inlined
@@ -98,8 +101,8 @@ def write(total, row_tile, first, last, out):
 
 # Quantized weights
 
-# A tile with the rows of each item side by side, so that loops over rows become vector code: uint32 [items][32 rows], the items of a row being
-# its words (up to 3), its half (in item 3), and from item 4 on the words of its pieces.
+# A tile with the rows of each item side by side, so that loops over rows become vector code: uint32 [items][32 rows], the items
+# of a row being its words (up to 3), its half (in item 3), and from item 4 on the words of its pieces.
 
 @called
 def transpose(words, base, n_pieces, n_words, n_halves, items):
@@ -136,13 +139,15 @@ def half_item(t, h):
 
 
 def quantized_unpacker(fmt, isa):
-    """(words, base, weights): the tile at word `base` into weights = (pairs uint32 [128][32], imin uint32 [sub-blocks][32], d, m f32 [groups][32]).
-    pairs: isc * level of two columns in the halves of a word; imin: (imin, 128 imin), to be multiplied with the halves that `split_sums` makes."""
+    """(words, base, weights): the tile at word `base` into weights = (pairs uint32 [128][32], imin uint32 [sub-blocks][32], d, m
+    f32 [groups][32]). pairs: isc * level of two columns in the halves of a word; imin: (imin, 128 imin), to be multiplied with
+    the halves that `split_sums` makes."""
     levels, sub, group = fmt.unpack(cpu_primitives(), piece_item, word_item, half_item)[:3]
     n_pieces, n_words, n_halves = fmt.n_pieces, fmt.n_words, fmt.n_halves
     n_rows, rows = instructions(isa, 1).n_rows, instructions(isa, 1).rows
     n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min
-    item_words, scale_words, level_words = stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, n_sub * ROWS), stack(uint32, 8 * ROWS)
+    item_words, scale_words, level_words = (stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, n_sub * ROWS),
+                                            stack(uint32, 8 * ROWS))
 
     @called
     def unpack(words, base, weights):
@@ -177,8 +182,8 @@ def quantized_unpacker(fmt, isa):
 
 
 class Form(NamedTuple):
-    """What a product needs to know of a format. span: columns of a group whose sum of isc * level * q surely fits 32 bits: all of them or, halving,
-    a part; sub: columns with one minimum, 0 without minima."""
+    """What a product needs to know of a format. span: columns of a group whose sum of isc * level * q surely fits 32 bits: all of
+    them or, halving, a part; sub: columns with one minimum, 0 without minima."""
     group: int
     span: int
     sub: int
@@ -194,8 +199,8 @@ def form_of(fmt):
 
 @lru_cache(None)
 def sum_splitter(form):
-    """(sums, first, last, chunk, out): the sums of q over sub-blocks as pairs of int16 (s mod 128, floor(s / 128)): uint32 [columns][sub-blocks].
-    |s| <= 32 * 127 * 128."""
+    """(sums, first, last, chunk, out): the sums of q over sub-blocks, |s| <= 32 * 127 * 128, as pairs of int16 (s mod 128,
+    floor(s / 128)): uint32 [columns][sub-blocks]."""
     n_sub, n_sums = CHUNK // form.sub, form.sub // SUM_COLUMNS
 
     @called
@@ -211,8 +216,8 @@ def sum_splitter(form):
 
 @lru_cache(None)
 def quantized_multiplier(form, isa, n_columns):
-    """(weights, x, c, chunk, total): total[c + i] = fma(acc, d of the activations, total[c + i]) for the n_columns columns from c.
-    x = (q as pairs, d, split sums, first, n_chunks): c counts from column `first`; total: float32 [columns][32]."""
+    """(weights, x, c, chunk, total): total[c + i] = fma(acc, d of the activations, total[c + i]) for the n_columns columns from
+    c. x = (q as pairs, d, split sums, first, n_chunks): c counts from column `first`; total: float32 [columns][32]."""
     n_rows, zeros, load, rows, columns, dot = instructions(isa, n_columns)
     n_group, group_pairs, span_pairs = CHUNK // form.group, form.group // 2, form.span // 2
     wide, has_min = form.span < form.group, form.sub > 0
@@ -346,14 +351,16 @@ def call(typingctx, address, arrays, u):
     def codegen(context, builder, signature, args):
         argtypes = signature.args[1:]
         function = builder.inttoptr(args[0], context.call_conv.get_function_type(types.none, argtypes).as_pointer())
-        context.call_conv.call_function(builder, function, types.none, argtypes, args[1:])  # units raise nothing: no status to pass on
+        # units raise nothing: no status to pass on
+        context.call_conv.call_function(builder, function, types.none, argtypes, args[1:])
         return context.get_dummy_value()
     return types.none(types.int64, arrays, types.int64), codegen
 
 
 @jit(parallel=True)
 def run(unit, arrays, out):
-    """All units, in parallel where that pays. One loop for all formats: with its own each format would take twice as long to compile."""
+    """All units, in parallel where that pays. One loop for all formats: with its own each format would take twice as long to
+    compile."""
     n_units = (out.shape[1] + ROWS - 1) // ROWS * parts(out)
     if out.shape[1] * arrays[1].shape[1] * (out.shape[0] + UNPACKING * parts(out)) < PARALLEL:
         for u in range(n_units):
@@ -377,23 +384,26 @@ def compiled_unit(format_name: str, isa: str | None = None):
 
 
 @lru_cache(None)
-def mul_mat(format_name: str, isa: str | None = None):
+def mul_mat_arrays(format_name: str, isa: str | None = None):
     """The product for a weight format: (words, q, d, sums, out), or (words, x, out) for F32, F16 and BF16.
 
-    words: uint32, the tiles of [m, k]; q int16 [n, n_chunks * 256], d float32 [n, n_chunks], sums int32 [n, n_chunks * 16]: quantized activations;
-    x: float32 [n, k]; out: float32 [n, m]. isa: a name in vector.ISAS, by default the best that the CPU has; the bits are the same with each.
+    words: uint32, the tiles of [m, k]; q int16 [n, n_chunks * 256], d float32 [n, n_chunks], sums int32 [n, n_chunks * 16]:
+    quantized activations; x: float32 [n, k]; out: float32 [n, m]. isa: a name in vector.ISAS, by default the best that the CPU
+    has; the bits are the same with each.
     """
     address, fmt, unit = compiled_unit(format_name, isa)
     tile_words = tile.tile_bytes(fmt) // 4
 
     def check(words, n_chunks, out):
         needed = -(-out.shape[1] // ROWS) * n_chunks * tile_words
-        assert words.size == needed, f"mul_mat: {fmt.name} tiles of {out.shape[1]} rows x {n_chunks} chunks are {needed} words, got {words.size}"
+        assert words.size == needed, (f"mul_mat: {fmt.name} tiles of {out.shape[1]} rows x {n_chunks} chunks are {needed} words, "
+                                      f"got {words.size}")
 
     def quantized_mul_mat(words, q, d, sums, out):
         n, n_chunks = d.shape
         shapes = q.shape, sums.shape, out.shape[0]
-        assert shapes == ((n, n_chunks * CHUNK), (n, n_chunks * CHUNK // SUM_COLUMNS), n), f"mul_mat: d {d.shape}, q, sums, n {shapes}"
+        assert shapes == ((n, n_chunks * CHUNK), (n, n_chunks * CHUNK // SUM_COLUMNS),
+                          n), f"mul_mat: d {d.shape}, q, sums, n {shapes}"
         check(words, n_chunks, out)
         run(address, (words, q, d, sums, out), out)
 
@@ -405,3 +415,6 @@ def mul_mat(format_name: str, isa: str | None = None):
     function = quantized_mul_mat if fmt.is_quantized else float_mul_mat
     function.unit = unit  # its code is what `address` points at
     return function
+
+
+mul_mat = partial(reference.mul_mat, kernel=mul_mat_arrays)

@@ -1,17 +1,19 @@
-"""out = act(gate x + its bias) * (up x + its bias): both products, then one pass over them in which out takes the place of gate's."""
-from functools import lru_cache
+"""out = act(gate x + its bias) * (up x + its bias): both products, then one pass over them in which out takes the place of
+gate's."""
+from functools import lru_cache, partial
 
 from ..arith import add, gelu, mul, relu, silu
 from ..compile import jit
 from .mul_mat import mul_mat
-from .parallel import over_rows
+from .parallel import over_rows, steps
 
 ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu}
 
 
 @lru_cache(None)
 def glu_in_place(act, biased):
-    """(gate f32 [n, m], up f32 [n, m], *biases): gate = act(gate) * up. biased: both have theirs added first, gate_bias and up_bias, each f32 [m]."""
+    """(gate f32 [n, m], up f32 [n, m], *biases): gate = act(gate) * up. biased: both have theirs added first, gate_bias and
+    up_bias, each f32 [m]."""
     activation = ACTIVATIONS[act]
 
     @jit(key=act)
@@ -30,13 +32,15 @@ def glu_in_place(act, biased):
     return over_rows(biased_rows if biased else plain_rows, (act,))
 
 
-def mul_mat_glu(act, gate_type, up_type):
-    """kernel(gate words, up words, x, biases, out f32 [n, m], scratch f32 [n, m]): words and x as of `mul_mat`, x a tuple, (q, d, sums) or (f32 [n, k],);
-    biases: (gate's, up's), each f32 [m], or (). scratch is left with anything in it."""
-    gate_product, up_product = mul_mat(gate_type), mul_mat(up_type)
+def scratch(call):
+    return "f32", call.out.shape
 
-    def mul_mat_glu(gate_words, up_words, x, biases, out, scratch):
-        gate_product(gate_words, *x, out)
-        up_product(up_words, *x, scratch)
-        glu_in_place(act, bool(biases))(out, scratch, *biases)
-    return mul_mat_glu
+
+def mul_mat_glu(call):
+    """out = act(gate x + gate_bias) * (up x + up_bias). gate, up: tiles [m, k]; x: act [n, k], f32 for float weights;
+    biases: f32 [m], or none; out: f32 [n, m]."""
+    products = [mul_mat(call.part("mul_mat", w=w, x=call.x, out=out))
+                for w, out in ((call.gate, call.out), (call.up, call.scratch))]
+    biases = () if call.gate_bias is None else (call.gate_bias.data, call.up_bias.data)
+    unit = partial(glu_in_place(call.act, bool(biases)), call.out.data, call.scratch.data, *biases)
+    return steps(*products, unit)

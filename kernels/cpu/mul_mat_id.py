@@ -1,5 +1,6 @@
-"""Products with experts: rows are sorted by expert, each expert's are a dense product of `mul_mat`; threads share the units, (expert, row tile, columns)."""
-from functools import lru_cache
+"""Products with experts: rows are sorted by expert, each expert's are a dense product of `mul_mat`; threads share the units,
+(expert, row tile, columns)."""
+from functools import lru_cache, partial
 
 import numpy as np
 from numba import prange
@@ -28,7 +29,8 @@ def float_part(arrays, expert, first, last):
 
 @lru_cache(None)
 def runner(is_quantized):
-    """(address of a unit, arrays with the words of all experts and sorted rows, out, bounds i64 [X + 1]): all products, in parallel where that pays."""
+    """(address of a unit, arrays with the words of all experts and sorted rows, out, bounds i64 [X + 1]): all products, in
+    parallel where that pays."""
     part = quantized_part if is_quantized else float_part
 
     @jit(key=is_quantized, parallel=True)
@@ -57,7 +59,8 @@ def runner(is_quantized):
 
 @lru_cache(None)
 def sorted_product(format_name: str, isa: str | None = None):
-    """(words u32 [X, words of a matrix], x, bounds i64 [X + 1], out f32 [rows, m]): of sorted rows, each expert's with its matrix. isa: as of `mul_mat`."""
+    """(words u32 [X, words of a matrix], x, bounds i64 [X + 1], out f32 [rows, m]): of sorted rows, each expert's with its
+    matrix. isa: as of `mul_mat`."""
     address, fmt, unit = compiled_unit(format_name, isa)
     run = runner(fmt.is_quantized)
 
@@ -77,8 +80,9 @@ def sort_rows(x, ids, n_expert, name):
 
 
 @lru_cache(None)
-def mul_mat_id(format_name: str, isa: str | None = None):
-    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name), as in kernels/reference. isa: as of `mul_mat`."""
+def mul_mat_id_arrays(format_name: str, isa: str | None = None):
+    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name), as in kernels/reference. isa: as of
+    `mul_mat`."""
     product = sorted_product(format_name, isa)
 
     def mul_mat_id(words, *operands):
@@ -90,6 +94,10 @@ def mul_mat_id(format_name: str, isa: str | None = None):
     return mul_mat_id
 
 
-def mul_mat_heads(format_name: str):
+def mul_mat_heads_arrays(format_name: str):
     """kernel(words u32 [H, words of a matrix], *x, out f32 [n * H, m]): row i of x with matrix i % H."""
-    return reference.mul_mat_heads(format_name, mul_mat_id)
+    return reference.mul_mat_heads_arrays(format_name, mul_mat_id_arrays)
+
+
+mul_mat_id = partial(reference.mul_mat_id, kernel=mul_mat_id_arrays)
+mul_mat_heads = partial(reference.mul_mat_heads, kernel=mul_mat_heads_arrays)

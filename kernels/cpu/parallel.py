@@ -1,4 +1,5 @@
-"""Rows shared between threads, where there are enough of them: waking a thread costs some ten microseconds, far more on a busy machine."""
+"""Rows shared between threads, where there are enough of them: waking a thread costs some ten microseconds, far more on a busy
+machine."""
 from numba import prange
 
 from ..compile import jit
@@ -20,3 +21,11 @@ def over_rows(body, key=()):
             for part in prange(n_parts):
                 body(part * n_rows // n_parts, (part + 1) * n_rows // n_parts, x, *args)
     return kernel
+
+
+def steps(*each):
+    """One step that runs several, one after the other."""
+    def run():
+        for step in each:
+            step()
+    return run

@@ -1,17 +1,11 @@
 """Activations to 15-bit integers in chunks of 256 columns."""
-from ..arith import as_f32, as_i32, div, f2i, f32, i32, mul, rint
+from functools import partial
+
+from ..arith import as_f32, div, f2i, f32, i32, mul, rint
 from ..compile import jit
-from ..reference.quantize import CHUNK, INFINITY_BITS, LIMIT, NAN, SMALLEST, SUM_COLUMNS
+from ..reference import quantize as reference
+from ..reference.quantize import CHUNK, INFINITY_BITS, LIMIT, NAN, SMALLEST, SUM_COLUMNS, amax_bits
 from .parallel import over_rows
-
-
-@jit
-def amax_bits(x):
-    """The largest bit pattern of |x_i| as an integer. x: f32 [n]."""
-    amax = i32(0)
-    for i in range(x.shape[0]):
-        amax = max(amax, i32(as_i32(x[i]) & i32(0x7fffffff)))
-    return amax
 
 
 @jit
@@ -42,4 +36,5 @@ def quantize_rows(first, last, x, q, d, sums):
             sums[row, i] = total
 
 
-quantize = over_rows(quantize_rows)  # (x f32 [n, k], q i16 [n, nc * 256], d f32 [n, nc], sums i32 [n, nc * 16])
+quantize_arrays = over_rows(quantize_rows)  # as of kernels/reference
+quantize = partial(reference.quantize, kernel=quantize_arrays)

@@ -1,6 +1,9 @@
 """quantize(rms_norm(x, w)), a row at a time, so that the normed row stays in the cache."""
+from functools import partial
+
 import numpy as np
 
+from ..arith import f32
 from ..compile import jit
 from .parallel import over_rows
 from .quantize import quantize_rows
@@ -16,4 +19,9 @@ def rms_norm_act_rows(first, last, x, w, eps, q, d, sums):
         quantize_rows(0, 1, y, q[one], d[one], sums[one])
 
 
-rms_norm_act = over_rows(rms_norm_act_rows)  # (x f32 [n, k], w f32 [k], eps f32, q, d, sums as of quantize)
+kernel = over_rows(rms_norm_act_rows)
+
+
+def rms_norm_act(call):
+    """act = quantize(rms_norm(x, w)). x: f32 [n, k]; w: f32 [k]."""
+    return partial(kernel, call.x.data, call.w.data, f32(call.eps), *call.act.data)

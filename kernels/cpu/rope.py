@@ -1,6 +1,9 @@
 """Rotary embedding by a table of cosines and sines."""
+from functools import partial
+
 from ..arith import add, mul, sub
 from ..compile import jit
+from ..reference import rope as reference
 from .parallel import over_rows
 
 
@@ -20,4 +23,4 @@ def rope_rows(first, last, x, pos, table, neox, out):
                 o[channel] = v[channel]
 
 
-rope = over_rows(rope_rows)  # (x f32 [n, heads, dim], pos i32 [n], table f32 [n_ctx, R / 2, 2], neox bool, out)
+rope = partial(reference.rope, kernel=over_rows(rope_rows))

@@ -1,8 +1,11 @@
 """Which experts a token is sent to, and how much each counts: one pass over a row that keeps its largest values in order."""
+from functools import partial
+
 import numpy as np
 
 from ..arith import add, div, f32
 from ..compile import jit
+from ..reference import routing as reference
 from ..reference.dispatch import check_ids
 from ..reference.routing import MINUS_INFINITY, SMALLEST_SUM, rank_value
 from .parallel import over_rows
@@ -10,7 +13,8 @@ from .parallel import over_rows
 
 @jit
 def keep_largest(x, values, ids):
-    """The columns of the largest values, in order. x: f32 [k]; ids: i32 [count], count <= k; values: f32 [count], receives what they are ranked by."""
+    """The columns of the largest values, in order. x: f32 [k]; ids: i32 [count], count <= k; values: f32 [count],
+    receives what they are ranked by."""
     count = 0
     for column in range(x.shape[0]):
         value = rank_value(x[column])
@@ -60,18 +64,20 @@ def normalize_rows(first, last, x, out):
         total = f32(0)
         for rank in range(x.shape[1]):
             total = add(total, x[row, rank])
-        total = SMALLEST_SUM if SMALLEST_SUM > total else total
+        total = SMALLEST_SUM if total < SMALLEST_SUM else total
         for rank in range(x.shape[1]):
             out[row, rank] = div(x[row, rank], total)
 
 
-top_k = over_rows(top_k_rows)              # (x f32 [n, k], ids i32 [n, u])
-mask_groups = over_rows(mask_groups_rows)  # (x f32 [n, k], n_group, n_group_used, out f32 [n, k])
-normalize = over_rows(normalize_rows)      # (x f32 [n, u], out f32 [n, u])
-take = over_rows(take_rows)                # (x f32 [n, k], ids i32 [n, u], out f32 [n, u])
+take = over_rows(take_rows)  # (x f32 [n, k], ids i32 [n, u], out f32 [n, u])
 
 
-def take_columns(x, ids, out, name):
-    """As in kernels/reference."""
+def take_columns_arrays(x, ids, out, name):
     check_ids(ids, x.shape[1], name)
     take(x, ids, out)
+
+
+top_k = partial(reference.top_k, kernel=over_rows(top_k_rows))
+mask_groups = partial(reference.mask_groups, kernel=over_rows(mask_groups_rows))
+take_columns = partial(reference.take_columns, kernel=take_columns_arrays)
+normalize = partial(reference.normalize, kernel=over_rows(normalize_rows))

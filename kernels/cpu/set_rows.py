@@ -1,29 +1,32 @@
-"""The KV cache: set_rows, cpy_rows and cpy_rows_indirect write rows, cached_row reads a part of one back. Layouts: kernels/reference/set_rows.py."""
+"""The KV cache: set_rows, cpy_rows and cpy_rows_indirect write rows, cached_row reads a part of one back. Layouts:
+kernels/reference/set_rows.py."""
+from functools import partial
+
 import numpy as np
 
 from ..arith import as_f32, div, f2i, f32, i2f, i32, mul, sub
 from ..compile import jit
 from ..float16 import f16_to_f32, f32_to_f16
 from ..reference import set_rows as reference
-from ..reference.quantize import INFINITY_BITS, NAN, SMALLEST
+from ..reference.quantize import INFINITY_BITS, NAN, SMALLEST, amax_bits
 from ..reference.set_rows import BLOCK, BLOCK_BYTES, Q8_LIMIT
 from .parallel import over_rows
-from .quantize import amax_bits
 
 
-def set_rows(type_):
+def set_rows_arrays(type_):
     """kernel(x f32 [n, k], rows i64 [n], cache): cache row rows[i] = x[i]."""
     return _SET[type_]
 
 
-def cpy_rows(type_):
+def cpy_rows_arrays(type_):
     """function(x f32 [n, k], cell, cache): cache rows cell .. cell + n - 1 = x."""
-    return reference.cpy_rows(type_, set_rows)
+    return reference.cpy_rows_arrays(type_, set_rows_arrays)
 
 
-def cpy_rows_indirect(type_):
-    """function(x f32 [n, k], dst i64 [n], cache): the cache row at address dst[i] = x[i]. ValueError for an address that is no row's."""
-    return reference.cpy_rows_indirect(type_, set_rows)
+def cpy_rows_indirect_arrays(type_):
+    """function(x f32 [n, k], dst i64 [n], cache): the cache row at address dst[i] = x[i]. ValueError for an address that is no
+    row's."""
+    return reference.cpy_rows_indirect_arrays(type_, set_rows_arrays)
 
 
 def cached_row(type_):
@@ -105,3 +108,7 @@ def cached_q8_0(cache, cell, first, values):
 
 _SET = {"f32": over_rows(set_rows_f32), "f16": over_rows(set_rows_f16), "q8_0": over_rows(set_rows_q8_0)}
 _CACHED = {"f32": cached_f32, "f16": cached_f16, "q8_0": cached_q8_0}
+
+set_rows = partial(reference.set_rows, kernel=set_rows_arrays)
+cpy_rows = partial(reference.cpy_rows, kernel=cpy_rows_arrays)
+cpy_rows_indirect = partial(reference.cpy_rows_indirect, kernel=cpy_rows_indirect_arrays)

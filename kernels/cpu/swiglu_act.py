@@ -1,4 +1,6 @@
 """quantize(swiglu(gate, up)), a row at a time, so that the products stay in the cache."""
+from functools import partial
+
 import numpy as np
 
 from ..compile import jit
@@ -16,4 +18,9 @@ def swiglu_act_rows(first, last, gate, up, q, d, sums):
         quantize_rows(0, 1, y, q[one], d[one], sums[one])
 
 
-swiglu_act = over_rows(swiglu_act_rows)  # (gate f32 [n, k], up f32 [n, k], q, d, sums as of quantize)
+kernel = over_rows(swiglu_act_rows)
+
+
+def swiglu_act(call):
+    """act = quantize(swiglu(gate, up)). gate, up: f32 [n, k]."""
+    return partial(kernel, call.gate.data, call.up.data, *call.act.data)

@@ -1,8 +1,9 @@
 """The routing of a token in one, a row at a time, so that it stays in the cache."""
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
+from ..arith import f32
 from ..compile import jit
 from .elementwise import add_rows, scale_rows, sigmoid_rows
 from .parallel import over_rows
@@ -11,8 +12,9 @@ from .soft_max import soft_max_rows
 
 
 @lru_cache(None)
-def topk_moe(gating: str):
-    """As in kernels/reference."""
+def topk_moe_arrays(gating: str):
+    """kernel(logits f32 [n, X], bias f32 [X] or of length 0, n_group, n_group_used, norm, factor f32, weights f32 [n, k],
+    ids i32 [n, k])."""
     is_softmax, is_sigmoid, of_chosen = gating == "softmax", gating == "sigmoid", gating == "softmax_of_chosen"
 
     @jit(key=gating)
@@ -42,3 +44,11 @@ def topk_moe(gating: str):
                 normalize_rows(0, 1, w, w)
             scale_rows(0, 1, w, factor, w)
     return over_rows(topk_moe_rows, (gating,))
+
+
+def topk_moe(call):
+    """weights and ids of the k experts that each row of logits is sent to. logits: f32 [n, X]; bias: f32 [X] or absent;
+    weights: f32, ids: i32 [n, k]."""
+    bias = np.empty(0, np.float32) if call.bias is None else call.bias.data
+    return partial(topk_moe_arrays(call.gating), call.logits.data, bias, call.n_group, call.n_group_used, call.norm,
+                   f32(call.factor), call.weights.data, call.ids.data)

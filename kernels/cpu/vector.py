@@ -1,11 +1,13 @@
 """Blocks: small matrices in vector registers, for the inner loops of the CPU's kernels.
 
-A block holds [n_columns][n_rows] values of 32 bits, a row to a lane: float32, int32, or pairs of int16. Operations are elementwise; as in numpy,
-a block of one column (`rows`, read from consecutive words) or of one value a column (`columns`, a word each) is repeated over the other.
-Results do not depend on the instruction set: integer operations are exact or wrap, float operations are IEEE's, one rounding each.
+A block holds [n_columns][n_rows] values of 32 bits, a row to a lane: float32, int32, or pairs of int16. Operations are
+elementwise; as in numpy, a block of one column (`rows`, read from consecutive words) or of one value a column (`columns`, a word
+each) is repeated over the other. Results do not depend on the instruction set: integer operations are exact or wrap, float
+operations are IEEE's, one rounding each.
 """
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -20,7 +22,8 @@ VECTORS = 2  # vectors of rows in a block: with four columns the sums take half 
 
 def call(builder, name, result, *args):
     """A call of one of LLVM's own functions."""
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name), args)
+    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name),
+                        args)
 
 
 def constant(like, value):
@@ -67,7 +70,8 @@ def available_isas() -> list[str]:
 
 
 class Block(types.Type):
-    """The numba type of a block. element: float32 or int32 (pairs of int16 too); n_vectors vectors of rows, 1 where the rows share one value."""
+    """The numba type of a block. element: float32 or int32 (pairs of int16 too); n_vectors vectors of rows, 1 where the rows
+    share one value."""
 
     def __init__(self, element, n_columns, n_vectors, lanes):
         self.element, self.n_columns, self.n_vectors, self.lanes = element, n_columns, n_vectors, lanes
@@ -99,12 +103,15 @@ def part(builder, type_, block, c, v):
 
 
 def elementwise(emit, element=None):
-    """The operation emit(builder, *vectors) -> vector on one to three blocks. element: of the result; by default that of the first operand."""
+    """The operation emit(builder, *vectors) -> vector on one to three blocks. element: of the result, by default that of the
+    first operand."""
     def operation(*blocks):
-        result = Block(element or blocks[0].element, max(b.n_columns for b in blocks), max(b.n_vectors for b in blocks), blocks[0].lanes)
+        result = Block(element or blocks[0].element, max(b.n_columns for b in blocks), max(b.n_vectors for b in blocks),
+                       blocks[0].lanes)
 
         def codegen(context, builder, signature, args):
-            return pack(context, builder, result, lambda c, v: emit(builder, *(part(builder, t, x, c, v) for t, x in zip(blocks, args))))
+            return pack(context, builder, result,
+                        lambda c, v: emit(builder, *(part(builder, t, x, c, v) for t, x in zip(blocks, args))))
         return result(*blocks), codegen
     by_arity = {1: lambda typingctx, a: operation(a),
                 2: lambda typingctx, a, b: operation(a, b),
@@ -117,7 +124,8 @@ def elementwise(emit, element=None):
 to_f32 = elementwise(lambda builder, a: builder.sitofp(a, ir.VectorType(F32, a.type.count)), types.float32)
 add = elementwise(lambda builder, a, b: builder.fadd(a, b))
 fma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c))
-fnma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, builder.fneg(a), b, c))  # c - a * b
+# fnma: c - a * b
+fnma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, builder.fneg(a), b, c))
 add_i32 = elementwise(lambda builder, a, b: builder.add(a, b))
 high16 = elementwise(lambda builder, a: builder.ashr(a, constant(a, 16)))
 low16 = elementwise(lambda builder, a: builder.and_(a, constant(a, 0xffff)))
@@ -249,7 +257,8 @@ def instructions(isa: str, n_columns: int) -> Instructions:
     @intrinsic
     def load(typingctx, pointer, i, stride):
         block = Block(element_of(pointer), n_columns, VECTORS, lanes)
-        return block(pointer, types.int64, types.int64), lambda context, builder, _, args: load_vectors(block, context, builder, *args)
+        signature = block(pointer, types.int64, types.int64)
+        return signature, lambda context, builder, _, args: load_vectors(block, context, builder, *args)
 
     @intrinsic
     def rows(typingctx, pointer, i):
@@ -259,6 +268,7 @@ def instructions(isa: str, n_columns: int) -> Instructions:
     @intrinsic
     def columns(typingctx, pointer, i, stride):
         block = Block(element_of(pointer), n_columns, 1, lanes)
-        return block(pointer, types.int64, types.int64), lambda context, builder, _, args: load_words(block, context, builder, *args)
+        signature = block(pointer, types.int64, types.int64)
+        return signature, lambda context, builder, _, args: load_words(block, context, builder, *args)
 
     return Instructions(VECTORS * lanes, zeros, load, rows, columns, elementwise(ISAS[isa].dot))

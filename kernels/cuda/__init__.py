@@ -5,17 +5,25 @@ launch       a kernel and its launch as values; compiling to PTX, the disk cache
 compile_workers   many kernels compiled at once
 simulator    the same kernel functions on the host, a greenlet a thread, on its arrays
 weights      weight tiles on the device: loads for the unpackings of quant/
+operands     what launch functions of products read of a call
 quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
 mul_mat_glu  gate, up and their activation
 mul_mat_qkv  three matrices with one x
 mul_mat_argmax   a matrix, and the row of the largest product
 add_rms_norm_mul_mat   both of one token, whose activations each block makes
-mul_mat_id, mul_mat_id_glu   matrices of experts: the choice between mmq_few_id (each block sorts few pairs) and dispatch (sorted once) before mmq
+mul_mat_id, mul_mat_id_glu   matrices of experts: the choice between mmq_few_id (each block sorts few pairs) and dispatch
+             (sorted once) before mmq
 get_rows, dequantize   rows and whole tensors as floats
 rms_norm_act, add_rms_norm, swiglu_act, flash_attn_ext_act   what makes activations, fused with quantize
 rms_norm, elementwise, glu, rope, set_rows   everything else of a layer but
-flash_attn_ext   attention: the choice among flash_attn_ext_few (pieces side by side, which _combine puts together) and _tile (many queries), on tensor
-             cores, and _any (every type and head size); fixed_point: limbs in registers
-copy         to measure the bandwidth of memory
+flash_attn_ext   attention: the choice among flash_attn_ext_few (pieces side by side, which _combine puts together) and _tile
+             (many queries), on tensor cores, and _any (every type and head size); fixed_point: limbs in registers
+cpy          bytes, from one place to another; and to measure the bandwidth of memory
+
+A large kernel is cut into stages, device functions that a reader can name: copy, unpack, multiply, fold, store. Each is made by a
+function of what is known when the kernel is compiled, which its file keeps in one NamedTuple; the docstring of that function says
+the formula, the arrays with dtype and shape, who holds them (lane, warp, shared memory) and which barrier protects them. What
+stages hand on at run time travels in NamedTuples too. A cut must not change the compiled code: where one with `ptx.device` does,
+one with `ptx.stage` does not.
 """

@@ -1,24 +1,31 @@
-"""Products of one token whose activations each block makes for itself: total = x + y, and those of its rms_norm, as in add_rms_norm_act.
+"""Products of one token whose activations each block makes for itself: total = x + y, and those of its rms_norm, as in
+add_rms_norm_act.
 
-While the first weights are on their way, the block's warps take the row's chunks by turns: x and y to floats in shared memory, the sum of squares with a
-barrier on either side, then each chunk normed and quantized where it stands, for `mmq_few` to multiply. Only the first block writes total.
+While the first weights are on their way, the block's warps take the row's chunks by turns: x and y to floats in shared memory,
+the sum of squares with a barrier on either side, then each chunk normed and quantized where it stands, for `mmq_few` to multiply.
+Only the first block writes total.
 """
 from functools import lru_cache
 
 from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
-from ...quant.tile import ROWS
-from .launch import F32, Kernel, N, SCALAR_F32, U32, check, factory
-from .mmq_few import MADE, MAX_WARPS, by_turns, checked_sizes, few_shape, in_a_row, products
-from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, syncwarp, wait_for_previous
+from ..call import Call
+from .launch import F32, Kernel, N, SCALAR_F32, U32, factory, need
+from .mmq_few import MAX_WARPS, ROW_SLOT, FewShape, by_turns, few_launch, few_shape, in_a_row, products, qkv_shape
+from .operands import addresses, gated_of, qkv_of
+from .ptx import (add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, syncwarp,
+                  wait_for_previous)
 from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
 from .tile_product import gate_and_store, swizzle, takes_sums
 
+MOST_NORMED = 6144  # columns of a row that every block norms for itself: what the shared memory of all GPUs has room for
+
 
 def row_words(n_cols: int) -> int:
-    """Words of shared memory for a row: its columns or activations by chunks, an even number of them, and the 128 partials of its sum of squares."""
+    """Words of shared memory for a row: its columns or activations by chunks, an even number of them, and the 128 partials of its
+    sum of squares."""
     return (-(-n_cols // CHUNK) + 1 & -2) * CHUNK + PARTIALS
 
 
@@ -51,11 +58,12 @@ def normed(shared, row, column, last, r, wa, wb, wc, wd):
 @lru_cache(None)
 def row_maker(sums_too: bool):
     """The function by which all threads of a block make the activations of its token. sums_too: with the sums of q."""
-    act_at, d_at, sums_at = MADE.act, MADE.d, MADE.limbs
+    act_at, d_at, sums_at = ROW_SLOT.act, ROW_SLOT.d, ROW_SLOT.limbs
 
     @device
     def put(shared, chunk, lane, half, hi, lo, s):
-        """Of the columns 128 half + 4 lane of a chunk: the limbs, swizzled as `mmq_few` copies them, and, of four lanes, the sum."""
+        """Of the columns 128 half + 4 lane of a chunk: the limbs, swizzled as `mmq_few` copies them, and, of four lanes, the
+        sum."""
         t = i32(32 * half + lane)
         sts(shared, chunk + act_at + ((((t >> 2) ^ swizzle(0)) << 2) | (t & 3)), hi)
         sts(shared, chunk + act_at + 64 + ((((t >> 2) ^ swizzle(1)) << 2) | (t & 3)), lo)
@@ -66,8 +74,9 @@ def row_maker(sums_too: bool):
 
     @device
     def make(act, shared, tid, n_threads, n_cols):
-        """act: (x, y, w, total, eps, row). The chunks' activations, which a barrier must follow, lie from word `row` of shared memory on, CHUNK words each.
-        The norm's weights of a warp's first chunk are asked for before the wait for the kernel before."""
+        """act: (x, y, w, total, eps, row). The chunks' activations, which a barrier must follow, lie from word `row` of shared
+        memory on, CHUNK words each. The norm's weights of a warp's first chunk are asked for before the wait for the kernel
+        before."""
         x, y, w, total, eps, row = act
         lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
         n_chunks, last, step = i32((n_cols + 255) >> 8), i32(n_cols - 4), i32(8 * n_threads)
@@ -93,7 +102,8 @@ def row_maker(sums_too: bool):
             j = i32(j + n_threads)
         cuda.syncthreads()  # the partials are there
         at = i32(partials + lane)
-        squares = halve128(as_f32(lds(shared, at)), as_f32(lds(shared, at + 32)), as_f32(lds(shared, at + 64)), as_f32(lds(shared, at + 96)), lane)
+        squares = halve128(as_f32(lds(shared, at)), as_f32(lds(shared, at + 32)), as_f32(lds(shared, at + 64)),
+                           as_f32(lds(shared, at + 96)), lane)
         r = reciprocal(squares, n_cols, eps)
 
         # 3. a warp's chunks in the place of their columns
@@ -127,10 +137,11 @@ def maker(names: tuple[str, ...]):
 def add_rms_norm_mmq_few_qkv_kernel(q, k, v, biased):
     run = products((q, k, v), 1, in_a_row(3, 1, biased), maker((q, k, v)))
 
-    def kernel(x, y, w, total, eps, row, q_words, k_words, v_words, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, per_round):
+    def kernel(x, y, w, total, eps, row, q_words, k_words, v_words, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows,
+               v_rows, n_cols, per_round):
         # blocks as in mmq_few_kernel
-        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), (x, y, w, total, eps, row), n_cols,
-            i32(1), per_round)
+        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)),
+            (x, y, w, total, eps, row), n_cols, i32(1), per_round)
     return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, 32 * MAX_WARPS[1])
 
 
@@ -138,33 +149,53 @@ def add_rms_norm_mmq_few_qkv_kernel(q, k, v, biased):
 def add_rms_norm_mmq_few_glu_kernel(activation, gate, up, biased):
     run = products((gate, up), 1, by_turns(2, 1, gate_and_store(activation, biased)), maker((gate, up)))
 
-    def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, per_round):  # blocks as in mmq_few_kernel
+    def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, per_round):
+        # blocks as in mmq_few_kernel
         run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), (x, y, w, total, eps, row), n_cols, i32(1), per_round)
     return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, 32 * MAX_WARPS[1])
 
 
-def row_shape(target, op: str, names: tuple[str, ...], n_rows: int, n_cols: int):
-    """(shape, word of shared memory at which the row begins). n_rows: of all matrices in a row."""
-    check(op, n_cols % 4 == 0, "n_cols", n_cols, "a multiple of 4")
-    shape = few_shape(names, n_rows, n_cols, 1, target.n_multiprocessors, target.shared_limit, row_words(n_cols))
-    check(op, shape.n_bytes <= target.shared_limit, "n_cols", n_cols, f"rows that leave room in {target.shared_limit} bytes of shared memory")
-    return shape, shape.n_bytes // 4 - row_words(n_cols)
+def check(call: Call) -> None:
+    """One row, of which every block has room for itself and loads four columns at a time, and quantized weights."""
+    n_cols, matrices = call.x.n_cols, (call.q, call.k, call.v) if call.op == "add_rms_norm_mul_mat_qkv" else (call.gate, call.up)
+    need(call.x.n_rows == 1, "n", call.x.n_rows, "1")
+    need(1 <= n_cols <= MOST_NORMED and n_cols % 4 == 0, "n_cols", n_cols, f"a multiple of 4 up to {MOST_NORMED}")
+    for w in matrices:
+        need(w.shape[0] >= 1, "n_rows", w.shape[0], "at least 1")
+        need(format_of(w.dtype, call.op).is_quantized, "type", w.dtype, "quantized types")
 
 
-def add_rms_norm_mul_mat_qkv(target, x, y, w, eps, total, types, words, outs, n_rows, n_cols, biases=()):
-    """x, y, w, total: addresses of float32 [n_cols], on 16 bytes; types, words, outs, n_rows, biases: as of `mul_mat_qkv`, all quantized, of one token."""
-    for rows in n_rows:
-        checked_sizes("add_rms_norm_mul_mat_qkv", types, rows, n_cols, 1)
-    shape, row = row_shape(target, "add_rms_norm_mul_mat_qkv", tuple(types), ROWS * sum(-(-rows // ROWS) for rows in n_rows), n_cols)
-    kernel = add_rms_norm_mmq_few_qkv_kernel(*types, bool(biases))
-    args = x, y, w, total, eps, row, *words, *(biases or outs), *outs, *n_rows, n_cols, shape.per_round
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+def plan(call: Call) -> FewShape:
+    n_cols, limits = call.x.n_cols, (call.device.n_multiprocessors, call.device.shared_limit)
+    if call.op == "add_rms_norm_mul_mat_qkv":
+        names, n_rows, *_ = qkv_of(call)
+        shape = qkv_shape(names, n_rows, n_cols, 1, *limits, row_words(n_cols))
+    else:
+        shape = few_shape(gated_of(call).names, call.gate.shape[0], n_cols, 1, *limits, row_words(n_cols))
+    need(shape.n_bytes <= limits[1], "n_cols", n_cols, f"rows that leave room in {limits[1]} bytes of shared memory")
+    return shape
 
 
-def add_rms_norm_mul_mat_glu(target, x, y, w, eps, total, act, gate_type, up_type, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols):
-    """x, y, w, total: addresses of float32 [n_cols], on 16 bytes; the others as of `mul_mat_glu`, both formats quantized, of one token."""
-    checked_sizes("add_rms_norm_mul_mat_glu", (gate_type, up_type), n_rows, n_cols, 1)
-    shape, row = row_shape(target, "add_rms_norm_mul_mat_glu", (gate_type, up_type), n_rows, n_cols)
-    kernel = add_rms_norm_mmq_few_glu_kernel(act, gate_type, up_type, gate_bias is not None)
-    args = x, y, w, total, eps, row, gate_words, up_words, *((gate_bias, up_bias) if gate_bias is not None else (out, out)), out, n_rows, n_cols, shape.per_round
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+def row_operands(call: Call) -> tuple:
+    """The arguments of the norm; the last is the word of shared memory at which the row begins."""
+    row = call.plan.n_bytes // 4 - row_words(call.x.n_cols)
+    return *addresses(call.x, call.y, call.w, call.sum), call.eps, row
+
+
+def add_rms_norm_mul_mat_qkv(call: Call):
+    """sum = x + y; q_out, k_out, v_out = q a + q_bias, k a + k_bias, v a + v_bias, where a = quantize(sum / sqrt(mean(sum^2) +
+    eps) * w).
+
+    x, y, sum: f32 [1, k], w: f32 [k], all on 16 bytes; the others as of `mul_mat_qkv`, all quantized."""
+    names, n_rows, biased, words, biases, outs = qkv_of(call)
+    args = *row_operands(call), *words, *biases, *outs, *n_rows, call.x.n_cols
+    return few_launch(call, add_rms_norm_mmq_few_qkv_kernel(*names, biased), args)
+
+
+def add_rms_norm_mul_mat_glu(call: Call):
+    """sum = x + y; out = act(gate a + gate_bias) * (up a + up_bias), where a = quantize(sum / sqrt(mean(sum^2) + eps) * w).
+
+    x, y, sum: f32 [1, k], w: f32 [k], all on 16 bytes; the others as of `mul_mat_glu`, both quantized."""
+    names, biased, matrices = gated_of(call)
+    args = *row_operands(call), *matrices, call.out.data, *call.gate.shape
+    return few_launch(call, add_rms_norm_mmq_few_glu_kernel(call.act, *names, biased), args)

@@ -1,10 +1,12 @@
-"""The column of the largest value of each row (numerics, section 5), in two launches: of parts of a row, a block each, then of the parts.
+"""The column of the largest value of each row (numerics, section 5), in two launches: of parts of a row, a block each, then of
+the parts.
 
-Floats are compared as integers of the same order, so that a NaN comes out above all and equal values, zeros of both signs among them, meet as equal.
+Floats are compared as integers of the same order, so that a NaN comes out above all and equal values, zeros of both signs among
+them, meet as equal.
 """
 from numba import cuda, types
 
-from .launch import F32, I32, N, Kernel, Launches, check, factory
+from .launch import F32, I32, N, Kernel, Launches, factory, need
 from .ptx import as_i32, device, i32, i64, ld, lds, redux_max, redux_min, st, sts
 
 THREADS, PARTS = 256, 64
@@ -91,8 +93,9 @@ def argmax_of_parts_kernel():
 
 
 def argmax_of_parts(target, parts, out, n, n_parts):
-    """out[i] = the first column of the largest rank of row i, or -1 where it is a NaN's. parts: address of i32 [n, n_parts, 2], of each part of a row the
-    largest rank, LEAST_RANK where it has no columns, and the first column that has it, in the order of columns; out: of i32 [n]."""
+    """out[i] = the first column of the largest rank of row i, or -1 where it is a NaN's. parts: address of i32 [n, n_parts, 2],
+    of each part of a row the largest rank, LEAST_RANK where it has no columns, and the first column that has it, in the order of
+    columns; out: of i32 [n]."""
     n_threads = min(MOST_THREADS, -(-n_parts // 32) * 32)
     return target.launch(argmax_of_parts_kernel(), n, n_threads, (parts, out, n_parts))
 
@@ -102,8 +105,17 @@ def scratch_words(n: int) -> int:
     return n * PARTS * 2
 
 
-def argmax(target, x, out, n, k, scratch):
-    """out[i] = the first column of the largest value of x[i], or -1. x: address of f32 [n, k]; out: of i32 [n]; scratch: of i32 [scratch_words(n)]."""
-    check("argmax", 1 <= n <= 65535, "n", n, "1..65535")
-    check("argmax", k >= 1, "k", k, "at least 1")
-    return Launches((target.launch(argmax_parts_kernel(), (PARTS, n), THREADS, (x, scratch, k)), argmax_of_parts(target, scratch, out, n, PARTS)))
+def check(call):
+    need(1 <= call.x.n_rows <= 65535, "n", call.x.n_rows, "1..65535")
+    need(call.x.n_cols >= 1, "k", call.x.n_cols, "at least 1")
+
+
+def scratch(call):
+    return "i32", (scratch_words(call.x.n_rows),)
+
+
+def argmax(call):
+    """out[i] = the first column of the largest value of x[i], -1 where one is NaN. x: f32 [n, k]; out: i32 [n]."""
+    n, k = call.x.shape
+    parts = call.device.launch(argmax_parts_kernel(), (PARTS, n), THREADS, (call.x.data, call.scratch.data, k))
+    return Launches((parts, argmax_of_parts(call.device, call.scratch.data, call.out.data, n, PARTS)))

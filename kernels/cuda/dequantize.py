@@ -1,13 +1,15 @@
-"""out = a whole weight as float32, or as float16 of the float32 values (docs/numerics.md, sections 1 and 3). get_rows uses the same device code.
+"""out = a whole weight as float32, or as float16 of the float32 values (docs/numerics.md, sections 1 and 3). get_rows uses the
+same device code.
 
-A line is 32 columns of one row. Each lane of a warp unpacks one line into shared memory, then the lanes together store the warp's 32 lines, neighbours
-side by side: 16 bytes each, or one element each where rows do not end on 16 bytes.
+A line is 32 columns of one row. Each lane of a warp unpacks one line into shared memory, then the lanes together store the warp's
+32 lines, neighbours side by side: 16 bytes each, or one element each where rows do not end on 16 bytes.
 """
 from numba import cuda
 
 from ...quant.formats import CHUNK, FORMATS, format_of
 from ...quant.tile import ROWS, tile_bytes
-from .launch import Kernel, N, U16, U32, check, factory
+from ..call import Call
+from .launch import Kernel, N, U16, U32, factory, need
 from .ptx import as_i32, device, f32_to_f16, i2f, i32, i64, lds, lds4, mul, st, st4, sts4, sub, syncwarp, u32
 from .weights import float_values, unpacker
 
@@ -29,7 +31,8 @@ def is_aligned(dtype: str, n_cols: int) -> bool:
 def cases(*dtypes: str) -> list[tuple]:
     """(type, dtype, rows end on 16 bytes) of every kernel."""
     weights = [fmt for fmt in FORMATS.values() if fmt.planes]
-    return [(fmt.name, dtype, aligned) for dtype in dtypes for fmt in weights for aligned in ((True,) if fmt.is_quantized else (True, False))]
+    return [(fmt.name, dtype, aligned) for dtype in dtypes for fmt in weights
+            for aligned in ((True,) if fmt.is_quantized else (True, False))]
 
 
 def _put8(dtype):
@@ -74,7 +77,8 @@ def unpack_line(fmt, dtype):
 
     @device
     def put_words(v, w, scale, minimum, shared, at):
-        put8(shared, at, value(v, 24, scale, minimum), value(v, 16, scale, minimum), value(v, 8, scale, minimum), value(v, 0, scale, minimum),
+        put8(shared, at, value(v, 24, scale, minimum), value(v, 16, scale, minimum), value(v, 8, scale, minimum),
+             value(v, 0, scale, minimum),
              value(w, 24, scale, minimum), value(w, 16, scale, minimum), value(w, 8, scale, minimum), value(w, 0, scale, minimum))
 
     @device
@@ -94,8 +98,8 @@ def unpack_line(fmt, dtype):
 
 
 def store_lines(dtype, aligned):
-    """(out, lane, shared, at, first, step, across, n_lines, n_cols): the first n_lines lines from shared[at] on; line l goes to the elements of out
-    from first + l * step on, as far as its columns, across * l and following, are below n_cols."""
+    """(out, lane, shared, at, first, step, across, n_lines, n_cols): the first n_lines lines from shared[at] on; line l goes to
+    the elements of out from first + l * step on, as far as its columns, across * l and following, are below n_cols."""
     stride, elements, of_word = line_words(dtype), ELEMENTS[dtype], ELEMENTS[dtype] - 1
     width = 4 * elements if aligned else 1  # elements that a lane stores at a time
     bits, n_steps = (LINE // width).bit_length() - 1, LINES * LINE // width // 32
@@ -127,7 +131,8 @@ def output(dtype, aligned):
 @factory(cases("f32", "f16"))
 def dequantize_kernel(name, dtype, aligned):
     fmt = format_of(name)
-    unpack, store, stride, tile_words = unpack_line(fmt, dtype), store_lines(dtype, aligned), line_words(dtype), tile_bytes(fmt) // 4
+    unpack, store, stride, tile_words = (unpack_line(fmt, dtype), store_lines(dtype, aligned), line_words(dtype),
+                                         tile_bytes(fmt) // 4)
     n_shared = N_THREADS * stride
 
     def kernel(words, out, n_rows, n_cols):  # block: the tile blockIdx
@@ -143,10 +148,12 @@ def dequantize_kernel(name, dtype, aligned):
     return Kernel(kernel, (U32, output(dtype, aligned), N, N), N_THREADS)
 
 
-def dequantize(target, format_name, words, out, n_rows, n_cols, dtype):
-    """words: address of the tiles of a weight [n_rows, n_cols]; out: of `dtype` ("f32" or "f16") [n_rows, n_cols]; both on 16 bytes."""
-    check("dequantize", dtype in ELEMENTS, "dtype", dtype, ", ".join(ELEMENTS))
-    check("dequantize", n_rows >= 1, "n_rows", n_rows, "at least 1")
-    check("dequantize", 1 <= n_cols < 65536 * CHUNK, "n_cols", n_cols, f"1..{65536 * CHUNK - 1}")
-    kernel = dequantize_kernel(format_of(format_name, "dequantize").name, dtype, is_aligned(dtype, n_cols))
-    return target.launch(kernel, (-(-n_rows // ROWS), -(-n_cols // CHUNK)), N_THREADS, (words, out, n_rows, n_cols))
+def dequantize(call: Call):
+    """out = w, dequantized.   w: tiles of a weight [m, k]; out: f32 or f16 [m, k]; both on 16 bytes."""
+    (n_rows, n_cols), dtype = call.w.shape, call.out.dtype
+    need(dtype in ELEMENTS, "dtype", dtype, ", ".join(ELEMENTS))
+    need(n_rows >= 1, "n_rows", n_rows, "at least 1")
+    need(1 <= n_cols < 65536 * CHUNK, "n_cols", n_cols, f"1..{65536 * CHUNK - 1}")
+    kernel = dequantize_kernel(format_of(call.w.dtype, "dequantize").name, dtype, is_aligned(dtype, n_cols))
+    grid, args = (-(-n_rows // ROWS), -(-n_cols // CHUNK)), (call.w.data, call.out.data, n_rows, n_cols)
+    return call.device.launch(kernel, grid, N_THREADS, args)

@@ -1,23 +1,28 @@
-"""Sorted dispatch: the (token, rank) pairs of a batch in the order of their experts, those of an expert in their own order, and the work that they are for
-grouped products (docs/numerics.md, section 9). One block, no atomics: a warp has a run of pairs, and takes 32 of them at a time.
+"""Sorted dispatch: the (token, rank) pairs of a batch in the order of their experts, those of an expert in their own order, and
+the work that they are for grouped products (docs/numerics.md, section 9). One block, no atomics: a warp has a run of pairs, and
+takes 32 of them at a time.
 
 1. A warp counts its pairs of each expert: the first of the lanes that have one expert counts for all of them.
-2. A thread for each expert adds up the counts of the warps before each; then sums over the experts before, of pairs and of items of work.
+2. A thread for each expert adds up the counts of the warps before each; then sums over the experts before, of pairs and of items
+   of work.
 3. A warp places its pairs, each behind those of its expert in warps before, in what it placed before, and in lanes before.
 4. An item is an expert and up to `tokens` of its sorted rows.
 
-Pairs whose id is no expert are sorted behind all others and belong to no item: their rows of a result are left as they are. The first of them is left in
-`fault`, for whoever reads it together with the results.
+Pairs whose id is no expert are sorted behind all others and belong to no item: their rows of a result are left as they are. The
+first of them is left in `fault`, for whoever reads it together with the results.
 """
+from math import prod
 from typing import NamedTuple
 
 from numba import cuda, types
 
-from .launch import I32, Kernel, N, check, factory
-from .ptx import device, i32, i64, ld, lds, match, popc, shuffle, st, st4, sts, syncwarp
+from ..call import Call
+from .launch import I32, Kernel, N, factory, need
+from .operands import FAULT, fault_of, matrices_of
+from .ptx import device, i32, i64, ld, lds, match, popc, shuffle, st, st4, stage, sts, syncwarp
 
 MOST_EXPERTS, MOST_THREADS, STEP = 512, 1024, 128  # threads are a multiple of STEP: four warps
-FAULT, ITEMS = 4, 8                                # words of a table at which its fault and its items begin
+ITEMS = 8                                          # word of a table at which its items begin
 
 
 class Table(NamedTuple):
@@ -40,7 +45,8 @@ def dispatch_table(n_expert: int, n_pairs: int, tokens: int) -> Table:
 
 @device
 def report(fault, node, pair, found):
-    """Leaves a pair and its id, which is no expert, of the node with this number, from 1, where no earlier one is left. By one thread of a launch."""
+    """Leaves a pair and its id, which is no expert, of the node with this number, from 1, where no earlier one is left. By one
+    thread of a launch."""
     if ld(fault, 0) == 0:
         st(fault, 1, pair)
         st(fault, 2, found)
@@ -64,106 +70,152 @@ def sum_before(x, lane):
     return i32(total - x), shuffle(total, i32(31))
 
 
+class Places(NamedTuple):
+    """What lies where in shared memory, int32, for device functions: words, int32."""
+    counts: object     # [warp][kind]: 0, from which the warps' counts begin; the kinds are the experts, and none
+    row_sums: object   # [kind]: sorted rows of the kinds before each,
+    item_sums: object  # and items of them
+    warp_sums: object  # [warp][2]: rows and items of a warp's kinds
+
+
+class Run(NamedTuple):
+    """A warp's run of pairs, as one of its lanes sees it, for device functions: int32."""
+    first: object   # the pairs first .. end - 1
+    end: object
+    counts: object  # word of shared memory at which the warp's counts begin
+    lane: object
+    before: object  # the lanes before it, as bits
+
+
+# The stages. A barrier of the block follows each, but for the last two, which write the table.
+
+@stage
+def count_pairs(ids, n_expert, run, shared):
+    """1. counts[warp][kind] = the warp's pairs of each kind, by the first of the lanes that have one kind."""
+    base, kind = run.first, kind_of(ids, i32(run.first + run.lane), run.end, n_expert)
+    while base < run.end:
+        following = kind_of(ids, i32(base + 32 + run.lane), run.end, n_expert)  # is on its way meanwhile
+        same = match(kind)
+        if kind >= 0 and same & run.before == 0:
+            sts(shared, run.counts + kind, i32(lds(shared, run.counts + kind) + popc(same)))
+        syncwarp()
+        base, kind = i32(base + 32), following
+
+
+@stage
+def sum_warps(n_kinds, n_warps, tid, shared):
+    """2. counts[warp][tid] = those of the warps before; returns the sum of all, a thread for each kind."""
+    total, w, place = i32(0), i32(0), tid
+    if tid < n_kinds:
+        while w < n_warps:  # four loads are under way together
+            a, b = lds(shared, place), lds(shared, place + n_kinds)
+            c, d = lds(shared, place + 2 * n_kinds), lds(shared, place + 3 * n_kinds)
+            sts(shared, place, total)
+            sts(shared, place + n_kinds, i32(total + a))
+            sts(shared, place + 2 * n_kinds, i32(total + a + b))
+            sts(shared, place + 3 * n_kinds, i32(total + a + b + c))
+            total, w, place = i32(total + a + b + c + d), i32(w + 4), i32(place + 4 * n_kinds)
+    return total
+
+
+@stage
+def sum_kinds(table, bounds, total, n_items, n_kinds, places, tid, lane, warp, shared):
+    """2. row_sums and item_sums of a thread's kind, of which there are `total` rows and n_items items; the table's bounds."""
+    rows_before, rows_of_warp = sum_before(total, lane)
+    items_before, items_of_warp = sum_before(n_items, lane)
+    if lane == 0:
+        sts(shared, places.warp_sums + 2 * warp, rows_of_warp)
+        sts(shared, places.warp_sums + 2 * warp + 1, items_of_warp)
+    cuda.syncthreads()
+    w = i32(0)
+    while w < warp:
+        rows_before = i32(rows_before + lds(shared, places.warp_sums + 2 * w))
+        items_before = i32(items_before + lds(shared, places.warp_sums + 2 * w + 1))
+        w = i32(w + 1)
+    if tid < n_kinds:
+        sts(shared, places.row_sums + tid, rows_before)
+        sts(shared, places.item_sums + tid, items_before)
+        st(table, bounds + tid, rows_before)
+
+
+@stage
+def place_pairs(ids, table, order, fault, node, n_expert, run, places, shared):
+    """3. The table's order, and the first pair whose id is no expert."""
+    base, kind = run.first, kind_of(ids, i32(run.first + run.lane), run.end, n_expert)
+    while base < run.end:
+        following, pair = kind_of(ids, i32(base + 32 + run.lane), run.end, n_expert), i32(base + run.lane)
+        same = match(kind)
+        if kind >= 0:
+            row = i32(lds(shared, places.row_sums + kind) + lds(shared, run.counts + kind) + popc(same & run.before))
+            st(table, order + row, pair)
+            if kind == n_expert and row == lds(shared, places.row_sums + n_expert):
+                report(fault, node, pair, ld(ids, pair))
+        syncwarp()  # all have read what is counted on
+        if kind >= 0 and same & run.before == 0:
+            sts(shared, run.counts + kind, i32(lds(shared, run.counts + kind) + popc(same)))
+        syncwarp()
+        base, kind = i32(base + 32), following
+
+
+@stage
+def write_items(table, n_expert, tokens, places, tid, n_threads, shared):
+    """4. The table's items: expert e has those from item_sums[e] on."""
+    i, all_items = tid, lds(shared, places.item_sums + n_expert)
+    while i < all_items:
+        e, last = i32(0), n_expert
+        while last - e > 1:
+            middle = i32((e + last) >> 1)
+            if lds(shared, places.item_sums + middle) <= i:
+                e = middle
+            else:
+                last = middle
+        row = i32(lds(shared, places.row_sums + e) + (i - lds(shared, places.item_sums + e)) * tokens)
+        st4(table, ITEMS + 4 * i, e, row, i32(min(tokens, lds(shared, places.row_sums + e + 1) - row)), 0)
+        i = i32(i + n_threads)
+    if tid == 0:
+        st(table, 0, all_items)
+
+
 @factory([()])
 def dispatch_kernel():
     def kernel(ids, table, fault, node, n_pairs, n_expert, tokens, bounds, order):
         shared = cuda.shared.array(0, types.int32)
         tid, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
         lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
-        n_kinds, before = i32(n_expert + 1), i32((i64(1) << lane) - 1)  # experts, and none; the lanes before
-        row_sums = i32(n_warps * n_kinds)   # behind the warps' counts: sorted rows of the kinds before each kind,
-        item_sums = i32(row_sums + n_kinds)  # items of them,
-        warp_sums = i32(item_sums + n_kinds)  # and both of a warp's kinds
+        n_kinds, before = i32(n_expert + 1), i32((i64(1) << lane) - 1)
+        row_sums = i32(n_warps * n_kinds)
+        item_sums = i32(row_sums + n_kinds)
+        places = Places(i32(0), row_sums, item_sums, i32(item_sums + n_kinds))
         groups = i32((n_pairs + 31) >> 5)
         per_warp = i32(32 * i32((groups + n_warps - 1) // n_warps))
         first, own = i32(warp * per_warp), i32(warp * n_kinds)
-        end = i32(min(first + per_warp, n_pairs))
+        run = Run(first, i32(min(first + per_warp, n_pairs)), own, lane, before)
         p = tid
         while p < row_sums:
             sts(shared, p, i32(0))
             p = i32(p + n_threads)
         cuda.syncthreads()
-
-        # 1. counts
-        base, kind = first, kind_of(ids, i32(first + lane), end, n_expert)
-        while base < end:
-            following = kind_of(ids, i32(base + 32 + lane), end, n_expert)  # is on its way meanwhile
-            same = match(kind)
-            if kind >= 0 and same & before == 0:
-                sts(shared, own + kind, i32(lds(shared, own + kind) + popc(same)))
-            syncwarp()
-            base, kind = i32(base + 32), following
+        count_pairs(ids, n_expert, run, shared)
         cuda.syncthreads()
-
-        # 2. sums over warps, then over kinds
-        total, w, place = i32(0), i32(0), tid
-        if tid < n_kinds:
-            while w < n_warps:  # four loads are under way together
-                a, b, c, d = lds(shared, place), lds(shared, place + n_kinds), lds(shared, place + 2 * n_kinds), lds(shared, place + 3 * n_kinds)
-                sts(shared, place, total)
-                sts(shared, place + n_kinds, i32(total + a))
-                sts(shared, place + 2 * n_kinds, i32(total + a + b))
-                sts(shared, place + 3 * n_kinds, i32(total + a + b + c))
-                total, w, place = i32(total + a + b + c + d), i32(w + 4), i32(place + 4 * n_kinds)
+        total = sum_warps(n_kinds, n_warps, tid, shared)
         n_items = i32((total + tokens - 1) // tokens) if tid < n_expert else i32(0)
-        rows_before, rows_of_warp = sum_before(total, lane)
-        items_before, items_of_warp = sum_before(n_items, lane)
-        if lane == 0:
-            sts(shared, warp_sums + 2 * warp, rows_of_warp)
-            sts(shared, warp_sums + 2 * warp + 1, items_of_warp)
+        sum_kinds(table, bounds, total, n_items, n_kinds, places, tid, lane, warp, shared)
         cuda.syncthreads()
-        w = i32(0)
-        while w < warp:
-            rows_before, items_before = i32(rows_before + lds(shared, warp_sums + 2 * w)), i32(items_before + lds(shared, warp_sums + 2 * w + 1))
-            w = i32(w + 1)
-        if tid < n_kinds:
-            sts(shared, row_sums + tid, rows_before)
-            sts(shared, item_sums + tid, items_before)
-            st(table, bounds + tid, rows_before)
-        cuda.syncthreads()
-
-        # 3. places
-        base, kind = first, kind_of(ids, i32(first + lane), end, n_expert)
-        while base < end:
-            following, pair = kind_of(ids, i32(base + 32 + lane), end, n_expert), i32(base + lane)
-            same = match(kind)
-            if kind >= 0:
-                row = i32(lds(shared, row_sums + kind) + lds(shared, own + kind) + popc(same & before))
-                st(table, order + row, pair)
-                if kind == n_expert and row == lds(shared, row_sums + n_expert):
-                    report(fault, node, pair, ld(ids, pair))
-            syncwarp()  # all have read what is counted on
-            if kind >= 0 and same & before == 0:
-                sts(shared, own + kind, i32(lds(shared, own + kind) + popc(same)))
-            syncwarp()
-            base, kind = i32(base + 32), following
-
-        # 4. items: expert e has those from item_sums[e] on
-        i, all_items = tid, lds(shared, item_sums + n_expert)
-        while i < all_items:
-            e, last = i32(0), n_expert
-            while last - e > 1:
-                middle = i32((e + last) >> 1)
-                if lds(shared, item_sums + middle) <= i:
-                    e = middle
-                else:
-                    last = middle
-            row = i32(lds(shared, row_sums + e) + (i - lds(shared, item_sums + e)) * tokens)
-            st4(table, ITEMS + 4 * i, e, row, i32(min(tokens, lds(shared, row_sums + e + 1) - row)), 0)
-            i = i32(i + n_threads)
-        if tid == 0:
-            st(table, 0, all_items)
+        place_pairs(ids, table, order, fault, node, n_expert, run, places, shared)
+        write_items(table, n_expert, tokens, places, tid, n_threads, shared)
     return Kernel(kernel, (I32, I32, I32, *[N] * 6), MOST_THREADS)
 
 
-def dispatch(target, ids, table, n_expert, n_pairs, tokens, fault, node):
-    """ids: address of int32 [n_pairs]; table: of int32 [`dispatch_table`'s n_words], on 16 bytes; tokens: rows of an item at most; fault: address of int32 [4],
-    node: a number from 1 that is left there with the first pair whose id is no expert, if nothing has been left there."""
-    check("dispatch", 1 <= n_expert <= MOST_EXPERTS, "n_expert", n_expert, f"1..{MOST_EXPERTS}")
-    check("dispatch", 1 <= n_pairs < 1 << 28, "n_pairs", n_pairs, f"1..{(1 << 28) - 1}")
-    check("dispatch", tokens >= 1, "tokens", tokens, "at least 1")
+def dispatch(call: Call, tokens: int):
+    """Sorts the pairs of call.ids into the table at call.scratch, with items of at most `tokens` rows. ids: int32 [n, n_used];
+    scratch: int32 [`dispatch_table`'s n_words], on 16 bytes. The first pair whose id is not an expert is left at `fault_of`, if
+    nothing is there yet."""
+    n_expert, n_pairs = matrices_of(call)[0].shape[0], prod(call.ids.shape)
+    need(1 <= n_expert <= MOST_EXPERTS, "n_expert", n_expert, f"1..{MOST_EXPERTS}")
+    need(1 <= n_pairs < 1 << 28, "n_pairs", n_pairs, f"1..{(1 << 28) - 1}")
+    need(tokens >= 1, "tokens", tokens, "at least 1")
     at = dispatch_table(n_expert, n_pairs, tokens)
     n_threads = min(MOST_THREADS, STEP * -(-max(n_expert + 1, n_pairs) // STEP))
     n_words = (n_threads // 32 + 2) * (n_expert + 1) + n_threads // 16
-    args = ids, table, fault, node, n_pairs, n_expert, tokens, at.bounds, at.order
-    return target.launch(dispatch_kernel(), 1, n_threads, args, 4 * n_words)
+    args = call.ids.data, call.scratch.data, *fault_of(call), n_pairs, n_expert, tokens, at.bounds, at.order
+    return call.device.launch(dispatch_kernel(), 1, n_threads, args, 4 * n_words)

@@ -1,12 +1,14 @@
 """add, mul, scale, sigmoid and the gated linear units: one result an element (numerics, section 5), one thread an element.
 
-Blocks of the grid: x = row, y = 256 columns. `out` may be one of the operands.
+Blocks of the grid: x = row, y = 256 columns. `out` may be the memory of an operand of its shape.
 """
 from numba import cuda
 
 from . import ptx
 from ..arith import relu as cpu_relu
-from .launch import F32, N, N64, SCALAR_F32, Kernel, check, factory
+from ..call import Call, Operand
+from .launch import F32, N, N64, SCALAR_F32, Kernel, factory, need
+from .operands import addresses
 from .ptx import device, gelu, i64, ld, silu, st
 
 THREADS = 256
@@ -17,10 +19,7 @@ relu = device(cpu_relu.py_func)
 
 
 def gated(activation):
-    @device
-    def glu(g, u):
-        return ptx.mul(activation(g), u)
-    return glu
+    return device(lambda g, u: ptx.mul(activation(g), u))
 
 
 BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": gated(silu), "geglu": gated(gelu), "reglu": gated(relu)}
@@ -59,38 +58,53 @@ def sigmoid_kernel():
     return Kernel(kernel, (F32, F32, N), THREADS)
 
 
-def grid(op, n_rows, n_cols):
-    check(op, n_rows >= 1, "n_rows", n_rows, "at least 1")
-    check(op, 1 <= n_cols <= MOST_COLUMNS, "n_cols", n_cols, f"1 to {MOST_COLUMNS}")
-    return n_rows, -(-n_cols // THREADS)
+def check_grid(out: Operand) -> None:
+    need(out.n_rows >= 1, "n_rows", out.n_rows, "at least 1")
+    need(1 <= out.n_cols <= MOST_COLUMNS, "n_cols", out.n_cols, f"1 to {MOST_COLUMNS}")
 
 
-def binary(target, op, x, y, out, n_rows, n_cols, y_rows):
-    """out = op(x, y), op of BINARY, operands as for `add`."""
-    check(op, y_rows in (1, n_rows), "y_rows", y_rows, f"1 or {n_rows}")
-    return target.launch(binary_kernel(op), grid(op, n_rows, n_cols), THREADS, (x, y, out, n_cols, n_cols if y_rows > 1 else 0))
+def check(call):
+    check_grid(call.out)
+    if call.op in ("add", "mul"):
+        need(call.y.n_rows in (1, call.x.n_rows), "y_rows", call.y.n_rows, f"1 or {call.x.n_rows}")
 
 
-def add(target, x, y, out, n_rows, n_cols, y_rows):
-    """out = x + y. x, out: addresses of f32 [n_rows, n_cols]; y: of f32 [y_rows, n_cols], y_rows = n_rows, or 1: one row for all."""
-    return binary(target, "add", x, y, out, n_rows, n_cols, y_rows)
+def grid(out: Operand) -> tuple[int, int]:
+    """Blocks of a result."""
+    return out.n_rows, -(-out.n_cols // THREADS)
 
 
-def mul(target, x, y, out, n_rows, n_cols, y_rows):
-    """out = x * y, operands as for `add`."""
-    return binary(target, "mul", x, y, out, n_rows, n_cols, y_rows)
+def by_element(call: Call, kernel: Kernel, *args):
+    """The launch of a kernel of a thread for each element of call.out."""
+    return call.device.launch(kernel, grid(call.out), THREADS, args)
 
 
-def swiglu(target, g, u, out, n_rows, n_cols):
-    """out = silu(g) * u. g, u, out: addresses of f32 [n_rows, n_cols]."""
-    return binary(target, "swiglu", g, u, out, n_rows, n_cols, n_rows)
+def binary(call: Call, x: Operand, y: Operand):
+    """out = op(x, y), op of BINARY. x, out: f32 [n, k]; y: the same, or f32 [k], one row for all."""
+    n_cols = call.out.n_cols
+    return by_element(call, binary_kernel(call.op), *addresses(x, y, call.out), n_cols, n_cols if y.n_rows > 1 else 0)
 
 
-def scale(target, x, out, n_rows, n_cols, a):
-    """out = x * a. x, out: addresses of f32 [n_rows, n_cols]; a: float32."""
-    return target.launch(scale_kernel(), grid("scale", n_rows, n_cols), THREADS, (x, out, n_cols, a))
+def add(call):
+    """out = x + y. x, out: f32 [n, k]; y: the same, or f32 [k], one row for all."""
+    return binary(call, call.x, call.y)
 
 
-def sigmoid(target, x, out, n_rows, n_cols):
-    """out = 1 / (1 + exp(-x)). x, out: addresses of f32 [n_rows, n_cols]."""
-    return target.launch(sigmoid_kernel(), grid("sigmoid", n_rows, n_cols), THREADS, (x, out, n_cols))
+def mul(call):
+    """out = x * y, operands as of `add`."""
+    return binary(call, call.x, call.y)
+
+
+def swiglu(call):
+    """out = silu(gate) * up. gate, up, out: f32 [n, k]."""
+    return binary(call, call.gate, call.up)
+
+
+def scale(call):
+    """out = x * factor. x, out: f32 [n, k]; factor: a float32."""
+    return by_element(call, scale_kernel(), *addresses(call.x, call.out), call.out.n_cols, call.factor)
+
+
+def sigmoid(call):
+    """out = 1 / (1 + exp(-x)). x, out: f32 [n, k]."""
+    return by_element(call, sigmoid_kernel(), *addresses(call.x, call.out), call.out.n_cols)

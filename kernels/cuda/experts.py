@@ -1,38 +1,31 @@
-"""What comes before and after the products with experts: rows of biases, scales, and the weighted sum (numerics, section 9). One thread an element."""
+"""What comes before and after the products with experts: rows of biases, scales, and the weighted sum (numerics, section 9).
+One thread an element."""
 from numba import cuda
 
 from . import ptx
 from ..arith import NAN
-from .elementwise import THREADS, grid
-from .launch import F32, I32, Kernel, N, check, factory
+from ..call import Call, Operand
+from .elementwise import THREADS, by_element, check_grid
+from .launch import F32, I32, Kernel, N, factory, need
+from .operands import addresses
 from .ptx import f32, fma, i32, i64, ld, st
 
 RANKS = 8  # of which all values are loaded before the first is added
 
 
-@factory([()])
-def add_id_kernel():
-    def kernel(x, b, ids, out, n_cols, n_expert):
+@factory([("add_id",), ("scale_id",)])
+def by_experts_kernel(op):
+    """x and what belongs to an expert: a row that is added, or a factor."""
+    operation, rows = {"add_id": (ptx.add, True), "scale_id": (ptx.mul, False)}[op]
+
+    def kernel(x, of_experts, ids, out, n_cols, n_expert):
         column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < n_cols:
             i, expert = i64(cuda.blockIdx.x) * n_cols + column, ld(ids, cuda.blockIdx.x)
-            bias = NAN
+            value = NAN
             if 0 <= expert < n_expert:
-                bias = ld(b, i64(expert) * n_cols + column)
-            st(out, i, ptx.add(ld(x, i), bias))
-    return Kernel(kernel, (F32, F32, I32, F32, N, N), THREADS)
-
-
-@factory([()])
-def scale_id_kernel():
-    def kernel(x, s, ids, out, n_cols, n_expert):
-        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if column < n_cols:
-            i, expert = i64(cuda.blockIdx.x) * n_cols + column, ld(ids, cuda.blockIdx.x)
-            factor = NAN
-            if 0 <= expert < n_expert:
-                factor = ld(s, expert)
-            st(out, i, ptx.mul(ld(x, i), factor))
+                value = ld(of_experts, i64(expert) * n_cols + column if rows else expert)
+            st(out, i, operation(ld(x, i), value))
     return Kernel(kernel, (F32, F32, I32, F32, N, N), THREADS)
 
 
@@ -54,20 +47,31 @@ def weighted_sum_kernel():
     return Kernel(kernel, (F32, F32, F32, N, N), THREADS)
 
 
-def add_id(target, x, b, ids, out, n_rows, n_cols, n_expert):
-    """out[i] = x[i] + b[ids[i]], NaN where there is no such expert. x, out: addresses of f32 [n_rows, n_cols], equal or apart; b: of f32 [n_expert, n_cols];
-    ids: of i32 [n_rows]."""
-    return target.launch(add_id_kernel(), grid("add_id", n_rows, n_cols), THREADS, (x, b, ids, out, n_cols, n_expert))
+def check(call: Call) -> None:
+    check_grid(call.out)
+    if call.op == "weighted_sum":
+        need(call.w.n_cols >= 1, "n_used", call.w.n_cols, "at least 1")
 
 
-def scale_id(target, x, s, ids, out, n_rows, n_cols, n_expert):
-    """out[i] = x[i] * s[ids[i]], NaN where there is no such expert. x, out: addresses of f32 [n_rows, n_cols], equal or apart; s: of f32 [n_expert]; ids: of
-    i32 [n_rows]."""
-    return target.launch(scale_id_kernel(), grid("scale_id", n_rows, n_cols), THREADS, (x, s, ids, out, n_cols, n_expert))
+def by_experts(call: Call, of_experts: Operand):
+    return by_element(call, by_experts_kernel(call.op), *addresses(call.x, of_experts, call.ids, call.out), call.out.n_cols,
+                      of_experts.shape[0])
 
 
-def weighted_sum(target, x, w, out, n_tokens, n_used, n_cols):
-    """out[i] = the sum of x[i, j] * w[i, j] in the order of j. x: address of f32 [n_tokens, n_used, n_cols]; w: of f32 [n_tokens, n_used]; out: of f32
-    [n_tokens, n_cols]."""
-    check("weighted_sum", n_used >= 1, "n_used", n_used, "at least 1")
-    return target.launch(weighted_sum_kernel(), grid("weighted_sum", n_tokens, n_cols), THREADS, (x, w, out, n_used, n_cols))
+def add_id(call: Call):
+    """out[i u + j] = x[i u + j] + b[ids[i, j]], NaN where there is no such expert.
+
+    x, out: f32 [n u, m], one memory or apart; b: f32 [X, m]; ids: i32 [n, u]."""
+    return by_experts(call, call.b)
+
+
+def scale_id(call: Call):
+    """out[i u + j] = x[i u + j] * s[ids[i, j]], NaN where there is no such expert.
+
+    x, out: f32 [n u, m], one memory or apart; s: f32 [X]; ids: i32 [n, u]."""
+    return by_experts(call, call.s)
+
+
+def weighted_sum(call: Call):
+    """out[i] = the sum of x[i u + j] * w[i, j] in the order of j.   x: f32 [n u, m]; w: f32 [n, u]; out: f32 [n, m]."""
+    return by_element(call, weighted_sum_kernel(), *addresses(call.x, call.w, call.out), call.w.n_cols, call.out.n_cols)

@@ -1,9 +1,12 @@
-"""Block-scaled fixed point of attention (numerics, sections 3 and 8): levels of 15 bits in two int8 limbs, made in registers, and sums of their products.
+"""Block-scaled fixed point of attention (numerics, sections 3 and 8): levels of 15 bits in two int8 limbs, made in registers, and
+sums of their products.
 
-A level is made by adding a large float, whose last bit is worth 1, to mul(x, 16256 / amax): that rounds as `rint` does, and the bits of the sum hold
-the limbs. The low limbs are kept doubled (2 lo is a signed byte whose bit 0 is 0), so that both limbs begin on a bit of a byte; `rest` halves their sums.
+A level is made by adding a large float, whose last bit is worth 1, to mul(x, 16256 / amax): that rounds as `rint` does, and the
+bits of the sum hold the limbs. The low limbs are kept doubled (2 lo is a signed byte whose bit 0 is 0), so that both limbs begin
+on a bit of a byte; `rest` halves their sums.
 """
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,7 +54,8 @@ def limbs(a, b, c, d):
 
 @device
 def pair_mask(n):
-    """For `limb_pair`. n: an int32 that is not negative, of which the compiler does not know that: of two constants one is in a register then."""
+    """For `limb_pair`. n: an int32 that is not negative, of which the compiler does not know that: of two constants one is in a
+    register then."""
     return u32(u32(0xfffefffe) + u32(n >> 31))
 
 
@@ -136,11 +140,6 @@ def _f16_amax(state, raw, at):
 
 
 @device
-def _f16_merge(a, b):
-    return i32(amax2(a, b))
-
-
-@device
 def _f16_pattern(state):
     low, high = u32(state & u32(0xffff)), u32(u32(state) >> u32(16))
     return as_i32(f16_to_f32(high if high > low else low))
@@ -191,15 +190,6 @@ def _q8_0_amax(state, raw, at):
     return amax_of(state, _q8_0_values(raw, at))
 
 
-@device
-def _larger_pattern(a, b):
-    return a if a > b else b
-
-
-@device
-def _same(state):
-    return state
-
-
-OCTETS = {"f16": Octets(U32, 4, _f16_load, _f16_amax, _f16_merge, _f16_pattern, _f16_values),
-          "q8_0": Octets(U16, 3, _q8_0_load, _q8_0_amax, _larger_pattern, _same, _q8_0_values)}
+OCTETS = {"f16": Octets(U32, 4, _f16_load, _f16_amax, device(lambda a, b: i32(amax2(a, b))), _f16_pattern, _f16_values),
+          "q8_0": Octets(U16, 3, _q8_0_load, _q8_0_amax, device(lambda a, b: a if a > b else b), device(lambda state: state),
+                         _q8_0_values)}

@@ -1,30 +1,35 @@
-"""quantize(flash_attn_ext(...)): the pieces of few tokens are combined into activation blocks, attention of other shapes is quantized behind.
+"""quantize(flash_attn_ext(...)): the pieces of few tokens are combined into activation blocks, attention of other shapes is
+quantized behind.
 
-A block of 256 threads of the combination is 256 columns of a token, whole heads of them or part of one. The warps of a head share its pieces, lane = piece: M
-by a scan and from the warps before, a, b and mul(l, b); in rounds, where a head has more pieces than lanes. Then 64 threads have the chains of four columns
-each, and quantize them as in `quantize`, while the others copy o into a ring of slots of 16 pieces, four of them on their way. Shared memory gives four bytes
-a thread and clock, so factors are read by two warps only, four pieces at a time; where none is left out, nothing is chosen. Of the first pieces nothing
-waits but for the kernel before: positions are read earlier. What is left out, and a sink, as in `flash_attn_ext_combine`.
+A block of 256 threads of the combination is 256 columns of a token, whole heads of them or part of one. The warps of a head share
+its pieces, lane = piece: M by a scan and from the warps before, a, b and mul(l, b); in rounds, where a head has more pieces than
+lanes. Then 64 threads have the chains of four columns each, and quantize them as in `quantize`, while the others copy o into a
+ring of slots of 16 pieces, four of them on their way. Shared memory gives four bytes a thread and clock, so factors are read by
+two warps only, four pieces at a time; where none is left out, nothing is chosen. Of the first pieces nothing waits but for the
+kernel before: positions are read earlier. What is left out, and a sink, as in `flash_attn_ext_combine`.
 """
 from itertools import accumulate
 
 from numba import cuda, types
 
 from ...quant.formats import CHUNK
+from . import flash_attn_ext as attention
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
-from .flash_attn_ext import flash_attn_ext, scratch_floats
-from .flash_attn_ext_combine import first_piece, most_pieces, running_maximum, sink, statistics_at
+from .flash_attn_ext_combine import first_piece, most_pieces, running_maximum, sink, sizes, statistics_at
 from .launch import F32, I32, Kernel, Launches, N, U32, factory
-from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, f32, fma, i32, i64, ld, lds, lds4, mul, redux_max, sts, sub,
-                  wait_for_previous)
+from .ptx import (as_f32, as_i32, copies_commit, copies_wait_but, copy4, device, div, exp, fma, i32, i64, ld, lds, lds4, mul,
+                  redux_max, stage, sts, sub, wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer, quantize
 
 THREADS, WARPS = CHUNK, CHUNK // 32
 COPYING = THREADS - N_THREADS  # threads
 SLOT, SLOTS = 16, 5            # pieces of a slot
-MOST_PIECES = 64               # that a context has room for, where few blocks combine them; more come to one multiprocessor too slowly
-# Words of shared memory: o [slot][piece][256]; a, b, mul(l, b) and whether it is left out, each [warp][lane]; of a warp the largest m, whether any is left out
-OUTPUTS, KEPT, SCALES, LENGTHS, LEFT_OUT, MAXIMA, SOME_LEFT, N_WORDS = accumulate((SLOTS * SLOT * CHUNK, *[THREADS] * 4, WARPS, WARPS), initial=0)
+# Of a context that few blocks combine: more pieces come to one multiprocessor too slowly.
+MOST_PIECES = 64
+# Words of shared memory: o [slot][piece][256]; a, b, mul(l, b) and whether it is left out, each [warp][lane]; of a warp the
+# largest m, whether any is left out
+OUTPUTS, KEPT, SCALES, LENGTHS, LEFT_OUT, MAXIMA, SOME_LEFT, N_WORDS = accumulate(
+    (SLOTS * SLOT * CHUNK, *[THREADS] * 4, WARPS, WARPS), initial=0)
 copies_wait = copies_wait_but(SLOTS - 2)  # for the slot that is next
 
 
@@ -37,8 +42,8 @@ def fills_chunks(dim_v: int) -> bool:
 def link(y, a, b, l, x):
     """The chains of L and four columns, y, and a piece with outputs x."""
     a, b = as_f32(a), as_f32(b)
-    return (fma(y[0], a, as_f32(l)), fma(y[1], a, mul(as_f32(x[0]), b)), fma(y[2], a, mul(as_f32(x[1]), b)), fma(y[3], a, mul(as_f32(x[2]), b)),
-            fma(y[4], a, mul(as_f32(x[3]), b)))
+    return (fma(y[0], a, as_f32(l)), fma(y[1], a, mul(as_f32(x[0]), b)), fma(y[2], a, mul(as_f32(x[1]), b)),
+            fma(y[3], a, mul(as_f32(x[2]), b)), fma(y[4], a, mul(as_f32(x[3]), b)))
 
 
 @device
@@ -66,17 +71,66 @@ def four_links_unless(s, factor, o, y):
     """Of four pieces that may be left out; those behind the last one are."""
     a, b, l, left_out = lds4(s, KEPT + factor), lds4(s, SCALES + factor), lds4(s, LENGTHS + factor), lds4(s, LEFT_OUT + factor)
     y = link_unless(left_out[1], link_unless(left_out[0], y, a[0], b[0], l[0], lds4(s, o)), a[1], b[1], l[1], lds4(s, o + CHUNK))
-    return link_unless(left_out[3], link_unless(left_out[2], y, a[2], b[2], l[2], lds4(s, o + 2 * CHUNK)), a[3], b[3], l[3], lds4(s, o + 3 * CHUNK))
+    y = link_unless(left_out[2], y, a[2], b[2], l[2], lds4(s, o + 2 * CHUNK))
+    return link_unless(left_out[3], y, a[3], b[3], l[3], lds4(s, o + 3 * CHUNK))
+
+
+# The stages of a round. s: the shared memory of the block, int32. A barrier of the kernel goes between both.
+
+def factor_writer(n_warps: int, sinks_there: bool):
+    """(m, l, M, top, n_pieces, first_warp, head_warp, tid, lane, warp, s) -> (M, top): a lane has (m, l) of a piece of the warp's
+    head, thread tid writes a = exp(sub(M before it, M)), b = exp(sub(m, M)), mul(l, b) and whether the piece is left out, l = 0,
+    to KEPT, SCALES, LENGTHS and LEFT_OUT [tid], and a warp whether it has such a piece to SOME_LEFT [warp]. M, f32: of the
+    earlier rounds, then of this one too; top, f32: the same for the head of the thread's columns, where there are sinks.
+    first_warp, head_warp: the first of the n_warps with pieces of the one head and of the other."""
+    @stage
+    def write_factors(m, l, M, top, n_pieces, first_warp, head_warp, tid, lane, warp, s):
+        left_out = l == ZERO
+        new_M, before = running_maximum(MINUS_INFINITY if left_out else m, lane)
+        if sinks_there or n_pieces > 32:
+            if lane == 31:
+                sts(s, MAXIMA + warp, as_i32(new_M))
+            cuda.syncthreads()  # the warps' maxima are there; the round before is done
+            earlier = M
+            for w in range(n_warps):
+                x = as_f32(lds(s, MAXIMA + first_warp + w))
+                M = larger_float(M, x)
+                earlier = larger_float(earlier, x) if first_warp + w < warp else earlier
+                if sinks_there:
+                    top = larger_float(top, as_f32(lds(s, MAXIMA + head_warp + w)))
+            before, new_M = larger_float(earlier, before), larger_float(earlier, new_M)
+        a, b = exp(sub(before, new_M)), exp(sub(m, new_M))
+        sts(s, KEPT + tid, as_i32(a))
+        sts(s, SCALES + tid, as_i32(b))
+        sts(s, LENGTHS + tid, as_i32(mul(l, b)))
+        left = i32(1 if left_out else 0)
+        sts(s, LEFT_OUT + tid, left)
+        some_left = redux_max(left)
+        if lane == 0:
+            sts(s, SOME_LEFT + warp, some_left)
+        return M, top
+    return write_factors
+
+
+@stage
+def fold_some(s, factor, o, piece, n_pieces, y):
+    """The links of the pieces of a slot, up to the last one, some of which may be left out."""
+    j = i32(0)
+    while j < SLOT and piece + j < n_pieces:
+        y = four_links_unless(s, factor + j, o + j * CHUNK, y)
+        j = i32(j + 4)
+    return y
 
 
 @factory([(64, True), (128, False), (512, False)])
-def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
+def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):  # noqa: PLR0915 (a kernel: its steps in order)
     n_warps, quantize_chunk = min(dim_v, CHUNK) // 32, chunk_quantizer(THREADS // N_THREADS)  # n_warps: with pieces of a head
-    n_round = 32 * n_warps  # pieces of a round
+    n_round, write_factors = 32 * n_warps, factor_writer(n_warps, sinks_there)  # n_round: pieces of a round
 
     @device
     def copy(s, pieces, at, piece, n_pieces, slot, tid):
-        """Asks for o of the pieces of a slot, by the threads that copy. at: of the thread's columns of the first piece of all, -1 where there is no head."""
+        """Asks for o of the pieces of a slot, by the threads that copy. at: of the thread's columns of the first piece of all, -1
+        where there is no head."""
         j = i32((tid - N_THREADS) >> 6)
         while at >= 0 and j < SLOT and piece + j < n_pieces:
             copy4(s, OUTPUTS + (slot * SLOT + j) * CHUNK + 4 * (tid & 63), pieces, at + i64(piece + j) * dim_v)
@@ -104,7 +158,7 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         if own_head < n_head:
             at = ((i64(token) * n_head + own_head) * most_pieces + begin) * dim_v + (copied - own_head * dim_v)
         there = tid < N_THREADS and own_head < n_head
-        also_first = i32((tid & 63) >> 3 & -n_warps)  # the first warp with pieces of their head
+        head_warp = i32((tid & 63) >> 3 & -n_warps)  # the first warp with pieces of their head
         head = i32((chunk * CHUNK + tid) // dim_v)  # of the warp's pieces
         first_warp = i32(warp & -n_warps)
         own = i32(32 * (warp - first_warp) + lane)  # piece of a round
@@ -125,44 +179,19 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
         y = ZERO, ZERO, ZERO, ZERO, ZERO  # L and o of four columns
         piece, slot = i32(0), i32(0)
         while piece < n_pieces:
-            left_out = l == ZERO
-            new_M, before = running_maximum(MINUS_INFINITY if left_out else m, lane)
-            if sinks_there or n_pieces > 32:
-                if lane == 31:
-                    sts(s, MAXIMA + warp, as_i32(new_M))
-                cuda.syncthreads()  # the warps' maxima are there; the round before is done
-                earlier = M
-                for w in range(n_warps):
-                    x = as_f32(lds(s, MAXIMA + first_warp + w))
-                    M = larger_float(M, x)
-                    earlier = larger_float(earlier, x) if first_warp + w < warp else earlier
-                    if sinks_there:
-                        top = larger_float(top, as_f32(lds(s, MAXIMA + also_first + w)))
-                before, new_M = larger_float(earlier, before), larger_float(earlier, new_M)
-            a, b = exp(sub(before, new_M)), exp(sub(m, new_M))
-            sts(s, KEPT + tid, as_i32(a))
-            sts(s, SCALES + tid, as_i32(b))
-            sts(s, LENGTHS + tid, as_i32(mul(l, b)))
-            left = i32(1 if left_out else 0)
-            sts(s, LEFT_OUT + tid, left)
-            some_left = redux_max(left)
-            if lane == 0:
-                sts(s, SOME_LEFT + warp, some_left)
+            M, top = write_factors(m, l, M, top, n_pieces, first_warp, head_warp, tid, lane, warp, s)
             end = i32(min(piece + n_round, n_pieces))
             m, l = load_statistics(pieces, statistics, piece + n_round + own, n_pieces)
             while piece < end:
                 copies_wait()
                 cuda.syncthreads()  # the slot is there, and the factors; the slot before is read
-                factor, o = i32(also_first * 32 + (piece & (n_round - 1))), i32(OUTPUTS + slot * SLOT * CHUNK + 4 * tid)
+                factor, o = i32(head_warp * 32 + (piece & (n_round - 1))), i32(OUTPUTS + slot * SLOT * CHUNK + 4 * tid)
                 if tid >= N_THREADS:
                     copy(s, pieces, at, piece + (SLOTS - 1) * SLOT, n_pieces, slot - 1 if slot > 0 else SLOTS - 1, tid)
                 elif there and lds(s, SOME_LEFT + (factor >> 5)) == 0:
                     y = eight_links(s, factor + 8, o + 8 * CHUNK, eight_links(s, factor, o, y))
                 elif there:
-                    j = i32(0)
-                    while j < SLOT and piece + j < n_pieces:
-                        y = four_links_unless(s, factor + j, o + j * CHUNK, y)
-                        j = i32(j + 4)
+                    y = fold_some(s, factor, o, piece, n_pieces, y)
                 piece = i32(piece + SLOT)
                 slot = i32(slot + 1 if slot < SLOTS - 1 else 0)
         L, a, b, c, d = y
@@ -176,36 +205,46 @@ def flash_attn_ext_combine_act_kernel(dim_v, sinks_there):
     return Kernel(kernel, (I32, U32, F32, U32, N, N, N), THREADS)
 
 
-def flash_attn_ext_combine_act(target, pos, pieces, sinks, act, n, n_head, dim_v, n_ctx, window):
-    """As `flash_attn_ext_combine`; act: address of `activation_bytes(n, n_head * dim_v)`, on 16 bytes."""
-    grid = -(-n_head * dim_v // CHUNK), n
-    args = pos, pieces, pieces if sinks is None else sinks, act, n_ctx, n_head, window
-    return target.launch(flash_attn_ext_combine_act_kernel(dim_v, sinks is not None), grid, THREADS, args, 4 * N_WORDS)
+def flash_attn_ext_combine_act(call):
+    """act = quantize(the pieces in call.scratch together), where heads fill chunks. act: activations [n, n_head * Dv], on 16
+    bytes."""
+    size, pieces = sizes(call), call.scratch
+    kernel = flash_attn_ext_combine_act_kernel(size.dim_v, call.sinks is not None)
+    grid = -(-size.n_head * size.dim_v // CHUNK), size.n
+    args = call.pos.data, pieces.data, (call.sinks or pieces).data, call.act.data, size.n_ctx, size.n_head, size.window
+    return call.device.launch(kernel, grid, THREADS, args, 4 * N_WORDS)
 
 
-def float_words(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
+check, plan = attention.check, attention.plan
+
+
+def float_words(call) -> int:
     """Of the attention itself, where it is written: pieces that fill chunks never are combined as floats."""
-    return 0 if scratch_floats(n, n_head, dim_v, n_ctx) and fills_chunks(dim_v) else (n * n_head * dim_v + 3) & -4
+    size = sizes(call)
+    return 0 if call.plan.n_splits is not None and fills_chunks(size.dim_v) else (size.n * size.n_head * size.dim_v + 3) & -4
 
 
-def act_scratch_floats(n: int, n_head: int, dim_v: int, n_ctx: int) -> int:
-    """float32 of scratch for n tokens."""
-    return float_words(n, n_head, dim_v, n_ctx) + scratch_floats(n, n_head, dim_v, n_ctx)
+def scratch(call):
+    """The attention as floats, where it is written, and behind it the pieces, where there are any."""
+    return "f32", (float_words(call) + attention.pieces_of(call),)
 
 
-def takes_less_apart(n: int, n_head: int, dim_v: int, n_ctx: int, window: int, n_multiprocessors: int) -> bool:
-    """Whether the combination as floats, whose blocks are eight times as many, and `quantize` take less than the one into activations: where its blocks are
-    few, each of which reads many pieces."""
-    return most_pieces(n_ctx, window) > MOST_PIECES and 2 * n * -(-n_head * dim_v // CHUNK) <= n_multiprocessors
+def declines(call) -> bool:
+    """Whether the combination as floats, whose blocks are eight times as many, and `quantize` take less than the one into
+    activations: where its blocks are few, each of which reads many pieces."""
+    size = sizes(call)
+    n_blocks = size.n * -(-size.n_head * size.dim_v // CHUNK)
+    return most_pieces(size.n_ctx, size.window) > MOST_PIECES and 2 * n_blocks <= call.device.n_multiprocessors
 
 
-def flash_attn_ext_act(target, type_k, type_v, q, k, v, seq, pos, present, act, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale, scratch, **given):
-    """Arguments of `flash_attn_ext`, but act in the place of out: address of `activation_bytes(n, n_head * dim_v)`, on 16 bytes; scratch: of f32
-    [act_scratch_floats]."""
-    operands, sizes = (type_k, type_v, q, k, v, seq, pos, present), (n, n_head, n_head_kv, dim_k, dim_v, n_ctx, scale)
-    n_floats = float_words(n, n_head, dim_v, n_ctx)
+def flash_attn_ext_act(call):
+    """act = quantize(flash_attn_ext(...)), operands as of `flash_attn_ext`. act: activations [n, n_head * Dv], on 16 bytes."""
+    n_floats = float_words(call)
     if not n_floats:
-        return flash_attn_ext(target, *operands, act, *sizes, scratch, combine=flash_attn_ext_combine_act, **given)
-    attention = flash_attn_ext(target, *operands, scratch, *sizes, scratch + 4 * n_floats, **given)
-    launches = attention.launches if isinstance(attention, Launches) else (attention,)
-    return Launches((*launches, quantize(target, scratch, act, n, n_head * dim_v)))
+        return Launches((attention.KERNELS[call.plan.kernel](call), flash_attn_ext_combine_act(call)))
+    floats = call.scratch.behind(0, "f32", call.act.shape)
+    inner = call.part("flash_attn_ext", **{**call.values, "out": floats})
+    inner.plan, inner.scratch = call.plan, call.scratch.behind(4 * n_floats, "f32", (attention.pieces_of(call),))
+    launch = attention.flash_attn_ext(inner)
+    launches = launch.launches if isinstance(launch, Launches) else (launch,)
+    return Launches((*launches, quantize(call.part("quantize", x=floats, act=call.act))))

@@ -1,13 +1,14 @@
 """Attention for every type of cache and size of head (numerics, section 8).
 
-A block of 128 threads is one query token and `heads` query heads of one KV head: keys and values are read and quantized once for all of them.
-It takes all pieces of 128 keys in position order and combines them; or every n_splits-th, and (m, l, o) of each waits for `flash_attn_ext_combine`.
-In a piece
+A block of 128 threads is one query token and `heads` query heads of one KV head: keys and values are read and quantized once for
+all of them. It takes all pieces of 128 keys in position order and combines them; or every n_splits-th, and (m, l, o) of each
+waits for `flash_attn_ext_combine`. In a piece
 
     1. thread = key       scores of every head; the value's scale
     2. trees of 128       m, then l and the amax of p' = p * d_v
     3. thread = key       limbs of p', and of the value, 64 channels at a time, transposed into shared memory
-    4. thread = (head, channel), again and again      o, combined with what came before (O = -0, a = b = 1 where that is to wait: O is o then)
+    4. thread = (head, channel), again and again      o, combined with what came before (O = -0, a = b = 1 where that is to wait:
+       O is o then)
 
 float32 caches take float32 chains in steps 1 and 4, f16 and q8_0 caches exact integer sums of limbs (dp4a).
 """
@@ -16,9 +17,11 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from .fixed_point import MINUS_INFINITY, ZERO, amax_of, fixed_point, larger_float, scales
-from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at, stride
+from .flash_attn_ext_combine import PIECE, addresses, first_piece, sink, sizes, statistics_at, stride
+from .flash_attn_ext_few import get, put, sum8
 from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, factory
-from .ptx import add, as_f32, as_i32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, prmt, st, sts, sts8, sub, u32
+from .ptx import (add, as_f32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, prmt, st, stage,
+                  sts, sts8, sub, u32)
 from .set_rows import cached, larger
 
 # A block has a thread for each key of a piece.
@@ -59,7 +62,8 @@ def shared_layout(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) 
         visible=PIECE // 4, scores=heads * PIECE, weights=heads * PIECE, maxima=heads * 16, sums=heads * 16, amaxes=heads * 16,
         rescale_old=heads, rescale_new=heads, d_p=heads, inv_p=heads, outputs=heads * dim_v,
         q=q_words, q_lo=q_words * fixed_k, q_d=heads * blocks * fixed_k,
-        p_hi=heads * PIECE // 4 * fixed_v, p_lo=heads * PIECE // 4 * fixed_v, v_hi=CHANNELS * V_WORDS * fixed_v, v_lo=CHANNELS * V_WORDS * fixed_v)
+        p_hi=heads * PIECE // 4 * fixed_v, p_lo=heads * PIECE // 4 * fixed_v,
+        v_hi=CHANNELS * V_WORDS * fixed_v, v_lo=CHANNELS * V_WORDS * fixed_v)
     offsets, end = {}, 0
     for name, n in sizes.items():
         offsets[name] = end
@@ -68,16 +72,6 @@ def shared_layout(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) 
 
 
 # Device functions. s: shared memory as words
-
-@device
-def get(s, i):
-    return as_f32(lds(s, i))
-
-
-@device
-def put(s, i, x):
-    sts(s, i, as_i32(x))
-
 
 def amax_over(octet, width):
     """Device function (p, at) -> amax of `width` values from index `at` on, 32 at a time so that several loads are under way."""
@@ -168,12 +162,6 @@ def amax16(s, i):
 
 
 @device
-def sum8(s, i):
-    even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
-    return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
-
-
-@device
 def sum4_of_16(s, i):
     """The partial i that is left of 16 when halves of 8 and of 4 have been added."""
     return add(add(get(s, i), get(s, i + 8)), add(get(s, i + 4), get(s, i + 12)))
@@ -184,7 +172,8 @@ def sum16(s, i):
     return add(add(sum4_of_16(s, i), sum4_of_16(s, i + 2)), add(sum4_of_16(s, i + 1), sum4_of_16(s, i + 3)))
 
 
-# Scores. prepare(q, at, scale, s, t) puts the block's queries into shared memory, score(k, at, scale, s, t) the scores of thread t's key.
+# Scores. prepare(q, at, scale, s, t) puts the block's queries into shared memory, score(k, at, scale, s, t) the scores of thread
+# t's key.
 
 def chain_scores(octet, where: Shared, dim, heads):
     row = -(-dim // CHANNELS) * CHANNELS
@@ -232,7 +221,8 @@ def fixed_scores(octet, q_octet, where: Shared, dim, heads):
             for c in range(b * CHANNELS, min((b + 1) * CHANNELS, dim), 8):
                 amax = amax_of(amax, q_octet(q, head + c, dim - c))
             d, inv = scales(amax)
-            hi, lo = limbs4(element(q, head, 4 * w), element(q, head, 4 * w + 1), element(q, head, 4 * w + 2), element(q, head, 4 * w + 3), inv)
+            hi, lo = limbs4(element(q, head, 4 * w), element(q, head, 4 * w + 1),
+                            element(q, head, 4 * w + 2), element(q, head, 4 * w + 3), inv)
             sts(s, where.q + i, hi)
             sts(s, where.q_lo + i, lo)
             if w & 15 == 0:
@@ -281,8 +271,8 @@ def fixed_scores(octet, q_octet, where: Shared, dim, heads):
     return prepare, score
 
 
-# Values. key_scale(v, at) -> (d_v, 16256 / amax) of thread t's key; weigh(v, at, step, visible, inv_v, s, t) adds the piece to the outputs.
-# at: index of the key's first channel, for weigh of the piece's first key; step: from key to key.
+# Values. key_scale(v, at) -> (d_v, 16256 / amax) of thread t's key; weigh(v, at, step, visible, inv_v, s, t) adds the piece to
+# the outputs. at: index of the key's first channel, for weigh of the piece's first key; step: from key to key.
 
 @device
 def combine(s, output, h, where_a, where_b, o):
@@ -365,16 +355,102 @@ def fixed_values(octet, where: Shared, dim, heads):
     return key_scale, weigh
 
 
-@factory([("f16", "f16", 64, 64, 3, False, False), ("q8_0", "q8_0", 80, 80, 1, False, True), ("f32", "f32", 64, 64, 3, True, False),
-          ("f16", "q8_0", 10, 8, 4, False, False), ("q8_0", "f32", 128, 128, 8, True, False), ("f32", "f16", 65, 63, 2, True, False),
+# The stages of a piece. s: the shared memory of the block, int32, laid out as `Shared`; t: the thread. Each ends with the barrier
+# that protects what the next one reads.
+
+@stage
+def any_visible(where, visible, s, t):
+    """Whether a key of the piece is visible, not 0, for all threads; visible: whether that of thread t is."""
+    sts8(s, 4 * where.visible + t, 1 if visible else 0)
+    cuda.syncthreads()  # visible keys are known; the queries are prepared
+    found = i32(0)
+    for i in range(0, PIECE // 4, 4):
+        a, b, c, d = lds4(s, where.visible + i)
+        found = i32(found | a | b | c | d)
+    return found
+
+
+def softener(where: Shared, heads: int):
+    """(visible, d_v, s, t): `scores` [head][128] become p = exp(sub(s, m)) of visible keys, +0 of others, `weights` p' = mul(p,
+    d_v); of their trees the 16 partials that are left go to `maxima`, `sums` and `amaxes` [head][16]. thread = key."""
+    @stage
+    def soften(visible, d_v, s, t):
+        for i in range(t, heads * 16, PIECE):
+            put(s, where.maxima + i, max8(s, where.scores + (i >> 4) * PIECE + (i & 15)))
+        cuda.syncthreads()  # partial maxima are written, scores of other threads read
+        for h in range(heads):
+            p, weight = ZERO, ZERO
+            if visible:
+                p = exp(sub(get(s, where.scores + h * PIECE + t), max16(s, where.maxima + h * 16)))
+                weight = mul(p, d_v)
+            put(s, where.scores + h * PIECE + t, p)
+            put(s, where.weights + h * PIECE + t, weight)
+        cuda.syncthreads()  # p and p' are written
+        for i in range(t, heads * 16, PIECE):
+            put(s, where.sums + i, sum8(s, where.scores + (i >> 4) * PIECE + (i & 15)))
+            sts(s, where.amaxes + i, amax8(s, where.weights + (i >> 4) * PIECE + (i & 15)))
+        cuda.syncthreads()  # partial sums and amaxes are written
+    return soften
+
+
+def head_folder(where: Shared, heads: int, split: bool):
+    """(out, at, M, L, s, t) -> (M, L) of head t, by threads t < heads: new M = the larger of M and m, a = exp(sub(M, new M)), b =
+    exp(sub(m, new M)), L = fma(L, a, mul(l, b)); a, b and the scales of p' for the head's threads to `rescale_old`,
+    `rescale_new`, `d_p` and `inv_p` [head]. split: (m, l) go to f32 out[at], out[at + 1] instead, and a = b = 1."""
+    @stage
+    def fold_head(out, at, M, L, s, t):
+        if t < heads:
+            m, l = max16(s, where.maxima + t * 16), sum16(s, where.sums + t * 16)
+            new_M = larger_float(M, m)
+            a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
+            M, L = new_M, fma(L, a, mul(l, b))
+            if split:
+                st(out, at, m)
+                st(out, at + 1, l)
+                M, a, b = MINUS_INFINITY, ONE, ONE
+            d_p, inv_p = scales(amax16(s, where.amaxes + t * 16))
+            put(s, where.rescale_old + t, a)
+            put(s, where.rescale_new + t, b)
+            put(s, where.d_p + t, d_p)
+            put(s, where.inv_p + t, inv_p)
+        cuda.syncthreads()  # what a head's threads share is written
+        return M, L
+    return fold_head
+
+
+def result_writer(where: Shared, dim_v: int, heads: int, sinks_there: bool):
+    """(sinks, first_head, out, at, M, L, s, t): out = div(O, L), with a sink of the head (a, L) = sink(M, L, it) and div(mul(O,
+    a), L). sinks: f32 [n_head]; first_head: of the block; out: f32, its outputs [heads][dim_v] from `at` on; M, L: of head t <
+    heads."""
+    @stage
+    def write_result(sinks, first_head, out, at, M, L, s, t):
+        if t < heads:
+            if sinks_there:
+                a, L = sink(M, L, ld(sinks, first_head + t))
+                put(s, where.rescale_new + t, a)
+            put(s, where.rescale_old + t, L)
+        cuda.syncthreads()
+        for i in range(t, heads * dim_v, PIECE):
+            O = get(s, where.outputs + i)
+            if sinks_there:
+                O = mul(O, get(s, where.rescale_new + i // dim_v))
+            st(out, at + i, div(O, get(s, where.rescale_old + i // dim_v)))
+    return write_result
+
+
+@factory([("f16", "f16", 64, 64, 3, False, False), ("q8_0", "q8_0", 80, 80, 1, False, True),
+          ("f32", "f32", 64, 64, 3, True, False), ("f16", "q8_0", 10, 8, 4, False, False),
+          ("q8_0", "f32", 128, 128, 8, True, False), ("f32", "f16", 65, 63, 2, True, False),
           ("f32", "f32", 576, 512, 8, False, False), ("f16", "f16", 576, 512, 8, True, False)])
 def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_there, whole_octets=True):
     """whole_octets: rows of V are, as heads of dim_v channels may be."""
     where = shared_layout(type_k, type_v, dim_k, dim_v, heads)
     q_row, k_row, v_row = cached("f32", dim_k), cached(type_k, dim_k), cached(type_v, dim_v if whole_octets else 1)
-    prepare, score = chain_scores(k_row.octet, where, dim_k, heads) if type_k == "f32" else fixed_scores(k_row.octet, q_row.octet, where, dim_k, heads)
+    prepare, score = (chain_scores(k_row.octet, where, dim_k, heads) if type_k == "f32"
+                      else fixed_scores(k_row.octet, q_row.octet, where, dim_k, heads))
     key_scale, weigh = chain_values(where, dim_v, heads) if type_v == "f32" else fixed_values(v_row.octet, where, dim_v, heads)
-
+    soften, fold_head = softener(where, heads), head_folder(where, heads, split)
+    write_result = result_writer(where, dim_v, heads, sinks_there)
     v_stride = stride(dim_v)
 
     def kernel(q, k, v, seq, pos, present, sinks, out, n_ctx, step_v, window, scale, n_splits):  # out: the pieces if split
@@ -399,14 +475,7 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
                 for i in range(t, heads * dim_v, PIECE):
                     put(s, where.outputs + i, MINUS_ZERO)
             visible = position - window < first + t <= position and ldc(present, cell + min(first + t, position)) != 0
-            sts8(s, 4 * where.visible + t, 1 if visible else 0)
-            cuda.syncthreads()  # visible keys are known; the queries are prepared
-            any_visible = i32(0)
-            for i in range(0, PIECE // 4, 4):
-                a, b, c, d = lds4(s, where.visible + i)
-                any_visible = i32(any_visible | a | b | c | d)
-
-            if any_visible != 0:
+            if any_visible(where, visible, s, t) != 0:
                 # 1. s and d_v
                 d_v, inv_v = ZERO, ZERO
                 if visible:
@@ -418,36 +487,8 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
                 cuda.syncthreads()  # scores are written
 
                 # 2. m, p and p', l and amax
-                for i in range(t, heads * 16, PIECE):
-                    put(s, where.maxima + i, max8(s, where.scores + (i >> 4) * PIECE + (i & 15)))
-                cuda.syncthreads()  # partial maxima are written, scores of other threads read
-                for h in range(heads):
-                    p, weight = ZERO, ZERO
-                    if visible:
-                        p = exp(sub(get(s, where.scores + h * PIECE + t), max16(s, where.maxima + h * 16)))
-                        weight = mul(p, d_v)
-                    put(s, where.scores + h * PIECE + t, p)
-                    put(s, where.weights + h * PIECE + t, weight)
-                cuda.syncthreads()  # p and p' are written
-                for i in range(t, heads * 16, PIECE):
-                    put(s, where.sums + i, sum8(s, where.scores + (i >> 4) * PIECE + (i & 15)))
-                    sts(s, where.amaxes + i, amax8(s, where.weights + (i >> 4) * PIECE + (i & 15)))
-                cuda.syncthreads()  # partial sums and amaxes are written
-                if t < heads:
-                    m, l = max16(s, where.maxima + t * 16), sum16(s, where.sums + t * 16)
-                    new_M = larger_float(M, m)
-                    a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
-                    M, L = new_M, fma(L, a, mul(l, b))
-                    if split:
-                        st(out, statistics + 2 * (piece + t * most_pieces), m)
-                        st(out, statistics + 2 * (piece + t * most_pieces) + 1, l)
-                        M, a, b = MINUS_INFINITY, ONE, ONE
-                    d_p, inv_p = scales(amax16(s, where.amaxes + t * 16))
-                    put(s, where.rescale_old + t, a)
-                    put(s, where.rescale_new + t, b)
-                    put(s, where.d_p + t, d_p)
-                    put(s, where.inv_p + t, inv_p)
-                cuda.syncthreads()  # what a head's threads share is written
+                soften(visible, d_v, s, t)
+                M, L = fold_head(out, statistics + 2 * (piece + t * most_pieces), M, L, s, t)
 
                 # 3. and 4.
                 weigh(v, (cell + first) * step_v + head_kv * dim_v, step_v, visible, inv_v, s, t)
@@ -456,31 +497,21 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
                     for i in range(t, heads * dim_v, PIECE):
                         h = i // dim_v
                         st(out, (piece + h * most_pieces) * v_stride + i - h * dim_v, get(s, where.outputs + i))
-            elif split:
-                if t < heads:
-                    st(out, statistics + 2 * (piece + t * most_pieces) + 1, ZERO)
+            elif split and t < heads:
+                st(out, statistics + 2 * (piece + t * most_pieces) + 1, ZERO)
             cuda.syncthreads()  # everything of this piece is read
 
         if not split:
-            if t < heads:
-                if sinks_there:
-                    a, L = sink(M, L, ld(sinks, (head_kv * cuda.gridDim.z + cuda.blockIdx.z) * heads + t))
-                    put(s, where.rescale_new + t, a)
-                put(s, where.rescale_old + t, L)
-            cuda.syncthreads()
-            for i in range(t, heads * dim_v, PIECE):
-                O = get(s, where.outputs + i)
-                if sinks_there:
-                    O = mul(O, get(s, where.rescale_new + i // dim_v))
-                st(out, heads_before * dim_v + i, div(O, get(s, where.rescale_old + i // dim_v)))
+            write_result(sinks, (head_kv * cuda.gridDim.z + cuda.blockIdx.z) * heads, out, heads_before * dim_v, M, L, s, t)
     return Kernel(kernel, (F32, k_row.pointer, v_row.pointer, I32, I32, U8, F32, F32, N, N, N, SCALAR_F32, N), n_threads=PIECE)
 
 
-def flash_attn_ext_any(target, type_k, type_v, q, k, v, seq, pos, present, sinks, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
-                       n_splits):
-    """Arguments of `flash_attn_ext`; heads of a block. n_splits blocks share the pieces of a token's heads, whose results they leave in `out` for
-    `flash_attn_ext_combine`, sinks being None; None: one block, and out is out."""
-    kernel = flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, n_splits is not None, sinks is not None, row_v % 8 == 0)
-    grid = n * (n_splits or 1), n_head_kv, n_head // n_head_kv // heads
-    args = q, k, v, seq, pos, present, q if sinks is None else sinks, out, n_ctx, row_v, window, scale, n_splits or 1
-    return target.launch(kernel, grid, PIECE, args, 4 * shared_layout(type_k, type_v, dim_k, dim_v, heads).n_words)
+def flash_attn_ext_any(call):
+    """`flash_attn_ext` by call.plan; where n_splits blocks share the pieces of a token's heads, these, in call.scratch."""
+    plan, size, split = call.plan, sizes(call), call.plan.n_splits is not None
+    sinks, out, n_splits = (None, call.scratch, plan.n_splits) if split else (call.sinks, call.out, 1)
+    of = call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads
+    kernel = flash_attn_ext_any_kernel(*of, split, sinks is not None, size.row_v % 8 == 0)
+    args = *addresses(call), (sinks or call.q).data, out.data, size.n_ctx, size.row_v, size.window, call.scale, n_splits
+    grid = size.n * n_splits, size.n_head_kv, size.n_head // size.n_head_kv // plan.heads
+    return call.device.launch(kernel, grid, PIECE, args, 4 * shared_layout(*of).n_words)

@@ -1,23 +1,28 @@
 """The combination of pieces in position order (numerics, section 8), where blocks have computed them side by side.
 
-`pieces`, float32, on 16 bytes: o [n, n_head, pieces of n_ctx keys, Dv rounded up to 4], then (m, l) [n, n_head, pieces of n_ctx keys, 2]. Of a token, those
-are there that its position and the window reach. A piece without a visible key has l = 0, one with a visible key never (its largest p is 1, or NaN): it is
-left out as (a, mul(l, b), mul(o, b)) = (1, -0, -0), with which fma gives what was there, the sign of a zero included. A sink comes last.
+`pieces`, float32, on 16 bytes: o [n, n_head, pieces of n_ctx keys, Dv rounded up to 4], then (m, l) [n, n_head, pieces of n_ctx
+keys, 2]. Of a token, those are there that its position and the window reach. A piece without a visible key has l = 0, one with a
+visible key never (its largest p is 1, or NaN): it is left out as (a, mul(l, b), mul(o, b)) = (1, -0, -0), with which fma gives
+what was there, the sign of a zero included. A sink comes last.
 
-A block of 256 threads is a head of a token and 32 channels, in rounds of 256 pieces. thread = piece: M, the maximum of all m up to there, which has no order,
-by a scan of each warp and from the warps before; a, b and mul(l, b). Threads of four channels, for 32 pieces at a time: mul(o, b), loaded before that, into
-shared memory. thread = channel: the chain, sixteen pieces at a time, those behind the last one left out. Of the first pieces nothing waits but for the
-kernel before: positions are read earlier.
+A block of 256 threads is a head of a token and 32 channels, in rounds of 256 pieces. thread = piece: M, the maximum of all m up
+to there, which has no order, by a scan of each warp and from the warps before; a, b and mul(l, b). Threads of four channels, for
+32 pieces at a time: mul(o, b), loaded before that, into shared memory. thread = channel: the chain, sixteen pieces at a time,
+those behind the last one left out. Of the first pieces nothing waits but for the kernel before: positions are read earlier.
 """
 from itertools import accumulate
+from typing import NamedTuple
 
 from numba import cuda, types
 
+from ..call import Call
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .launch import F32, I32, Kernel, N, factory
-from .ptx import as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, ldc, lds, lds4, mul, shuffle, st, sts, sts4, sub, wait_for_previous
+from .ptx import (as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, ldc, lds, lds4, mul, shuffle, st, sts, sts4, sub,
+                  wait_for_previous)
 
 PIECE = 128        # keys
+NO_WINDOW = 2**31 - 1
 CHANNELS = 32      # of a block
 THREADS = ROUND = 256
 WARPS = THREADS // 32
@@ -27,6 +32,30 @@ LINKS = 16         # of a chain at a time
 ONE, MINUS_ZERO = f32(1), f32(-0.0)
 # Words of shared memory: the largest m of a warp; a, b and mul(l, b) of a piece; mul(o, b) [piece][channel]
 MAXIMA, KEPT, SCALES, LENGTHS, OUTPUTS, N_WORDS = accumulate((WARPS, ROUND, ROUND, ROUND, ROUND * CHANNELS), initial=0)
+
+
+class Sizes(NamedTuple):
+    """Of an attention."""
+    n: int          # query tokens
+    n_head: int     # of queries
+    n_head_kv: int  # of keys and values
+    dim_k: int      # channels of a head of queries and keys
+    dim_v: int      # of values
+    n_ctx: int      # positions of a sequence
+    row_v: int      # values of a row of V's cache
+    window: int     # positions that a query sees, its own and those before it
+
+
+def sizes(call: Call) -> Sizes:
+    (n, q_cols), (_, row_v), (_, n_ctx) = call.q.shape, call.v.shape, call.present.shape
+    n_head, n_head_kv = call.n_head, call.n_head_kv
+    dim_v = call.n_embd_head_v or row_v // n_head_kv
+    return Sizes(n, n_head, n_head_kv, q_cols // n_head, dim_v, n_ctx, row_v, call.window or NO_WINDOW)
+
+
+def addresses(call: Call) -> tuple:
+    """Of what every kernel of attention reads."""
+    return call.q.data, call.k.data, call.v.data, call.seq.data, call.pos.data, call.present.data
 
 
 def stride(dim_v):
@@ -94,7 +123,7 @@ def four_links(s, j, channel, L, O):
 
 
 @factory([(False,), (True,)])
-def flash_attn_ext_combine_kernel(sinks_there):
+def flash_attn_ext_combine_kernel(sinks_there):  # noqa: PLR0915 (a kernel: its steps in order)
     @device
     def scale_half(s, x, first, tid):
         """mul(o, b) of half of the pieces of a round, straight code."""
@@ -102,7 +131,8 @@ def flash_attn_ext_combine_kernel(sinks_there):
             j = i32((tid >> 3) + i * (THREADS // 8))
             b, left_out = as_f32(lds(s, SCALES + j)), lds(s, LENGTHS + j) == as_i32(MINUS_ZERO)
             sts4(s, OUTPUTS + j * CHANNELS + 4 * (tid & 7), as_i32(MINUS_ZERO if left_out else mul(x[4 * i], b)),
-                 as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 1], b)), as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 2], b)),
+                 as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 1], b)),
+                 as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 2], b)),
                  as_i32(MINUS_ZERO if left_out else mul(x[4 * i + 3], b)))
 
     def kernel(pos, pieces, sinks, out, n_ctx, dim_v, window):
@@ -167,8 +197,9 @@ def flash_attn_ext_combine_kernel(sinks_there):
     return Kernel(kernel, (I32, F32, F32, F32, N, N, N), THREADS)
 
 
-def flash_attn_ext_combine(target, pos, pieces, sinks, out, n, n_head, dim_v, n_ctx, window):
-    """pos: address of i32 [n]; pieces: above; sinks: of f32 [n_head], or None; out: of f32 [n, n_head, dim_v]."""
-    grid = -(-dim_v // CHANNELS), n_head, n
-    args = pos, pieces, out if sinks is None else sinks, out, n_ctx, dim_v, window
-    return target.launch(flash_attn_ext_combine_kernel(sinks is not None), grid, THREADS, args)
+def flash_attn_ext_combine(call):
+    """out = the pieces in call.scratch together. Operands as of `flash_attn_ext`."""
+    size = sizes(call)
+    grid = -(-size.dim_v // CHANNELS), size.n_head, size.n
+    args = call.pos.data, call.scratch.data, (call.sinks or call.out).data, call.out.data, size.n_ctx, size.dim_v, size.window
+    return call.device.launch(flash_attn_ext_combine_kernel(call.sinks is not None), grid, THREADS, args)

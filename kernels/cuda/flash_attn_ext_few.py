@@ -1,31 +1,34 @@
 """Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8).
 
-A block of 16 warps, or 8, is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of 128 keys. What each piece gives,
-(m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its position and the window reach, which the kernel reads; blocks
-without one exit at once, so a launch holds no number that grows. Position and sequence are read before the kernel that writes the cache has ended; all
-else that a block reads first it asks for at once when it has.
+A block of 16 warps, or 8, is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of
+128 keys. What each piece gives, (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its
+position and the window reach, which the kernel reads; blocks without one exit at once, so a launch holds no number that grows.
+Position and sequence are read before the kernel that writes the cache has ended; all else that a block reads first it asks for at
+once when it has.
 
 A warp has 8 keys, or 16 in two steps, and no key or value passes through shared memory. Lane l = 4 g + t
 
-    1. has of key g the channels 8 t .. and 32 + 8 t .. of each 64: a column of B; A has the queries, head g in row g (hi) and g + 8 (lo)
-    2. gets the scores of head g with keys 2 t and 2 t + 1: two levels of p', which stand at the places of hi in a word of A, at those of lo in another
+    1. has of key g the channels 8 t .. and 32 + 8 t .. of each 64: a column of B; A has the queries, head g in row g (hi) and g +
+       8 (lo)
+    2. gets the scores of head g with keys 2 t and 2 t + 1: two levels of p', which stand at the places of hi in a word of A, at
+       those of lo in another
     3. has of those two keys the channels 8 g .. of each 64: lo and hi of both are a word of B for each
 
-In 2. the warps exchange maxima, p for the tree of sums, and amaxes; in 3. they leave integer sums, which threads add up, one for each output.
-Heads of more than 256 channels (latent attention; q8_0: 128) do not lie in registers as a whole: they come 64 channels at a time, values for their amax and
-once more.
+In 2. the warps exchange maxima, p for the tree of sums, and amaxes; in 3. they leave integer sums, which threads add up, one for
+each output. Heads of more than 256 channels (latent attention; q8_0: 128) do not lie in registers as a whole: they come 64
+channels at a time, values for their amax and once more.
 """
 from itertools import accumulate
 from typing import NamedTuple
 
 from numba import cuda, types
 
-from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limb_pair, limbs, octet_loader,
-                          pair_mask, rest, scales, value_loader)
-from .flash_attn_ext_combine import PIECE, first_piece, statistics_at, stride
+from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted,
+                          limb_pair, limbs, octet_loader, pair_mask, rest, scales, value_loader)
+from .flash_attn_ext_combine import PIECE, addresses, first_piece, sizes, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, architecture, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mma16, mma32, mul, shuffle, st, sts, sts4,
-                  sub, syncwarp, u32, wait_for_previous)
+from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, device, exp, f32, fma, i32, i64, ld, ld4, lds,
+                  lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 
 STEP = 8             # keys that a warp takes at once
@@ -46,13 +49,15 @@ class Shared(NamedTuple):
     p: int        # f32 [heads][128]
     q: int        # words of A [block][half][lane][4]
     q_d: int      # f32 [block][8 heads]: d_q * scale
-    sums: int     # i32 [slab][warp][head][4 lanes t][LANE]: HH of channels 16 t + i and 16 t + 8 + i, 4 `rest` of both, for i = 0..7
+    sums: int     # i32 [slab][warp][head][4 lanes t][LANE]: HH of channels 16 t + i and 16 t + 8 + i, 4 `rest` of both,
+                  # for i = 0..7
     n_words: int
 
 
 def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_pieces: float) -> int:
-    """Warps of a block. n_pieces: for each multiprocessor, of those that the context has room for. 16 are done with a piece soonest; 8 have less to exchange,
-    and two blocks work on a piece each, where there are registers for the values of two steps."""
+    """Warps of a block. n_pieces: for each multiprocessor, of those that the context has room for. 16 are done with a piece
+    soonest; 8 have less to exchange, and two blocks work on a piece each, where there are registers for the values of two
+    steps."""
     registers = max(dim_k, dim_v) <= 128 and (type_k == type_v == "f16" or heads < MOST_HEADS)
     return 8 if n_pieces >= MANY_PIECES and registers else 16
 
@@ -121,6 +126,20 @@ def limbs4(x, inv):
 
 
 @device
+def query_limbs(q, at, valid, b, dim, lane):
+    """(d_q, (hi, lo) of the channels from 8 t, 8 t + 4, 32 + 8 t and 36 + 8 t on) of 64 channels of a query, by the four lanes of
+    its row. d_q, 16256 / amax = scales(amax); words of limbs of lifted(mul(q, 16256 / amax)). b: which 64 of `dim` channels, the
+    first of which is q[at]; zeros behind them, and where the query is not valid."""
+    channel = b * CHANNELS + 8 * (lane & 3)
+    first, second = valid and channel < dim, valid and channel + 32 < dim
+    x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
+    u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
+    amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(Z, x), y), u), w), lane ^ 1), lane ^ 2)
+    d, inv = scales(amax)
+    return d, (limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv))
+
+
+@device
 def half_of(x, half):
     if half == 0:
         return x[0], x[1], x[2], x[3]
@@ -129,7 +148,8 @@ def half_of(x, half):
 
 @device
 def weigh(both, a, b, inv, mask):
-    """Sums of a lane's two outputs, of one channel's two values: those with hi, then those with lo. both: limbs of p', a step a word."""
+    """Sums of a lane's two outputs, of one channel's two values: those with hi, then those with lo. both: limbs of p', a step a
+    word."""
     p, v = both[0], limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask)
     h, l = mma16(p & HI, (p & LO) << u32(8), v, Z, Z, Z, Z), mma16((p >> u32(8)) & LO, p & LO, v, Z, Z, Z, Z)
     return h[0], h[1], h[2], h[3], l[0], l[1], l[2], l[3]
@@ -138,93 +158,181 @@ def weigh(both, a, b, inv, mask):
 @device
 def weigh_two(both, a, b, c, d, inv, mask):
     """The same of two steps, a and b of the first."""
-    p, q, v, w = both[0], both[1], limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask), limb_pair(lifted(c, inv[2]), lifted(d, inv[3]), mask)
+    p, q = both[0], both[1]
+    v, w = limb_pair(lifted(a, inv[0]), lifted(b, inv[1]), mask), limb_pair(lifted(c, inv[2]), lifted(d, inv[3]), mask)
     h = mma32(p & HI, (p & LO) << u32(8), q & HI, (q & LO) << u32(8), v, w, Z, Z, Z, Z)
     l = mma32((p >> u32(8)) & LO, p & LO, (q >> u32(8)) & LO, q & LO, v, w, Z, Z, Z, Z)
     return h[0], h[1], h[2], h[3], l[0], l[1], l[2], l[3]
 
 
 @device
-def leave(s, i, c):
+def store_sums(s, i, c):
     """HH of two outputs, 4 `rest` of both."""
     sts4(s, i, c[0], c[1], i32((i32(c[2] + c[4]) << 8) + c[6]), i32((i32(c[3] + c[5]) << 8) + c[7]))
 
 
-@factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16), ("f16", "q8_0", 80, 72, 1, 1, 16),
-          ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16), ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16),
-          ("f16", "f16", 64, 64, 3, 1, 8), ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("q8_0", "q8_0", 128, 128, 4, 1, 8),
-          ("f16", "f16", 128, 128, 8, 1, 8)])
-def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps):
-    """parts: blocks of the heads of a KV head."""
-    K, V, where = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, heads, n_warps)
-    n_threads, n_keys, n_steps, n_own = 32 * n_warps, PIECE // n_warps, PIECE // n_warps // STEP, PIECE // n_warps // 4  # n_own: a lane's keys
-    n_blocks, n_slabs = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
-    k_words, v_words, v_row, warp_words, at_once = K.n_words, V.n_words, stride(dim_v), heads * 4 * LANE, slabs_at_once(dim_v, heads, n_warps)
-    side_words, n_sums, halves = n_warps * warp_words, at_once * 32 * heads, type_k == type_v == "f16"
-    whole = max(dim_k, dim_v) <= (256 if halves else 128)  # keys and values lie in registers as a whole
-    key_words, value_words = 2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1)  # of a key and a value in registers
-    assert whole or n_steps == 1, (dim_k, dim_v, n_warps)
-    step_words = 2 * value_words
-    n_k_raw, n_v_raw = key_words * n_steps, step_words * n_steps
-    ahead = halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
-    amax_k, merge_k, pattern_k, values_k = K[3:]
-    amax_v, merge_v, pattern_v, values_v = V[3:]
-    load_key, load_value, load_k, load_v = key_loader(K, dim_k), value_loader(V, dim_v), octet_loader(K, dim_k), octet_loader(V, dim_v)
+@device
+def sum8(s, i):
+    """The partial i that is left of 128 when halves of 64, 32 and 16 have been added."""
+    even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
+    return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
+
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for, and what follows from it: all stages know it when they are compiled."""
+    K: object         # Octets: how keys are read and widened,
+    V: object         # and values
+    dim_k: int
+    dim_v: int
+    heads: int        # of a block
+    n_warps: int
+    halves: bool      # both caches are f16
+    whole: bool       # keys and values lie in registers as a whole, else 64 channels at a time
+    n_blocks: int     # of 64 channels of Q and K
+    n_slabs: int      # of 64 channels of V
+    at_once: int      # slabs whose sums have room in shared memory
+    key_words: int    # of a key in a lane's registers,
+    value_words: int  # and of a value
+    where: Shared
+
+    @property
+    def n_steps(self) -> int:
+        """Of a warp with its keys of a piece."""
+        return PIECE // self.n_warps // STEP
+
+    @property
+    def n_own(self) -> int:
+        """Keys of a lane."""
+        return 2 * self.n_steps
+
+
+def constants(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_warps: int) -> Constants:
+    K, V, n_blocks, n_slabs = OCTETS[type_k], OCTETS[type_v], -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
+    halves = type_k == type_v == "f16"
+    whole = max(dim_k, dim_v) <= (256 if halves else 128)
+    const = Constants(K, V, dim_k, dim_v, heads, n_warps, halves, whole, n_blocks, n_slabs, slabs_at_once(dim_v, heads, n_warps),
+                      2 * K.n_words * (n_blocks if whole else 1), V.n_words * (n_slabs if whole else 1),
+                      shared_layout(dim_k, dim_v, heads, n_warps))
+    assert whole or const.n_steps == 1, (dim_k, dim_v, n_warps)
+    return const
+
+
+class Cache(NamedTuple):
+    """Where the keys, or the values, of a sequence and a KV head lie, for device functions, in octets of 8 channels."""
+    octets: object  # pointer
+    first: object   # int64, of the sequence's first cell
+    row: object     # int32, from cell to cell
+
+
+class Pieces(NamedTuple):
+    """Where o of a piece goes, for device functions: f32 [piece][v_row], v_row = stride(dim_v)."""
+    out: object      # pointer
+    first: object    # int32, number of the piece of the block's first head
+    n_a_head: object  # int32, from head to head
+
+
+# The stages. s: the shared memory of the block, int32, laid out as `Shared`. key: position of the first key that the warp has of
+# a piece; position: that of the query. Local arrays lie in registers; of n_own elements, i = 0 .. n_own - 1 is the lane's key
+# `key_of(key, i, lane)`:
+#     held i32 (1: the key is seen), x f32 (score of head g, then p, then p'), inv f32 (16256 / amax of the value).
+
+# Loads. Key key + g and values key + 2 t and key + 2 t + 1 of each step; where they are behind the query's position, what is
+# there.
+
+def values_late(const: Constants):
+    """(): whether values are loaded behind the scores: before them there are no registers for them."""
+    whole, n_steps, halves = const.whole, const.n_steps, const.halves
 
     @device
-    def values_late():
-        """Whether values are loaded behind the scores: before them there are no registers for them."""
+    def late():
         return whole and n_steps > 1 and (not halves or 1000 <= architecture() < 1100)
+    return late
 
-    # Key key + g, values key + 2 t and key + 2 t + 1 of each step; where they are beyond the query's position, what is there.
-    # first: of the sequence's first cell, the KV head's first octet; row: octets from cell to cell
 
-    @device
-    def load_keys(k, first, row, key, position, lane, raw, at):
-        load_key(k, first + i64(min(key + (lane >> 2), position)) * row, lane & 3, raw, at)
-
-    @device
-    def load_key_block(k, first, row, key, position, b, lane, raw):
-        """64 channels of it."""
-        i, at = 8 * b + (lane & 3), first + i64(min(key + (lane >> 2), position)) * row
-        load_k(k, at, i, raw, 0)
-        load_k(k, at, i + 4, raw, k_words)
+def key_loaders(const: Constants):
+    """(load_keys, load_key_block): a lane's octets t and t + 4 of each 64 channels of key key + g, all of them from word `at` of
+    raw on, or those of block b. raw: u32 array."""
+    load_key, load_octet, k_words = key_loader(const.K, const.dim_k), octet_loader(const.K, const.dim_k), const.K.n_words
 
     @device
-    def load_values(v, first, row, key, position, lane, raw):
+    def load_keys(keys, key, position, lane, raw, at):
+        load_key(keys.octets, keys.first + i64(min(key + (lane >> 2), position)) * keys.row, lane & 3, raw, at)
+
+    @device
+    def load_key_block(keys, key, position, b, lane, raw):
+        i, at = 8 * b + (lane & 3), keys.first + i64(min(key + (lane >> 2), position)) * keys.row
+        load_octet(keys.octets, at, i, raw, 0)
+        load_octet(keys.octets, at, i + 4, raw, k_words)
+    return load_keys, load_key_block
+
+
+def value_loaders(const: Constants):
+    """(load_values, load_value_slab): a lane's octet g of each 64 channels of its values, all of them, or those of slab b. raw:
+    u32 array, value i from word i value_words on."""
+    load_value, load_octet = value_loader(const.V, const.dim_v), octet_loader(const.V, const.dim_v)
+    n_own, value_words = const.n_own, const.value_words
+
+    @device
+    def load_values(values, key, position, lane, raw):
         for i in range(n_own):
-            load_value(v, first + i64(min(key_of(key, i, lane), position)) * row, lane >> 2, raw, i * value_words)
+            load_value(values.octets, values.first + i64(min(key_of(key, i, lane), position)) * values.row, lane >> 2, raw,
+                       i * value_words)
 
     @device
-    def load_value_slab(v, first, row, key, position, b, lane, raw):
+    def load_value_slab(values, key, position, b, lane, raw):
         even, i = key + 2 * (lane & 3), 8 * b + (lane >> 2)
-        load_v(v, first + i64(min(even, position)) * row, i, raw, 0)
-        load_v(v, first + i64(min(even + 1, position)) * row, i, raw, value_words)
+        load_octet(values.octets, values.first + i64(min(even, position)) * values.row, i, raw, 0)
+        load_octet(values.octets, values.first + i64(min(even + 1, position)) * values.row, i, raw, value_words)
+    return load_values, load_value_slab
+
+
+def presence_loader(const: Constants):
+    """(present, cell, key, position, lane, held): held = whether a lane's keys are present. present: u8 [cells]; cell: the
+    sequence's first one."""
+    n_own = const.n_own
 
     @device
     def load_present(present, cell, key, position, lane, held):
         for i in range(n_own):
             held[i] = ld(present, cell + min(key_of(key, i, lane), position))
+    return load_present
+
+
+# Queries, once a block
+
+def query_loader(const: Constants):
+    """(q, at, b, valid, lane, scale, s): limbs of the queries in shared memory, block b of 64 channels of all heads, by a warp;
+    lane: channels 8 t .. and 32 + 8 t .. of head g. Limbs (`query_limbs`) as words of A to `q` [b][half][lane][4];
+    mul(d_q, scale) to `q_d` [b][g]. A barrier of the block follows in the kernel. q: f32 [.., dim_k]; at: where head g's query
+    begins."""
+    where, dim_k = const.where, const.dim_k
 
     @device
-    def prepare_block(q, at, b, valid, lane, scale, s):
-        """Block b of the queries, by a warp: words of A and d_q * scale. at: where head g's query begins."""
-        g, t = lane >> 2, lane & 3
-        channel = b * CHANNELS + 8 * t
-        first, second = valid and channel < dim_k, valid and channel + 32 < dim_k
-        x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
-        u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
-        amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(Z, x), y), u), w), lane ^ 1), lane ^ 2)
-        d, inv = scales(amax)
-        x, y, u, w = limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv)
+    def load_query_block(q, at, b, valid, lane, scale, s):
+        d, (x, y, u, w) = query_limbs(q, at, valid, b, dim_k, lane)
         sts4(s, where.q + b * 256 + 4 * lane, x[0], x[1], y[0], y[1])
         sts4(s, where.q + b * 256 + 128 + 4 * lane, u[0], u[1], w[0], w[1])
-        if t == 0:
-            put(s, where.q_d + b * MOST_HEADS + g, mul(d, scale))
+        if lane & 3 == 0:
+            put(s, where.q_d + b * MOST_HEADS + (lane >> 2), mul(d, scale))
+    return load_query_block
+
+
+# 1. Scores
+
+def block_scorer(const: Constants):
+    """(add_block, add_two_blocks): (raw, first, b, lane, s, x) -> x, the scores of a lane's two keys of a step, f32 pair, with
+    block b of 64 channels added, or with b and b + 1. Per block: d_k, 16256 / amax = scales(amax of the key's 64 channels); exact
+    sums HH and `rest` of limbs of lifted(mul(k, 16256 / amax)) and of the query (`mma32`); x = fma(mul(fixed_point, d_q scale),
+    d_k, x).
+
+    raw: u32 array, block b of the lane's key from word `first` on. A key lies with four lanes, which exchange amaxes and scales
+    (shuffle). Read: `q`, `q_d`."""
+    where, k_words = const.where, const.K.n_words
+    amax_of, merge, pattern, values = const.K[3:]
 
     @device
     def octet_limbs(raw, at, inv):
-        x = values_k(raw, at)
+        x = values(raw, at)
         a, b = limbs4((x[0], x[1], x[2], x[3]), inv), limbs4((x[4], x[5], x[6], x[7]), inv)
         return a[0], b[0], a[1], b[1]
 
@@ -240,22 +348,24 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
 
     @device
     def block_amax(raw, first):
-        return amax_k(amax_k(Z, raw, first), raw, first + k_words)
+        return amax_of(amax_of(Z, raw, first), raw, first + k_words)
 
     @device
     def block_scales(one, two, lane):
-        """d_k and 16256 / amax of two blocks of key g, which lies with four lanes: two of them divide for one block, lane & 2 says which."""
-        state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
-        d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
+        """d_k and 16256 / amax of two blocks of key g, which lies with four lanes: two of them divide for one block, lane & 2
+        says which."""
+        state = merge(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
+        d, inv = scales(pattern(merge(state, shuffle(state, lane ^ 1))))
         return as_i32(d), as_i32(inv)
 
     @device
     def add_dots(raw, first, b, side, d, inv, lane, s, x):
-        """Adds block b, which begins at word `first`, to the scores of a lane's two keys. d, inv: with lanes of `side`, 0 or 2."""
+        """d, inv: with lanes of `side`, 0 or 2."""
         q, p = lds4(s, where.q + b * 256 + 4 * lane), lds4(s, where.q + b * 256 + 128 + 4 * lane)
         u = dot(raw, first, as_f32(shuffle(inv, lane & -3 | side)), q, p)
         at, q_d = 8 * (lane & 3) + side, get(s, where.q_d + b * MOST_HEADS + (lane >> 2))  # at: a lane of key 2 t
-        return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]), fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]))
+        return (fma(mul(fixed_point(u[0], u[2]), q_d), as_f32(shuffle(d, at)), x[0]),
+                fma(mul(fixed_point(u[1], u[3]), q_d), as_f32(shuffle(d, at + 4)), x[1]))
 
     @device
     def add_block(raw, first, b, lane, s, x):
@@ -267,10 +377,19 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     def add_two_blocks(raw, first, b, lane, s, x):
         d, inv = block_scales(block_amax(raw, first), block_amax(raw, first + 2 * k_words), lane)
         return add_dots(raw, first + 2 * k_words, b + 1, 2, d, inv, lane, s, add_dots(raw, first, b, 0, d, inv, lane, s, x))
+    return add_block, add_two_blocks
+
+
+def scorer(const: Constants):
+    """(keys, key, position, lane, raw, s, x): x = the scores of head g with a lane's keys, those of blocks added in order from
+    +0. keys: `Cache`; raw: u32 array of the lane's keys, if they are whole, of which the first step's have been loaded."""
+    n_blocks, n_steps, whole, key_words, k_words = const.n_blocks, const.n_steps, const.whole, const.key_words, const.K.n_words
+    (load_keys, load_key_block), (add_block, add_two_blocks) = key_loaders(const), block_scorer(const)
+    n_raw = key_words * n_steps
 
     @device
     def scores(raw, first, lane, s):
-        """Of head g with a lane's two keys of a step."""
+        """Of a step."""
         x = ZERO, ZERO
         if n_blocks > 1:
             x = add_two_blocks(raw, first, 0, lane, s, x)
@@ -281,124 +400,242 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         return x
 
     @device
-    def scores_of_step(i, k, first, row, key, position, lane, raw, s, x):
+    def score_step(i, keys, key, position, lane, raw, s, x):
         """The keys of the next step come meanwhile."""
         if i + 1 < n_steps:
-            load_keys(k, first, row, key + (i + 1) * STEP, position, lane, raw, (i + 1) * key_words)
+            load_keys(keys, key + (i + 1) * STEP, position, lane, raw, (i + 1) * key_words)
         x[2 * i], x[2 * i + 1] = scores(raw, i * key_words, lane, s)
 
     @device
-    def scores_by_block(k, first, row, key, position, lane, s):
-        raw, following = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
-        load_key_block(k, first, row, key, position, 0, lane, following)
+    def scores_by_block(keys, key, position, lane, s):
+        """The channels of the next block come meanwhile."""
+        raw, following = cuda.local.array(n_raw, u32), cuda.local.array(n_raw, u32)
+        load_key_block(keys, key, position, 0, lane, following)
         x, b = (ZERO, ZERO), i32(0)
         while b < n_blocks:
-            for i in range(n_k_raw):
+            for i in range(n_raw):
                 raw[i] = following[i]
             if b + 1 < n_blocks:
-                load_key_block(k, first, row, key, position, b + 1, lane, following)
+                load_key_block(keys, key, position, b + 1, lane, following)
             x = add_block(raw, 0, b, lane, s, x)
             b = i32(b + 1)
         return x
 
     @device
+    def score(keys, key, position, lane, raw, s, x):
+        if not whole:
+            x[0], x[1] = scores_by_block(keys, key, position, lane, s)
+        else:
+            score_step(0, keys, key, position, lane, raw, s, x)
+        if n_steps == 2:
+            score_step(1, keys, key, position, lane, raw, s, x)
+    return score
+
+
+# 2. m, p, l and the levels of p'
+
+def maximum(const: Constants):
+    """(write_maximum, read_maximum): m, f32, the largest score that head g has with a visible key of the piece, -infinity where
+    none is visible: over the lane's keys and the four lanes of g, then over warps, from `maxima` [warp][g], which a barrier
+    between both protects."""
+    n_own, n_warps, where = const.n_own, const.n_warps, const.where
+
+    @device
+    def write_maximum(held, x, lane, warp, g, t, s):
+        m = MINUS_INFINITY
+        for i in range(n_own):
+            m = larger_float(m, x[i] if held[i] != 0 else MINUS_INFINITY)
+        m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
+        if t == 0:
+            put(s, where.maxima + warp * MOST_HEADS + g, m)
+        return m
+
+    @device
+    def read_maximum(m, lane, g, t, s):
+        for w in range(0, n_warps, 4):
+            m = larger_float(m, get(s, where.maxima + (w + t) * MOST_HEADS + g))
+        return max_lane(max_lane(m, lane ^ 1), lane ^ 2)
+    return write_maximum, read_maximum
+
+
+def softener(const: Constants):
+    """(m, held, lane, warp, g, s, x): x = p = exp(sub(x, m)) of visible keys, +0 of others; p also to `p` [g][key of the piece]
+    for the tree of sums, which a barrier protects that `largest_amax` waits at."""
+    n_own, n_keys, heads, where = const.n_own, STEP * const.n_steps, const.heads, const.where
+
+    @device
+    def soften(m, held, lane, warp, g, s, x):
+        for i in range(n_own):
+            p = exp(sub(x[i], m))
+            x[i] = p if held[i] != 0 else ZERO
+            if g < heads:
+                put(s, where.p + g * PIECE + key_of(warp * n_keys, i, lane), x[i])
+    return soften
+
+
+def value_scaler(const: Constants):
+    """(values, key, position, lane, raw, held, inv, x): x = p' = mul(p, d_v) of visible keys, +0 of others, and inv; d_v, inv =
+    scales(amax of all channels of a value). A value lies with the eight lanes of one t, which exchange amaxes: half of them
+    divide for one key. values: `Cache`; raw: u32 array of the lane's values, if they are whole; else they are loaded here,
+    64 channels at a time."""
+    n_steps, n_slabs, whole, value_words, v_words = const.n_steps, const.n_slabs, const.whole, const.value_words, const.V.n_words
+    amax_of, merge, pattern, _ = const.V[3:]
+    _, load_value_slab = value_loaders(const)
+    step_words = 2 * value_words
+    n_raw = step_words * n_steps
+
+    @device
     def value_amax(raw, first):
         """Over a lane's channels of a value."""
-        state = amax_v(Z, raw, first)
+        state = amax_of(Z, raw, first)
         if n_slabs > 1:
-            state = amax_v(state, raw, first + v_words)
+            state = amax_of(state, raw, first + v_words)
         if n_slabs > 2:
-            state = amax_v(state, raw, first + 2 * v_words)
+            state = amax_of(state, raw, first + 2 * v_words)
         if n_slabs > 3:
-            state = amax_v(state, raw, first + 3 * v_words)
+            state = amax_of(state, raw, first + 3 * v_words)
         return state
 
     @device
-    def value_amaxes_by_slab(v, first, row, key, position, lane):
-        raw = cuda.local.array(n_v_raw, u32)
+    def value_amaxes_by_slab(values, key, position, lane):
+        raw = cuda.local.array(n_raw, u32)
         a, b, i = Z, Z, i32(0)
         while i < n_slabs:
-            load_value_slab(v, first, row, key, position, i, lane, raw)
-            a, b = amax_v(a, raw, 0), amax_v(b, raw, value_words)
+            load_value_slab(values, key, position, i, lane, raw)
+            a, b = amax_of(a, raw, 0), amax_of(b, raw, value_words)
             i = i32(i + 1)
         return a, b
 
     @device
     def value_scales(amaxes, lane):
-        """d_v and 16256 / amax of a lane's two keys, whose channels lie with the lanes of one t. Half of those divide for one key, lane & 16 says which."""
+        """d_v and 16256 / amax of a lane's two keys; lane & 16 says for which it divides."""
         a, b = amaxes
-        state = merge_v(b if lane & 16 else a, shuffle(a if lane & 16 else b, lane ^ 16))
-        state = merge_v(state, shuffle(state, lane ^ 8))
-        d_v, inv = scales(pattern_v(merge_v(state, shuffle(state, lane ^ 4))))
+        state = merge(b if lane & 16 else a, shuffle(a if lane & 16 else b, lane ^ 16))
+        state = merge(state, shuffle(state, lane ^ 8))
+        d_v, inv = scales(pattern(merge(state, shuffle(state, lane ^ 4))))
         d_v, inv, t = as_i32(d_v), as_i32(inv), lane & 3
         return (as_f32(shuffle(d_v, t)), as_f32(shuffle(d_v, t + 16))), (as_f32(shuffle(inv, t)), as_f32(shuffle(inv, t + 16)))
 
     @device
-    def by_scale(i, amaxes, lane, held, inv, x):
-        """p' of a lane's two keys of step i, and what their values are multiplied by."""
+    def scale_step(i, amaxes, lane, held, inv, x):
         d, inv_d = value_scales(amaxes, lane)
-        x[2 * i], x[2 * i + 1] = mul(x[2 * i], d[0]) if held[2 * i] != 0 else ZERO, mul(x[2 * i + 1], d[1]) if held[2 * i + 1] != 0 else ZERO
+        x[2 * i], x[2 * i + 1] = (mul(x[2 * i], d[0]) if held[2 * i] != 0 else ZERO,
+                                  mul(x[2 * i + 1], d[1]) if held[2 * i + 1] != 0 else ZERO)
         inv[2 * i], inv[2 * i + 1] = inv_d
 
     @device
-    def weigh_values(i, raw, lane, held, inv, x):
-        by_scale(i, (value_amax(raw, i * step_words), value_amax(raw, i * step_words + value_words)), lane, held, inv, x)
+    def scale_values(i, raw, lane, held, inv, x):
+        scale_step(i, (value_amax(raw, i * step_words), value_amax(raw, i * step_words + value_words)), lane, held, inv, x)
+
+    @device
+    def scale_by_values(values, key, position, lane, raw, held, inv, x):
+        if whole:
+            scale_values(0, raw, lane, held, inv, x)
+            if n_steps == 2:
+                scale_values(1, raw, lane, held, inv, x)
+        else:
+            scale_step(0, value_amaxes_by_slab(values, key, position, lane), lane, held, inv, x)
+    return scale_by_values
+
+
+def largest_weight(const: Constants):
+    """(x, lane, warp, g, t, s) -> the bit pattern, int32, of the largest p' of head g in the piece: as of `maximum`, by `amaxes`
+    [warp][g]. Behind its barrier p of the piece is there too."""
+    n_own, n_warps, where = const.n_own, const.n_warps, const.where
+
+    @device
+    def largest_amax(x, lane, warp, g, t, s):
+        amax = Z
+        for i in range(n_own):
+            amax = larger(amax, x[i])
+        amax = max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
+        if t == 0:
+            sts(s, where.amaxes + warp * MOST_HEADS + g, amax)
+        cuda.syncthreads()  # p and amaxes of the warps are written
+        for w in range(0, n_warps, 4):
+            other = i32(lds(s, where.amaxes + (w + t) * MOST_HEADS + g))
+            amax = other if other > amax else amax
+        return max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
+    return largest_amax
+
+
+def statistics_writer(const: Constants):
+    """(to, statistics, m, d_p, tid, lane, warp, g, t, s): m of head g and l = sum128(p) of head `warp` to f32 [piece][2] of
+    to.out, which begins at `statistics` for the block's first head; d_p of head g to `d_p`, which a barrier protects before sums
+    are read. to: `Pieces`."""
+    heads, where = const.heads, const.where
+
+    @device
+    def store_statistics(to, statistics, m, d_p, tid, lane, warp, g, t, s):
+        if tid < 4 * heads and t == 0:
+            put(s, where.d_p + g, d_p)
+            st(to.out, statistics + i32(2 * g * to.n_a_head), m)
+        if warp < heads:
+            l = sum8(s, where.p + warp * PIECE + (lane & 15))
+            l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
+            if lane == 0:
+                st(to.out, statistics + i32(2 * warp * to.n_a_head) + 1, l)
+    return store_statistics
+
+
+# 3. o
+
+def slab_summer(const: Constants):
+    """(both, raw, first, side, inv, mask, tid, s): a warp's exact sums HH and 4 `rest` of p' and 64 channels of its values, to
+    `sums` [side][warp], which a barrier follows. Values are limbs of lifted(mul(v, inv)). both: u32 [n_steps], limbs of the
+    lane's p' of a step a word; raw: u32 array, the lane's octets of the slab from word `first` on; mask: `pair_mask`."""
+    n_steps, heads, value_words, where = const.n_steps, const.heads, const.value_words, const.where
+    warp_words, step_words, values = heads * 4 * LANE, 2 * const.value_words, const.V.values
+    side_words = const.n_warps * warp_words
 
     @device
     def weigh4(both, raw, first, half, inv, mask):
         """Sums of four channels of one step."""
-        a, b = half_of(values_v(raw, first), half), half_of(values_v(raw, first + value_words), half)
-        return (weigh(both, a[0], b[0], inv, mask), weigh(both, a[1], b[1], inv, mask), weigh(both, a[2], b[2], inv, mask), weigh(both, a[3], b[3], inv, mask))
+        a, b = half_of(values(raw, first), half), half_of(values(raw, first + value_words), half)
+        return (weigh(both, a[0], b[0], inv, mask), weigh(both, a[1], b[1], inv, mask),
+                weigh(both, a[2], b[2], inv, mask), weigh(both, a[3], b[3], inv, mask))
 
     @device
     def weigh4_two(both, raw, first, half, inv, mask):
         """Of two steps."""
-        a, b = half_of(values_v(raw, first), half), half_of(values_v(raw, first + value_words), half)
+        a, b = half_of(values(raw, first), half), half_of(values(raw, first + value_words), half)
         first += step_words
-        c, d = half_of(values_v(raw, first), half), half_of(values_v(raw, first + value_words), half)
+        c, d = half_of(values(raw, first), half), half_of(values(raw, first + value_words), half)
         return (weigh_two(both, a[0], b[0], c[0], d[0], inv, mask), weigh_two(both, a[1], b[1], c[1], d[1], inv, mask),
                 weigh_two(both, a[2], b[2], c[2], d[2], inv, mask), weigh_two(both, a[3], b[3], c[3], d[3], inv, mask))
 
     @device
-    def leave4(both, raw, first, half, inv, mask, s, at, valid):
+    def sum4(both, raw, first, half, inv, mask, s, at, valid):
         """The warp's sums of four channels."""
         x, y, u, w = weigh4(both, raw, first, half, inv, mask) if n_steps == 1 else weigh4_two(both, raw, first, half, inv, mask)
         if valid:
-            leave(s, at, x)
-            leave(s, at + 4, y)
-            leave(s, at + 8, u)
-            leave(s, at + 12, w)
+            store_sums(s, at, x)
+            store_sums(s, at + 4, y)
+            store_sums(s, at + 8, u)
+            store_sums(s, at + 12, w)
 
     @device
-    def leave_slab(both, raw, first, side, inv, mask, tid, s):
-        """The warp's sums of 64 channels, which begin at word `first`."""
+    def sum_slab(both, raw, first, side, inv, mask, tid, s):
         tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
         lane = tid & 31
         at = where.sums + side * side_words + (tid >> 5) * warp_words + lane * LANE
         # All lanes, of 8 heads; where ptxas knows that, it has more values on their way than there are registers for two steps
         valid = lane < (i32(4 * heads) if n_steps == 1 else afresh(i32(4 * heads)))
-        leave4(both, raw, first, 0, inv, mask, s, at, valid)
-        leave4(both, raw, first, 1, inv, mask, s, at + 16, valid)
+        sum4(both, raw, first, 0, inv, mask, s, at, valid)
+        sum4(both, raw, first, 1, inv, mask, s, at + 16, valid)
         syncwarp()  # the work on one slab after that on the other, or it takes all registers
+    return sum_slab
+
+
+def slab_folder(const: Constants):
+    """(b, tid, s, to): o = mul(fixed_point, d_p) of slabs from b on, as many as have room, from the warps' `sums`, added up; two
+    channels a thread. Between two barriers: before it the sums are there, behind it they are read. to: `Pieces`, where o goes."""
+    heads, n_warps, dim_v, at_once, where = const.heads, const.n_warps, const.dim_v, const.at_once, const.where
+    n_threads, warp_words, v_row = 32 * n_warps, heads * 4 * LANE, stride(dim_v)
+    side_words, n_sums = n_warps * warp_words, at_once * 32 * heads
 
     @device
-    def leave_slabs(both, raw, b, inv, mask, tid, s):
-        """Of as many slabs as have room, whose values lie in registers."""
-        leave_slab(both, raw, b * v_words, 0, inv, mask, tid, s)
-        if at_once > 1 and b + 1 < n_slabs:
-            leave_slab(both, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
-
-    @device
-    def more_slabs(both, raw, b, inv, mask, tid, s, pieces, piece, most_pieces):
-        """Adds up those before b, leaves those from b on."""
-        cuda.syncthreads()
-        add_up(b - at_once, tid, s, pieces, piece, most_pieces)
-        cuda.syncthreads()  # those sums are read
-        leave_slabs(both, raw, b, inv, mask, tid, s)
-
-    @device
-    def add_up(b, tid, s, pieces, piece, most_pieces):
-        """o of slabs from b on, as many as have room, two channels a thread. piece: the first head's."""
+    def fold(b, tid, s, to):
         r = i32(0)
         while r < n_sums:
             i = i32(afresh(tid) + r)
@@ -412,17 +649,80 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
                 for w in range(1, n_warps):
                     y = lds4(s, at + w * warp_words)
                     x = i32(x[0] + y[0]), i32(x[1] + y[1]), i32(x[2] + y[2]), i32(x[3] + y[3])
-                to, d = i64(i32(piece + head * most_pieces)) * v_row + channel, get(s, where.d_p + head)
-                st(pieces, to, mul(fixed_point(x[0], x[2] >> 2), d))
+                o, d = i64(i32(to.first + head * to.n_a_head)) * v_row + channel, get(s, where.d_p + head)
+                st(to.out, o, mul(fixed_point(x[0], x[2] >> 2), d))
                 if dim_v % 16 == 0 or channel + 8 < dim_v:
-                    st(pieces, to + 8, mul(fixed_point(x[1], x[3] >> 2), d))
+                    st(to.out, o + 8, mul(fixed_point(x[1], x[3] >> 2), d))
+    return fold
+
+
+def weigher(const: Constants):
+    """(both, values, key, position, raw, inv, mask, lane, tid, s, to): o of the piece, slab after slab: `sum_slab` and `fold`. Of
+    whole values the last slabs are left for the kernel to fold behind a barrier of its own, until which it asks for the next
+    piece. Arguments as of `slab_summer`, `slab_folder` and `scale_by_values`."""
+    n_slabs, at_once, whole, v_words = const.n_slabs, const.at_once, const.whole, const.V.n_words
+    sum_slab, fold, (_, load_value_slab) = slab_summer(const), slab_folder(const), value_loaders(const)
 
     @device
-    def sum8(s, i):
-        even = add(add(get(s, i), get(s, i + 64)), add(get(s, i + 32), get(s, i + 96)))
-        return add(even, add(add(get(s, i + 16), get(s, i + 80)), add(get(s, i + 48), get(s, i + 112))))
+    def sum_slabs(both, raw, b, inv, mask, tid, s):
+        """Of as many slabs as have room, whose values lie in registers."""
+        sum_slab(both, raw, b * v_words, 0, inv, mask, tid, s)
+        if at_once > 1 and b + 1 < n_slabs:
+            sum_slab(both, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
 
-    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):
+    @device
+    def more_slabs(both, raw, b, inv, mask, tid, s, to):
+        """Folds those before b, sums those from b on."""
+        cuda.syncthreads()
+        fold(b - at_once, tid, s, to)
+        cuda.syncthreads()  # those sums are read
+        sum_slabs(both, raw, b, inv, mask, tid, s)
+
+    @device
+    def weigh_slabs(both, values, key, position, raw, inv, mask, lane, tid, s, to):
+        if whole:
+            sum_slabs(both, raw, 0, inv, mask, tid, s)
+            if n_slabs > at_once:
+                more_slabs(both, raw, at_once, inv, mask, tid, s, to)
+            if n_slabs > 2 * at_once:
+                more_slabs(both, raw, 2 * at_once, inv, mask, tid, s, to)
+            if n_slabs > 3 * at_once:
+                more_slabs(both, raw, 3 * at_once, inv, mask, tid, s, to)
+        else:
+            b = i32(0)
+            while b < n_slabs:
+                load_value_slab(values, key, position, b, lane, raw)
+                side = i32(b & (at_once - 1))
+                sum_slab(both, raw, 0, side, inv, mask, tid, s)
+                b = i32(b + 1)
+                if side == at_once - 1 or b == n_slabs:
+                    cuda.syncthreads()  # sums of the warps are written
+                    fold(i32(b - 1 - side), tid, s, to)
+                    cuda.syncthreads()  # and read
+    return weigh_slabs
+
+
+@factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16),
+          ("f16", "q8_0", 80, 72, 1, 1, 16), ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16),
+          ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16), ("f16", "f16", 64, 64, 3, 1, 8),
+          ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("q8_0", "q8_0", 128, 128, 4, 1, 8),
+          ("f16", "f16", 128, 128, 8, 1, 8)])
+def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps):  # noqa: PLR0915 (a kernel: its steps in order)
+    """parts: blocks of the heads of a KV head. A block: token blockIdx.z, KV head blockIdx.y, part blockIdx.x % parts, and of the
+    pieces those from the blockIdx.x // parts-th on by steps of gridDim.x // parts. pieces: what `flash_attn_ext_combine`
+    takes."""
+    const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps)
+    n_steps, n_own, n_blocks, n_slabs = const.n_steps, const.n_own, const.n_blocks, const.n_slabs
+    whole, at_once, n_threads, n_keys = const.whole, const.at_once, 32 * n_warps, PIECE // n_warps
+    n_k_raw, n_v_raw = const.key_words * n_steps, 2 * const.value_words * n_steps
+    ahead = const.halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
+    (load_keys, _), (load_values, _), load_present = key_loaders(const), value_loaders(const), presence_loader(const)
+    late, load_query_block, score = values_late(const), query_loader(const), scorer(const)
+    (write_maximum, read_maximum), soften = maximum(const), softener(const)
+    scale_by_values, largest_amax, store_statistics = value_scaler(const), largest_weight(const), statistics_writer(const)
+    weigh_slabs, fold = weigher(const), slab_folder(const)
+
+    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):  # noqa: PLR0915 (a kernel: its steps in order)
         s = cuda.shared.array(0, types.int32)
         k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(n_own, i32)
         x, inv, both = cuda.local.array(n_own, f32), cuda.local.array(n_own, f32), cuda.local.array(n_steps, u32)
@@ -439,131 +739,76 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         n_head = i32(cuda.gridDim.y * (parts * heads))
         first_head = i32((cuda.blockIdx.y * parts + cuda.blockIdx.x % parts) * heads)
         cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
-        first_k, first_v = cell * row_k + cuda.blockIdx.y * (dim_k // 8), cell * row_v + cuda.blockIdx.y * (dim_v // 8)
+        keys = Cache(k, cell * row_k + cuda.blockIdx.y * (dim_k // 8), row_k)
+        first_v = cell * row_v + cuda.blockIdx.y * (dim_v // 8)
 
         key = i32(piece * PIECE + warp * n_keys)
         load_present(present, cell, key, position, lane, held)
         if whole:
-            load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
-        if whole and not values_late():
-            load_values(v, first_v, row_v, key, position, lane, v_raw)
+            load_keys(keys, key, position, lane, k_raw, 0)
+        if whole and not late():
+            load_values(Cache(v, first_v, row_v), key, position, lane, v_raw)
         block = warp
         while block < n_blocks:
-            prepare_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
+            load_query_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
             block = i32(block + n_warps)
         cuda.syncthreads()  # the queries are prepared
 
         while piece <= position >> 7:
             # 1. Scores of the lane's keys; those beyond the query's position are not seen
             now, here_key = piece, key
-            if not whole:
-                x[0], x[1] = scores_by_block(k, first_k, row_k, key, position, lane, s)
-            else:
-                scores_of_step(0, k, first_k, row_k, key, position, lane, k_raw, s, x)
-            if n_steps == 2:
-                scores_of_step(1, k, first_k, row_k, key, position, lane, k_raw, s, x)
-            if values_late():
-                load_values(v, first_v, row_v, here_key, position, lane, v_raw)
-            oldest = i32(position - window)
+            score(keys, key, position, lane, k_raw, s, x)
+            if late():
+                load_values(Cache(v, first_v, row_v), here_key, position, lane, v_raw)
+            oldest = i32(position - (window if before_blackwell() else afresh(window)))
             for i in range(n_own):
                 held[i] = 1 if oldest < key_of(key, i, lane) <= position and held[i] != 0 else 0
             piece = i32(piece + n_splits)
             key = i32(piece * PIECE + warp * n_keys)
             if ahead and piece <= position >> 7:  # the next keys come while this piece is worked on
-                load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
+                load_keys(keys, key, position, lane, k_raw, 0)
 
             # 2. m, p, l and the levels of p'
-            m = MINUS_INFINITY
-            for i in range(n_own):
-                m = larger_float(m, x[i] if held[i] != 0 else MINUS_INFINITY)
-            m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
-            if t == 0:
-                put(s, where.maxima + warp * MOST_HEADS + g, m)
+            m = write_maximum(held, x, lane, warp, g, t, s)
             cuda.syncthreads()  # maxima of the warps are written
             tid = afresh(tid)
             lane, warp, g, t = i32(tid & 31), i32(tid >> 5), i32((tid & 31) >> 2), i32(tid & 3)
-            for w in range(0, n_warps, 4):
-                m = larger_float(m, get(s, where.maxima + (w + t) * MOST_HEADS + g))
-            m = max_lane(max_lane(m, lane ^ 1), lane ^ 2)
-            for i in range(n_own):
-                p = exp(sub(x[i], m))
-                x[i] = p if held[i] != 0 else ZERO
-                if g < heads:
-                    put(s, where.p + g * PIECE + key_of(warp * n_keys, i, lane), x[i])
-            if whole:
-                weigh_values(0, v_raw, lane, held, inv, x)
-                if n_steps == 2:
-                    weigh_values(1, v_raw, lane, held, inv, x)
-            else:
-                by_scale(0, value_amaxes_by_slab(v, first_v, row_v, here_key, position, lane), lane, held, inv, x)
-            amax = Z
-            for i in range(n_own):
-                amax = larger(amax, x[i])
-            amax = max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
-            if t == 0:
-                sts(s, where.amaxes + warp * MOST_HEADS + g, amax)
-            cuda.syncthreads()  # p and amaxes of the warps are written
-            for w in range(0, n_warps, 4):
-                other = i32(lds(s, where.amaxes + (w + t) * MOST_HEADS + g))
-                amax = other if other > amax else amax
-            amax = max_pattern(max_pattern(amax, lane ^ 1), lane ^ 2)
+            m = read_maximum(m, lane, g, t, s)
+            soften(m, held, lane, warp, g, s, x)
+            scale_by_values(Cache(v, first_v, row_v), here_key, position, lane, v_raw, held, inv, x)
+            amax = largest_amax(x, lane, warp, g, t, s)
             here = afresh(n_ctx)  # what follows of it is not kept in registers
             most_pieces = i32(i32(here + PIECE - 1) >> 7)
             first_head = i32((afresh(i32(cuda.blockIdx.y)) * parts + cuda.blockIdx.x % parts) * heads)
-            at = i32(i32(token * n_head + first_head) * most_pieces + now)  # of the first head's piece
-            statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * at
+            to = Pieces(pieces, i32(i32(token * n_head + first_head) * most_pieces + now), most_pieces)
+            statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * to.first
             d_p, inv_p = scales(amax)
             mask = pair_mask(here)
             for i in range(n_steps):
                 both[i] = limb_pair(lifted(x[2 * i], inv_p), lifted(x[2 * i + 1], inv_p), mask)
-            if tid < 4 * heads:
-                if t == 0:
-                    put(s, where.d_p + g, d_p)
-                    st(pieces, statistics + i32(2 * g * most_pieces), m)
-            if warp < heads:
-                l = sum8(s, where.p + warp * PIECE + (lane & 15))
-                l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
-                if lane == 0:
-                    st(pieces, statistics + i32(2 * warp * most_pieces) + 1, l)
+            store_statistics(to, statistics, m, d_p, tid, lane, warp, g, t, s)
 
             # 3. o
-            if whole:
-                leave_slabs(both, v_raw, 0, inv, mask, tid, s)
-                if n_slabs > at_once:
-                    more_slabs(both, v_raw, at_once, inv, mask, tid, s, pieces, at, most_pieces)
-                if n_slabs > 2 * at_once:
-                    more_slabs(both, v_raw, 2 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
-                if n_slabs > 3 * at_once:
-                    more_slabs(both, v_raw, 3 * at_once, inv, mask, tid, s, pieces, at, most_pieces)
-            else:
-                b = i32(0)
-                while b < n_slabs:
-                    load_value_slab(v, first_v, row_v, here_key, position, b, lane, v_raw)
-                    side = i32(b & (at_once - 1))
-                    leave_slab(both, v_raw, 0, side, inv, mask, tid, s)
-                    b = i32(b + 1)
-                    if side == at_once - 1 or b == n_slabs:
-                        cuda.syncthreads()  # sums of the warps are written
-                        add_up(i32(b - 1 - side), tid, s, pieces, at, most_pieces)
-                        cuda.syncthreads()  # and read
+            weigh_slabs(both, Cache(v, first_v, row_v), here_key, position, v_raw, inv, mask, lane, tid, s, to)
             if piece <= position >> 7:
                 row_v = i32(afresh(cell_v) >> 3)
                 load_present(present, i64(afresh(sequence)) * n_ctx, key, position, lane, held)
                 if whole and not ahead:
-                    load_keys(k, first_k, row_k, key, position, lane, k_raw, 0)
-                if whole and not values_late():
-                    load_values(v, first_v, row_v, key, position, lane, v_raw)
+                    load_keys(keys, key, position, lane, k_raw, 0)
+                if whole and not late():
+                    load_values(Cache(v, first_v, row_v), key, position, lane, v_raw)
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
-                add_up((n_slabs - 1) // at_once * at_once, tid, s, pieces, at, most_pieces)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32), n_threads, RESIDENT[n_warps])
+                fold((n_slabs - 1) // at_once * at_once, tid, s, to)
+    parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32
+    return Kernel(kernel, parameters, n_threads, RESIDENT[n_warps])
 
 
-def flash_attn_ext_few(target, type_k, type_v, q, k, v, seq, pos, present, pieces, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
-                       n_splits, n_warps):
-    """Pieces of n tokens: arguments of `flash_attn_ext`, pieces: address of what `flash_attn_ext_combine` takes. heads of a block, n_splits blocks
-    of n_warps share the pieces of a token's heads."""
-    parts = n_head // n_head_kv // heads
-    kernel, grid = flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps), (n_splits * parts, n_head_kv, n)
-    args = q, k, v, seq, pos, present, pieces, n_ctx, row_v, window, scale
-    return target.launch(kernel, grid, 32 * n_warps, args, 4 * shared_layout(dim_k, dim_v, heads, n_warps).n_words)
+def flash_attn_ext_few(call):
+    """The pieces of `flash_attn_ext` in call.scratch, by call.plan: n_splits blocks of n_warps share those of a token's heads."""
+    plan, size = call.plan, sizes(call)
+    parts = size.n_head // size.n_head_kv // plan.heads
+    kernel = flash_attn_ext_few_kernel(call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, parts, plan.n_warps)
+    args = *addresses(call), call.scratch.data, size.n_ctx, size.row_v, size.window, call.scale
+    n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.heads, plan.n_warps).n_words
+    return call.device.launch(kernel, (plan.n_splits * parts, size.n_head_kv, size.n), 32 * plan.n_warps, args, n_bytes)

@@ -1,30 +1,33 @@
 """Attention of many queries over f16 and q8_0 caches, on int8 tensor cores (numerics, section 8).
 
-A block takes 16 rows a warp, a row being one token and one of up to 8 query heads of one KV head, and goes through the pieces of 128 keys in position order;
-or several blocks share the pieces of the same rows, each taking every so many-th, and leave (m, l, o) to `flash_attn_ext_combine`.
-Tokens of a block that are of several sequences are taken run by run; pieces behind a run's last position or before what its windows reach are not touched,
-nor are those of a warp whose rows see none of their keys. In a piece
+A block takes 16 rows a warp, a row being one token and one of up to 8 query heads of one KV head, and goes through the pieces of
+128 keys in position order; or several blocks share the pieces of the same rows, each taking every so many-th, and leave (m, l, o)
+to `flash_attn_ext_combine`. Tokens of a block that are of several sequences are taken run by run; pieces behind a run's last
+position or before what its windows reach are not touched, nor are those of a warp whose rows see none of their keys. In a piece
 
-    1. the block makes limbs of keys and values in shared memory, of 16 keys a warp: lane l = 4 g + t has the channels 8 t .. and 32 + 8 t .. of each 64 of
-       keys g and g + 8, and the channels 8 g .. of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
+    1. the block makes limbs of keys and values in shared memory, of 16 keys a warp: lane l = 4 g + t has the channels 8 t .. and
+       32 + 8 t .. of each 64 of keys g and g + 8, and the channels 8 g .. of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t
     2. a warp multiplies its queries with all keys: lane l has the scores of rows g and g + 8 with keys 2 t, 2 t + 1 of each 8
-    3. m, p, l (the tree goes over the keys of a lane, then over lanes) and the limbs of p', which lie as the next product wants them
+    3. m, p, l (the tree goes over the keys of a lane, then over lanes) and the limbs of p', which lie as the next product wants
+       them
     4. a warp multiplies p' with all values, and combines or leaves o
 
-Shared memory, [row of 16-byte pieces, one to spare so that eight rows lie in all 32 banks]: a key's words 0..3 of all t, of each 64 channels; a channel's words
-(four keys) of all t, for each 16 keys. Channel 8 g + e of each 64 is row 8 e + g, a column g of the e-th product.
+Shared memory, [row of 16-byte pieces, one to spare so that eight rows lie in all 32 banks]: a key's words 0..3 of all t, of each
+64 channels; a channel's words (four keys) of all t, for each 16 keys. Channel 8 g + e of each 64 is row 8 e + g, a column g of
+the e-th product.
 """
 from itertools import accumulate
 from typing import NamedTuple
 
 from numba import cuda, types
 
-from .fixed_point import CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest, scales, value_loader
-from .flash_attn_ext_combine import PIECE, first_piece, sink, statistics_at
-from .flash_attn_ext_few import amax4, four, get, limbs4, max_lane, max_pattern, put
+from .fixed_point import (CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest,
+                          scales, value_loader)
+from .flash_attn_ext_combine import PIECE, addresses, first_piece, sink, sizes, statistics_at
+from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2, lds4, mma32, mul,
-                  shuffle, st, st4, sts, sub, u32)
+from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2,
+                  lds4, mma32, mul, shuffle, st, st4, sts, sub, u32)
 from .set_rows import larger
 
 ROWS = 16           # of a warp
@@ -56,7 +59,8 @@ def k_stride(dim_k: int) -> int:
 def shared_layout(dim_k: int, dim_v: int, n_warps: int) -> Shared:
     n_blocks, n_slabs = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
     k, v = PIECE * k_stride(dim_k), n_slabs * CHANNELS * KEYS_STRIDE
-    return Shared(*accumulate((k, k, v, v, n_blocks * PIECE, PIECE, PIECE, n_warps * n_blocks * Q_WORDS, n_warps * n_blocks * ROWS), initial=0))
+    sizes = k, k, v, v, n_blocks * PIECE, PIECE, PIECE, n_warps * n_blocks * Q_WORDS, n_warps * n_blocks * ROWS
+    return Shared(*accumulate(sizes, initial=0))
 
 
 @device
@@ -66,23 +70,117 @@ def add_lanes(x, lane):
     return add(x, as_f32(shuffle(as_i32(x), lane ^ 1)))
 
 
-@factory([("f16", "f16", 64, 64, 3, 4, False, False), ("f16", "f16", 128, 128, 4, 8, False, False), ("f16", "f16", 64, 64, 8, 8, False, True),
-          ("q8_0", "f16", 128, 72, 8, 4, False, True), ("f16", "f16", 192, 128, 1, 8, False, False), ("q8_0", "q8_0", 128, 128, 1, 8, False, False),
-          ("f16", "f16", 64, 64, 3, 4, True, False), ("f16", "q8_0", 128, 128, 4, 4, True, False), ("q8_0", "f16", 192, 72, 8, 4, True, False)])
-def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there):
-    K, V, where, z = OCTETS[type_k], OCTETS[type_v], shared_layout(dim_k, dim_v, n_warps), i32(0)
-    n_blocks, n_slabs, tokens = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), ROWS * n_warps // heads
-    k_words, v_words, k_row = K.n_words, V.n_words, k_stride(dim_k)
-    n_k_raw, n_v_raw, n_outputs = 2 * n_blocks * k_words, n_slabs * v_words, 16 if split else 32 * n_slabs
-    amax_k, merge_k, pattern_k, values_k = K[3:]
-    amax_v, merge_v, pattern_v, values_v = V[3:]
-    load_key, load_value = key_loader(K, dim_k), value_loader(V, dim_v)
+@device
+def add4(a, b):
+    return add(a[0], b[0]), add(a[1], b[1]), add(a[2], b[2]), add(a[3], b[3])
 
-    # 1. Limbs in shared memory
+
+class Constants(NamedTuple):
+    """What a kernel is compiled for, and what follows from it: all stages know it when they are compiled."""
+    K: object          # Octets: how keys are read and widened,
+    V: object          # and values
+    dim_k: int
+    dim_v: int
+    heads: int         # of a block, of one KV head
+    n_warps: int
+    split: bool        # several blocks share the pieces of the same rows: they store (m, l, o) of each piece
+    sinks_there: bool
+    n_blocks: int      # of 64 channels of Q and K
+    n_slabs: int       # of 64 channels of V
+    where: Shared
+
+
+def constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there) -> Constants:
+    return Constants(OCTETS[type_k], OCTETS[type_v], dim_k, dim_v, heads, n_warps, split, sinks_there, -(-dim_k // CHANNELS),
+                     -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps))
+
+
+# The stages. s: the shared memory of the block, int32, laid out as `Shared`. Lane l = 4 g + t of a warp has rows g and g + 8 of
+# the warp's 16. Local arrays lie in registers. Where a stage has no barrier of its own, the kernel's two around `stage_piece`
+# protect what it reads and writes.
+
+class Rows(NamedTuple):
+    """Device functions of the rows of a block: which token and head each is, and where its values lie."""
+    token_and_head: object  # (tid, second) -> (token, head) of the block, of a lane's row g (second = 0) or g + 8 (second = 8)
+    index: object           # (first_token, token, head) -> number, int64, of a row among all tokens' heads: q is [index][dim_k],
+                            # out is [index][dim_v]
+    of_piece: object        # (first_token, token, head, n_ctx, first, bound) -> number of a row's piece among all stored pieces
+
+
+def rows_of(const: Constants) -> Rows:
+    heads = const.heads
 
     @device
-    def key_octets(raw, first, inv, at, s):
-        x, y = values_k(raw, first), values_k(raw, first + k_words)
+    def token_and_head(tid, second):
+        row = i32((tid >> 5) * ROWS + ((tid & 31) >> 2) + second)
+        token = i32(row // heads)
+        return token, i32(row - token * heads)
+
+    @device
+    def index(first_token, token, head):
+        return i64(i32(i32(first_token + token) * i32(cuda.gridDim.x * heads) + i32(cuda.blockIdx.x * heads) + head))
+
+    @device
+    def of_piece(first_token, token, head, n_ctx, first, bound):
+        """Of the piece that begins at position `first`; -1 for a row whose query is before the piece, or is not to be touched."""
+        row = -1
+        if first <= bound:
+            row = i32(i32(index(first_token, token, head)) * ((n_ctx + PIECE - 1) // PIECE) + (first >> 7))
+        return i32(row)
+    return Rows(token_and_head, index, of_piece)
+
+
+# Queries, once a block
+
+def query_loader(const: Constants):
+    """(q, first_token, n_tokens, token, head, row, tid, scale, s): limbs of one query in shared memory, by the four lanes of its
+    row, that of row g (row = 0) or g + 8 (row = 1). Of each 64 channels b: d_q, 16256 / amax = scales(amax); hi and lo limbs of
+    lifted(mul(q, 16256 / amax)) as words of A to `q` [warp][b][hi, lo][half][lane][4], mul(d_q, scale) to `q_d` [warp][b][row].
+    Only this warp reads them, behind the kernel's first barrier.
+
+    q: f32 [tokens][heads][dim_k]; first_token: of the block; token, head: of the row, from the block's first ones; zeros where
+    token >= n_tokens."""
+    where, n_blocks, dim_k, index = const.where, const.n_blocks, const.dim_k, rows_of(const).index
+
+    @device
+    def load_block(q, at, b, row, valid, tid, scale, s):
+        """64 channels. at: index of the query's first channel; valid: whether there is such a query."""
+        lane, warp = tid & 31, tid >> 5
+        d, (x, y, u, w) = query_limbs(q, at, valid, b, dim_k, lane)
+        to = where.q + (warp * n_blocks + b) * Q_WORDS + 4 * lane + row
+        sts(s, to, x[0])
+        sts(s, to + 2, y[0])
+        sts(s, to + 128, u[0])
+        sts(s, to + 130, w[0])
+        sts(s, to + 256, x[1])
+        sts(s, to + 258, y[1])
+        sts(s, to + 384, u[1])
+        sts(s, to + 386, w[1])
+        if lane & 3 == 0:
+            put(s, where.q_d + (warp * n_blocks + b) * ROWS + (lane >> 2) + 8 * row, mul(d, scale))
+
+    @device
+    def load_query(q, first_token, n_tokens, token, head, row, tid, scale, s):
+        for b in range(n_blocks):
+            load_block(q, index(first_token, token, head) * dim_k, b, row, token < n_tokens, tid, scale, s)
+    return load_query
+
+
+# 1. Limbs of keys and values in shared memory
+
+def key_splitter(const: Constants):
+    """(raw0, raw1, b, key, lane, s): limbs and scale of block b (64 channels) of keys `key` and key + 8 of the piece. raw0, raw1:
+    u32 arrays, what the lane has read of either key: of each block the channels 8 t .. and 32 + 8 t ...
+
+    d_k, 16256 / amax = scales(amax of the block), limbs of lifted(mul(k, 16256 / amax)). Written: int8 limbs to `k_hi`, `k_lo`
+    [key][k_stride words], f32 to `d_k` [b][key]. A key lies with four lanes, which exchange their amaxes: two lanes divide for
+    one key."""
+    where, k_words, k_row, z = const.where, const.K.n_words, k_stride(const.dim_k), i32(0)
+    amax_of, merge, pattern, values = const.K[3:]
+
+    @device
+    def split_octets(raw, first, inv, at, s):
+        x, y = values(raw, first), values(raw, first + k_words)
         a, c = limbs4((x[0], x[1], x[2], x[3]), inv), limbs4((x[4], x[5], x[6], x[7]), inv)
         e, f = limbs4((y[0], y[1], y[2], y[3]), inv), limbs4((y[4], y[5], y[6], y[7]), inv)
         sts(s, where.k_hi + at, a[0])
@@ -95,54 +193,93 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         sts(s, where.k_lo + at + 12, f[1])
 
     @device
-    def key_block(raw0, raw1, b, key, lane, s):
-        """Block b of keys key and key + 8, which lie with four lanes: two of these divide for one."""
+    def split_keys(raw0, raw1, b, key, lane, s):
         first, at = 2 * b * k_words, key * k_row + b * 16 + (lane & 3)
-        one, two = amax_k(amax_k(z, raw0, first), raw0, first + k_words), amax_k(amax_k(z, raw1, first), raw1, first + k_words)
-        state = merge_k(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
-        d, inv = scales(pattern_k(merge_k(state, shuffle(state, lane ^ 1))))
+        one = amax_of(amax_of(z, raw0, first), raw0, first + k_words)
+        two = amax_of(amax_of(z, raw1, first), raw1, first + k_words)
+        state = merge(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
+        d, inv = scales(pattern(merge(state, shuffle(state, lane ^ 1))))
         if lane & 1 == 0:
             put(s, where.d_k + b * PIECE + key + 4 * (lane & 2), d)
-        key_octets(raw0, first, as_f32(shuffle(as_i32(inv), lane & -3)), at, s)
-        key_octets(raw1, first, as_f32(shuffle(as_i32(inv), lane | 2)), at + 8 * k_row, s)
+        split_octets(raw0, first, as_f32(shuffle(as_i32(inv), lane & -3)), at, s)
+        split_octets(raw1, first, as_f32(shuffle(as_i32(inv), lane | 2)), at + 8 * k_row, s)
+    return split_keys
+
+
+def value_splitter(const: Constants):
+    """(raw0, raw1, raw2, raw3, key, g, t, lane, s): limbs and scales of the values of 16 keys of the piece, from `key` on. raw0
+    .. raw3: u32 arrays, what the lane has read of the values of keys key + 2 t, + 2 t + 1, + 8 + 2 t, + 9 + 2 t: of each 64
+    channels those from 8 g on.
+
+    d_v, 16256 / amax = scales(amax of all channels of a value), limbs of lifted(mul(v, 16256 / amax)). Written: int8 limbs to
+    `v_hi`, `v_lo` [row][KEYS_STRIDE words], a word the limbs of the lane's four keys and row 8 e + g the channel 8 g + e of each
+    64; f32 to `d_v` [key]. A value lies with the eight lanes of one t, which exchange their amaxes: each divides for one of four
+    keys."""
+    where, n_slabs, v_words, z = const.where, const.n_slabs, const.V.n_words, i32(0)
+    amax_of, merge, pattern, values = const.V[3:]
 
     @device
-    def value_state(raw):
-        state = amax_v(z, raw, 0)
+    def amax_state(raw):
+        state = amax_of(z, raw, 0)
         if n_slabs > 1:
-            state = amax_v(state, raw, v_words)
+            state = amax_of(state, raw, v_words)
         return state
 
     @device
-    def value_scales(raw0, raw1, raw2, raw3, key, lane, s):
-        """16256 / amax of keys 2 t, 2 t + 1, 8 + 2 t, 9 + 2 t, whose channels lie with the lanes of one t: each divides for key g & 3 of these."""
-        a, b, c, d = value_state(raw0), value_state(raw1), value_state(raw2), value_state(raw3)
-        a, b = (merge_v(c if lane & 8 else a, shuffle(a if lane & 8 else c, lane ^ 8)), merge_v(d if lane & 8 else b, shuffle(b if lane & 8 else d, lane ^ 8)))
-        state = merge_v(b if lane & 4 else a, shuffle(a if lane & 4 else b, lane ^ 4))
-        d_v, inv = scales(pattern_v(merge_v(state, shuffle(state, lane ^ 16))))
+    def exchange_scales(raw0, raw1, raw2, raw3, key, lane, s):
+        """16256 / amax of the lane's four keys, of which it divides for number g & 3."""
+        a, b, c, d = amax_state(raw0), amax_state(raw1), amax_state(raw2), amax_state(raw3)
+        a, b = (merge(c if lane & 8 else a, shuffle(a if lane & 8 else c, lane ^ 8)),
+                merge(d if lane & 8 else b, shuffle(b if lane & 8 else d, lane ^ 8)))
+        state = merge(b if lane & 4 else a, shuffle(a if lane & 4 else b, lane ^ 4))
+        d_v, inv = scales(pattern(merge(state, shuffle(state, lane ^ 16))))
         if lane < 16:
             put(s, where.d_v + key + 2 * (lane & 3) + (lane & 8) + ((lane >> 2) & 1), d_v)
         inv, t = as_i32(inv), lane & 3
         return as_f32(shuffle(inv, t)), as_f32(shuffle(inv, t + 4)), as_f32(shuffle(inv, t + 8)), as_f32(shuffle(inv, t + 12))
 
     @device
-    def value_word(a, b, c, d, inv, at, s):
+    def split_channel(a, b, c, d, inv, at, s):
         hi, lo = limbs(lifted(a, inv[0]), lifted(b, inv[1]), lifted(c, inv[2]), lifted(d, inv[3]))
         sts(s, where.v_hi + at, hi)
         sts(s, where.v_lo + at, lo)
 
     @device
-    def value_slab(raw0, raw1, raw2, raw3, b, inv, at, s):
-        """at: of channel 8 g of the slab."""
-        x, y, u, w = values_v(raw0, b * v_words), values_v(raw1, b * v_words), values_v(raw2, b * v_words), values_v(raw3, b * v_words)
-        value_word(x[0], y[0], u[0], w[0], inv, at, s)
-        value_word(x[1], y[1], u[1], w[1], inv, at + 8 * KEYS_STRIDE, s)
-        value_word(x[2], y[2], u[2], w[2], inv, at + 16 * KEYS_STRIDE, s)
-        value_word(x[3], y[3], u[3], w[3], inv, at + 24 * KEYS_STRIDE, s)
-        value_word(x[4], y[4], u[4], w[4], inv, at + 32 * KEYS_STRIDE, s)
-        value_word(x[5], y[5], u[5], w[5], inv, at + 40 * KEYS_STRIDE, s)
-        value_word(x[6], y[6], u[6], w[6], inv, at + 48 * KEYS_STRIDE, s)
-        value_word(x[7], y[7], u[7], w[7], inv, at + 56 * KEYS_STRIDE, s)
+    def split_slab(raw0, raw1, raw2, raw3, b, inv, at, s):
+        """The lane's eight channels of slab b. at: word of channel 8 g of the slab."""
+        x, y, u, w = values(raw0, b * v_words), values(raw1, b * v_words), values(raw2, b * v_words), values(raw3, b * v_words)
+        split_channel(x[0], y[0], u[0], w[0], inv, at, s)
+        split_channel(x[1], y[1], u[1], w[1], inv, at + 8 * KEYS_STRIDE, s)
+        split_channel(x[2], y[2], u[2], w[2], inv, at + 16 * KEYS_STRIDE, s)
+        split_channel(x[3], y[3], u[3], w[3], inv, at + 24 * KEYS_STRIDE, s)
+        split_channel(x[4], y[4], u[4], w[4], inv, at + 32 * KEYS_STRIDE, s)
+        split_channel(x[5], y[5], u[5], w[5], inv, at + 40 * KEYS_STRIDE, s)
+        split_channel(x[6], y[6], u[6], w[6], inv, at + 48 * KEYS_STRIDE, s)
+        split_channel(x[7], y[7], u[7], w[7], inv, at + 56 * KEYS_STRIDE, s)
+
+    @device
+    def split_values(raw0, raw1, raw2, raw3, key, g, t, lane, s):
+        inv, to = exchange_scales(raw0, raw1, raw2, raw3, key, lane, s), g * KEYS_STRIDE + (key >> 2) + t
+        split_slab(raw0, raw1, raw2, raw3, 0, inv, to, s)
+        if n_slabs > 1:
+            split_slab(raw0, raw1, raw2, raw3, 1, inv, to + CHANNELS * KEYS_STRIDE, s)
+    return split_values
+
+
+def piece_stager(const: Constants):
+    """(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s): the block makes limbs of a piece in shared
+    memory, 16 keys a warp at a time: k_hi, k_lo, d_k, v_hi, v_lo, d_v, and `seen` [key], the position from which a key is seen,
+    NEVER where it is not present or lies behind `last`. Between two barriers of the block: before the first all are done with the
+    piece before, behind the second all see this one.
+
+    k: cache [cells][n_head_kv][dim_k]; v: cache [cells][row_v], dim_v channels a KV head; present: u8 [cells]; cell: the first
+    one of the sequence; first: position at which the piece begins; last: position of the last key that a row of the block may
+    see. Keys behind it are read there or not at all."""
+    where, n_blocks, dim_k, dim_v, n_warps = const.where, const.n_blocks, const.dim_k, const.dim_v, const.n_warps
+    # Words of a key and of a value that a lane holds
+    n_k_raw, n_v_raw = 2 * n_blocks * const.K.n_words, const.n_slabs * const.V.n_words
+    load_key, load_value = key_loader(const.K, dim_k), value_loader(const.V, dim_v)
+    split_keys, split_values = key_splitter(const), value_splitter(const)
 
     @device
     def load_pair(v, cell, position, last, row_v, head_kv, g, raw0, raw1):
@@ -151,15 +288,16 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         load_value(v, (cell + min(position + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw1, 0)
 
     @device
-    def stage(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
-        """Keys key .. key + 15 of the piece that begins at position `first`; those beyond `last` are not seen, and read there or not at all."""
+    def stage_keys(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
+        """Keys key .. key + 15 of the piece, by a warp."""
         k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
         v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         g, t = lane >> 2, lane & 3
         if lane < ROWS:
             position = i32(first + key + lane)
-            sts(s, where.seen + key + lane, position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
+            sts(s, where.seen + key + lane,
+                position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
         if first + key <= last:
             at, even = first + key + g, first + key + 2 * t
             load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k0, 0)
@@ -167,41 +305,42 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             load_pair(v, cell, even, last, row_v, head_kv, g, v0, v1)
             if n_blocks < 3:  # of more, registers are not enough
                 load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
-            key_block(k0, k1, 0, key + g, lane, s)
+            split_keys(k0, k1, 0, key + g, lane, s)
             if n_blocks > 1:
-                key_block(k0, k1, 1, key + g, lane, s)
+                split_keys(k0, k1, 1, key + g, lane, s)
             if n_blocks > 2:
-                key_block(k0, k1, 2, key + g, lane, s)
+                split_keys(k0, k1, 2, key + g, lane, s)
                 load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
-            inv, to = value_scales(v0, v1, v2, v3, key, lane, s), g * KEYS_STRIDE + (key >> 2) + t
-            value_slab(v0, v1, v2, v3, 0, inv, to, s)
-            if n_slabs > 1:
-                value_slab(v0, v1, v2, v3, 1, inv, to + CHANNELS * KEYS_STRIDE, s)
-
-    # 2. Scores
+            split_values(v0, v1, v2, v3, key, g, t, lane, s)
 
     @device
-    def query_block(q, at, b, row, valid, tid, scale, s):
-        """Block b of the query of row g (row = 0) or g + 8 (1): its words of A and d_q * scale. at: where it begins."""
-        lane, warp = tid & 31, tid >> 5
-        channel = b * CHANNELS + 8 * (lane & 3)
-        first, second = valid and channel < dim_k, valid and channel + 32 < dim_k
-        x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
-        u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
-        amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(z, x), y), u), w), lane ^ 1), lane ^ 2)
-        d, inv = scales(amax)
-        x, y, u, w = limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv)
-        to = where.q + (warp * n_blocks + b) * Q_WORDS + 4 * lane + row
-        sts(s, to, x[0])
-        sts(s, to + 2, y[0])
-        sts(s, to + 128, u[0])
-        sts(s, to + 130, w[0])
-        sts(s, to + 256, x[1])
-        sts(s, to + 258, y[1])
-        sts(s, to + 384, u[1])
-        sts(s, to + 386, w[1])
-        if lane & 3 == 0:
-            put(s, where.q_d + (warp * n_blocks + b) * ROWS + (lane >> 2) + 8 * row, mul(d, scale))
+    def stage_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
+        cuda.syncthreads()  # all are done with the piece before
+        part = i32(tid >> 5)
+        while part < PIECE // ROWS:
+            stage_keys(k, v, present, cell, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
+            part = i32(part + n_warps)
+        cuda.syncthreads()  # the limbs are there
+    return stage_piece
+
+
+# 2. Scores
+
+@device
+def sees(bound, at, window):
+    """Whether a query at position `bound` sees a key that is seen from `at` on: 0 <= bound - at < window."""
+    return u32(i32(bound - at)) < u32(window)
+
+
+def scorer(const: Constants):
+    """(tid, s, bound, window, reach, scores) -> m: the scores of a lane's two rows with the piece's keys, and the rows' largest
+    ones over visible keys of the lane, f32 pair, -infinity where there is none.
+
+    Per block b of 64 channels, with exact sums HH, MID, LL of the limbs' products (`mma32`): s = fma(mul(fixed_point, d_q scale),
+    d_k, s) from s = +0. scores: f32 [64] of the lane, written: [4 i + j] of row g (j < 2) or g + 8 and key 8 i + 2 t + j % 2.
+    bound: positions of the two rows' queries. Read: `q` and `q_d` of the warp, `k_hi`, `k_lo`, `d_k`, `seen`. reach: the last key
+    of the piece that a row of the warp may see; scores of pairs of eights beyond are not computed."""
+    where, n_blocks, k_row, z = const.where, const.n_blocks, k_stride(const.dim_k), i32(0)
 
     @device
     def add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores):
@@ -227,8 +366,10 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
 
     @device
     def add_block4(tid, s, i, b, reach, scores):
+        """Of four eights of keys."""
         tid = afresh(tid)
-        at, d = where.q + ((tid >> 5) * n_blocks + b) * Q_WORDS + 4 * (tid & 31), where.q_d + ((tid >> 5) * n_blocks + b) * ROWS + ((tid & 31) >> 2)
+        at, d = (where.q + ((tid >> 5) * n_blocks + b) * Q_WORDS + 4 * (tid & 31),
+                 where.q_d + ((tid >> 5) * n_blocks + b) * ROWS + ((tid & 31) >> 2))
         q_hi, u_hi, q_lo, u_lo = lds4(s, at), lds4(s, at + 128), lds4(s, at + 256), lds4(s, at + 384)
         q_d = get(s, d), get(s, d + 8)
         add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
@@ -238,11 +379,6 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             add_block(tid, s, i + 2, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
             apart()
             add_block(tid, s, i + 3, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
-
-    @device
-    def sees(bound, at, window):
-        """Whether a query at position `bound` sees a key that is seen from `at` on: 0 <= bound - at < window."""
-        return u32(i32(bound - at)) < u32(window)
 
     @device
     def max_of(tid, s, i, bound, window, scores, m):
@@ -255,7 +391,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
 
     @device
     def scores4(tid, s, i, bound, window, reach, scores, m):
-        """reach: the last key of the piece that a row of the warp may see; scores of pairs of eights beyond are not computed."""
+        """Of four eights of keys."""
         for j in range(16):
             scores[4 * i + j] = ZERO
         if 8 * i <= reach:
@@ -270,11 +406,29 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             m = max_of(tid, s, i + 3, bound, window, scores, m)
         return m
 
-    # 3. p
+    @device
+    def score(tid, s, bound, window, reach, scores):
+        m = scores4(tid, s, 0, bound, window, reach, scores, (MINUS_INFINITY, MINUS_INFINITY))
+        m = scores4(tid, s, 4, bound, window, reach, scores, m)
+        m = scores4(tid, s, 8, bound, window, reach, scores, m)
+        return scores4(tid, s, 12, bound, window, reach, scores, m)
+    return score
+
+
+# 3. p
+
+def exponentials(const: Constants):
+    """(lane, s, bound, window, reach, m, scores) -> (l, amax): p of a lane's keys and two rows, and p' in the place of the
+    scores.
+
+    p = exp(sub(s, m)) of visible keys, +0 of others; p' = mul(p, d_v) likewise; l = sum128(p): over the keys of a lane, 64 apart
+    first, then over the four lanes of a row. m: f32 pair, of the rows, the same for all their lanes; l: f32 pair, likewise; amax:
+    i32 pair, bit patterns of the largest p' of the lane. Read: `seen`, `d_v`. The other arguments are as of `scorer`."""
+    where, z = const.where, i32(0)
 
     @device
     def weight(lane, s, i, bound, window, reach, m, scores, amax):
-        """p of four keys; their p' take the place of scores."""
+        """p of four keys."""
         p0, p1, p2, p3 = ZERO, ZERO, ZERO, ZERO
         if 8 * (i & -2) <= reach:
             lane = afresh(lane)
@@ -291,10 +445,6 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         return (p0, p1, p2, p3), amax
 
     @device
-    def add4(a, b):
-        return add(a[0], b[0]), add(a[1], b[1]), add(a[2], b[2]), add(a[3], b[3])
-
-    @device
     def weights4(lane, s, i, bound, window, reach, m, scores, amax):
         """The tree over keys 64, then 32 apart."""
         a, amax = weight(lane, s, i, bound, window, reach, m, scores, amax)
@@ -303,11 +453,74 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         d, amax = weight(lane, s, i + 12, bound, window, reach, m, scores, amax)
         return add4(add4(a, b), add4(c, d)), amax
 
-    # 4. o
+    @device
+    def soften(lane, s, bound, window, reach, m, scores):
+        x, amax = weights4(lane, s, 0, bound, window, reach, m, scores, (z, z))
+        y, amax = weights4(lane, s, 2, bound, window, reach, m, scores, amax)
+        x = add4(x, y)
+        y, amax = weights4(lane, s, 1, bound, window, reach, m, scores, amax)
+        w, amax = weights4(lane, s, 3, bound, window, reach, m, scores, amax)
+        x = add4(x, add4(y, w))
+        l0 = add(add_lanes(x[0], lane), add_lanes(x[1], lane))
+        l1 = add(add_lanes(x[2], lane), add_lanes(x[3], lane))
+        return (l0, l1), amax
+    return soften
+
+
+@device
+def quantize_p(lane, amax, scores, p_hi, p_lo):
+    """d_p, f32 pair: d_p, 16256 / amax = scales(largest p' of a row, over its four lanes); limbs of lifted(mul(p', 16256 /
+    amax)). scores: f32 [64], p' of the lane; p_hi, p_lo: u32 [16], written: the words of A for `mma32`, [2 i + r] of row g + 8 r
+    and 16 keys from 16 i on, four of them a lane."""
+    d0, inv0 = scales(max_pattern(max_pattern(amax[0], lane ^ 1), lane ^ 2))
+    d1, inv1 = scales(max_pattern(max_pattern(amax[1], lane ^ 1), lane ^ 2))
+    for i in range(8):  # a word of either row, of 16 keys
+        j = 8 * i
+        p_hi[2 * i], p_lo[2 * i] = limbs4((scores[j], scores[j + 1], scores[j + 4], scores[j + 5]), inv0)
+        p_hi[2 * i + 1], p_lo[2 * i + 1] = limbs4((scores[j + 2], scores[j + 3], scores[j + 6], scores[j + 7]), inv1)
+    return d0, d1
+
+
+# 4. o
+
+@device
+def rescaling(m, l, M):
+    """(M, a, b), f32 pairs, of two rows and a piece: new M = the larger of M and m, a = exp(sub(M, new M)), b = exp(sub(m, new
+    M)). A row that sees no key, whose l is 0 (the largest of visible keys has p = 1, or NaN), stays as it is: fma(O, 1, mul(+0,
+    -0))."""
+    M0, M1 = larger_float(M[0], m[0]), larger_float(M[1], m[1])
+    a0, b0 = exp(sub(M[0], M0)), exp(sub(m[0], M0))
+    a1, b1 = exp(sub(M[1], M1)), exp(sub(m[1], M1))
+    if l[0] == ZERO:
+        a0, b0 = ONE, MINUS_ZERO
+    if l[1] == ZERO:
+        a1, b1 = ONE, MINUS_ZERO
+    return (M0, M1), (a0, a1), (b0, b1)
+
+
+@device
+def store_statistics(out, statistics, row, lane, m, l):
+    """(m, l) of a row's piece to f32 [piece][2], which begins at `statistics` of `out`; row: the piece's number, -1 where nothing
+    is to be stored."""
+    if row >= 0 and lane & 3 == 0:
+        st(out, statistics + 2 * i64(row), m)
+        st(out, statistics + 2 * i64(row) + 1, l)
+
+
+def weigher(const: Constants):
+    """(lane, s, reach, p_hi, p_lo, d_p, a, b, O, out, rows): the piece's o of a lane's two rows. With exact sums HH, MID, LL over
+    the keys (`mma32`): o = mul(fixed_point, d_p). One block for all pieces: O = fma(O, a, mul(o, b)); where blocks share them, o
+    goes to `out`.
+
+    O: f32 [32 slabs], [4 i + j] of row g (j < 2) or g + 8 and column 8 i + 2 t + j % 2 of V, of which column 8 e + g of each 64
+    is the channel 8 g + e; of shared pieces [16], half a slab at a time. p_hi, p_lo: u32 [16], of `quantize_p`; d_p, a, b: f32
+    pairs; rows: i32 pair, the numbers of the rows' pieces in out, f32 [piece][dim_v], -1 for none. Read: `v_hi`, `v_lo`. reach:
+    as of `scorer`."""
+    where, split, n_slabs, dim_v, z = const.where, const.split, const.n_slabs, const.dim_v, i32(0)
 
     @device
-    def weigh_half(s, at, p_hi, p_lo, o, hh, mid, ll):
-        """Adds the products with 64 keys."""
+    def multiply_half(s, at, p_hi, p_lo, o, hh, mid, ll):
+        """Adds the products with 64 keys, whose words of A begin at o."""
         hi, lo = ldmatrix4(s, where.v_hi + at), ldmatrix4(s, where.v_lo + at)
         hh = mma32(p_hi[o], p_hi[o + 1], p_hi[o + 2], p_hi[o + 3], hi[0], hi[1], hh[0], hh[1], hh[2], hh[3])
         mid = mma32(p_hi[o], p_hi[o + 1], p_hi[o + 2], p_hi[o + 3], lo[0], lo[1], mid[0], mid[1], mid[2], mid[3])
@@ -320,38 +533,39 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         return hh, mid, ll
 
     @device
-    def output(O, i, hh, mid, ll, d_p, a, b):
+    def add_output(O, i, hh, mid, ll, d_p, a, b):
         o = mul(fixed_point(hh, rest(mid, ll)), d_p)
         O[i] = o if split else fma(O[i], a, mul(o, b))
 
     @device
-    def outputs(O, i, hh, mid, ll, d_p, a, b):
-        output(O, i, hh[0], mid[0], ll[0], d_p[0], a[0], b[0])
-        output(O, i + 1, hh[1], mid[1], ll[1], d_p[0], a[0], b[0])
-        output(O, i + 2, hh[2], mid[2], ll[2], d_p[1], a[1], b[1])
-        output(O, i + 3, hh[3], mid[3], ll[3], d_p[1], a[1], b[1])
+    def add_outputs(O, i, hh, mid, ll, d_p, a, b):
+        add_output(O, i, hh[0], mid[0], ll[0], d_p[0], a[0], b[0])
+        add_output(O, i + 1, hh[1], mid[1], ll[1], d_p[0], a[0], b[0])
+        add_output(O, i + 2, hh[2], mid[2], ll[2], d_p[1], a[1], b[1])
+        add_output(O, i + 3, hh[3], mid[3], ll[3], d_p[1], a[1], b[1])
 
     @device
     def weigh2(lane, s, i, to, reach, p_hi, p_lo, d_p, a, b, O):
-        """Columns 8 i + 2 t, 8 i + 2 t + 1 and those 8 further of two rows: two products side by side, but no more, or they take all registers. What keeps
-        them apart is the branch."""
+        """Columns 8 i + 2 t, 8 i + 2 t + 1 and those 8 further of two rows: two products side by side, but no more, or they take
+        all registers. What keeps them apart is the branch."""
         lane = afresh(lane)
         at, none = (8 * i + (lane & 7)) * KEYS_STRIDE + (lane >> 3) * 4, (z, z, z, z)
-        hh0, mid0, ll0 = weigh_half(s, at, p_hi, p_lo, 0, none, none, none)
+        hh0, mid0, ll0 = multiply_half(s, at, p_hi, p_lo, 0, none, none, none)
         apart()
-        hh1, mid1, ll1 = weigh_half(s, at + 8 * KEYS_STRIDE, p_hi, p_lo, 0, none, none, none)
-        if PIECE // 2 <= reach:
-            hh0, mid0, ll0 = weigh_half(s, at + 16, p_hi, p_lo, 8, hh0, mid0, ll0)
-            hh1, mid1, ll1 = weigh_half(s, at + 8 * KEYS_STRIDE + 16, p_hi, p_lo, 8, hh1, mid1, ll1)
-        outputs(O, to, hh0, mid0, ll0, d_p, a, b)
-        outputs(O, to + 4, hh1, mid1, ll1, d_p, a, b)
-        if not (before_blackwell() or split) and reach < 0:  # never, but the compiler does not know: it does not put the outputs off until all sums are there
+        hh1, mid1, ll1 = multiply_half(s, at + 8 * KEYS_STRIDE, p_hi, p_lo, 0, none, none, none)
+        if reach >= PIECE // 2:
+            hh0, mid0, ll0 = multiply_half(s, at + 16, p_hi, p_lo, 8, hh0, mid0, ll0)
+            hh1, mid1, ll1 = multiply_half(s, at + 8 * KEYS_STRIDE + 16, p_hi, p_lo, 8, hh1, mid1, ll1)
+        add_outputs(O, to, hh0, mid0, ll0, d_p, a, b)
+        add_outputs(O, to + 4, hh1, mid1, ll1, d_p, a, b)
+        # It never is, but the compiler does not know: it does not put the outputs off until all sums are there
+        if not (before_blackwell() or split) and reach < 0:
             for k in range(8):
                 put(s, k, O[to + k])
 
     @device
-    def leave_row(out, row, t, i, O, second):
-        """o of four channels of either column; row: of the pieces, -1 where nothing is to be left."""
+    def store_row(out, row, t, i, O, second):
+        """o of four channels of either column to a row's piece; row: its number, -1 where nothing is to be stored."""
         channel = (i >> 3) * CHANNELS + 16 * t + (i & 4)
         if row >= 0:
             if dim_v % CHANNELS == 0 or channel < dim_v:
@@ -360,62 +574,59 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
                 st4(out, i64(row) * dim_v + channel + 8, O[second + 1], O[5 + second], O[9 + second], O[13 + second])
 
     @device
-    def leave_statistics(out, statistics, row, lane, m, l):
-        if row >= 0 and lane & 3 == 0:
-            st(out, statistics + 2 * i64(row), m)
-            st(out, statistics + 2 * i64(row) + 1, l)
-
-    @device
     def weigh4(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O, out, rows):
+        """Half a slab: four eights of columns from 8 i on."""
         to = 0 if split else 4 * i
         weigh2(lane, s, i, to, reach, p_hi, p_lo, d_p, a, b, O)
         weigh2(lane, s, i + 2, to + 8, reach, p_hi, p_lo, d_p, a, b, O)
         if split:
-            leave_row(out, rows[0], lane & 3, i, O, 0)
-            leave_row(out, rows[1], lane & 3, i, O, 2)
+            store_row(out, rows[0], lane & 3, i, O, 0)
+            store_row(out, rows[1], lane & 3, i, O, 2)
+
+    @device
+    def weigh(lane, s, reach, p_hi, p_lo, d_p, a, b, O, out, rows):
+        weigh4(lane, s, 0, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+        weigh4(lane, s, 4, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+        if n_slabs > 1:
+            weigh4(lane, s, 8, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+            weigh4(lane, s, 12, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+    return weigh
+
+
+# A warp and a piece: 2., 3. and 4.
+
+def piece_worker(const: Constants):
+    """(tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> (M, L): a warp's rows with the piece in shared memory.
+
+    bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M, L: f32 pairs, O: f32 array, of all
+    pieces before, brought up to date. Where blocks share pieces, (m, l, o) of this one goes to numbers `rows` of `out` instead,
+    -1 for none. The warp's 32 lanes work together; it writes no shared memory, so warps need no barrier between them."""
+    split, score, soften, weigh = const.split, scorer(const), exponentials(const), weigher(const)
 
     @device
     def work(tid, s, bound, window, reach, M, L, O, out, rows, statistics):
-        """A warp's rows with the piece in shared memory. bound: the positions of two rows, -1 for a row that is not to be touched. Returns M and L; where
-        the blocks share pieces, (m, l, o) go to `rows` of `out`, -1 for none."""
         scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
         lane = i32(tid & 31)
-        m = scores4(tid, s, 0, bound, window, reach, scores, (MINUS_INFINITY, MINUS_INFINITY))
-        m = scores4(tid, s, 4, bound, window, reach, scores, m)
-        m = scores4(tid, s, 8, bound, window, reach, scores, m)
-        m = scores4(tid, s, 12, bound, window, reach, scores, m)
+        m = score(tid, s, bound, window, reach, scores)
         m = max_lane(max_lane(m[0], lane ^ 1), lane ^ 2), max_lane(max_lane(m[1], lane ^ 1), lane ^ 2)
-        x, amax = weights4(lane, s, 0, bound, window, reach, m, scores, (z, z))
-        y, amax = weights4(lane, s, 2, bound, window, reach, m, scores, amax)
-        x = add4(x, y)
-        y, amax = weights4(lane, s, 1, bound, window, reach, m, scores, amax)
-        w, amax = weights4(lane, s, 3, bound, window, reach, m, scores, amax)
-        x = add4(x, add4(y, w))
-        l0 = add(add_lanes(x[0], lane), add_lanes(x[1], lane))
-        l1 = add(add_lanes(x[2], lane), add_lanes(x[3], lane))
-        d0, inv0 = scales(max_pattern(max_pattern(amax[0], lane ^ 1), lane ^ 2))
-        d1, inv1 = scales(max_pattern(max_pattern(amax[1], lane ^ 1), lane ^ 2))
-        for i in range(8):  # a word of either row, of 16 keys
-            j = 8 * i
-            p_hi[2 * i], p_lo[2 * i] = limbs4((scores[j], scores[j + 1], scores[j + 4], scores[j + 5]), inv0)
-            p_hi[2 * i + 1], p_lo[2 * i + 1] = limbs4((scores[j + 2], scores[j + 3], scores[j + 6], scores[j + 7]), inv1)
+        l, amax = soften(lane, s, bound, window, reach, m, scores)
+        d_p = quantize_p(lane, amax, scores, p_hi, p_lo)
         if split:
-            leave_statistics(out, statistics, rows[0], lane, m[0], l0)
-            leave_statistics(out, statistics, rows[1], lane, m[1], l1)
-        # A row that sees no key, whose l is 0 (the largest of visible keys has p = 1, or NaN), stays as it is: fma(O, 1, mul(+0, -0))
-        M0, M1 = larger_float(M[0], m[0]), larger_float(M[1], m[1])
-        a0, b0 = exp(sub(M[0], M0)), exp(sub(m[0], M0))
-        a1, b1 = exp(sub(M[1], M1)), exp(sub(m[1], M1))
-        if l0 == ZERO:
-            a0, b0 = ONE, MINUS_ZERO
-        if l1 == ZERO:
-            a1, b1 = ONE, MINUS_ZERO
-        weigh4(lane, s, 0, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
-        weigh4(lane, s, 4, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
-        if n_slabs > 1:
-            weigh4(lane, s, 8, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
-            weigh4(lane, s, 12, reach, p_hi, p_lo, (d0, d1), (a0, a1), (b0, b1), O, out, rows)
-        return (M0, M1), (fma(L[0], a0, mul(l0, b0)), fma(L[1], a1, mul(l1, b1)))
+            store_statistics(out, statistics, rows[0], lane, m[0], l[0])
+            store_statistics(out, statistics, rows[1], lane, m[1], l[1])
+        M, a, b = rescaling(m, l, M)
+        weigh(lane, s, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+        return M, (fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1])))
+    return work
+
+
+# The result, once a block that is alone with its rows
+
+def row_writer(const: Constants):
+    """(sinks, out, head, at, t, M, L, O, row): out = div(O, L) of the lane's channels of row g (row = 0) or g + 8 (row = 1); with
+    a sink of the head, f32 [head], (a, L) = sink(M, L, it) and div(mul(O, a), L). O: f32 array, of `weigher`; out: f32 [..,
+    dim_v]; at: index of the row's first channel."""
+    sinks_there, n_slabs, dim_v = const.sinks_there, const.n_slabs, const.dim_v
 
     @device
     def result(x, a, L):
@@ -438,52 +649,71 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
                 channel = b * CHANNELS + 16 * t + 8 * column
                 if dim_v % CHANNELS == 0 or channel < dim_v:
                     write_octet(out, at + channel, 32 * b, a, L, O, row, column)
+    return write_row
+
+
+# The runs of a block: tokens of one sequence that follow each other
+
+@device
+def run_from(seq, pos, first_token, run, n_tokens):
+    """(sequence, end, first, last) of the run that begins with token `run` of the block: its tokens are run .. end - 1, their
+    positions first .. last."""
+    sequence, end, last, first = ld(seq, first_token + run), run, i32(-1), NEVER
+    while end < n_tokens and ld(seq, first_token + end) == sequence:
+        position = ld(pos, first_token + end)
+        first, last, end = i32(min(first, position)), i32(max(last, position)), i32(end + 1)
+    return sequence, end, first, last
+
+
+@device
+def positions_of_warp(bound, lane):
+    """(first, last) of the positions `bound` of a warp's rows, i32 pairs with its lanes, without those that are -1; NEVER and -1
+    if all are."""
+    last = max_pattern(max_pattern(max_pattern(i32(max(bound[0], bound[1])), lane ^ 4), lane ^ 8), lane ^ 16)
+    first = i32(min(bound[0] if bound[0] >= 0 else NEVER, bound[1] if bound[1] >= 0 else NEVER))
+    return i32(-max_pattern(max_pattern(max_pattern(i32(-first), lane ^ 4), lane ^ 8), lane ^ 16)), last
+
+
+@factory([("f16", "f16", 64, 64, 3, 4, False, False), ("f16", "f16", 128, 128, 4, 8, False, False),
+          ("f16", "f16", 64, 64, 8, 8, False, True), ("q8_0", "f16", 128, 72, 8, 4, False, True),
+          ("f16", "f16", 192, 128, 1, 8, False, False), ("q8_0", "q8_0", 128, 128, 1, 8, False, False),
+          ("f16", "f16", 64, 64, 3, 4, True, False), ("f16", "q8_0", 128, 128, 4, 4, True, False),
+          ("q8_0", "f16", 192, 72, 8, 4, True, False)])
+def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there):
+    """out: f32 [n, n_head, dim_v], or the pieces of `flash_attn_ext_combine` where blocks share them (split). A block: heads from
+    blockIdx.x * heads, tokens ROWS n_warps / heads of blockIdx.y, split: every gridDim.z-th piece from the blockIdx.z-th. M, L
+    (pairs) and O are of a lane's two rows, in registers."""
+    const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there)
+    tokens, n_outputs = ROWS * n_warps // heads, 16 if split else 32 * const.n_slabs
+    load_query, stage_piece, work, write_row = query_loader(const), piece_stager(const), piece_worker(const), row_writer(const)
+    row_of, index, row_of_piece = rows_of(const)
 
     @device
-    def row_of(tid, second):
-        """(token of the block, head of the block) of row g or, second = 8, g + 8 of a lane."""
-        row = i32((tid >> 5) * ROWS + ((tid & 31) >> 2) + second)
-        token = i32(row // heads)
-        return token, i32(row - token * heads)
-
-    @device
-    def index(first_token, token, head):
-        """Of a row among all tokens' heads."""
-        return i64(i32(i32(first_token + token) * i32(cuda.gridDim.x * heads) + i32(cuda.blockIdx.x * heads) + head))
-
-    @device
-    def row_of_piece(first_token, token, head, n_ctx, first, bound):
-        """Where o of a row and the piece that begins at `first` goes; -1 for a row whose query is before the piece, or is not to be touched."""
-        row = -1
-        if first <= bound:
-            row = i32(i32(index(first_token, token, head)) * ((n_ctx + PIECE - 1) // PIECE) + (first >> 7))
-        return i32(row)
+    def rows_of_piece(first_token, n_ctx, first, bound, tid):
+        token, head = row_of(tid, 0)
+        row0 = row_of_piece(first_token, token, head, n_ctx, first, bound[0])
+        token, head = row_of(tid, 8)
+        return row0, row_of_piece(first_token, token, head, n_ctx, first, bound[1])
 
     def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale, n_falling):
         s = cuda.shared.array(0, types.int32)
         O = cuda.local.array(n_outputs, f32)
         tid = i32(cuda.threadIdx.x)
         first_token = i32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * tokens)
-        if n_warps == 4 and not split:
-            if cuda.blockIdx.y >= n_falling:
-                first_token = i32((cuda.blockIdx.y - n_falling) * tokens)
+        if n_warps == 4 and not split and cuda.blockIdx.y >= n_falling:
+            first_token = i32((cuda.blockIdx.y - n_falling) * tokens)
         n_tokens = i32(min(tokens, n - first_token))
         token, head = row_of(tid, 0)
-        for b in range(n_blocks):
-            query_block(q, index(first_token, token, head) * dim_k, b, 0, token < n_tokens, tid, scale, s)
+        load_query(q, first_token, n_tokens, token, head, 0, tid, scale, s)
         token, head = row_of(tid, 8)
-        for b in range(n_blocks):
-            query_block(q, index(first_token, token, head) * dim_k, b, 1, token < n_tokens, tid, scale, s)
+        load_query(q, first_token, n_tokens, token, head, 1, tid, scale, s)
         for i in range(n_outputs):
             O[i] = ZERO
         M, L = (MINUS_INFINITY, MINUS_INFINITY), (ZERO, ZERO)
 
         run = i32(0)
         while run < n_tokens:
-            sequence, end, last, first = ld(seq, first_token + run), run, i32(-1), NEVER
-            while end < n_tokens and ld(seq, first_token + end) == sequence:
-                position = ld(pos, first_token + end)
-                first, last, end = i32(min(first, position)), i32(max(last, position)), i32(end + 1)
+            sequence, end, first, last = run_from(seq, pos, first_token, run, n_tokens)
             tid, bound0, bound1 = afresh(tid), i32(-1), i32(-1)
             token, _ = row_of(tid, 0)
             if run <= token and token < end:
@@ -491,50 +721,47 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             token, _ = row_of(tid, 8)
             if run <= token and token < end:
                 bound1 = ld(pos, first_token + token)
-            lane = i32(tid & 31)
-            warp_last = max_pattern(max_pattern(max_pattern(i32(max(bound0, bound1)), lane ^ 4), lane ^ 8), lane ^ 16)
-            before = i32(min(bound0 if bound0 >= 0 else NEVER, bound1 if bound1 >= 0 else NEVER))  # the first key that is seen is behind `before` - window
-            before = i32(-max_pattern(max_pattern(max_pattern(i32(-before), lane ^ 4), lane ^ 8), lane ^ 16))
+            bound = bound0, bound1  # positions of the lane's two rows, -1 for one whose token is not of the run
+            warp_first, warp_last = positions_of_warp(bound, i32(tid & 31))
             first = i32((first_piece(first, window) + (cuda.blockIdx.z if split else 0)) * PIECE)
             while first <= last:
                 tid = afresh(tid)
                 lane, cell, head_kv = i32(tid & 31), i64(sequence) * n_ctx, i32(cuda.blockIdx.x // (cuda.gridDim.x // n_head_kv))
-                cuda.syncthreads()  # all are done with the piece before
-                part = i32(tid >> 5)
-                while part < PIECE // ROWS:
-                    stage(k, v, present, cell, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
-                    part = i32(part + n_warps)
-                cuda.syncthreads()  # the limbs are there
-                if first <= warp_last and first_piece(before, window) * PIECE <= first:
-                    rows, statistics = (z, z), i64(0)
+                stage_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s)
+                # A row of the warp sees keys of the piece
+                if first <= warp_last and first_piece(warp_first, window) * PIECE <= first:
+                    rows, statistics = (i32(0), i32(0)), i64(0)
                     if split:
-                        token, head = row_of(tid, 0)
-                        row0 = row_of_piece(first_token, token, head, n_ctx, first, bound0)
-                        token, head = row_of(tid, 8)
-                        rows = row0, row_of_piece(first_token, token, head, n_ctx, first, bound1)
+                        rows = rows_of_piece(first_token, n_ctx, first, bound, tid)
                         statistics = statistics_at(n, cuda.gridDim.x * heads, n_ctx, dim_v)
-                    M, L = work(tid, s, (bound0, bound1), window, i32(warp_last - first), M, L, O, out, rows, statistics)
+                    M, L = work(tid, s, bound, window, i32(warp_last - first), M, L, O, out, rows, statistics)
                 first = i32(first + (PIECE * cuda.gridDim.z if split else PIECE))
             run = end
         if not split:
             tid, first_token = afresh(tid), afresh(first_token)
             token, head = row_of(tid, 0)
             if token < n_tokens:
-                write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[0], L[0], O, 0)
+                write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3,
+                          M[0], L[0], O, 0)
             token, head = row_of(tid, 8)
             if token < n_tokens:
-                write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3, M[1], L[1], O, 1)
-    return Kernel(kernel, (F32, K.pointer, V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32, N), 32 * n_warps)
+                write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3,
+                          M[1], L[1], O, 1)
+    parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32, N
+    return Kernel(kernel, parameters, 32 * n_warps)
 
 
-def flash_attn_ext_tile(target, type_k, type_v, q, k, v, seq, pos, present, sinks, out, n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, scale, heads,
-                        n_splits, n_warps):
-    """Arguments of `flash_attn_ext`; heads and warps of a block. n_splits blocks share the pieces of the same rows, whose results they leave in `out` for
-    `flash_attn_ext_combine`, sinks being None; None: one block, and out is out."""
-    kernel = flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, n_splits is not None, sinks is not None)
-    n_tiles, parts = -(-n // (ROWS * n_warps // heads)), n_head // heads
-    # The last positions have most pieces: they go first. Where all tiles are resident, two on each multiprocessor, the least then go beside the most.
-    together = n_warps == 4 and n_splits is None and n_tiles * parts <= 2 * target.n_multiprocessors
-    args = (q, k, v, seq, pos, present, q if sinks is None else sinks, out, n, n_ctx, n_head_kv, row_v, window, scale, (n_tiles + 1) // 2 if together else n_tiles)
-    grid = parts, n_tiles, n_splits or 1
-    return target.launch(kernel, grid, 32 * n_warps, args, 4 * shared_layout(dim_k, dim_v, n_warps).n_words)
+def flash_attn_ext_tile(call):
+    """`flash_attn_ext` by call.plan; where n_splits blocks share the pieces of the same rows, these, in call.scratch."""
+    plan, size, split = call.plan, sizes(call), call.plan.n_splits is not None
+    sinks, out = (None, call.scratch) if split else (call.sinks, call.out)
+    n_tiles, parts = -(-size.n // (ROWS * plan.n_warps // plan.heads)), size.n_head // plan.heads
+    # The last positions have most pieces: they go first. Where all tiles are resident, two on each multiprocessor, the least then
+    # go beside the most.
+    together = plan.n_warps == 4 and not split and n_tiles * parts <= 2 * call.device.n_multiprocessors
+    of = call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, plan.n_warps
+    kernel = flash_attn_ext_tile_kernel(*of, split, sinks is not None)
+    args = (*addresses(call), (sinks or call.q).data, out.data, size.n, size.n_ctx, size.n_head_kv, size.row_v, size.window,
+            call.scale, (n_tiles + 1) // 2 if together else n_tiles)
+    n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.n_warps).n_words
+    return call.device.launch(kernel, (parts, n_tiles, plan.n_splits or 1), 32 * plan.n_warps, args, n_bytes)

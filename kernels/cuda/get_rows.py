@@ -3,8 +3,9 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import tile_bytes
+from ..call import Call
 from .dequantize import LINE, LINES, cases, is_aligned, line_words, store_lines, unpack_line
-from .launch import F32, I32, Kernel, N, U32, check, factory
+from .launch import F32, I32, Kernel, N, U32, factory, need
 from .ptx import i32, i64, ld, st, syncwarp
 
 TAKE_THREADS = 128
@@ -13,7 +14,8 @@ TAKE_THREADS = 128
 @factory([(name, aligned) for name, _, aligned in cases("f32")])
 def get_rows_kernel(name, aligned):
     fmt = format_of(name)
-    unpack, store, stride, tile_words = unpack_line(fmt, "f32"), store_lines("f32", aligned), line_words("f32"), tile_bytes(fmt) // 4
+    unpack, store, stride, tile_words = (unpack_line(fmt, "f32"), store_lines("f32", aligned), line_words("f32"),
+                                         tile_bytes(fmt) // 4)
     n_shared = LINES * stride
 
     def kernel(words, ids, out, k):  # block: a warp, 1024 columns of row blockIdx.y of the output
@@ -29,13 +31,20 @@ def get_rows_kernel(name, aligned):
     return Kernel(kernel, (U32, I32, U32, N), 32)
 
 
-def get_rows(target, format_name, words, ids, out, n, k):
-    """words: address of a weight's tiles with k columns; ids: of int32 [n], rows of the weight, a negative one (argmax of NaN) the first;
-    out: of float32 [n, k]. words and out on 16 bytes."""
-    check("get_rows", 1 <= n < 65536, "n", n, "1..65535")
-    check("get_rows", k >= 1, "k", k, "at least 1")
-    kernel = get_rows_kernel(format_of(format_name, "get_rows").name, is_aligned("f32", k))
-    return target.launch(kernel, (-(-k // (LINES * LINE)), n), 32, (words, ids, out, k))
+def check(call: Call) -> None:
+    n, k = call.out.shape
+    need(1 <= n < 65536, "n", n, "1..65535")
+    need(k >= 1, "k", k, "at least 1")
+
+
+def get_rows(call: Call):
+    """out[i] = row ids[i] of w, dequantized.
+
+    w: tiles of a weight [r, k], on 16 bytes; ids: i32 [n], of which a negative one (argmax of NaN) names the first row; out:
+    f32 [n, k], on 16 bytes."""
+    n, k = call.out.shape
+    kernel = get_rows_kernel(format_of(call.w.dtype, "get_rows").name, is_aligned("f32", k))
+    return call.device.launch(kernel, (-(-k // (LINES * LINE)), n), 32, (call.w.data, call.ids.data, call.out.data, k))
 
 
 @factory([()])
@@ -47,8 +56,8 @@ def take_rows_kernel():
     return Kernel(kernel, (F32, I32, F32, N), TAKE_THREADS)
 
 
-def take_rows(target, x, ids, out, n, k):
-    """x: address of float32 [r, k]; ids: of int32 [n], below r; out: of float32 [n, k]."""
-    check("take_rows", 1 <= n < 65536, "n", n, "1..65535")
-    check("take_rows", k >= 1, "k", k, "at least 1")
-    return target.launch(take_rows_kernel(), (-(-k // TAKE_THREADS), n), TAKE_THREADS, (x, ids, out, k))
+def take_rows(call: Call):
+    """out[i] = x[ids[i]].   x: f32 [r, k]; ids: i32 [n], below r; out: f32 [n, k]."""
+    n, k = call.out.shape
+    args = call.x.data, call.ids.data, call.out.data, k
+    return call.device.launch(take_rows_kernel(), (-(-k // TAKE_THREADS), n), TAKE_THREADS, args)

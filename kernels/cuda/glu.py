@@ -1,8 +1,9 @@
 """Gated linear units beside elementwise's swiglu: out = activation(g) * u (numerics, sections 5 and 9). One thread an element."""
 from numba import cuda
 
-from .elementwise import BINARY, GLU, THREADS, binary, grid
-from .launch import F32, Kernel, N, SCALAR_F32, check, factory
+from .elementwise import BINARY, GLU, THREADS, binary, by_element, check_grid
+from .launch import F32, Kernel, N, SCALAR_F32, factory, need
+from .operands import addresses
 from .ptx import add, device, div, exp, f32, i64, ld, mul, st
 
 
@@ -19,21 +20,7 @@ def gated_unit(activation: str, alpha: float = 0.0, limit: float = 0.0):
     if activation != "swiglu_oai":
         return BINARY[GLU[activation]]
     minus_alpha, limit = f32(-alpha), f32(limit)
-
-    @device
-    def unit(g, u):
-        return clamped_swiglu(g, u, minus_alpha, limit)
-    return unit
-
-
-def geglu(target, g, u, out, n_rows, n_cols):
-    """out = gelu(g) * u. g, u, out: addresses of f32 [n_rows, n_cols]."""
-    return binary(target, "geglu", g, u, out, n_rows, n_cols, n_rows)
-
-
-def reglu(target, g, u, out, n_rows, n_cols):
-    """out = relu(g) * u, operands as for `geglu`."""
-    return binary(target, "reglu", g, u, out, n_rows, n_cols, n_rows)
+    return device(lambda g, u: clamped_swiglu(g, u, minus_alpha, limit))
 
 
 @factory([()])
@@ -46,8 +33,25 @@ def swiglu_oai_kernel():
     return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32, SCALAR_F32), THREADS)
 
 
-def swiglu_oai(target, g, u, out, n_rows, n_cols, alpha, limit):
-    """out = g' / (1 + exp(-alpha g')) * (u' + 1), g' = g up to limit, u' = u from -limit to limit. g, u, out as for `geglu`; alpha, limit:
-    float32, limit > 0."""
-    check("swiglu_oai", limit > 0, "limit", limit, "above 0")
-    return target.launch(swiglu_oai_kernel(), grid("swiglu_oai", n_rows, n_cols), THREADS, (g, u, out, n_cols, -alpha, limit))
+def check(call):
+    check_grid(call.out)
+    if call.op == "swiglu_oai":
+        need(call.limit > 0, "limit", call.limit, "above 0")
+
+
+def geglu(call):
+    """out = gelu(gate) * up. gate, up, out: f32 [n, k]."""
+    return binary(call, call.gate, call.up)
+
+
+def reglu(call):
+    """out = relu(gate) * up, operands as of `geglu`."""
+    return binary(call, call.gate, call.up)
+
+
+def swiglu_oai(call):
+    """out = g / (1 + exp(-alpha g)) * (u + 1), g = gate up to limit, u = up from -limit to limit.
+
+    gate, up, out: f32 [n, k]; alpha, limit: float32, limit > 0."""
+    return by_element(call, swiglu_oai_kernel(), *addresses(call.gate, call.up, call.out), call.out.n_cols, -call.alpha,
+                      call.limit)

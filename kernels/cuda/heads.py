@@ -1,8 +1,9 @@
 """Channels of heads, apart and together. Copies of float32, no arithmetic; one thread a result."""
 from numba import cuda
 
-from .elementwise import THREADS, grid
-from .launch import F32, Kernel, N, check, factory
+from .elementwise import THREADS, by_element, check_grid
+from .launch import F32, Kernel, N, factory, need
+from .operands import addresses
 from .ptx import i32, i64, ld, st
 
 
@@ -31,15 +32,27 @@ def concat_heads_kernel():
     return Kernel(kernel, (F32, F32, F32, N, N, N, N), THREADS)
 
 
-def slice_heads(target, x, out, n_rows, n_head, dim, first, count):
-    """out[i, h] = the channels first .. first + count - 1 of x[i, h]. x: address of f32 [n_rows, n_head, dim]; out: of f32 [n_rows, n_head, count]."""
-    check("slice_heads", 0 <= first < first + count <= dim, "channels", f"{first}..{first + count - 1}", f"0..{dim - 1}")
-    return target.launch(slice_heads_kernel(), grid("slice_heads", n_rows, n_head * count), THREADS, (x, out, n_head, dim, first, count))
+def check(call):
+    check_grid(call.out)
+    if call.op == "slice_heads":
+        dim, last = call.x.n_cols // call.n_head, call.first + call.n - 1
+        need(0 <= call.first <= last < dim, "channels", f"{call.first}..{last}", f"0..{dim - 1}")
+    else:
+        need(call.n_head_y in (1, call.n_head), "n_head_y", call.n_head_y, f"1 or {call.n_head}")
 
 
-def concat_heads(target, x, y, out, n_rows, n_head, n_head_y, dim, dim_y):
-    """out[i, h] = x[i, h], and behind it y[i, h], or y[i, 0] if y has one head. x: address of f32 [n_rows, n_head, dim]; y: of f32 [n_rows, n_head_y, dim_y];
-    out: of f32 [n_rows, n_head, dim + dim_y]."""
-    check("concat_heads", n_head_y in (1, n_head), "n_head_y", n_head_y, f"1 or {n_head}")
-    blocks = grid("concat_heads", n_rows, n_head * (dim + dim_y))
-    return target.launch(concat_heads_kernel(), blocks, THREADS, (x, y, out, n_head, n_head_y, dim, dim_y))
+def slice_heads(call):
+    """out[i, h] = the channels first .. first + n - 1 of x[i, h].
+
+    x: f32 [rows, n_head * channels]; out: f32 [rows, n_head * n]."""
+    return by_element(call, slice_heads_kernel(), *addresses(call.x, call.out), call.n_head, call.x.n_cols // call.n_head,
+                      call.first, call.n)
+
+
+def concat_heads(call):
+    """out[i, h] = x[i, h], and behind it y[i, h], or y[i, 0] where y has one head.
+
+    x: f32 [rows, n_head * channels]; y: f32 [rows, n_head_y * its channels]; out: f32 [rows, n_head * both]."""
+    n_head, n_head_y = call.n_head, call.n_head_y
+    return by_element(call, concat_heads_kernel(), *addresses(call.x, call.y, call.out), n_head, n_head_y,
+                      call.x.n_cols // n_head, call.y.n_cols // n_head_y)

@@ -1,6 +1,6 @@
 """Kernels and their launches as values.
 
-A kernel module reads top down: formula, device functions, a factory of kernels, the launch function that checks. In full:
+A kernel module reads top down: formula, device functions, a factory of kernels, what is refused, the op (`kernels.call`):
 
     @factory([()])                                   # the argument tuples that the tests compile
     def scale_kernel():
@@ -10,33 +10,40 @@ A kernel module reads top down: formula, device functions, a factory of kernels,
                 st(y, i, mul(ld(x, i), a))
         return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=256)
 
-    def scale(target, x, y, n, a):
-        \"\"\"y = mul(x, a). x, y: addresses of float32 [n].\"\"\"
-        check("scale", n >= 1, "n", n, "at least 1")
-        return target.launch(scale_kernel(), -(-n // 256), 256, (x, y, n, a))
+    def check(call):
+        need(call.x.n_cols >= 1, "n", call.x.n_cols, "at least 1")
 
-    launch = scale(target, x, y, 4096, 0.5)          # once
-    launch(stream)                                   # many times: 3 us each; the first time, the kernels of all launches so far are loaded, and compiled
-                                                     # (several at a time, `compile_workers`) unless the disk cache has them
+    def scale(call):
+        \"\"\"y = mul(x, factor). x, y: f32 [n].\"\"\"
+        n = call.x.n_cols
+        return call.device.launch(scale_kernel(), -(-n // 256), 256, (call.x.data, call.y.data, n, call.factor))
 
-Launch functions hand addresses on without using them, so the same functions launch in the simulator, whose addresses are arrays.
+    launch = scale(call)                             # once
+    launch(stream)                                   # many times: 3 us each
 
-Kernels of a stream overlap where the GPU can (compute capability 9.0, programmatic dependent launch): the blocks of a kernel start as soon as all blocks
-of the one before have started and there is room. `ptx.wait_for_previous` returns when that one has ended and its stores are seen. No kernel touches memory
-that another one writes or reads before it has waited, and all threads of every kernel wait, so that the end of one is the end of all before it. What
-no kernel ever writes, only copies do (weights, tables, positions), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that
-does so places the wait itself; in every other one it is the first instruction.
+The first call of a launch loads the kernels of all launches so far; those that the disk cache does not have are compiled, several
+at a time (`compile_workers`).
+
+Ops hand addresses on and ask at most how they are aligned, so the same functions launch in the simulator, whose addresses are
+arrays.
+
+Kernels of a stream overlap where the GPU can (compute capability 9.0, programmatic dependent launch): the blocks of a kernel
+start as soon as all blocks of the one before have started and there is room. `ptx.wait_for_previous` returns when that one has
+ended and its stores are seen. No kernel touches memory that another one writes or reads before it has waited, and all threads of
+every kernel wait, so that the end of one is the end of all before it. What no kernel ever writes, only copies do (weights,
+tables, positions), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so places the wait
+itself; in every other one it is the first instruction.
 """
 import ctypes
 import hashlib
 import os
 import re
-import tempfile
-import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, wraps
+from functools import cached_property, lru_cache, wraps
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numba_cuda
 import numpy as np
@@ -45,13 +52,16 @@ from cuda.core import Device, LaunchConfig, ObjectCode, launch
 from cuda.pathfinder import load_nvidia_dynamic_lib
 from numba import cuda, types
 
-from ..compile import cache_folder, compiled
+from ..call import Unsupported
+from ..compile import cache_folder, source_digest
+from ..disk_cache import compiled, read_entry, write_entry
 from .compile_workers import compile_all, n_workers
 
 F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, types.uint32, types.int64))  # parameters: pointers
 I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
 N, N64, SCALAR_F32 = types.int32, types.int64, types.float32  # parameters: scalars
 SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
+LIMITS = {type_: (int(np.iinfo(SCALARS[type_]).min), int(np.iinfo(SCALARS[type_]).max)) for type_ in (types.int32, types.int64)}
 OVERLAPPING = (9, 0)      # compute capability from which kernels of a stream overlap
 HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
@@ -63,41 +73,51 @@ class Kernel:
     function: Callable
     parameters: tuple          # numba types, pointers and scalars
     n_threads: int             # in a block at most
-    n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more and spills registers for it
+    n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more, and spills registers
     arch: tuple | None = None  # the only compute capability that it is for
     name: str = ""             # given by `factory`: the factory's name and its arguments,
     source: tuple = ()         # and (module, factory, arguments), with which another process makes the kernel
+
+    @cached_property
+    def scalars(self) -> list[tuple]:
+        """Of the parameters that are not pointers: (index, numpy's type, least and most of integers)."""
+        return [(i, SCALARS[type_], LIMITS.get(type_)) for i, type_ in enumerate(self.parameters)
+                if not isinstance(type_, types.CPointer)]
 
 
 FACTORIES: dict[Callable, list[tuple]] = {}  # every factory of a kernel -> the arguments that the tests compile it with
 
 
 def factory(cases: list[tuple]):
-    """Decorates a function of hashable arguments -> Kernel: called once for each, its kernels named, its `cases` compiled by tests."""
+    """Decorates a function of hashable arguments -> Kernel: called once for each, its kernels named, its `cases` compiled by
+    tests."""
     def decorate(make):
         @lru_cache(None)
         @wraps(make)
         def made(*args):
             name = make.__name__.removesuffix("_kernel")
-            return replace(make(*args), name=f"{name}[{', '.join(map(str, args))}]" if args else name, source=(make.__module__, make.__name__, args))
+            return replace(make(*args), name=f"{name}[{', '.join(map(str, args))}]" if args else name,
+                           source=(make.__module__, make.__name__, args))
         FACTORIES[made] = cases
         return made
     return decorate
 
 
-def check(op: str, condition: bool, what: str, found, allowed: str) -> None:
+def need(condition: bool, what: str, found, allowed: str) -> None:
+    """Of what the `check` of a kernel module wants."""
     if not condition:
-        raise ValueError(f"{op}: {what} is {found}, allowed: {allowed}")
+        raise Unsupported(f"{what} is {found}, allowed: {allowed}")
 
 
 # Compiling
 
 @lru_cache(None)
 def _find_nvvm() -> tuple:
-    """Identity of the libnvvm in use. A toolkit named by CUDA_HOME or CUDA_PATH goes before one installed as a Python package: the
-    system's driver can read its PTX."""
+    """Identity of the libnvvm in use. A toolkit named by CUDA_HOME or CUDA_PATH goes before one installed as a Python package:
+    the system's driver can read its PTX."""
     roots = [Path(os.environ[variable]) for variable in ("CUDA_HOME", "CUDA_PATH") if variable in os.environ]
-    for path in [path for root in roots for folder in ("nvvm/lib64", "lib64") for path in root.glob(f"{folder}/libnvvm.so.*")][:1]:
+    for path in [path for root in roots for folder in ("nvvm/lib64", "lib64")
+                 for path in root.glob(f"{folder}/libnvvm.so.*")][:1]:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # the finder takes what is loaded already
     path = Path(load_nvidia_dynamic_lib("nvvm").abs_path)
     return str(path), path.stat().st_size, path.stat().st_mtime_ns
@@ -115,18 +135,20 @@ def nvvm_release() -> str:
 def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     """PTX of a kernel for a compute capability. Needs libnvvm but no GPU.
 
-    Shared arrays are put on 16 bytes for wide accesses, dynamic ones on 1024 for atoms of `wgmma`: numba aligns them to their elements."""
+    Shared arrays are put on 16 bytes for wide accesses, dynamic ones on 1024 for atoms of `wgmma`: numba aligns them to their
+    elements."""
     _find_nvvm()
     if kernel.arch and kernel.arch[:2] != cc:
         raise ValueError(f"{kernel.name}: compute capability is {cc}, allowed: {kernel.arch[:2]}")
-    ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=kernel.arch or cc, launch_bounds=(kernel.n_threads, kernel.n_blocks))
+    ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=kernel.arch or cc,
+                              launch_bounds=(kernel.n_threads, kernel.n_blocks))
     ptx = re.sub(r"\.extern \.shared \.align [1248] ", ".extern .shared .align 1024 ", ptx)
     return _overlapping(re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx), cc)
 
 
 def _overlapping(ptx: str, cc: tuple[int, int]) -> str:
-    """The kernel lets the next one start at once, and waits for the one before: first of all where it does not say where. There, loads of constants become
-    plain ones, which the assembler does not move before the wait: activations may be among them."""
+    """The kernel lets the next one start at once, and waits for the one before: first of all where it does not say where. There,
+    loads of constants become plain ones, which the assembler does not move before the wait: activations may be among them."""
     wait = "griddepcontrol.wait;"
     if cc < OVERLAPPING:
         return ptx.replace(wait, "")
@@ -138,30 +160,27 @@ def _overlapping(ptx: str, cc: tuple[int, int]) -> str:
     return ptx
 
 
-def ptx_path(kernel: Kernel, cc: tuple[int, int]) -> Path:
-    """Where the disk cache has a kernel; the folder's name stands for the sources and versions."""
+def ptx_entry(kernel: Kernel, cc: tuple[int, int]) -> tuple[Path, str]:
+    """Where the disk cache has a kernel, and its key there (`disk_cache`)."""
     key = repr((kernel.function.__module__, kernel.name, [str(p) for p in kernel.parameters], kernel.n_threads, kernel.n_blocks,
-                cc, numba_cuda.__version__, _find_nvvm()))
-    return cache_folder() / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.ptx"
+                cc, numba_cuda.__version__, _find_nvvm(), source_digest()))
+    return cache_folder() / "cuda" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.ptx", key
+
+
+def kept_ptx(kernel: Kernel, cc: tuple[int, int]) -> str | None:
+    """The PTX that the disk cache has."""
+    ptx = read_entry(*ptx_entry(kernel, cc))
+    return None if ptx is None else str(ptx, "utf-8")
 
 
 def cached_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     """`compile_ptx` through the disk cache."""
-    path = ptx_path(kernel, cc)
-    try:
-        return path.read_text()
-    except OSError:
-        pass
-    start = time.perf_counter()
-    ptx = compile_ptx(kernel, cc)
-    compiled.add(1, time.perf_counter() - start)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(ptx)
-        os.replace(file.name, path)  # whole or not at all, whoever else writes
-    except OSError:  # no writable cache folder: compile anew in each process
-        pass
+    ptx = kept_ptx(kernel, cc)
+    if ptx is None:
+        with compiled.running("this GPU"):
+            ptx = compile_ptx(kernel, cc)
+            compiled.add(1)
+        write_entry(*ptx_entry(kernel, cc), ptx.encode())
     return ptx
 
 
@@ -213,16 +232,16 @@ class Launches(NamedTuple):
 
 
 def arguments(kernel: Kernel, args: tuple) -> tuple:
-    """Arguments as the kernel's parameters want them: addresses untouched, scalars as numpy scalars, refusing what does not fit."""
+    """Arguments as the kernel's parameters want them: addresses untouched, scalars as numpy scalars, refusing what does not
+    fit."""
     if len(args) != len(kernel.parameters):
         raise TypeError(f"{kernel.name}: expected {len(kernel.parameters)} arguments, got {len(args)}")
-    return tuple(a if isinstance(t, types.CPointer) else _scalar(kernel.name, t, a) for t, a in zip(kernel.parameters, args))
-
-
-def _scalar(name, type_, value):
-    if type_ != types.float32 and not np.iinfo(SCALARS[type_]).min <= value <= np.iinfo(SCALARS[type_]).max:
-        raise ValueError(f"{name}: {value} does not fit {type_}")
-    return SCALARS[type_](value)
+    found = list(args)
+    for i, make, limits in kernel.scalars:
+        if limits and not limits[0] <= found[i] <= limits[1]:
+            raise ValueError(f"{kernel.name}: {found[i]} does not fit {kernel.parameters[i]}")
+        found[i] = make(found[i])
+    return tuple(found)
 
 
 class Target:
@@ -242,42 +261,44 @@ class Target:
         self._waiting: list[Code] = []  # to be loaded
 
     def load(self, alone: bool = False) -> None:
-        """Loads the kernels of all launches prepared so far; what is wrong with one is raised when it is launched. alone: without workers."""
-        start, waiting, self._waiting = time.perf_counter(), self._waiting, []
-        missing = [code.kernel for code in waiting if code.kernel.source and not ptx_path(code.kernel, self.cc).exists()]
-        if not alone and (n := n_workers(len(missing), cache_folder() / "cuda")):
-            compile_all(missing, self.cc, n)
-            compiled.add(sum(ptx_path(kernel, self.cc).exists() for kernel in missing), time.perf_counter() - start)
-        for code in waiting:
-            try:
-                self._load(code)
-            except Exception:  # other launches are none the worse for it
-                pass
+        """Loads the kernels of all launches prepared so far; what is wrong with one is raised when it is launched. alone: without
+        workers."""
+        waiting, self._waiting = self._waiting, []
+        kept = [kept_ptx(code.kernel, self.cc) for code in waiting]
+        missing = [code.kernel for code, ptx in zip(waiting, kept) if ptx is None]
+        with compiled.running("this GPU", len(missing)):
+            made_elsewhere = [kernel for kernel in missing if kernel.source]
+            if not alone and (n := n_workers(len(made_elsewhere), cache_folder() / "cuda")):
+                compile_all(made_elsewhere, self.cc, n, lambda: compiled.add(1))
+            for code, ptx in zip(waiting, kept):
+                with suppress(Exception):  # other launches are none the worse for it
+                    self._load(code, ptx)
 
     def _first_call(self, code: Code) -> None:
         self.load()
         if code.handle is None:
             self._load(code)
 
-    def _load(self, code: Code) -> None:
+    def _load(self, code: Code, ptx: str | None = None) -> None:
+        """ptx: what the disk cache has, where that was asked before."""
         kernel = code.kernel
-        ptx = cached_ptx(kernel, self.cc)
-        start = time.perf_counter()
+        ptx = cached_ptx(kernel, self.cc) if ptx is None else ptx
         try:
-            handle = ObjectCode.from_ptx(ptx.encode()).get_kernel(entry_name(ptx))
+            with compiled.running("this GPU"):
+                handle = ObjectCode.from_ptx(ptx.encode()).get_kernel(entry_name(ptx))
         except Exception as error:
             version = "{}.{}".format(*ptx_version(ptx))
             raise RuntimeError(
-                f"{kernel.name}: the driver of cuda:{self.device.device_id} refused PTX {version} from {_find_nvvm()[0]} ({error}). "
-                "A driver reads PTX up to its CUDA version (13.0: PTX 9.0): install an older CUDA toolkit or point CUDA_HOME to one") from error
+                f"{kernel.name}: the driver of cuda:{self.device.device_id} refused PTX {version} from {_find_nvvm()[0]} "
+                f"({error}). A driver reads PTX up to its CUDA version (13.0: PTX 9.0): install an older CUDA toolkit or point "
+                "CUDA_HOME to one") from error
         if code.shared > STATIC_SHARED:
             self._allow_shared(handle, code.shared)
         code.handle = handle
-        compiled.add(0, time.perf_counter() - start)
 
     def launch(self, kernel: Kernel, grid, block, args: tuple, shared: int = 0) -> Launch:
-        """A prepared launch. grid, block: an int or a tuple of up to three; args: addresses as int, scalars; shared: bytes of dynamic
-        shared memory."""
+        """A prepared launch. grid, block: an int or a tuple of up to three; args: addresses as int, scalars; shared: bytes of
+        dynamic shared memory."""
         code = self._codes.get(kernel)
         if code is None:
             code = self._codes[kernel] = Code(kernel, self._first_call)

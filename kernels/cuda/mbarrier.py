@@ -1,12 +1,12 @@
 """Barriers at which a thread arrives and goes on, or waits without having arrived (PTX ISA, "mbarrier", target sm_90).
 
-One is two words of shared memory on 8 bytes. Its *phase* ends when as many have arrived as it was made for, and the next one begins, of the other parity;
-the first has parity 0. What was written before an arrival is seen behind the wait for its phase.
+One is two words of shared memory on 8 bytes. Its *phase* ends when as many have arrived as it was made for, and the next one
+begins, of the other parity; the first has parity 0. What was written before an arrival is seen behind the wait for its phase.
 """
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _check, _named, _shared_address
+from .ptx import SIMULATED, _check, _named, _shared_address, _void
 
 WORDS = 2
 
@@ -26,17 +26,20 @@ def _operation(name, text, n_operands=0):
     def typed(typingctx, array, index, *operands):
         for t in (index, *operands):
             _check(name, "r", t)
-
-        def codegen(context, builder, signature, args):
-            builder.call(assembly, [_shared_address(context, builder, array, *args[:2]), *args[2:]])
-            return context.get_dummy_value()
-        return types.void(array, types.int64, *[types.int32] * n_operands), codegen
+        return types.void(array, types.int64, *[types.int32] * n_operands), _void(
+            lambda context, builder, signature, args: builder.call(
+                assembly, [_shared_address(context, builder, array, *args[:2]), *args[2:]]))
     return intrinsic(_named(name, 2 + n_operands)(typed))
 
 
-begin = _operation("begin", "mbarrier.init.shared::cta.b64 [$0], $1;", 1)  # (.., n): of n arrivals a phase; by one thread, seen behind a barrier of the block
-end = _operation("end", "mbarrier.inval.shared::cta.b64 [$0];")            # before another one is made there; by one thread
+# (.., n): of n arrivals a phase; by one thread, seen behind a barrier of the block
+begin = _operation("begin", "mbarrier.init.shared::cta.b64 [$0], $1;", 1)
+# Before another one is made there; by one thread
+end = _operation("end", "mbarrier.inval.shared::cta.b64 [$0];")
 arrive = _operation("arrive", "mbarrier.arrive.shared::cta.b64 _, [$0];")
-arrive_behind_copies = _operation("arrive_behind_copies", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];")  # when the thread's copies so far are there
-wait = _operation("wait", "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; bra AGAIN; OVER: }", 1)
+# When the thread's copies so far are there
+arrive_behind_copies = _operation("arrive_behind_copies", "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];")
 # (.., parity): until a phase of that parity is over: at once while the phase under way is of the other one
+wait = _operation("wait",
+                  "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; bra AGAIN; "
+                  "OVER: }", 1)

@@ -1,12 +1,13 @@
 """Products of quantized weights with 1 to 16 tokens (docs/numerics.md, section 3): the weights are read once for all of them.
 
-A block takes row tiles one after the other, of one matrix or of several (`Course`); of each, a warp takes every n_warps-th chunk. A warp has a ring of
-slots in shared memory to itself: while it multiplies the chunk of one (`tile_product`), the next ones of its chunks, of this tile or of the next, are on
-their way, and one more as soon as the slot is free again. So no warp waits for another but at the end of a round of chunks, where each leaves its chunks'
-sums; behind the barrier the owner of a (row, token) adds them to its total in the order of the chunks, and rounds write two places by turns.
+A block takes row tiles one after the other, of one matrix or of several (`TileWalk`); of each, a warp takes every n_warps-th
+chunk. A warp has a ring of slots in shared memory to itself: while it multiplies the chunk of one (`tile_product`), the next ones
+of its chunks, of this tile or of the next, are on their way, and one more as soon as the slot is free again. So no warp waits for
+another but at the end of a round of chunks, where each leaves its chunks' sums; behind the barrier the owner of a (row, token)
+adds them to its total in the order of the chunks, and rounds write two places by turns.
 
-Weights are on their way before the kernel waits for the one before it in the stream. So blocks that leave room for those of the next launch hide its
-start.
+Weights are on their way before the kernel waits for the one before it in the stream. So blocks that leave room for those of the
+next launch hide its start.
 """
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,16 +17,19 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
+from ..call import Call
 from .argmax import LEAST_RANK, best_of_warp, rank
-from .launch import F32, I32, Kernel, N, U32, check, factory
-from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc, lds, st, sts, syncwarp,
-                  wait_for_previous)
+from .launch import F32, I32, Kernel, N, U32, factory
+from .operands import addresses, gated_of, qkv_of
+from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc,
+                  lds, nothing, st, stage, sts, syncwarp, wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle, table_words,
-                           takes_sums, tile_product)
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle,
+                           table_words, takes_sums, tile_product)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
-MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}  # of a block, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
+# Warps of a block at most, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
+MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}
 SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 chunks of one token
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
 LATENCY = 3           # chunks that a scheduler can issue while one waits
@@ -37,7 +41,8 @@ def quads_of(n_tokens: int) -> int:
     return -(-n_tokens // QUAD)
 
 
-MADE = Slot(0, 2 * CHUNK // 4, 2 * CHUNK // 4 + 4, CHUNK)  # of a chunk of a single token whose activations the block makes: they are not in the ring
+# Of a chunk of a single token whose activations the block makes itself: they lie in a row of such slots, not in the ring.
+ROW_SLOT = Slot(0, 2 * CHUNK // 4, 2 * CHUNK // 4 + 4, CHUNK)
 
 
 def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
@@ -74,7 +79,8 @@ def sum_words(n: int) -> int:
     return n * (ROWS + 1)
 
 
-def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2, row_words: int = 0) -> int:
+def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2,
+                 row_words: int = 0) -> int:
     """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes."""
     at = layout(names, n_tokens, row_words > 0)
     words = at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
@@ -82,9 +88,9 @@ def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round:
 
 
 def copier(fmt: Format, n_tokens: int, listed: bool):
-    """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's,
-    (lane, shared, to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed, those in the words
-    of shared memory from there."""
+    """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's, (lane, shared,
+    to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed, those in
+    the words of shared memory from there."""
     at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
     act_at, d_at, sums_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
 
@@ -92,9 +98,8 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
         tile = (i64(row_tile) * n_chunks + chunk) * (n_pieces * 4) + lane * 4
         tile_copies(shared, to + lane * 4, words, tile)
-        if rest:
-            if lane < rest:
-                copy4(shared, to + lane * 4 + (n_pieces - rest) * 4, words, tile + (n_pieces - rest) * 4)
+        if rest and lane < rest:
+            copy4(shared, to + lane * 4 + (n_pieces - rest) * 4, words, tile + (n_pieces - rest) * 4)
 
     @device
     def row_of(shared, first, token):
@@ -104,12 +109,12 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     def copy_token(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
         lo, scales, sums, _ = plane_words(n, n_chunks)
         limb, piece, at = lane >> 4, lane & 15, i64(row_of(shared, first, 0)) * n_chunks
-        copy4(shared, to + act_at + limb * 64 + ((piece ^ swizzle(limb)) << 2), act, (at + chunk) * 64 + ((lo if limb else i64(0)) + piece * 4))
+        copy4(shared, to + act_at + limb * 64 + ((piece ^ swizzle(limb)) << 2), act,
+              (at + chunk) * 64 + ((lo if limb else i64(0)) + piece * 4))
         if lane == 0:
             copy1(shared, to + d_at, act, scales + at + chunk)
-        if sums_too:
-            if lane < 4:
-                copy4(shared, to + sums_at + lane * 4, act, (at + chunk) * 16 + (sums + lane * 4))
+        if sums_too and lane < 4:
+            copy4(shared, to + sums_at + lane * 4, act, (at + chunk) * 16 + (sums + lane * 4))
 
     @device
     def copy_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
@@ -130,22 +135,10 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     return copy_tile, copy_token if n_tokens == 1 else copy_tokens
 
 
-@device
-def only(values, i):
-    return values[0]
-
-
-@device
-def of_two(values, i):
-    return values[1] if i else values[0]
-
-
-@device
-def of_three(values, i):
-    return values[0] if i == 0 else values[1] if i == 1 else values[2]
-
-
-PICK = {1: only, 2: of_two, 3: of_three}  # by the length of a tuple: (values, i) -> values[i]
+# By the length of a tuple: (values, i) -> values[i]
+PICK = {1: device(lambda values, i: values[0]),
+        2: device(lambda values, i: values[1] if i else values[0]),
+        3: device(lambda values, i: values[0] if i == 0 else values[1] if i == 1 else values[2])}
 
 
 def choice(functions):
@@ -165,15 +158,17 @@ def choice(functions):
     return some if functions[1:] else one
 
 
-class Course(NamedTuple):
-    """The device functions by which a block goes from one row tile of a matrix to the next. operands: the kernel's own; place: (tile, matrix, group)."""
+class TileWalk(NamedTuple):
+    """The device functions by which a block goes from one row tile of a matrix to the next. operands: the kernel's own; place:
+    (tile, matrix, group)."""
     first: object      # (operands, shared) -> the block's first place
     following: object  # (operands, place) -> the next one
     inside: object     # (operands, shared, place) -> whether there is such a place
     weight: object     # (operands, shared, place) -> words, row tile of them
     tokens: object     # (operands, shared, place, n) -> first and number of the rows of activations, as for `copier`
     leave: object      # (operands, shared, place, token, row of the tile, total): what becomes of a total
-    prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place; then nothing of a place is known before the wait
+    prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place; then nothing of a place is
+                            # known before the wait
 
 
 @device
@@ -182,7 +177,7 @@ def tiles_of(n_rows):
 
 
 def block_tokens(n_tokens):
-    """`Course.tokens` of a grid whose second dimension goes over tokens."""
+    """`TileWalk.tokens` of a grid whose second dimension goes over tokens."""
     @device
     def tokens(operands, shared, place, n):
         first = i32(cuda.blockIdx.y * n_tokens)
@@ -190,14 +185,10 @@ def block_tokens(n_tokens):
     return tokens
 
 
-def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
+def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> TileWalk:
     """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows)."""
     pick, last_matrix, several = PICK[n_matrices], n_matrices - 1, n_matrices > 1
     waiting_at, finish = ending
-
-    @device
-    def first(operands, shared):
-        return i32(cuda.blockIdx.x), i32(0), i32(0)
 
     @device
     def following(operands, place):
@@ -209,27 +200,24 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> Course:
         return i32(tile + cuda.gridDim.x), i32(0), group
 
     @device
-    def inside(operands, shared, place):
-        return place[0] < tiles_of(operands[3])
-
-    @device
-    def weight(operands, shared, place):
-        return pick(operands[0], place[1]), place[0]
-
-    @device
     def leave(operands, shared, place, token, r, total):
-        words, biases, out, n_rows = operands
+        _, biases, out, n_rows = operands
         row = i32(place[0] * 32 + r)
         if row < n_rows:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
             last = place[1] == last_matrix
             finish(out, i, i32(0), row, n_rows, total, waiting_at(out, i, last), last, biases[0], biases[1])
-    return Course(first, following, inside, weight, block_tokens(n_tokens), leave)
+    return TileWalk(first=device(lambda operands, shared: (i32(cuda.blockIdx.x), i32(0), i32(0))),
+                    following=following,
+                    inside=device(lambda operands, shared, place: place[0] < tiles_of(operands[3])),
+                    weight=device(lambda operands, shared, place: (pick(operands[0], place[1]), place[0])),
+                    tokens=block_tokens(n_tokens),
+                    leave=leave)
 
 
-def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
+def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> TileWalk:
     """The tiles of one matrix behind those of another. operands: (their words, outs, n_rows, biases)."""
-    pick, first_tokens = PICK[n_matrices], block_tokens(n_tokens)
+    pick = PICK[n_matrices]
 
     @device
     def within(operands, tile, matrix):
@@ -241,34 +229,23 @@ def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> Course:
         return tile, matrix, i32(0)
 
     @device
-    def first(operands, shared):
-        return within(operands, i32(cuda.blockIdx.x), i32(0))
-
-    @device
-    def following(operands, place):
-        return within(operands, i32(place[0] + cuda.gridDim.x), place[1])
-
-    @device
-    def inside(operands, shared, place):
-        return place[1] < n_matrices
-
-    @device
-    def weight(operands, shared, place):
-        return pick(operands[0], place[1]), place[0]
-
-    @device
     def leave(operands, shared, place, token, r, total):
         n_rows, row = pick(operands[2], place[1]), i32(place[0] * 32 + r)
         if row < n_rows:
             if biased:
                 total = add(total, ldc(pick(operands[3], place[1]), row_there(row, n_rows)))
             st(pick(operands[1], place[1]), i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row, total)
-    return Course(first, following, inside, weight, first_tokens, leave)
+    return TileWalk(first=device(lambda operands, shared: within(operands, i32(cuda.blockIdx.x), i32(0))),
+                    following=device(lambda operands, place: within(operands, i32(place[0] + cuda.gridDim.x), place[1])),
+                    inside=device(lambda operands, shared, place: place[1] < n_matrices),
+                    weight=device(lambda operands, shared, place: (pick(operands[0], place[1]), place[0])),
+                    tokens=block_tokens(n_tokens),
+                    leave=leave)
 
 
-def best_of_tiles(n_tokens: int) -> Course:
-    """Of one matrix, whose totals are not stored: the owners of a tile's rows with one token are the lanes of a warp, and leave the largest rank and the first
-    row that has it. operands: (its words, the same, pairs of int32 [token][row tile], n_rows)."""
+def best_of_tiles(n_tokens: int) -> TileWalk:
+    """Of one matrix, whose totals are not stored: the owners of a tile's rows with one token are the lanes of a warp, and leave
+    the largest rank and the first row that has it. operands: (its words, the same, pairs of int32 [token][row tile], n_rows)."""
     @device
     def leave(operands, shared, place, token, r, total):
         parts, n_rows = operands[2], operands[3]
@@ -279,11 +256,6 @@ def best_of_tiles(n_tokens: int) -> Course:
             st(parts, at, best)
             st(parts, at + 1, first)
     return by_turns(1, n_tokens, STORE)._replace(leave=leave)
-
-
-@device
-def nothing(*args):
-    pass
 
 
 def codebooks(products, tables):
@@ -314,24 +286,18 @@ def multiplier(product, at: Slot):
     return multiply_slot
 
 
-def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
-    """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: as the course takes them; n: rows of
-    activations. make: the function by which a block waits for the kernel before and makes the activations of its single token, for all its places:
-    (act, shared, tid, n_threads, n_cols); act is then the tuple that it takes, the last of them the word of shared memory where it leaves them (`MADE`)."""
-    kinds, n_quads, single, pick = tuple(dict.fromkeys(names)), quads_of(n_tokens), n_tokens == 1, PICK[len(names)]
-    kind_of, fmts = tuple(i32(kinds.index(name)) for name in names), [format_of(name) for name in kinds]
-    tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
-    multipliers = [tile_product(name, n_quads, table, single) for name, table in zip(kinds, tables)]
-    first_place, following_place, inside, weight, tokens, leave, prepare = course
-    known = prepare is None  # what a block multiplies is known before the kernel before has ended
-    made = make is not None
-    slots_of_kinds = [MADE if made else chunk_slot(fmt, n_tokens) for fmt in fmts]
-    copy_weights, copy_activations = (choice(copiers) for copiers in zip(*(copier(fmt, n_tokens, not known) for fmt in fmts)))
-    multiply, d_places, pick_kind = choice(list(map(multiplier, multipliers, slots_of_kinds))), tuple(i32(s.d) for s in slots_of_kinds), PICK[len(kinds)]
-    write_codebooks, has_codebooks = codebooks(multipliers, tables), any(product.n_entries for product in multipliers)
-    first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
-    n_sums, wait = 4 * n_quads, copies_wait_but(slots - 1)
-    prepare, make = prepare or nothing, make or nothing
+# The stages of a product. shared: uint32, the block's dynamic shared memory, laid out as `Layout`. stride: tokens for which the
+# sums of a chunk have places; those of chunk w of a round begin at word w * stride * 33 of the round's: f32 [token][row], then
+# the activations' scales f32 [token].
+
+def ring_copier(names: tuple[str, ...], n_tokens: int, walk: TileWalk):
+    """(copy_tile, copy_tokens, following): what a warp asks for of a place and a chunk, into the slot at word `to`, and (place,
+    chunk) of its next one. It waits for the copies itself, by groups; no other warp touches its slots."""
+    kinds, pick = tuple(dict.fromkeys(names)), PICK[len(names)]
+    kind_of = tuple(i32(kinds.index(name)) for name in names)
+    following_place, weight, tokens, known = walk.following, walk.weight, walk.tokens, walk.prepare is None
+    of_kinds = [copier(format_of(name), n_tokens, not known) for name in kinds]
+    copy_weights, copy_activations = (choice(copiers) for copiers in zip(*of_kinds))
 
     @device
     def copy_tile(operands, place, lane, shared, to, chunk, n_chunks):
@@ -345,14 +311,83 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
 
     @device
     def following(operands, place, chunk, warp, n_warps, n_chunks):
-        """(place, chunk) of the warp's next chunk."""
         chunk = i32(chunk + n_warps)
         if chunk >= n_chunks:
             chunk, place = warp, following_place(operands, place)
         return place, chunk
+    return copy_tile, copy_tokens, following
+
+
+def chunk_multiplier(multipliers, slots, n_tokens: int):
+    """(kind, lane, shared, now, tokens_at, scratch, acc, sums, side, w, stride, n_valid): a warp multiplies the chunk in the slot
+    at word `now`, its activations at tokens_at, and leaves its sums and the scales of n_valid tokens as chunk w of the round
+    whose sums begin at word sums + side; its owners read them behind the round's barrier. kind: which of the formats;
+    multipliers, slots: their `multiplier`s' functions and the `Slot`s of their activations; acc: f32 [4 quads], in registers."""
+    multiply, d_places, pick_kind = choice(multipliers), tuple(i32(s.d) for s in slots), PICK[len(slots)]
+    n_quads, single = quads_of(n_tokens), n_tokens == 1
+
+    @stage
+    def multiply_chunk(kind, lane, shared, now, tokens_at, scratch, acc, sums, side, w, stride, n_valid):
+        multiply(kind, lane, shared, now, tokens_at, scratch, acc)
+        at = i32(sums + side + w * stride * 33)
+        if single:
+            sts(shared, at + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
+        else:
+            for quad in range(n_quads):
+                token = i32(quad * 4 + (lane & 3))
+                if token < n_valid:
+                    for k in range(4):
+                        sts(shared, at + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
+        if lane < n_valid:
+            sts(shared, at + stride * 32 + lane, lds(shared, tokens_at + pick_kind(d_places, kind) + lane))
+    return multiply_chunk
+
+
+@device
+def fold_chunks(shared, totals, sums, side, p, stride, before, n_chunks):
+    """The total of (token, row) number p, f32: total = fma(acc, d, total) over the n_chunks chunks of a round in order, from
+    that of the `before` chunks of earlier rounds, which its owner has in `totals` f32 [token][row], from +0 without any.
+    sums + side: word at which the round's begin."""
+    total, w = f32(0), i32(0)
+    if before > 0:
+        total = as_f32(lds(shared, totals + p))
+    at = i32(sums + side + p)
+    d = i32(sums + side + stride * 32 + (p >> 5))
+    while w + 4 <= n_chunks:  # the loads of four chunks are under way together
+        a0, d0 = lds(shared, at), lds(shared, d)
+        a1, d1 = lds(shared, at + stride * 33), lds(shared, d + stride * 33)
+        a2, d2 = lds(shared, at + stride * 66), lds(shared, d + stride * 66)
+        a3, d3 = lds(shared, at + stride * 99), lds(shared, d + stride * 99)
+        total = fma(as_f32(a1), as_f32(d1), fma(as_f32(a0), as_f32(d0), total))
+        total = fma(as_f32(a3), as_f32(d3), fma(as_f32(a2), as_f32(d2), total))
+        at, d, w = i32(at + stride * 132), i32(d + stride * 132), i32(w + 4)
+    while w < n_chunks:
+        total = fma(as_f32(lds(shared, at)), as_f32(lds(shared, d)), total)
+        at, d, w = i32(at + stride * 33), i32(d + stride * 33), i32(w + 1)
+    sts(shared, totals + p, as_u32(total))
+    return total
+
+
+def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None):  # noqa: PLR0915 (a kernel: its steps in order)
+    """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: as the walk
+    takes them; n: rows of activations. make: the function by which a block waits for the kernel before and makes the activations
+    of its single token, for all its places: (act, shared, tid, n_threads, n_cols); act is then the tuple that it takes, the last
+    of them the word of shared memory where it leaves them (`ROW_SLOT`)."""
+    kinds, pick, known, made = tuple(dict.fromkeys(names)), PICK[len(names)], walk.prepare is None, make is not None
+    kind_of = tuple(i32(kinds.index(name)) for name in names)
+    tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
+    tile_products = [tile_product(name, quads_of(n_tokens), table, n_tokens == 1) for name, table in zip(kinds, tables)]
+    slots_of_kinds = [ROW_SLOT if made else chunk_slot(format_of(name), n_tokens) for name in kinds]
+    copy_tile, copy_tokens, following = ring_copier(names, n_tokens, walk)
+    multiply_chunk = chunk_multiplier(list(map(multiplier, tile_products, slots_of_kinds)), slots_of_kinds, n_tokens)
+    first_place, following_place, inside, tokens, leave = walk.first, walk.following, walk.inside, walk.tokens, walk.leave
+    write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
+    first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
+    n_sums, wait = 4 * quads_of(n_tokens), copies_wait_but(slots - 1)
+    prepare, make = walk.prepare or nothing, make or nothing
 
     @device
-    def run(operands, act, n_cols, n, per_round):
+    def run(operands, act, n_cols, n, per_round):  # noqa: PLR0915 (a kernel: its steps in order)
         shared = cuda.shared.array(0, types.uint32)
         acc = cuda.local.array(n_sums, f32)
         tid, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
@@ -360,11 +395,13 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
         n_chunks = i32((n_cols + 255) >> 8)
         scratch = i32(first_warp + warp * own_words)
         ring = i32(scratch + first_slot)
-        stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)  # tokens that a chunk's sums have room for
+        # Tokens for which a chunk's sums have places
+        stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)
         side_words = i32(per_round * stride * 33)
         totals = i32(first_warp + n_warps * own_words)
         sums = i32(totals + stride * 32)
-        # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the activations has ended.
+        # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the
+        # activations has ended.
         if known:
             ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
             for _ in range(slots):
@@ -403,18 +440,7 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
                     wait()
                     syncwarp()  # the chunk is there, for all lanes
                     tokens_at = i32(act[-1] + ((before + w) << 8)) if made else now
-                    multiply(kind, lane, shared, now, tokens_at, scratch, acc)
-                    at = i32(sums + side + w * stride * 33)
-                    if single:
-                        sts(shared, at + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
-                    else:
-                        for quad in range(n_quads):
-                            token = i32(quad * 4 + (lane & 3))
-                            if token < n_valid:
-                                for k in range(4):
-                                    sts(shared, at + token * 32 + 8 * k + (lane >> 2), as_u32(acc[4 * quad + k]))
-                    if lane < n_valid:
-                        sts(shared, at + stride * 32 + lane, lds(shared, tokens_at + pick_kind(d_places, kind) + lane))
+                    multiply_chunk(kind, lane, shared, now, tokens_at, scratch, acc, sums, side, w, stride, n_valid)
                     syncwarp()  # all are done with the slot, which is filled anew
                     if inside(operands, shared, ahead):
                         copy_tile(operands, ahead, lane, shared, now, ahead_chunk, n_chunks)
@@ -426,26 +452,10 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
                     if now == ring + slots * slot_words:
                         now = ring
                     w = i32(w + n_warps)
-                cuda.syncthreads()  # the sums of the round are there, and the owners are done with the round before, whose place is next
+                cuda.syncthreads()  # the sums of the round are there; owners are done with the round before, whose place is next
                 p = tid
                 while p < n_valid * 32:
-                    total = f32(0)
-                    if before > 0:
-                        total = as_f32(lds(shared, totals + p))
-                    at, d = i32(sums + side + p), i32(sums + side + stride * 32 + (p >> 5))
-                    w = i32(0)
-                    while w + 4 <= in_round:  # the loads of four chunks are under way together
-                        a0, d0 = lds(shared, at), lds(shared, d)
-                        a1, d1 = lds(shared, at + stride * 33), lds(shared, d + stride * 33)
-                        a2, d2 = lds(shared, at + stride * 66), lds(shared, d + stride * 66)
-                        a3, d3 = lds(shared, at + stride * 99), lds(shared, d + stride * 99)
-                        total = fma(as_f32(a1), as_f32(d1), fma(as_f32(a0), as_f32(d0), total))
-                        total = fma(as_f32(a3), as_f32(d3), fma(as_f32(a2), as_f32(d2), total))
-                        at, d, w = i32(at + stride * 132), i32(d + stride * 132), i32(w + 4)
-                    while w < in_round:
-                        total = fma(as_f32(lds(shared, at)), as_f32(lds(shared, d)), total)
-                        at, d, w = i32(at + stride * 33), i32(d + stride * 33), i32(w + 1)
-                    sts(shared, totals + p, as_u32(total))
+                    total = fold_chunks(shared, totals, sums, side, p, stride, before, in_round)
                     if before + in_round == n_chunks:
                         leave(operands, shared, place, i32(p >> 5), i32(p & 31), total)
                     p = i32(p + n_threads)
@@ -458,7 +468,8 @@ def products(names: tuple[str, ...], n_tokens: int, course: Course, make=None):
 def mmq_few_kernel(name, n_tokens):
     run = products((name,), n_tokens, by_turns(1, n_tokens, STORE))
 
-    def kernel(words, act, out, n_rows, n_cols, n, per_round):  # block: row tiles from blockIdx.x by gridDim.x, tokens from blockIdx.y * n_tokens
+    def kernel(words, act, out, n_rows, n_cols, n, per_round):
+        # A block: row tiles from blockIdx.x by gridDim.x, tokens from blockIdx.y * n_tokens
         run(((words,), (out, out), out, n_rows), act, n_cols, n, per_round)
     return Kernel(kernel, (U32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
 
@@ -481,20 +492,23 @@ def mmq_few_glu_kernel(activation, gate, up, biased, n_tokens):
     return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
 
 
-@factory([("Q4_K", "Q4_K", "Q4_K", False, 1), ("Q4_K", "Q4_K", "Q6_K", True, 1), ("Q8_0", "Q8_0", "Q8_0", False, 8), ("IQ2_S", "IQ3_S", "Q4_K", True, 16)])
+@factory([("Q4_K", "Q4_K", "Q4_K", False, 1), ("Q4_K", "Q4_K", "Q6_K", True, 1), ("Q8_0", "Q8_0", "Q8_0", False, 8),
+          ("IQ2_S", "IQ3_S", "Q4_K", True, 16)])
 def mmq_few_qkv_kernel(q, k, v, biased, n_tokens):
     run = products((q, k, v), n_tokens, in_a_row(3, n_tokens, biased))
 
-    def kernel(q_words, k_words, v_words, act, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n, per_round):
+    def kernel(q_words, k_words, v_words, act, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n,
+               per_round):
         # blocks as in mmq_few_kernel
-        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), act, n_cols, n, per_round)
+        run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), act,
+            n_cols, n, per_round)
     return Kernel(kernel, (U32,) * 4 + (F32,) * 6 + (N,) * 6, 32 * MAX_WARPS[n_tokens])
 
 
 @dataclass(frozen=True)
 class FewShape:
-    """Launch of mmq_few: tokens of a block, its warps, the chunks of a round, blocks over row tiles and tokens, bytes of shared memory. A round is all
-    chunks of a row or whole turns of the warps."""
+    """Launch of mmq_few: tokens of a block, its warps, the chunks of a round, blocks over row tiles and tokens, bytes of shared
+    memory. A round is all chunks of a row or whole turns of the warps."""
     n_tokens: int
     n_warps: int
     per_round: int
@@ -503,8 +517,9 @@ class FewShape:
 
 
 def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:
-    """How long n_blocks of n_warps on a multiprocessor take for n_chunks each: turns of the warps, each as long as the busiest scheduler has warps, or as
-    a warp waits for its own loads and sums, which is about as long as LATENCY chunks are issued (docs/kernels-log.md)."""
+    """How long n_blocks of n_warps on a multiprocessor take for n_chunks each: turns of the warps, each as long as the busiest
+    scheduler has warps, or as a warp waits for its own loads and sums, which is about as long as LATENCY chunks are issued
+    (docs/kernels-log.md)."""
     return -(-n_chunks // n_warps) * max(LATENCY, -(-n_blocks * n_warps // SCHEDULERS))
 
 
@@ -515,8 +530,10 @@ def chunks_of_round(n_chunks: int, n_warps: int, n: int) -> int:
     return n_warps * min(-(-n_chunks // n_warps), max(1, SUM_WORDS // (n_warps * sum_words(n))))
 
 
-def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int, row_words: int = 0) -> FewShape:
-    """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most; row_words: as of `shared_words`."""
+def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens: int, n_warps: int, n_blocks: int,
+             row_words: int = 0) -> FewShape:
+    """The shape with so many warps a block. names: formats of the matrices; n_blocks: of the grid over row tiles at most;
+    row_words: as of `shared_words`."""
     n_tiles, n_chunks, n_valid = -(-n_rows // ROWS), -(-n_cols // CHUNK), min(n, n_tokens)
     per_round = chunks_of_round(n_chunks, n_warps, n_valid)
     n_sides = 1 if per_round >= n_chunks and n_tiles <= n_blocks and len(names) == 1 else 2
@@ -525,10 +542,11 @@ def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens:
 
 
 @lru_cache(None)
-def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int, row_words: int = 0) -> FewShape:
-    """As many tokens as a block can take, as many warps as registers and shared memory hold, of those numbers the one that `work` finds the fastest.
-    One block a multiprocessor for one token, else two where there are more row tiles than those. names: formats of the matrices; row_words: as of
-    `shared_words`."""
+def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
+              row_words: int = 0) -> FewShape:
+    """As many tokens as a block can take, as many warps as registers and shared memory hold, of those numbers the one that `work`
+    finds the fastest. One block a multiprocessor for one token, else two where there are more row tiles than those. names:
+    formats of the matrices; row_words: as of `shared_words`."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
     n_tiles, n_chunks, groups = -(-n_rows // ROWS), -(-n_cols // CHUNK), -(-n // n_tokens)
     resident = 1 if n_tokens == 1 or n_tiles * groups <= n_multiprocessors else 2
@@ -538,48 +556,42 @@ def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multip
     return min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))
 
 
-def checked_sizes(op, names, n_rows, n_cols, n):
-    for what, found in (("n_rows", n_rows), ("n_cols", n_cols)):
-        check(op, found >= 1, what, found, "at least 1")
-    check(op, 1 <= n <= 65535 * MOST_TOKENS, "n", n, f"1..{65535 * MOST_TOKENS}")
-    for name in names:
-        check(op, format_of(name, op).is_quantized, "type", name, "quantized types")
+def few_launch(call: Call, kernel: Kernel, args: tuple):
+    """In the shape of the plan. args: of the kernel, in front of the chunks of a round."""
+    shape = call.plan
+    return call.device.launch(kernel, shape.grid, 32 * shape.n_warps, (*args, shape.per_round), shape.n_bytes)
 
 
-def mmq_few(target, format_name, words, act, out, n_rows, n_cols, n, shape=None):
-    """words: address of the weight's tiles [n_rows, n_cols], act: of the activation buffer of `quantize`, both on 16 bytes; out: of float32
-    [n, n_rows]. shape: `few_shape` chooses where it is not given."""
-    checked_sizes("mmq_few", (format_name,), n_rows, n_cols, n)
-    shape = shape or few_shape((format_name,), n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
-    kernel, args = mmq_few_kernel(format_name, shape.n_tokens), (words, act, out, n_rows, n_cols, n, shape.per_round)
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+def mmq_few(call: Call):
+    """out = w x, as of `mul_mat`, w quantized. plan: `FewShape`."""
+    args = *addresses(call.w, call.x, call.out), *call.w.shape, call.x.shape[0]
+    return few_launch(call, mmq_few_kernel(call.w.dtype, call.plan.n_tokens), args)
 
 
-def mmq_few_argmax(target, format_name, words, act, parts, n_rows, n_cols, n, shape=None):
-    """What `argmax_of_parts` takes, of the products with each token. parts: address of int32 [n, n_tiles, 2], n_tiles those of n_rows; the rest as for
-    `mmq_few`."""
-    checked_sizes("mmq_few_argmax", (format_name,), n_rows, n_cols, n)
-    shape = shape or few_shape((format_name,), n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
-    kernel, args = mmq_few_argmax_kernel(format_name, shape.n_tokens), (words, act, parts, n_rows, n_cols, n, shape.per_round)
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+def mmq_few_argmax(call: Call):
+    """What `argmax_of_parts` takes of the products w x, w quantized. scratch: int32 [n, n_tiles, 2], n_tiles those of w. plan:
+    `FewShape`."""
+    args = *addresses(call.w, call.x, call.scratch), *call.w.shape, call.x.shape[0]
+    return few_launch(call, mmq_few_argmax_kernel(call.w.dtype, call.plan.n_tokens), args)
 
 
-def mmq_few_glu(target, activation, names, gate_words, up_words, act, gate_bias, up_bias, out, n_rows, n_cols, n, shape=None):
-    """out = activation(gate x + its bias) * (up x + its bias). names: formats of gate and up; biases: addresses of float32 [n_rows], or both None;
-    the rest as for `mmq_few`."""
-    checked_sizes("mmq_few_glu", names, n_rows, n_cols, n)
-    shape = shape or few_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
-    kernel, biased = mmq_few_glu_kernel(activation, *names, gate_bias is not None, shape.n_tokens), (gate_bias, up_bias)
-    args = gate_words, up_words, *(biased if gate_bias is not None else (out, out)), act, out, n_rows, n_cols, n, shape.per_round
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+def mmq_few_glu(call: Call):
+    """out = act(gate x + its bias) * (up x + its bias), as of `mul_mat_glu`, gate and up quantized. plan: `FewShape`."""
+    names, biased, matrices = gated_of(call)
+    args = *matrices, *addresses(call.x, call.out), *call.gate.shape, call.x.shape[0]
+    return few_launch(call, mmq_few_glu_kernel(call.act, *names, biased, call.plan.n_tokens), args)
 
 
-def mmq_few_qkv(target, names, words, act, outs, n_rows, n_cols, n, shape=None, biases=()):
-    """The products of three matrices with the same activations. names: their formats; words: addresses of their tiles; outs: of float32 [n, n_rows[i]];
-    n_rows: three numbers; biases: addresses of three float32 [n_rows[i]], added to the products, or none; the rest as for `mmq_few`."""
-    for rows in n_rows:
-        checked_sizes("mmq_few_qkv", names, rows, n_cols, n)
+def mmq_few_qkv(call: Call):
+    """q_out, k_out, v_out = q x, k x, v x, and their biases, as of `mul_mat_qkv`, all quantized. plan: `FewShape`."""
+    names, n_rows, biased, words, biases, outs = qkv_of(call)
+    n, n_cols = call.x.shape
+    return few_launch(call, mmq_few_qkv_kernel(*names, biased, call.plan.n_tokens),
+                      (*words, call.x.data, *biases, *outs, *n_rows, n_cols, n))
+
+
+def qkv_shape(names: tuple[str, ...], n_rows: tuple[int, ...], n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
+              row_words: int = 0) -> FewShape:
+    """`few_shape` of matrices of so many rows each, whose tiles are taken in a row."""
     all_rows = ROWS * sum(-(-rows // ROWS) for rows in n_rows)
-    shape = shape or few_shape(tuple(names), all_rows, n_cols, n, target.n_multiprocessors, target.shared_limit)
-    kernel, args = mmq_few_qkv_kernel(*names, bool(biases), shape.n_tokens), (*words, act, *(biases or outs), *outs, *n_rows, n_cols, n, shape.per_round)
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+    return few_shape(names, all_rows, n_cols, n, n_multiprocessors, shared_limit, row_words)

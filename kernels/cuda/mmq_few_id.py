@@ -1,31 +1,37 @@
-"""Products of the matrices of experts with few tokens (docs/numerics.md, section 9): the weights of an expert are read once for up to 16 rows that chose it.
+"""Products of the matrices of experts with few tokens (docs/numerics.md, section 9): the weights of an expert are read once for
+up to 16 rows that chose it.
 
-A *pair* is a token and the rank of one of its experts, pair = token * n_used + rank; a *group* is a matrix and some of the pairs that chose it, in
-ascending order. Each block sorts all pairs for itself in shared memory, which takes less than a launch as long as they are few. Then it takes row tiles as
-in mmq_few, of the groups one behind the other, from blockIdx.x by gridDim.x. For a single token every pair is a group, and nothing is sorted.
+A *pair* is a token and the rank of one of its experts, pair = token * n_used + rank; a *group* is a matrix and some of the pairs
+that chose it, in ascending order. Each block sorts all pairs for itself in shared memory, which takes less than a launch as long
+as they are few. Then it takes row tiles as in mmq_few, of the groups one behind the other, from blockIdx.x by gridDim.x. For a
+single token every pair is a group, and nothing is sorted.
 
-Pairs whose id is no expert belong to no group, as in `dispatch`: their rows of the result are left as they are, and the first is left in `fault`.
+Pairs whose id is no expert belong to no group, as in `dispatch`: their rows of the result are left as they are, and the first is
+left in `fault`.
 """
 from functools import lru_cache
+from typing import NamedTuple
 
 from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
+from ..call import Call
 from .dispatch import report
-from .launch import F32, I32, Kernel, N, U32, check, factory
-from .mmq_few import MAX_WARPS, MOST_TOKENS, PICK, RESERVED, Course, FewShape, chunks_of_round, products, shared_words, tiles_of, work
-from .ptx import device, i32, i64, ld, lds, lds4, match, popc, sts
+from .launch import F32, I32, Kernel, N, U32, factory, need
+from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, products, shared_words,
+                      tiles_of, work)
+from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
+from .ptx import device, i32, i64, ld, lds, lds4, match, popc, stage, sts
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
-WORDS, BIASES, OUT, IDS, FAULT, NODE, N_MATRICES, N_ROWS, N_PAIRS, N_USED, X_ROWS, TABLE, STEP_GROUPS, STEP_TILES = range(14)  # operands, by their place
-# Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs, these pairs, (matrix, pair) in
-# one number, sorted and not, where groups begin. Behind them the end of the last group, for as many groups as pairs; the number of groups; and from COUNTS
-# on how many begin in each 32 sorted pairs.
+# Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs,
+# these pairs, (matrix, pair) in one number, sorted and not, where groups begin. Behind them the end of the last group, for as
+# many groups as pairs; the number of groups; and from COUNTS on how many groups begin in each 32 sorted pairs.
 MATRICES, ROWS_OF_X, PAIRS, SORTED, UNSORTED, STARTS, END = range(7)
-LEADERS = UNSORTED  # later: of those 32, the how manieth group begins with a sorted pair, from 1; 0: none
+LEADERS = UNSORTED  # later: the how manieth group, from 1, of its 32 begins with a sorted pair; 0: none
 COUNTS = 4
 
 
@@ -38,42 +44,68 @@ def table_words(n_pairs: int, n_tokens: int) -> int:
     return 2 * padded(n_pairs) if n_tokens == 1 else END * padded(n_pairs) + COUNTS + MOST_PAIRS // 32
 
 
-def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Course:
-    """The course of a block. n_matrices: of an expert, 1 or 2 by turns; n_tokens: pairs of a group at most; heads: the matrix of a pair is its rank, and
-    there are no ids; biases: [X, n_rows]."""
-    waiting_at, finish = ending
-    pick, last_matrix, several, single, pad = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1, device(padded)
+class Operands(NamedTuple):
+    """The operands of a kernel as its walk takes them, for device functions. Scalars are int32."""
+    words: object        # tuple of pointers to the tiles of the matrices
+    biases: object       # (of gate, of up), pointers to f32 [X, n_rows]
+    out: object          # f32 [pairs, n_rows]
+    ids: object          # int32 [pairs]
+    fault: object        # int32 [4], as of `dispatch`
+    node: object
+    n_matrices: object
+    n_rows: object
+    n_pairs: object
+    n_used: object       # pairs of a token
+    x_rows: object       # rows of x of a token
+    table: object        # word of shared memory at which the planes begin
+    step_groups: object  # groups and tiles from a block's tile to its next one
+    step_tiles: object
 
-    # What is in shared memory
 
-    @device
-    def plane(operands, i):
-        return i32(operands[TABLE] + i * pad(operands[N_PAIRS]))
+pad = device(padded)
 
+
+@device
+def plane(operands, i):
+    """The word at which plane i begins."""
+    return i32(operands.table + i * pad(operands.n_pairs))
+
+
+# What is in shared memory: the block sorts the pairs. Arguments of device functions: shared, uint32, the block's dynamic shared
+# memory; tid, of n_threads. Each stage ends with a barrier where the next reads what other threads wrote.
+
+def pair_readers(heads: bool):
+    """(matrix_of, row_of_x, report_pair) of (operands, pair): the pair's matrix, n_matrices for an id that is no expert; the row
+    of x that it multiplies; leaves such a pair in `fault`, by one block."""
     @device
     def matrix_of(operands, pair):
-        """N_MATRICES for an id that is no expert."""
         if heads:
-            return i32(pair % operands[N_MATRICES])
-        found = ld(operands[IDS], pair)
-        return i32(found if 0 <= found < operands[N_MATRICES] else operands[N_MATRICES])
+            return i32(pair % operands.n_matrices)
+        found = ld(operands.ids, pair)
+        return i32(found if 0 <= found < operands.n_matrices else operands.n_matrices)
 
     @device
     def row_of_x(operands, pair):
         if heads:
             return i32(pair)
-        token = i32(pair // operands[N_USED])
-        return i32(token * operands[X_ROWS] + i32(pair - token * operands[N_USED]) % operands[X_ROWS])
+        token = i32(pair // operands.n_used)
+        return i32(token * operands.x_rows + i32(pair - token * operands.n_used) % operands.x_rows)
 
     @device
     def report_pair(operands, pair):
-        if not heads:
-            if cuda.blockIdx.x == 0:
-                report(operands[FAULT], operands[NODE], pair, ld(operands[IDS], pair))
+        if not heads and cuda.blockIdx.x == 0:
+            report(operands.fault, operands.node, pair, ld(operands.ids, pair))
+    return matrix_of, row_of_x, report_pair
+
+
+def token_preparer(heads: bool):
+    """(operands, shared, tid, n_threads) of a single token: every pair is a group; its matrix and its row of x, unsorted."""
+    matrix_of, row_of_x, report_pair = pair_readers(heads)
 
     @device
     def prepare_token(operands, shared, tid, n_threads):
-        matrices, rows, n_pairs, none = plane(operands, MATRICES), plane(operands, ROWS_OF_X), operands[N_PAIRS], operands[N_MATRICES]
+        matrices, rows = plane(operands, MATRICES), plane(operands, ROWS_OF_X)
+        n_pairs, none = operands.n_pairs, operands.n_matrices
         pair = tid
         while pair < n_pairs:
             sts(shared, matrices + pair, matrix_of(operands, pair))
@@ -89,16 +121,24 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
                 if first == pair:
                     report_pair(operands, pair)
             pair = i32(pair + n_threads)
+    return prepare_token
 
-    @device
-    def below(four, key):
-        a, b, c, d = four
-        return i32(i32(i32(a) < key) + i32(i32(b) < key) + i32(i32(c) < key) + i32(i32(d) < key))
+
+@device
+def below(four, key):
+    """How many of four words are below a key."""
+    a, b, c, d = four
+    return i32(i32(i32(a) < key) + i32(i32(b) < key) + i32(i32(c) < key) + i32(i32(d) < key))
+
+
+def sorter(heads: bool):
+    """(operands, shared, tid, n_threads): sorts the numbers matrix * n_pairs + pair: the place of a number is how many are
+    below it. Fills SORTED, PAIRS and ROWS_OF_X; the number of groups is 0 for now, if no pair has an expert."""
+    matrix_of, row_of_x, _ = pair_readers(heads)
 
     @device
     def sort(operands, shared, tid, n_threads):
-        """The place of a number is how many are below it."""
-        n_pairs, none, keys = operands[N_PAIRS], operands[N_MATRICES], plane(operands, UNSORTED)
+        n_pairs, none, keys = operands.n_pairs, operands.n_matrices, plane(operands, UNSORTED)
         ordered, pairs, rows = plane(operands, SORTED), plane(operands, PAIRS), plane(operands, ROWS_OF_X)
         pair = tid
         while pair < pad(n_pairs):
@@ -112,7 +152,8 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
         while pair < n_pairs:
             key, place, q = i32(lds(shared, keys + pair)), i32(0), i32(0)
             while q < n_pairs:  # four loads are under way together
-                a, b, c, d = lds4(shared, keys + q), lds4(shared, keys + q + 4), lds4(shared, keys + q + 8), lds4(shared, keys + q + 12)
+                a, b = lds4(shared, keys + q), lds4(shared, keys + q + 4)
+                c, d = lds4(shared, keys + q + 8), lds4(shared, keys + q + 12)
                 place, q = i32(place + below(a, key) + below(b, key) + below(c, key) + below(d, key)), i32(q + 16)
             sts(shared, ordered + place, key)
             sts(shared, pairs + place, pair)
@@ -121,14 +162,17 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
         if tid == 0:
             sts(shared, plane(operands, END) + 1, i32(0))  # if no pair has an expert
         cuda.syncthreads()
+    return sort
 
-    @device
-    def prepare_tokens(operands, shared, tid, n_threads):
-        n_pairs, none, end = operands[N_PAIRS], operands[N_MATRICES], plane(operands, END)
-        keys, leaders, counts = plane(operands, SORTED), plane(operands, LEADERS), i32(end + COUNTS)
-        sort(operands, shared, tid, n_threads)
 
-        # 1. the pairs with which groups begin, counted in each 32
+def leader_marker(n_tokens: int, heads: bool):
+    """(operands, shared, keys, leaders, counts, tid, n_threads): marks the sorted pairs with which groups begin, in LEADERS, and
+    counts them in each 32. keys, leaders, counts: words at which SORTED, LEADERS and the counts begin."""
+    _, _, report_pair = pair_readers(heads)
+
+    @stage
+    def mark_leaders(operands, shared, keys, leaders, counts, tid, n_threads):
+        n_pairs, none = operands.n_pairs, operands.n_matrices
         i, before = tid, i32(~(i32(-1) << (tid & 31)))  # the lanes before
         while i - (tid & 31) < n_pairs:
             leads = i32(0)
@@ -146,40 +190,61 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
                 sts(shared, counts + (i >> 5), popc(same) if leads == 1 else i32(32 - popc(same)))
             i = i32(i + n_threads)
         cuda.syncthreads()
+    return mark_leaders
 
-        # 2. the groups
-        i = tid
-        while i < n_pairs:
-            key, leader, last = i32(lds(shared, keys + i)), i32(lds(shared, leaders + i)), i32(i + 1) == n_pairs
-            if not last:
-                last = i32(lds(shared, keys + i + 1)) >= none * n_pairs
-            if key < none * n_pairs and (leader > 0 or last):
-                group, q = i32(0), i32(0)
-                while q < i >> 5:
-                    group, q = i32(group + i32(lds(shared, counts + q))), i32(q + 1)
-                if leader > 0:
-                    sts(shared, plane(operands, STARTS) + (group + leader - 1), i)
-                    sts(shared, plane(operands, MATRICES) + (group + leader - 1), i32(key // n_pairs))
-                if last:
-                    group = i32(group + i32(lds(shared, counts + (i >> 5))))  # no group begins behind it
-                    sts(shared, plane(operands, STARTS) + group, i32(i + 1))
-                    sts(shared, end + 1, group)
-            i = i32(i + n_threads)
-        cuda.syncthreads()
+
+@stage
+def write_groups(operands, shared, keys, leaders, counts, end, tid, n_threads):
+    """Where each group begins, its matrix, where the last one ends, and the number of groups, from what `mark_leaders` wrote.
+    end: word at which the plane END begins."""
+    n_pairs, none = operands.n_pairs, operands.n_matrices
+    i = tid
+    while i < n_pairs:
+        key, leader, last = i32(lds(shared, keys + i)), i32(lds(shared, leaders + i)), i32(i + 1) == n_pairs
+        if not last:
+            last = i32(lds(shared, keys + i + 1)) >= none * n_pairs
+        if key < none * n_pairs and (leader > 0 or last):
+            group, q = i32(0), i32(0)
+            while q < i >> 5:
+                group, q = i32(group + i32(lds(shared, counts + q))), i32(q + 1)
+            if leader > 0:
+                sts(shared, plane(operands, STARTS) + (group + leader - 1), i)
+                sts(shared, plane(operands, MATRICES) + (group + leader - 1), i32(key // n_pairs))
+            if last:
+                group = i32(group + i32(lds(shared, counts + (i >> 5))))  # no group begins behind it
+                sts(shared, plane(operands, STARTS) + group, i32(i + 1))
+                sts(shared, end + 1, group)
+        i = i32(i + n_threads)
+    cuda.syncthreads()
+
+
+def tokens_preparer(n_tokens: int, heads: bool):
+    """(operands, shared, tid, n_threads) of several tokens: sorts the pairs and finds groups of n_tokens pairs at most."""
+    sort, mark_leaders = sorter(heads), leader_marker(n_tokens, heads)
 
     @device
-    def start_of(operands, shared, group):
-        return i32(group) if single else i32(lds(shared, plane(operands, STARTS) + group))
+    def prepare_tokens(operands, shared, tid, n_threads):
+        end, keys, leaders = plane(operands, END), plane(operands, SORTED), plane(operands, LEADERS)
+        counts = i32(end + COUNTS)
+        sort(operands, shared, tid, n_threads)
+        mark_leaders(operands, shared, keys, leaders, counts, tid, n_threads)
+        write_groups(operands, shared, keys, leaders, counts, end, tid, n_threads)
+    return prepare_tokens
 
-    @device
-    def matrix_of_group(operands, shared, group):
-        return i32(lds(shared, plane(operands, MATRICES) + group))
 
-    # From tile to tile
+def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> TileWalk:
+    """The walk of a block, from tile to tile of the groups. n_matrices: of an expert, 1 or 2 by turns; n_tokens: pairs of a group
+    at most; heads: the matrix of a pair is its rank, and there are no ids. operands: `Operands`."""
+    waiting_at, finish = ending
+    pick, last_matrix, several, single = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1
+
+    matrix_of_group = device(lambda operands, shared, group: i32(lds(shared, plane(operands, MATRICES) + group)))
+    start_of = device(lambda operands, shared, group: i32(group) if single
+                      else i32(lds(shared, plane(operands, STARTS) + group)))
 
     @device
     def first(operands, shared):
-        n_tiles, item = tiles_of(operands[N_ROWS]), i32(cuda.blockIdx.x)
+        n_tiles, item = tiles_of(operands.n_rows), i32(cuda.blockIdx.x)
         group = i32(item // n_tiles)
         return i32(item - group * n_tiles), i32(0), group
 
@@ -190,7 +255,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
             matrix = i32(matrix + 1)
             if matrix <= last_matrix:
                 return tile, matrix, group
-        tile, group, n_tiles = i32(tile + operands[STEP_TILES]), i32(group + operands[STEP_GROUPS]), tiles_of(operands[N_ROWS])
+        tile, group, n_tiles = i32(tile + operands.step_tiles), i32(group + operands.step_groups), tiles_of(operands.n_rows)
         if tile >= n_tiles:
             tile, group = i32(tile - n_tiles), i32(group + 1)
         return tile, i32(0), group
@@ -198,13 +263,13 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
     @device
     def inside(operands, shared, place):
         if single:
-            return place[2] < operands[N_PAIRS]
+            return place[2] < operands.n_pairs
         return place[2] < i32(lds(shared, plane(operands, END) + 1))
 
     @device
     def weight(operands, shared, place):
-        matrix = i32(min(matrix_of_group(operands, shared, place[2]), operands[N_MATRICES] - 1))  # any one where there is none
-        return pick(operands[WORDS], place[1]), i32(matrix * tiles_of(operands[N_ROWS]) + place[0])
+        matrix = i32(min(matrix_of_group(operands, shared, place[2]), operands.n_matrices - 1))  # any one where there is none
+        return pick(operands.words, place[1]), i32(matrix * tiles_of(operands.n_rows) + place[0])
 
     @device
     def tokens(operands, shared, place, n):
@@ -214,38 +279,44 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Co
 
     @device
     def leave(operands, shared, place, token, r, total):
-        n_rows, row = operands[N_ROWS], i32(place[0] * 32 + r)
-        matrix, biases = matrix_of_group(operands, shared, place[2]), operands[BIASES]
-        if row < n_rows and matrix < operands[N_MATRICES]:
+        n_rows, row = operands.n_rows, i32(place[0] * 32 + r)
+        matrix, biases = matrix_of_group(operands, shared, place[2]), operands.biases
+        if row < n_rows and matrix < operands.n_matrices:
             pair = place[2] if single else i32(lds(shared, plane(operands, PAIRS) + start_of(operands, shared, place[2]) + token))
             i, last = i64(pair) * n_rows + row, place[1] == last_matrix
-            waiting = waiting_at(operands[OUT], i, last)
-            finish(operands[OUT], i, i32(matrix * n_rows), row, n_rows, total, waiting, last, biases[0], biases[1])
-    return Course(first, following, inside, weight, tokens, leave, prepare_token if single else prepare_tokens)
+            waiting = waiting_at(operands.out, i, last)
+            finish(operands.out, i, i32(matrix * n_rows), row, n_rows, total, waiting, last, biases[0], biases[1])
+    prepare = token_preparer(heads) if single else tokens_preparer(n_tokens, heads)
+    return TileWalk(first, following, inside, weight, tokens, leave, prepare)
 
 
 @factory([("Q4_K", 1, False), ("Q8_0", 4, False), ("IQ2_S", 16, False), ("Q8_0", 1, True), ("Q6_K", 8, True)])
 def mmq_few_id_kernel(name, n_tokens, heads):
     run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE))
 
-    def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table, step_groups, step_tiles):
-        run(((words,), (out, out), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table, step_groups, step_tiles),
-            act, n_cols, n, per_round)
+    def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table,
+               step_groups, step_tiles):
+        operands = Operands((words,), (out, out), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table,
+                            step_groups, step_tiles)
+        run(operands, act, n_cols, n, per_round)
     return Kernel(kernel, (U32, U32, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
 
 
-@factory([("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, 1), ("silu", "Q8_0", "Q8_0", False, 0.0, 0.0, 4), ("swiglu_oai", "MXFP4", "Q6_K", True, 1.702, 7.0, 8)])
+@factory([("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, 1), ("silu", "Q8_0", "Q8_0", False, 0.0, 0.0, 4),
+          ("swiglu_oai", "MXFP4", "Q6_K", True, 1.702, 7.0, 8)])
 def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
     run = products((gate, up), n_tokens, of_groups(2, n_tokens, False, gate_and_store(activation, biased, alpha, limit)))
 
-    def kernel(gate_words, up_words, gate_bias, up_bias, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table,
-               step_groups, step_tiles):
-        run(((gate_words, up_words), (gate_bias, up_bias), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table, step_groups,
-             step_tiles), act, n_cols, n, per_round)
+    def kernel(gate_words, up_words, gate_bias, up_bias, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs,
+               n_used, x_rows, per_round, table, step_groups, step_tiles):
+        operands = Operands((gate_words, up_words), (gate_bias, up_bias), out, ids, fault, node, n_matrices, n_rows, n_pairs,
+                            n_used, x_rows, table, step_groups, step_tiles)
+        run(operands, act, n_cols, n, per_round)
     return Kernel(kernel, (U32, U32, F32, F32, U32, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
 
 
-def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int, n_tokens: int, n_warps: int, n_blocks: int) -> FewShape:
+def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int, n_tokens: int, n_warps: int,
+                n_blocks: int) -> FewShape:
     """The shape with so many warps a block. n_items: row tiles of groups at most."""
     per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens)
     n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens) + table_words(n_pairs, n_tokens))
@@ -253,10 +324,12 @@ def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int,
 
 
 @lru_cache(None)
-def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, n_pairs: int, n: int, n_multiprocessors: int, shared_limit: int) -> FewShape:
-    """Groups of a single pair for one token, else of as many as a matrix has on average, but of 4 at least, or of 8 where these take hardly longer, without
-    integer scales. Of the numbers of warps and of blocks on a multiprocessor those by which `work` on the row tiles of all groups is done first, then those
-    that leave the fewest warps without a chunk, then two blocks, which hide each other's barriers (docs/kernels-log.md). names: formats of the matrices; n: tokens, or rows of a head."""
+def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, n_pairs: int, n: int, n_multiprocessors: int,
+             shared_limit: int) -> FewShape:
+    """Groups of a single pair for one token, else of as many as a matrix has on average, but of 4 at least, or of 8 where these
+    take hardly longer, without integer scales. Of the numbers of warps and of blocks on a multiprocessor those by which `work` on
+    the row tiles of all groups is done first, then those that leave the fewest warps without a chunk, then two blocks, which hide
+    each other's barriers (docs/kernels-log.md). names: formats of the matrices; n: tokens, or rows of a head."""
     fewest = 4 if any(form(format_of(name)).integer for name in names) else 8
     n_tokens = 1 if n == 1 else next((t for t in MAX_WARPS if t >= fewest and t * n_matrices >= n_pairs), MOST_TOKENS)
     n_items, n_chunks = -(-n_rows // ROWS) * min(n_pairs, n_matrices if n_tokens > 1 else n_pairs), -(-n_cols // CHUNK)
@@ -265,61 +338,47 @@ def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, 
         n_blocks = resident * n_multiprocessors
         return -(-n_items // n_blocks) * work(shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, abs(resident - 2)
     shapes = [(resident, id_shape_of(names, n_items, n_cols, n_pairs, n_tokens, n_warps, resident * n_multiprocessors))
-              for resident in range(1, MOST_RESIDENT + 1) for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
-    fitting = [(resident, shape) for resident, shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
+              for resident in range(1, MOST_RESIDENT + 1)
+              for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
+    fitting = [(resident, shape) for resident, shape in shapes
+               if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
     return min(fitting, key=lambda each: time(*each))[1]
 
 
-def checked_sizes(op, names, n_matrices, n_rows, n_cols, n_pairs, n_used, x_rows):
-    for what, found in (("n_rows", n_rows), ("n_cols", n_cols), ("n_used", n_used), ("x_rows_per_token", x_rows)):
-        check(op, found >= 1, what, found, "at least 1")
-    check(op, 1 <= n_matrices <= MOST_MATRICES, "n_expert", n_matrices, f"1..{MOST_MATRICES}")
-    check(op, n_matrices * -(-n_rows // ROWS) * ROWS < 1 << 31, "n_expert * n_rows", n_matrices * n_rows, "below 2^31")
-    check(op, 1 <= n_pairs <= MOST_PAIRS, "n_tokens * n_used", n_pairs, f"1..{MOST_PAIRS}")
-    check(op, n_used % x_rows == 0, "x_rows_per_token", x_rows, f"divisors of n_used, {n_used}")
-    for name in names:
-        check(op, format_of(name, op).is_quantized, "type", name, "quantized types")
+def few_pairs(call: Call) -> Pairs:
+    """`pairs_of` a call. Unsupported where they are more, or other matrices, than blocks sort."""
+    sizes = pairs_of(call)
+    n_matrices, n_rows, n_pairs = sizes.n_matrices, sizes.n_rows, sizes.n_pairs
+    need(n_matrices <= MOST_MATRICES, "n_expert", n_matrices, f"1..{MOST_MATRICES}")
+    need(n_matrices * -(-n_rows // ROWS) * ROWS < 1 << 31, "n_expert * n_rows", n_matrices * n_rows, "below 2^31")
+    need(n_pairs <= MOST_PAIRS, "n_tokens * n_used", n_pairs, f"1..{MOST_PAIRS}")
+    return sizes
 
 
-def launched(target, kernel, names, pointers, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, shape):
-    """The launch of a kernel. n: rows of the activations."""
-    steps = divmod(shape.grid[0], -(-n_rows // ROWS))
-    table = shape.n_bytes // 4 - table_words(n_pairs, shape.n_tokens)
-    args = *pointers, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, shape.per_round, table, *steps
-    return target.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+def launched(call: Call, kernel: Kernel, sizes: Pairs, pointers: tuple, node: int):
+    """In the shape of the plan."""
+    shape = call.plan
+    table = shape.n_bytes // 4 - table_words(sizes.n_pairs, shape.n_tokens)
+    args = *pointers, node, *sizes, shape.per_round, table, *divmod(shape.grid[0], -(-sizes.n_rows // ROWS))
+    return call.device.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
 
 
-def mmq_few_id(target, format_name, words, act, ids, out, n_expert, n_rows, n_cols, n_tokens, n_used, x_rows_per_token, fault, node=1, shape=None):
-    """Row i u + j of out is the product with matrix ids[i, j] of row i b + j % b of x, u = n_used, b = x_rows_per_token, a divisor of u. words: address of
-    the tiles of n_expert matrices [n_rows, n_cols], act: of the activation buffer of n_tokens b rows, both on 16 bytes; ids: of int32 [n_tokens, u]; out:
-    of float32 [n_tokens u, n_rows]; fault, node: as of `dispatch`. shape: `id_shape` chooses where it is not given. Rows of ids that are no experts are
-    left as they are."""
-    names, n_pairs = (format_name,), n_tokens * n_used
-    checked_sizes("mmq_few_id", names, n_expert, n_rows, n_cols, n_pairs, n_used, x_rows_per_token)
-    shape = shape or id_shape(names, n_expert, n_rows, n_cols, n_pairs, n_tokens, target.n_multiprocessors, target.shared_limit)
-    kernel, pointers = mmq_few_id_kernel(format_name, shape.n_tokens, False), (words, act, ids, fault, out)
-    return launched(target, kernel, names, pointers, node, n_expert, n_rows, n_cols, n_tokens * x_rows_per_token, n_pairs, n_used, x_rows_per_token, shape)
+def mmq_few_id(call: Call):
+    """out = w[ids] x, as of `mul_mat_id`, w quantized. plan: `FewShape` of `id_shape`."""
+    sizes, (fault, node) = few_pairs(call), fault_of(call)
+    pointers = *addresses(call.w, call.x, call.ids), fault, call.out.data
+    return launched(call, mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, False), sizes, pointers, node)
 
 
-def mmq_few_id_glu(target, activation, names, gate_words, up_words, act, ids, gate_bias, up_bias, alpha, limit, out, n_expert, n_rows, n_cols, n_tokens,
-                   n_used, x_rows_per_token, fault, node=1, shape=None):
-    """out = activation(gate x + its bias) * (up x + its bias), or swiglu_oai, which alone takes alpha and limit. names: formats of gate and up; biases:
-    addresses of float32 [n_expert, n_rows], or both None; the rest as for `mmq_few_id`."""
-    n_pairs, biased = n_tokens * n_used, gate_bias is not None
-    checked_sizes("mmq_few_id_glu", names, n_expert, n_rows, n_cols, n_pairs, n_used, x_rows_per_token)
-    shape = shape or id_shape(tuple(names), n_expert, n_rows, n_cols, n_pairs, n_tokens, target.n_multiprocessors, target.shared_limit)
-    constants = (float(alpha), float(limit)) if activation == "swiglu_oai" else (0.0, 0.0)
-    kernel = mmq_few_id_glu_kernel(activation, *names, biased, *constants, shape.n_tokens)
-    pointers = gate_words, up_words, *((gate_bias, up_bias) if biased else (out, out)), act, ids, fault, out
-    return launched(target, kernel, names, pointers, node, n_expert, n_rows, n_cols, n_tokens * x_rows_per_token, n_pairs, n_used, x_rows_per_token, shape)
+def mmq_few_id_glu(call: Call):
+    """out = act(gate[ids] x + its bias) * (up[ids] x + its bias), as of `mul_mat_id_glu`, gate and up quantized. plan: `FewShape`
+    of `id_shape`."""
+    (names, biased, matrices), sizes, (fault, node) = gated_of(call), few_pairs(call), fault_of(call)
+    kernel = mmq_few_id_glu_kernel(call.act, *names, biased, *constants_of(call), call.plan.n_tokens)
+    return launched(call, kernel, sizes, (*matrices, *addresses(call.x, call.ids), fault, call.out.data), node)
 
 
-def mmq_few_heads(target, format_name, words, act, out, n_head, n_rows, n_cols, n, shape=None):
-    """Row i of out is the product of matrix i % n_head and row i of x. n: rows, a multiple of n_head; words, act, shape: as of `mmq_few_id`; out: address of
-    float32 [n, n_rows]."""
-    names = format_name,
-    checked_sizes("mmq_few_heads", names, n_head, n_rows, n_cols, n, n_head, 1)
-    check("mmq_few_heads", n % n_head == 0, "n", n, f"multiples of n_head, {n_head}")
-    shape = shape or id_shape(names, n_head, n_rows, n_cols, n, n // n_head, target.n_multiprocessors, target.shared_limit)
-    kernel, pointers = mmq_few_id_kernel(format_name, shape.n_tokens, True), (words, act, words, words, out)
-    return launched(target, kernel, names, pointers, 0, n_head, n_rows, n_cols, n, n, n_head, 1, shape)
+def mmq_few_heads(call: Call):
+    """The products of `mul_mat_heads`, w quantized. plan: `FewShape` of `id_shape`."""
+    sizes, pointers = few_pairs(call), addresses(call.w, call.x, call.w, call.w, call.out)
+    return launched(call, mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, True), sizes, pointers, 0)

@@ -1,20 +1,27 @@
-"""Matrix products of float weights (docs/numerics.md, section 4): out[token, row] = sum over columns of weight[row, column] * x[token, column].
+"""Matrix products of float weights (docs/numerics.md, section 4): out[token, row] = sum over columns of weight[row, column] *
+x[token, column].
 
-A block takes a tile of 32 rows, and a warp whole chunks of 256 columns. Of 1, 2 or 4 tokens a lane has a row; of 16 it has four rows of four tokens, so that
-all that it loads is multiplied four times. Chunks go in rounds, some to each warp: each round the warps leave their chunks' sums in shared memory, and behind
-a barrier the owner of a (row, token) adds them to its total in the order of the chunks. So the order of a sum depends neither on the number of warps nor on
-that of tokens.
+A block takes a tile of 32 rows, and a warp whole chunks of 256 columns. Of 1, 2 or 4 tokens a lane has a row; of 16 it has four
+rows of four tokens, so that all that it loads is multiplied four times. Chunks go in rounds, some to each warp: each round the
+warps leave their chunks' sums in shared memory, and behind a barrier the owner of a (row, token) adds them to its total in the
+order of the chunks. So the order of a sum depends neither on the number of warps nor on that of tokens.
 """
+from dataclasses import dataclass
+
 from numba import cuda
 
-from ...quant.formats import FORMATS, Format, format_of
+from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
-from .launch import F32, I32, Kernel, N, U32, factory
+from ..call import Call
+from .launch import F32, I32, Kernel, N, U32, factory, need
+from .operands import addresses, pairs_of
 from .ptx import add, device, f32, fma, i32, i64, ld, ld4, st, wait_for_previous
 from .quantize import element
 from .weights import float_values
 
 FEW, MANY = (1, 2, 4), 16  # tokens of a block
+WARPS_RESIDENT = 16  # warps of a multiprocessor that keep its memory busy (docs/kernels-log.md)
+FEWEST_WARPS = 4     # of a block
 FLOATS = [fmt for fmt in FORMATS.values() if fmt.planes and not fmt.is_quantized]
 
 
@@ -45,8 +52,10 @@ def aligned_octet(x, row, column, n_cols):
 @device
 def padded_octet(x, row, column, n_cols):
     """The same of any row, +0 past its end. (Weights there are zeros too: zeros added to a sum are not seen.)"""
-    return (element(x, row, column, n_cols), element(x, row, column + 1, n_cols), element(x, row, column + 2, n_cols), element(x, row, column + 3, n_cols),
-            element(x, row, column + 4, n_cols), element(x, row, column + 5, n_cols), element(x, row, column + 6, n_cols), element(x, row, column + 7, n_cols))
+    return (element(x, row, column, n_cols), element(x, row, column + 1, n_cols),
+            element(x, row, column + 2, n_cols), element(x, row, column + 3, n_cols),
+            element(x, row, column + 4, n_cols), element(x, row, column + 5, n_cols),
+            element(x, row, column + 6, n_cols), element(x, row, column + 7, n_cols))
 
 
 def sums_of_four_rows(fmt: Format):
@@ -60,7 +69,8 @@ def sums_of_four_rows(fmt: Format):
             v2, v3 = values((words, tile, i32(row + 16)), q), values((words, tile, i32(row + 24)), q)
             for j in range(4):
                 y = octet(x, i64(min(token + 4 * j, n - 1)) * n_cols, i32(chunk * 256 + 8 * q), n_cols)
-                acc[j], acc[4 + j], acc[8 + j], acc[12 + j] = eight(v0, y, acc[j]), eight(v1, y, acc[4 + j]), eight(v2, y, acc[8 + j]), eight(v3, y, acc[12 + j])
+                acc[j], acc[4 + j], acc[8 + j], acc[12 + j] = (eight(v0, y, acc[j]), eight(v1, y, acc[4 + j]),
+                                                               eight(v2, y, acc[8 + j]), eight(v3, y, acc[12 + j]))
         return add_octet
     add_aligned, add_padded = octet_by(aligned_octet), octet_by(padded_octet)
 
@@ -91,8 +101,10 @@ def sums_of_row(fmt: Format, n_tokens: int):
     def thirty_two(v0, v1, v2, v3, x, acc, column, first, n, n_cols):
         for c in range(n_tokens):
             row = i64(min(first + c, n - 1)) * n_cols
-            acc[c] = eight(v1, aligned_octet(x, row, column + 8, n_cols), eight(v0, aligned_octet(x, row, column, n_cols), acc[c]))
-            acc[c] = eight(v3, aligned_octet(x, row, column + 24, n_cols), eight(v2, aligned_octet(x, row, column + 16, n_cols), acc[c]))
+            acc[c] = eight(v1, aligned_octet(x, row, column + 8, n_cols),
+                           eight(v0, aligned_octet(x, row, column, n_cols), acc[c]))
+            acc[c] = eight(v3, aligned_octet(x, row, column + 24, n_cols),
+                           eight(v2, aligned_octet(x, row, column + 16, n_cols), acc[c]))
 
     @device
     def dot(t, x, acc, chunk, first, n, n_cols):
@@ -111,7 +123,8 @@ def sums_of_row(fmt: Format, n_tokens: int):
                 thirty_two(v0, v1, v2, v3, x, acc, chunk * 256 + 224, first, n, n_cols)
             else:
                 while q < 32:
-                    thirty_two(values(t, q), values(t, q + 1), values(t, q + 2), values(t, q + 3), x, acc, chunk * 256 + 8 * q, first, n, n_cols)
+                    thirty_two(values(t, q), values(t, q + 1), values(t, q + 2), values(t, q + 3), x, acc, chunk * 256 + 8 * q,
+                               first, n, n_cols)
                     q += 4
         else:
             q = 0
@@ -124,13 +137,15 @@ def sums_of_row(fmt: Format, n_tokens: int):
 
 
 def chunk_sums(fmt: Format, n_tokens: int):
-    """(t, x, acc, chunk, first, n, n_cols): acc of a lane's rows in a chunk for its tokens, of those from `first`. t = (words, tile, lane); x: f32 [n, n_cols]."""
+    """(t, x, acc, chunk, first, n, n_cols): acc of a lane's rows in a chunk for its tokens, of those from `first`. t = (words,
+    tile, lane); x: f32 [n, n_cols]."""
     return sums_of_four_rows(fmt) if n_tokens == MANY else sums_of_row(fmt, n_tokens)
 
 
 def products(fmt: Format, n_tokens: int, waits: bool = True):
-    """The body of a kernel, for the rows of a tile: (words, x, out, row_tile, tiles, n_rows, n_cols, first, n, first_out, n_out): tokens from row `first` of x,
-    of n, to row first_out of out, of n_out; tiles: those of the matrices before. waits: for the kernel before, which the kernel then need not."""
+    """The body of a kernel, for the rows of a tile: (words, x, out, row_tile, tiles, n_rows, n_cols, first, n, first_out, n_out):
+    tokens from row `first` of x, of n, to row first_out of out, of n_out; tiles: those of the matrices before. waits: for the
+    kernel before, which the kernel then need not."""
     dot, tile_words = chunk_sums(fmt, n_tokens), tile_bytes(fmt) // 4
     n_owned, per_round = n_tokens * ROWS, chunks_per_round(n_tokens)
     n_parts, n_rows_each = 2 * per_round * n_owned, rows_of_lane(n_tokens)
@@ -162,7 +177,8 @@ def products(fmt: Format, n_tokens: int, waits: bool = True):
                         token, row = lane // n_lanes + n_rows_each * j, (lane & (n_lanes - 1)) + n_lanes * i
                         parts[((side + slot) * n_tokens + token) * 32 + row] = acc[i * n_tokens_each + j]
                 slot += n_warps
-            cuda.syncthreads()  # one a round: the next round writes the other side, and the one after it comes behind another barrier
+            # One a round: the next round writes the other side, and the one after it comes behind another barrier
+            cuda.syncthreads()
             p = tid
             while p < n_owned:
                 total, w = totals[p], 0
@@ -197,7 +213,8 @@ def mmvq_id_kernel(name, heads):
     fmt = format_of(name)
     run = products(fmt, 1, False)  # where weights lie depends on ids
 
-    def kernel(words, x, ids, out, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):  # block: pair blockIdx.x, rows of tile blockIdx.y
+    def kernel(words, x, ids, out, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
+        # block: pair blockIdx.x, rows of tile blockIdx.y
         pair, matrix = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x % n_matrices)
         source = pair
         if not heads:
@@ -209,5 +226,40 @@ def mmvq_id_kernel(name, heads):
 
 
 def chunks_per_round(n_tokens: int) -> int:
-    """64 chunks of one token, the whole row of most models: no warp waits for another before the end. 16 KiB of shared memory, 32 for many tokens."""
+    """64 chunks of one token, the whole row of most models: no warp waits for another before the end. 16 KiB of shared memory,
+    32 for many tokens."""
     return (128 if n_tokens == MANY else 64) // n_tokens
+
+
+@dataclass(frozen=True)
+class MMVQShape:
+    """Launch of mmvq: tokens of a block, warps of a block, blocks over row tiles and tokens."""
+    n_tokens: int
+    n_warps: int
+    grid: tuple[int, int]
+
+
+def mmvq_shape(type_, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> MMVQShape:
+    """As many tokens as a block can take, of more than eight at once. Blocks of few warps where there are many blocks; every warp
+    of a block takes as many chunks."""
+    n_tokens = MANY if n > 2 * FEW[-1] else next((c for c in FEW if c >= n), FEW[-1])
+    n_chunks, grid = -(-n_cols // CHUNK), (-(-n_rows // ROWS), -(-n // n_tokens))
+    busy = max(FEWEST_WARPS, WARPS_RESIDENT * n_multiprocessors // (grid[0] * grid[1]))
+    n_warps = min(n_chunks, max_warps(format_of(type_), n_tokens), busy)
+    return MMVQShape(n_tokens, -(-n_chunks // -(-n_chunks // n_warps)), grid)
+
+
+def mmvq(call: Call):
+    """out = w x, as of `mul_mat`, w of floats. plan: `MMVQShape`."""
+    shape, args = call.plan, (*addresses(call.w, call.x, call.out), *call.w.shape, call.x.shape[0])
+    return call.device.launch(mmvq_kernel(call.w.dtype, shape.n_tokens), shape.grid, 32 * shape.n_warps, args)
+
+
+def mmvq_id(call: Call):
+    """The products of `mul_mat_id` or `mul_mat_heads`, w of floats: a block for a pair and a row tile. Rows of ids that are not
+    experts are left as they are."""
+    fmt, sizes, heads = format_of(call.w.dtype, call.op), pairs_of(call), call.op == "mul_mat_heads"
+    n_tiles, n_warps = -(-sizes.n_rows // ROWS), min(-(-sizes.n_cols // CHUNK), max_warps(fmt, 1))
+    need(n_tiles < 1 << 16, "n_rows", sizes.n_rows, f"up to {ROWS * 65535} of float weights")
+    args = *addresses(call.w, call.x, call.out if heads else call.ids, call.out), *sizes
+    return call.device.launch(mmvq_id_kernel(fmt.name, heads), (sizes.n_pairs, n_tiles), 32 * n_warps, args)

@@ -1,8 +1,9 @@
-"""Products of float weights with one token where there are few rows, as in a router of experts (docs/numerics.md, section 4; sums as in mmvq).
+"""Products of float weights with one token where there are few rows, as in a router of experts (docs/numerics.md, section 4; sums
+as in mmvq).
 
-In `mmvq` a lane has 256 columns to load after the kernel before has ended, one latency of memory after the other, and a tile of 32 rows comes through one
-multiprocessor. Here a block takes eight rows of a tile, and all their weights are on their way to shared memory before it waits for the activations. Of a
-warp's 32 lanes eight have the rows of one chunk.
+In `mmvq` a lane has 256 columns to load after the kernel before has ended, one latency of memory after the other, and a tile of
+32 rows comes through one multiprocessor. Here a block takes eight rows of a tile, and all their weights are on their way to
+shared memory before it waits for the activations. Of a warp's 32 lanes eight have the rows of one chunk.
 """
 from dataclasses import dataclass
 
@@ -10,9 +11,12 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
+from ..call import Call
 from .launch import F32, Kernel, N, U32, factory
 from .mmvq import FLOATS, eight
-from .ptx import add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, st, sts, sts4, syncwarp, wait_for_previous
+from .operands import addresses
+from .ptx import (add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, st, sts, sts4, syncwarp,
+                  wait_for_previous)
 from .quantize import four_elements
 from .weights import staged_values
 
@@ -36,7 +40,8 @@ def staged_shape(fmt: Format, n_rows: int, n_cols: int, n: int, n_multiprocessor
     """For one token, where a multiprocessor has one block at most and its shared memory holds the rows; else None."""
     n_chunks, n_blocks = -(-n_cols // CHUNK), -(-n_rows // ROWS)
     n_bytes = stage_bytes(fmt, n_chunks)
-    return StagedShape(n_blocks, min(n_chunks, MOST_WARPS), n_bytes) if n == 1 and n_blocks <= n_multiprocessors and n_bytes <= shared_limit else None
+    return (StagedShape(n_blocks, min(n_chunks, MOST_WARPS), n_bytes) if n == 1 and n_blocks <= n_multiprocessors
+            and n_bytes <= shared_limit else None)
 
 
 @device
@@ -86,7 +91,8 @@ def mmvq_staged_kernel(name):
             acc, q = f32(0), i32(0)
             while q < 32:  # the loads of 16 columns are under way together
                 v, y = values((shared, chunk * stage_words, row), q), staged_octet(shared, x_at + chunk * 256 + q * 8)
-                w, z = values((shared, chunk * stage_words, row), i32(q + 1)), staged_octet(shared, x_at + chunk * 256 + q * 8 + 8)
+                w, z = (values((shared, chunk * stage_words, row), i32(q + 1)),
+                        staged_octet(shared, x_at + chunk * 256 + q * 8 + 8))
                 acc = eight(w, z, eight(v, y, acc))
                 q = i32(q + 2)
             sts(shared, sums_at + chunk * 8 + row, as_u32(acc))
@@ -102,6 +108,7 @@ def mmvq_staged_kernel(name):
     return Kernel(kernel, (U32, F32, F32, N, N), MOST_WARPS * 32)
 
 
-def mmvq_staged(target, name, words, x, out, n_rows, n_cols, shape: StagedShape):
-    """words, x, out: as of `mul_mat`, of one token."""
-    return target.launch(mmvq_staged_kernel(name), shape.n_blocks, 32 * shape.n_warps, (words, x, out, n_rows, n_cols), shape.n_bytes)
+def mmvq_staged(call: Call):
+    """out = w x, as of `mul_mat`, w of floats and x of one token. plan: `StagedShape`."""
+    shape, args = call.plan, (*addresses(call.w, call.x, call.out), *call.w.shape)
+    return call.device.launch(mmvq_staged_kernel(call.w.dtype), shape.n_blocks, 32 * shape.n_warps, args, shape.n_bytes)

@@ -1,32 +1,44 @@
-"""out = argmax(W x): where mmq_few multiplies, blocks keep the best row of a tile, and a second launch the best of those; else the product, then `argmax`."""
-from ...quant.formats import format_of
+"""out = argmax(w x): where mmq_few multiplies, blocks keep the best row of a tile, and a second launch the best of those; else
+the product, then `argmax`."""
 from ...quant.tile import ROWS
-from .argmax import argmax, argmax_of_parts, scratch_words as argmax_words
+from ..call import Call, Operand
+from . import argmax, mul_mat
 from .launch import Launches
 from .mmq_few import FewShape, mmq_few_argmax
-from .mul_mat import check_sizes, mul_mat, mul_mat_shape
+
+check = mul_mat.check
 
 
-def fused_shape(target, type_, n_rows: int, n_cols: int, n: int) -> FewShape | None:
-    """Of the kernel that leaves no product in memory; None where there is none."""
-    shape = mul_mat_shape(format_of(type_, "mul_mat_argmax"), n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
-    return shape if isinstance(shape, FewShape) else None
+def argmax_of(call: Call, data=None) -> Call:
+    """Of the product, f32 [n, m], at an address, where it is in memory."""
+    return call.part("argmax", x=Operand("f32", (call.x.shape[0], call.w.shape[0]), data), out=call.out)
 
 
-def scratch_words(target, type_, n_rows: int, n_cols: int, n: int) -> int:
-    """int32 of scratch memory: pairs of each row tile, or the product, and behind it that of `argmax`."""
-    if fused_shape(target, type_, n_rows, n_cols, n):
-        return n * -(-n_rows // ROWS) * 2
-    return n * n_rows + argmax_words(n)
+def plan(call: Call):
+    """Of the product. A `FewShape` leaves it in no memory."""
+    shape = mul_mat.plan(call)
+    if not isinstance(shape, FewShape):
+        argmax.check(argmax_of(call))
+    return shape
 
 
-def mul_mat_argmax(target, type_, words, x, out, n_rows, n_cols, n, scratch):
-    """out[i] = the first row of the largest product with x[i], or -1. words, x: as of `mul_mat`; out: address of int32 [n]; scratch: of int32
-    [scratch_words], on 16 bytes, left with anything in it."""
-    check_sizes("mul_mat_argmax", n_rows, n_cols, n)
-    shape = fused_shape(target, type_, n_rows, n_cols, n)
-    if shape:
-        best = mmq_few_argmax(target, type_, words, x, scratch, n_rows, n_cols, n, shape)
-        return Launches((best, argmax_of_parts(target, scratch, out, n, -(-n_rows // ROWS))))
-    product = mul_mat(target, type_, words, x, scratch, n_rows, n_cols, n)
-    return Launches((product, argmax(target, scratch, out, n, n_rows, scratch + 4 * n * n_rows)))
+def scratch(call: Call) -> tuple[str, tuple[int]]:
+    """A pair of words for each token and row tile; or the product, and behind it the scratch memory of `argmax`."""
+    n, n_rows = call.x.shape[0], call.w.shape[0]
+    if isinstance(call.plan, FewShape):
+        return "i32", (n * -(-n_rows // ROWS) * 2,)
+    _, (n_words,) = argmax.scratch(argmax_of(call))
+    return "i32", (n * n_rows + n_words,)
+
+
+def mul_mat_argmax(call: Call):
+    """out[i] = the first row r of the largest product of w[r] and x[i], or -1 where one is NaN.
+
+    w, x: as of `mul_mat`; out: i32 [n]; scratch: on 16 bytes, left with anything in it."""
+    n, n_rows = call.x.shape[0], call.w.shape[0]
+    if isinstance(call.plan, FewShape):
+        parts = mmq_few_argmax(call)
+        return Launches((parts, argmax.argmax_of_parts(call.device, call.scratch.data, call.out.data, n, -(-n_rows // ROWS))))
+    part = argmax_of(call, call.scratch.data)
+    part.scratch = part.x.behind(4 * n * n_rows, *argmax.scratch(part))
+    return Launches((mul_mat.product(call, call.w, part.x, call.plan), argmax.argmax(part)))

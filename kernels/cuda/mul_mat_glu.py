@@ -1,15 +1,18 @@
-"""out = act(gate x + its bias) * (up x + its bias). Of quantized matrices in one kernel (mmq_few, mmq); of float ones as two products, then one
-thread an element, in the place of gate's product."""
+"""out = act(gate x + its bias) * (up x + its bias). Of quantized matrices in one kernel (mmq_few, mmq); of float ones as two
+products, then one thread an element, in the place of gate's product."""
 from numba import cuda
 
-from ...quant.formats import format_of
-from .elementwise import BINARY, GLU, THREADS, binary, grid
-from .launch import F32, Kernel, Launches, N, check, factory
+from ..call import Call
+from .elementwise import BINARY, GLU, THREADS, by_element, check_grid, swiglu
+from .glu import geglu, reglu
+from .launch import F32, Kernel, Launches, N, factory, need
 from .mmq import Block, mmq_glu
 from .mmq_few import FewShape, mmq_few_glu
-from .mul_mat import mul_mat, quantized_shape
+from .mul_mat import check_sizes, limits, product, quantized_shape
+from .operands import addresses, gated_of, is_quantized
 from .ptx import add, i64, ld, st
 
+UNITS = {"silu": swiglu, "gelu": geglu, "relu": reglu}
 FEWEST_APART = 33  # tokens; with 40 both ways take as long, fewer were not timed
 
 
@@ -25,34 +28,43 @@ def biased_glu_kernel(act):
     return Kernel(kernel, (F32, F32, F32, F32, N), THREADS)
 
 
-def fused_shape(target, names: tuple[str, str], n_rows: int, n_cols: int, n: int) -> FewShape | Block | None:
-    """Of the one kernel for gate and up of these formats; None for float ones, which have none."""
-    if all(format_of(name, "mul_mat_glu").is_quantized for name in names):
-        return quantized_shape(names, n_rows, n_cols, n, target.n_multiprocessors, target.shared_limit, target.warpgroups)
-    return None
+def check(call: Call) -> None:
+    need(call.act in GLU, "act", call.act, ", ".join(GLU))
+    check_sizes(*call.gate.shape, call.x.shape[0])
+    if not is_quantized(call.op, gated_of(call).names):
+        check_grid(call.out)
 
 
-def takes_less_apart(target, act: str, names: tuple[str, str], biased: bool, n_rows: int, n_cols: int, n: int) -> bool:
-    """Whether gate, up and `swiglu_act` as three launches take less than mul_mat_glu and `quantize`: where warpgroups multiply, whose registers the totals of
-    two matrices do not fit into (docs/kernels-log.md), and no biases are to be added. names: formats of gate and up."""
-    shape = fused_shape(target, names, n_rows, n_cols, n)
-    return act == "silu" and not biased and n >= FEWEST_APART and isinstance(shape, Block) and shape.warpgroups
+def plan(call: Call) -> FewShape | Block | None:
+    """Of the one kernel for gate and up; None for float ones, which have none."""
+    names = call.gate.dtype, call.up.dtype
+    if not is_quantized(call.op, names):
+        return None
+    return quantized_shape(names, *call.gate.shape, call.x.shape[0], *limits(call.device))
 
 
-def mul_mat_glu(target, act, gate_type, up_type, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, scratch):
-    """act: silu, gelu or relu. gate_words, up_words, x: as of mul_mat, both formats quantized or both float; gate_bias, up_bias: addresses of
-    float32 [n_rows], or both None; out: address of float32 [n, n_rows]; scratch: of float32 [n, n_rows], left with anything in it."""
-    check("mul_mat_glu", act in GLU, "act", act, ", ".join(GLU))
-    check("mul_mat_glu", (gate_bias is None) == (up_bias is None), "bias", "of one product only", "of both or of none")
-    names = gate_type, up_type
-    shape = fused_shape(target, names, n_rows, n_cols, n)
-    if shape is not None:
-        fused = mmq_glu if isinstance(shape, Block) else mmq_few_glu
-        return fused(target, act, names, gate_words, up_words, x, gate_bias, up_bias, out, n_rows, n_cols, n, shape)
-    gate = mul_mat(target, gate_type, gate_words, x, out, n_rows, n_cols, n)
-    up = mul_mat(target, up_type, up_words, x, scratch, n_rows, n_cols, n)
-    if gate_bias is None:
-        glu = binary(target, GLU[act], out, scratch, out, n, n_rows, n)
-    else:
-        glu = target.launch(biased_glu_kernel(act), grid("mul_mat_glu", n, n_rows), THREADS, (out, scratch, gate_bias, up_bias, n_rows))
-    return Launches((gate, up, glu))
+def scratch(call: Call) -> tuple[str, tuple[int, int]] | None:
+    """The product with up, where there are two products."""
+    return (call.out.dtype, call.out.shape) if call.plan is None else None
+
+
+def declines(call: Call) -> bool:
+    """Whether gate, up and `swiglu_act` as three launches take less than mul_mat_glu and `quantize`: where warpgroups multiply,
+    whose registers the totals of two matrices do not fit into (docs/kernels-log.md), and no biases are to be added."""
+    warpgroups = isinstance(call.plan, Block) and call.plan.warpgroups
+    return warpgroups and call.act == "silu" and call.gate_bias is None and call.x.shape[0] >= FEWEST_APART
+
+
+def mul_mat_glu(call: Call):
+    """out = act(gate x + gate_bias) * (up x + up_bias).
+
+    act: silu, gelu or relu. gate, up: tiles of weights [m, k], on 16 bytes, both quantized or both float; x: as of `mul_mat`;
+    gate_bias, up_bias: f32 [m], or neither is there; out: f32 [n, m]; scratch: f32 [n, m], left with anything in it."""
+    if call.plan is not None:
+        return mmq_glu(call) if isinstance(call.plan, Block) else mmq_few_glu(call)
+    out, up = call.out, call.scratch
+    products = product(call, call.gate, out), product(call, call.up, up)
+    if call.gate_bias is not None:
+        args = *addresses(out, up, call.gate_bias, call.up_bias), out.n_cols
+        return Launches((*products, by_element(call, biased_glu_kernel(call.act), *args)))
+    return Launches((*products, UNITS[call.act](call.part(GLU[call.act], gate=out, up=up, out=out))))

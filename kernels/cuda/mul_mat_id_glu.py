@@ -1,14 +1,18 @@
-"""out = act(gate x + its bias) * (up x + its bias) with the matrices of experts. Of quantized matrices in one kernel, behind `dispatch` where experts have
-more than a few rows; of float ones as two products, then one thread an element, in the place of gate's product."""
+"""out = act(gate x + its bias) * (up x + its bias) with the matrices of experts. Of quantized matrices in one kernel, behind
+`dispatch` where experts have more than a few rows; of float ones as two products, then one thread an element, in the place of
+gate's product."""
 from numba import cuda
 
-from .dispatch import dispatch
-from .elementwise import GLU, THREADS, grid
+from ..call import Call
+from .elementwise import GLU, THREADS, by_element
 from .glu import gated_unit
-from .launch import F32, I32, Kernel, Launches, N, check, factory
+from .launch import F32, I32, Kernel, Launches, N, factory, need
 from .mmq import mmq_id_glu
+from .mmq_few import FewShape
 from .mmq_few_id import mmq_few_id_glu
-from .mul_mat_id import FEWEST_TOKENS, check_sizes, float_products, grouped_shape, is_few, likely_rows, own_fault, table_words
+from .mmvq import mmvq_id
+from .mul_mat_id import plan as plan, sorted_pairs, table_words
+from .operands import addresses, constants_of, gated_of, late_error as late_error
 from .ptx import add, i64, ld, st
 
 ACTIVATIONS = *GLU, "swiglu_oai"
@@ -29,30 +33,32 @@ def glu_of_experts_kernel(act, biased, alpha, limit):
     return Kernel(kernel, (F32, F32, F32, F32, I32, N, N), THREADS)
 
 
-def mul_mat_id_glu(target, act, gate_type, up_type, gate_words, up_words, x, ids, gate_bias, up_bias, alpha, limit, out, n_expert, n_rows, n_cols, n_tokens,
-                   n_used, x_rows_per_token, scratch, fault=None, node=1):
-    """act: silu, gelu or relu, or swiglu_oai with the constants alpha and limit. gate_words, up_words, x, ids, out, fault and node: as of `mul_mat_id`, both
-    formats quantized or both float; gate_bias, up_bias: addresses of float32 [n_expert, n_rows], or both None; scratch: of int32 [scratch_words], on 16
-    bytes, left with anything in it."""
-    check("mul_mat_id_glu", act in ACTIVATIONS, "act", act, ", ".join(ACTIVATIONS))
-    check("mul_mat_id_glu", act != "swiglu_oai" or limit > 0, "limit", limit, "above 0")
-    check("mul_mat_id_glu", (gate_bias is None) == (up_bias is None), "bias", "of one product only", "of both or of none")
-    names, n_pairs, n = (gate_type, up_type), n_tokens * n_used, n_tokens * x_rows_per_token
-    quantized = check_sizes("mul_mat_id_glu", names, n_expert, n_rows, n_cols, n_pairs, n_used, x_rows_per_token)
-    constants = (float(alpha), float(limit)) if act == "swiglu_oai" else (0.0, 0.0)
-    fault = own_fault(scratch) if fault is None else fault
-    if quantized and is_few(n_expert, n_pairs):
-        return mmq_few_id_glu(target, act, names, gate_words, up_words, x, ids, gate_bias, up_bias, alpha, limit, out, n_expert, n_rows, n_cols, n_tokens,
-                              n_used, x_rows_per_token, fault, node)
-    if quantized:
-        shape = grouped_shape(names, likely_rows(n_expert, n_pairs), target.shared_limit, target.warpgroups)
-        table = dispatch(target, ids, scratch, n_expert, n_pairs, shape.block.tokens, fault, node)
-        return Launches((table, mmq_id_glu(target, act, names, gate_words, up_words, x, scratch, gate_bias, up_bias, constants, out, n_expert, n_rows, n_cols,
-                                           n_tokens, n_used, x_rows_per_token, shape)))
-    table = dispatch(target, ids, scratch, n_expert, n_pairs, FEWEST_TOKENS, fault, node)
-    up = scratch + 4 * table_words(n_expert, n_tokens, n_used)
-    products = [float_products(target, name, words, x, ids, result, n_expert, n_rows, n_cols, n, n_pairs, n_used, x_rows_per_token, False)
-                for name, words, result in ((gate_type, gate_words, out), (up_type, up_words, up))]
-    biased = gate_bias is not None
-    args = out, up, *((gate_bias, up_bias) if biased else (out, out)), ids, n_rows, n_expert
-    return Launches((table, *products, target.launch(glu_of_experts_kernel(act, biased, *constants), grid("mul_mat_id_glu", n_pairs, n_rows), THREADS, args)))
+def check(call: Call) -> None:
+    need(call.act in ACTIVATIONS, "act", call.act, ", ".join(ACTIVATIONS))
+    need(call.act != "swiglu_oai" or call.limit > 0, "limit", call.limit, "above 0")
+    if gated_of(call).biased:
+        for bias in (call.gate_bias, call.up_bias):
+            need(bias.shape[0] == call.gate.shape[0], "rows of a bias", bias.shape[0], f"those of {call.gate.shape[0]} experts")
+
+
+def scratch(call: Call) -> tuple[str, tuple[int]]:
+    """A dispatch table, and behind it the products of up and x of float matrices."""
+    products = call.out.n_rows * call.out.n_cols if call.plan is None else 0
+    return "i32", (table_words(call.gate.shape[0], *call.ids.shape) + products,)
+
+
+def mul_mat_id_glu(call: Call):
+    """out[i u + j] = act(gate[e] x[r] + gate_bias[e]) * (up[e] x[r] + up_bias[e]), where e = ids[i, j] and r = i b + j % b.
+
+    act: silu, gelu or relu, or swiglu_oai with alpha and limit. gate, up: as w of `mul_mat_id`, both quantized or both float;
+    gate_bias, up_bias: f32 [X, m], or neither is there; x, ids, out, scratch: as of `mul_mat_id`."""
+    if isinstance(call.plan, FewShape):
+        return mmq_few_id_glu(call)
+    if call.plan is not None:
+        return Launches((sorted_pairs(call), mmq_id_glu(call)))
+    (_, biased, (_, _, *biases)), out, n_expert = gated_of(call), call.out, call.gate.shape[0]
+    up = call.scratch.behind(4 * table_words(n_expert, *call.ids.shape), "f32", out.shape)
+    parts = [call.part("mul_mat_id", w=w, x=call.x, ids=call.ids, out=result) for w, result in ((call.gate, out), (call.up, up))]
+    kernel = glu_of_experts_kernel(call.act, biased, *constants_of(call))
+    unit = by_element(call, kernel, *addresses(out, up), *biases, call.ids.data, out.n_cols, n_expert)
+    return Launches((sorted_pairs(call), *map(mmvq_id, parts), unit))

@@ -1,21 +1,38 @@
-"""The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few takes all of them, else one after the
-other."""
-from ...quant.formats import format_of
-from .elementwise import add
-from .launch import Launches, check
-from .mmq_few import FewShape, mmq_few_qkv
-from .mul_mat import check_sizes, mul_mat, mul_mat_shape
+"""The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few takes all
+of them, else one after the other."""
+from ..call import Call
+from .elementwise import add, check_grid
+from .launch import Launches
+from .mmq_few import FewShape, mmq_few_qkv, qkv_shape
+from .mul_mat import check_sizes, limits, mul_mat_shape, product
+from .operands import is_quantized, qkv_of
 
 
-def mul_mat_qkv(target, types, words, x, outs, n_rows, n_cols, n, biases=()):
-    """types, words, outs, n_rows: three of each, formats, addresses of tiles and of float32 [n, rows], and numbers of rows; x, n_cols, n: as of `mul_mat`;
-    biases: addresses of three float32 [rows], added to the products, or none. The formats are all quantized or all float."""
-    kinds = [format_of(type_, "mul_mat_qkv").is_quantized for type_ in types]
-    check("mul_mat_qkv", len(set(kinds)) == 1, "types", ", ".join(types), "all quantized or all float")
+def check(call: Call) -> None:
+    names, n_rows, *_ = qkv_of(call)
+    is_quantized(call.op, names)
     for rows in n_rows:
-        check_sizes("mul_mat_qkv", rows, n_cols, n)
-    device = target.n_multiprocessors, target.shared_limit, target.warpgroups
-    if all(isinstance(mul_mat_shape(type_, rows, n_cols, n, *device), FewShape) for type_, rows in zip(types, n_rows)):
-        return mmq_few_qkv(target, tuple(types), words, x, outs, n_rows, n_cols, n, biases=biases)
-    products = [mul_mat(target, type_, matrix, x, out, rows, n_cols, n) for type_, matrix, out, rows in zip(types, words, outs, n_rows)]
-    return Launches((*products, *(add(target, out, bias, out, n, rows, 1) for out, bias, rows in zip(outs, biases, n_rows))))
+        check_sizes(rows, call.x.n_cols, call.x.n_rows)
+
+
+def plan(call: Call) -> FewShape | None:
+    """Of the one kernel; None where the products are computed one after the other."""
+    names, n_rows, *_ = qkv_of(call)
+    (n, n_cols), device = call.x.shape, limits(call.device)
+    if all(isinstance(mul_mat_shape(name, rows, n_cols, n, *device), FewShape) for name, rows in zip(names, n_rows)):
+        return qkv_shape(names, n_rows, n_cols, n, *device[:2])
+    for out in (call.q_out, call.k_out, call.v_out):
+        check_grid(out)  # of the biases' additions
+    return None
+
+
+def mul_mat_qkv(call: Call):
+    """q_out, k_out, v_out = q x + q_bias, k x + k_bias, v x + v_bias.
+
+    q, k, v: tiles of weights [m, k], each of its own m, on 16 bytes, all quantized or all float; x: as of `mul_mat`; biases:
+    f32 [m], or none is there; results: f32 [n, m]."""
+    if call.plan is not None:
+        return mmq_few_qkv(call)
+    parts = (call.q, call.q_bias, call.q_out), (call.k, call.k_bias, call.k_out), (call.v, call.v_bias, call.v_out)
+    products = [product(call, w, out) for w, _, out in parts]
+    return Launches((*products, *(add(call.part("add", x=out, y=bias, out=out)) for _, bias, out in parts if bias is not None)))

@@ -1,16 +1,17 @@
 """What CUDA kernels are written in: one PTX instruction an intrinsic, with its meaning in Python for the simulator beside it.
 
-NVVM contracts a plain `a * b + c` and ptxas may contract what NVVM leaves, so no float operation is left to them: kernels use `add`,
-`sub`, `mul`, `div`, `sqrt`, `fma`, `rint`, `i2f`, `l2f`, `f2i` of this module (and `exp`, `silu`, ..., made of them), never `+ - * /`.
-Comparing and selecting floats is free of rounding and written plainly. Integers are plain Python too; numba makes 64 bits of sums
-of 32-bit values, so a value that must stay a word is wrapped: `i32(a + b)`.
+NVVM contracts a plain `a * b + c` and ptxas may contract what NVVM leaves, so no float operation is left to them: kernels use
+`add`, `sub`, `mul`, `div`, `sqrt`, `fma`, `rint`, `i2f`, `l2f`, `f2i` of this module (and `exp`, `silu`, ..., made of them),
+never `+ - * /`. Comparing and selecting floats is free of rounding and written plainly. Integers are plain Python too; numba
+makes 64 bits of sums of 32-bit values, so a value that must stay a word is wrapped: `i32(a + b)`.
 
-A kernel takes pointers and scalars. p[i] of a pointer is not used: `ld`, `ld4` and `st`, `st4` read and write global memory that kernels
-write (their order is kept), `ldc`, `ldc4` read what no kernel writes while this one runs (they may be moved and merged); in a kernel that places
-`wait_for_previous` itself, where they may be moved before it, only what no kernel ever writes: weights, tables and inputs of a graph. Of these, `ld` and
-`ld4` ask before that wait where they stand before it; `ldc` may be moved to where its value is used, and before a test that it stands behind (out of
-a loop, say): what may not be there to be read is read by `ld`.
-The index counts elements of the pointer's type; the four elements of ld4, ldc4 and st4 are 32 bits wide and must lie on 16 bytes.
+A kernel takes pointers and scalars. p[i] of a pointer is not used: `ld`, `ld4` and `st`, `st4` read and write global memory that
+kernels write (their order is kept), `ldc`, `ldc4` read what no kernel writes while this one runs (they may be moved and merged);
+in a kernel that places `wait_for_previous` itself, where they may be moved before it, only what no kernel ever writes: weights,
+tables and inputs of a graph. Of these, `ld` and `ld4` ask before that wait where they stand before it; `ldc` may be moved to
+where its value is used, and before a test that it stands behind (out of a loop, say): what may not be there to be read is read by
+`ld`. The index counts elements of the pointer's type; the four elements of ld4, ldc4 and st4 are 32 bits wide and must lie on 16
+bytes.
 
 Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalars that check the types they are given.
 """
@@ -55,6 +56,13 @@ def device(function):
     return function if SIMULATED else _DeviceFunction(function, targetoptions={"device": True})
 
 
+def stage(function):
+    """A device function that is compiled as if its text stood where it is called: a named part of a long function, without code
+    of its own. (Other device functions are put in the places of their calls too, by NVVM. But it simplifies each alone before
+    that, so a cut can change the order of instructions.)"""
+    return function if SIMULATED else _DeviceFunction(function, targetoptions={"device": True, "inline": "always"})
+
+
 if not SIMULATED:
     class _DeviceFunction(CUDADispatcher):
         """What cuda.jit(device=True) makes, but without asking a GPU for its compute capability: that of the kernel decides."""
@@ -68,34 +76,42 @@ if not SIMULATED:
             return self.overloads[args]
 
 
+@device
+def nothing(*args):
+    pass
+
+
 def _named(name, n_parameters):
     """Signature by which numba knows how many arguments an intrinsic takes."""
     def rename(function):
         names = "typingctx", *"abcdefghij"[:n_parameters]
-        function.__name__, function.__signature__ = name, Signature([Parameter(p, Parameter.POSITIONAL_OR_KEYWORD) for p in names])
+        parameters = [Parameter(p, Parameter.POSITIONAL_OR_KEYWORD) for p in names]
+        function.__name__, function.__signature__ = name, Signature(parameters)
         return function
     return rename
 
 
 def _check(name, operand, actual):
-    """Integers of any width are taken as words, since numba widens them; a float must be float32: a float64 comes of a forgotten type."""
+    """Integers of any width are taken as words, since numba widens them; a float must be float32: a float64 comes of a forgotten
+    type."""
     if isinstance(actual, types.IntegerLiteral):
         actual = actual.literal_type
     if actual != types.float32 if operand == "f" else not isinstance(actual, types.Integer):
         raise TypeError(f"ptx.{name}: expected {_REGISTERS[operand].numba}, got {actual}")
 
 
-def _instruction(name, text, result, operands):
-    """The intrinsic of one instruction without side effects. result, operands: letters of _REGISTERS."""
+def _instruction(name, text, result, operands, in_place=False, attrs=()):
+    """The intrinsic of one instruction. result, operands: letters of _REGISTERS. in_place: it is neither moved nor merged; its
+    meaning in the simulator is the function of its name there. attrs: LLVM's, of the call."""
     if SIMULATED:
-        return simulator.checked(name, result, operands)
+        return getattr(simulator, name) if in_place else simulator.checked(name, result, operands)
     registers = [_REGISTERS[o] for o in operands]
     out = _REGISTERS[result]
     constraints = ",".join(["=" + out.constraint, *(r.constraint for r in registers)])
-    assembly = ir.InlineAsm(ir.FunctionType(out.llvm, [r.llvm for r in registers]), text, constraints, side_effect=False)
+    assembly = ir.InlineAsm(ir.FunctionType(out.llvm, [r.llvm for r in registers]), text, constraints, side_effect=in_place)
 
     def codegen(context, builder, signature, args):
-        return builder.call(assembly, args)
+        return builder.call(assembly, args, attrs=attrs)
 
     @_named(name, len(operands))
     def typed(typingctx, *actual):
@@ -118,8 +134,9 @@ f2i = _instruction("f2i", "cvt.rni.s32.f32 $0, $1;", "r", "f")     # the nearest
 as_f32 = _instruction("as_f32", "mov.b32 $0, $1;", "f", "r")       # the bit pattern of a word as a float, and back
 as_i32 = _instruction("as_i32", "mov.b32 $0, $1;", "r", "f")
 as_u32 = _instruction("as_u32", "mov.b32 $0, $1;", "u", "f")
-f16_to_f32 = _instruction("f16_to_f32", "{.reg .b16 h, z; mov.b32 {h, z}, $1; cvt.f32.f16 $0, h;}", "f", "u")  # of the low 16 bits
-f16_high_to_f32 = _instruction("f16_high_to_f32", "{.reg .b16 z, h; mov.b32 {z, h}, $1; cvt.f32.f16 $0, h;}", "f", "u")  # of the high ones
+# The float of the half in the low 16 bits, of that in the high ones, and the half nearest to a float
+f16_to_f32 = _instruction("f16_to_f32", "{.reg .b16 h, z; mov.b32 {h, z}, $1; cvt.f32.f16 $0, h;}", "f", "u")
+f16_high_to_f32 = _instruction("f16_high_to_f32", "{.reg .b16 z, h; mov.b32 {z, h}, $1; cvt.f32.f16 $0, h;}", "f", "u")
 f32_to_f16 = _instruction("f32_to_f16", "{.reg .b16 h, z; cvt.rn.f16.f32 h, $1; mov.b16 z, 0; mov.b32 $0, {h, z};}", "u", "f")
 dp4a = _instruction("dp4a", "dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")  # c + the products of the four signed bytes of a and b
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte i is byte s & 7 of the eight bytes a, b, or
@@ -128,6 +145,19 @@ amax2 = _instruction("amax2", "{.reg .b32 m; abs.f16x2 m, $2; max.NaN.f16x2 $0, 
                                                                          # larger of a, not negative, and |b|; NaN is above all
 popc = _instruction("popc", "popc.b32 $0, $1;", "r", "r")                # the number of ones
 shr = _instruction("shr", "shr.u32 $0, $1, $2;", "u", "uu")              # 0 for shifts of 32 and more
+
+
+def _void(emit):
+    """The codegen of an intrinsic without a result. emit: (context, builder, signature, args)."""
+    def codegen(context, builder, signature, args):
+        emit(context, builder, signature, args)
+        return context.get_dummy_value()
+    return codegen
+
+
+def _elements(context, builder, type_, value):
+    """A tuple of the elements of a struct."""
+    return context.make_tuple(builder, type_, [builder.extract_value(value, i) for i in range(len(type_))])
 
 
 # Global memory
@@ -165,14 +195,12 @@ def _load(name, width, constant):
         text = f"ld.{space}.{suffix} $0, [$1];" if width == 1 else f"ld.{space}.v4.{suffix} {{$0, $1, $2, $3}}, [$4];"
         constraints = ",".join([f"={register.constraint}"] * width + ["l"] + ([] if constant else ["~{memory}"]))
         returned = register.llvm if width == 1 else ir.LiteralStructType([register.llvm] * width)
-
         assembly = ir.InlineAsm(ir.FunctionType(returned, [ir.IntType(64)]), text, constraints, side_effect=not constant)
 
         def codegen(context, builder, signature, args):
-            value = builder.call(assembly, [_address(builder, *args)], attrs=("readnone",) if constant else ())  # equal loads are merged
-            if width == 1:
-                return value
-            return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(width)])
+            # Equal loads are merged
+            value = builder.call(assembly, [_address(builder, *args)], attrs=("readnone",) if constant else ())
+            return value if width == 1 else _elements(context, builder, signature.return_type, value)
         return result(pointer, types.int64), codegen
     return intrinsic(_named(name, 2)(typed))
 
@@ -190,14 +218,10 @@ def _store(name, width):
         suffix = suffix.replace("s", "b").replace("u", "b") if pointer.dtype.bitwidth < 32 else suffix
         text = f"st.global.{suffix} [$0], $1;" if width == 1 else f"st.global.v4.{suffix} [$0], {{$1, $2, $3, $4}};"
         constraints = ",".join(["l"] + [register.constraint] * width + ["~{memory}"])
-        signature = types.void(pointer, types.int64, *[register.numba] * width)
-
-        assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [ir.IntType(64)] + [register.llvm] * width), text, constraints, True)
-
-        def codegen(context, builder, signature, args):
-            builder.call(assembly, [_address(builder, *args[:2]), *args[2:]])
-            return context.get_dummy_value()
-        return signature, codegen
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] + [register.llvm] * width)
+        assembly = ir.InlineAsm(kind, text, constraints, True)
+        return types.void(pointer, types.int64, *[register.numba] * width), _void(
+            lambda context, builder, signature, args: builder.call(assembly, [_address(builder, *args[:2]), *args[2:]]))
     return intrinsic(_named(name, 2 + width)(typed))
 
 
@@ -222,13 +246,15 @@ pointer_at = _pointer_at()
 
 
 def constant(entries):
-    """(i) -> entries[i], uint32, of a table that lies in global memory beside the code. entries: numpy array [n] of unsigned integers."""
+    """(i) -> entries[i], uint32, of a table that lies in global memory beside the code. entries: numpy array [n] of unsigned
+    integers."""
     words = np.ascontiguousarray(entries, u32)
     assert words.ndim == 1 and np.asarray(entries).dtype.kind == "u", entries
     if SIMULATED:
         return lambda i: words[i]
     name, type_ = f"table_{sha256(words).hexdigest()[:16]}", ir.ArrayType(ir.IntType(32), len(words))
-    assembly = ir.InlineAsm(ir.FunctionType(ir.IntType(32), [ir.IntType(64)]), "ld.global.nc.b32 $0, [$1];", "=r,l", side_effect=False)
+    assembly = ir.InlineAsm(ir.FunctionType(ir.IntType(32), [ir.IntType(64)]), "ld.global.nc.b32 $0, [$1];", "=r,l",
+                            side_effect=False)
 
     def typed(typingctx, i):
         _check("constant", "l", i)
@@ -237,9 +263,11 @@ def constant(entries):
             table = builder.module.globals.get(name)
             if table is None:
                 table = ir.GlobalVariable(builder.module, type_, name, addrspace=1)
-                table.initializer, table.global_constant, table.linkage = ir.Constant(type_, [int(w) for w in words]), True, "internal"
+                table.initializer = ir.Constant(type_, [int(w) for w in words])
+                table.global_constant, table.linkage = True, "internal"
             place = builder.gep(table, [ir.IntType(64)(0), args[0]])
-            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))], attrs=("readnone",))  # equal loads are merged
+            # Equal loads are merged
+            return builder.call(assembly, [builder.ptrtoint(place, ir.IntType(64))], attrs=("readnone",))
         return types.uint32(types.int64), codegen
     return intrinsic(_named("constant", 1)(typed))
 
@@ -247,7 +275,8 @@ def constant(entries):
 # Shared memory: one-dimensional arrays of words, without Python's negative indices, which cost two instructions an access
 
 def _shared(name, width):
-    """Parts of an access to a shared array: check(array type, index type), pointer(context, builder, array type, array, index, element)."""
+    """Parts of an access to a shared array: check(array type, index type), pointer(context, builder, array type, array, index,
+    element)."""
     def check(array, index):
         if not isinstance(array, types.Array) or array.ndim != 1 or array.dtype not in (types.int32, types.uint32, types.float32):
             raise TypeError(f"ptx.{name}: expected a one-dimensional array of int32, uint32 or float32, got {array}")
@@ -266,8 +295,7 @@ def _load_shared(name, width):
     """(array, index) -> element, or (array, index) -> two or four elements, which must lie on 8 or 16 bytes."""
     if SIMULATED:
         def get(array, index):
-            if not 0 <= index <= len(array) - width or index % width:
-                raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(array)}")
+            simulator.check_elements(name, array, index, width)
             return array[index] if width == 1 else tuple(array[index:index + width])
         return get
     check, pointer = _shared(name, width)
@@ -305,11 +333,10 @@ def _store_shared(name, n_bytes):
         _check(name, "f" if array.dtype == types.float32 and n_bytes == 4 else "r", value)
         taken = register.numba if n_bytes == 4 else types.int32
 
-        def codegen(context, builder, signature, args):
+        def emit(context, builder, signature, args):
             value = args[2] if n_bytes == 4 else builder.trunc(args[2], ir.IntType(8))
             builder.store(value, pointer(context, builder, array, *args[:2], value.type), align=n_bytes)
-            return context.get_dummy_value()
-        return types.void(array, types.int64, taken), codegen
+        return types.void(array, types.int64, taken), _void(emit)
     return intrinsic(_named(name, 3)(typed))
 
 
@@ -317,8 +344,7 @@ def _store4_shared(name):
     """(array, index, four words), on 16 bytes."""
     if SIMULATED:
         def put(array, index, *values):
-            if not 0 <= index <= len(array) - 4 or index % 4:
-                raise IndexError(f"{name}: elements {index}..{index + 3} of {len(array)}")
+            simulator.check_elements(name, array, index, 4)
             array[index:index + 4] = [simulator._as_int(array.dtype.type)(v) for v in values]
         return put
     check, pointer = _shared(name, 4)
@@ -328,14 +354,13 @@ def _store4_shared(name):
         for v in values:
             _check(name, "r", v)
 
-        def codegen(context, builder, signature, args):
+        def emit(context, builder, signature, args):
             vector = ir.VectorType(ir.IntType(32), 4)
             value = ir.Constant(vector, ir.Undefined)
             for i in range(4):
                 value = builder.insert_element(value, args[2 + i], ir.IntType(32)(i))
             builder.store(value, pointer(context, builder, array, *args[:2], vector), align=16)
-            return context.get_dummy_value()
-        return types.void(array, types.int64, *[types.int32] * 4), codegen
+        return types.void(array, types.int64, *[types.int32] * 4), _void(emit)
     return intrinsic(_named(name, 6)(typed))
 
 
@@ -346,51 +371,26 @@ sts, sts4, sts8 = _store_shared("sts", 4), _store4_shared("sts4"), _store_shared
 # What the lanes of a warp do together
 
 if SIMULATED:
-    syncwarp, shuffle, match = simulator.syncwarp, simulator.shuffle, simulator.match
+    syncwarp = simulator.syncwarp
 else:
-    @intrinsic
-    def match(typingctx, x):
-        """The lanes that have the same int32 x, as bits of an int32: of all that have it, each gets the same."""
-        _check("match", "r", x)
-        word = ir.IntType(32)
-        assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
-
     @device
     def syncwarp():
         cuda.syncwarp()
-
-    @intrinsic
-    def shuffle(typingctx, x, lane):
-        """The int32 x of the lane `lane`, for every lane."""
-        _check("shuffle", "r", x)
-        _check("shuffle", "r", lane)
-        word = ir.IntType(32)
-        assembly = ir.InlineAsm(ir.FunctionType(word, [word] * 2), "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=r,r,r", side_effect=True)
-        return types.int32(types.int32, types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
+# (x, lane) -> the int32 x of the lane `lane`, for every lane
+shuffle = _instruction("shuffle", "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "rr", in_place=True)
+# (x) -> the lanes that have the same int32 x, as bits of an int32: of all that have it, each gets the same
+match = _instruction("match", "match.any.sync.b32 $0, $1, 0xffffffff;", "r", "r", in_place=True, attrs=("convergent",))
+# (x) -> the largest or the smallest int32 x of the lanes, for every lane
+redux_max, redux_min = (_instruction(f"redux_{operation}", f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "r", "r",
+                                     in_place=True, attrs=("convergent",)) for operation in ("max", "min"))
 
 
-def _reduction(operation):
-    """(x) -> the largest or the smallest int32 x of the lanes, for every lane."""
-    name, word = f"redux_{operation}", ir.IntType(32)
-    if SIMULATED:
-        return simulator.redux({"max": max, "min": min}[operation])
-    assembly = ir.InlineAsm(ir.FunctionType(word, [word]), f"redux.sync.{operation}.s32 $0, $1, 0xffffffff;", "=r,r", side_effect=True)
-
-    def typed(typingctx, x):
-        _check(name, "r", x)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args, attrs=("convergent",))
-    return intrinsic(_named(name, 1)(typed))
-
-
-redux_max, redux_min = _reduction("max"), _reduction("min")
-
-
-# Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX ISA, "mma")
+# Tensor cores. All lanes of a warp execute these together; lane l holds the fragments of row or column l / 4, words l % 4 (PTX
+# ISA, "mma")
 
 def _matrix_product(name, n_a, n_b, a_type="s8"):
-    """(a.., b.., c0, c1, c2, c3) -> four int32: the fragments of C + A B, A 16 x 16 n_b of int8 (or uint8) by rows, B 16 n_b x 8 of int8 by columns,
-    C 16 x 8."""
+    """(a.., b.., c0, c1, c2, c3) -> four int32: the fragments of C + A B, A 16 x 16 n_b of int8 (or uint8) by rows, B 16 n_b x 8
+    of int8 by columns, C 16 x 8."""
     if SIMULATED:
         return simulator.matrix_product(n_a, n_b, a_type)
     shape = f"m16n8k{16 * n_b}"
@@ -402,8 +402,7 @@ def _matrix_product(name, n_a, n_b, a_type="s8"):
                             ",".join(["=r"] * 4 + ["r"] * len(operands)), side_effect=False)
 
     def codegen(context, builder, signature, args):
-        value = builder.call(assembly, args)
-        return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(4)])
+        return _elements(context, builder, signature.return_type, builder.call(assembly, args))
 
     def typed(typingctx, *actual):
         for t in actual:
@@ -426,16 +425,17 @@ if SIMULATED:
     ldmatrix4 = simulator.ldmatrix4
 else:
     def _typed_ldmatrix4(typingctx, array, index):
-        """(array, index) -> four int32. Lane 8 m + r gives the element, on 16 bytes, at which row r of matrix m begins; each lane gets word
-        l % 4 of row l / 4 of the four matrices."""
+        """(array, index) -> four int32. Lane 8 m + r gives the element, on 16 bytes, at which row r of matrix m begins; each lane
+        gets word l % 4 of row l / 4 of the four matrices."""
         _shared("ldmatrix4", 4)[0](array, index)
         word = ir.IntType(32)
         assembly = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType([word] * 4), [word]),
-                                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}", side_effect=True)
+                                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r,~{memory}",
+                                side_effect=True)
 
         def codegen(context, builder, signature, args):
             value = builder.call(assembly, [_shared_address(context, builder, array, *args)])
-            return context.make_tuple(builder, signature.return_type, [builder.extract_value(value, i) for i in range(4)])
+            return _elements(context, builder, signature.return_type, value)
         return types.UniTuple(types.int32, 4)(array, types.int64), codegen
     ldmatrix4 = intrinsic(_named("ldmatrix4", 2)(_typed_ldmatrix4))
 
@@ -443,8 +443,8 @@ else:
 # Copies from global to shared memory that run on while the thread does
 
 def _copy_async(name, width, n=1):
-    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words; n times, 128 words on each time: so a warp copies
-    n * 512 bytes. Done behind `copies_wait` and a barrier."""
+    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words; n times, 128 words on each time: so
+    a warp copies n * 512 bytes. Done behind `copies_wait` and a barrier."""
     if SIMULATED:
         return simulator.copy(name, width, n)
 
@@ -453,13 +453,12 @@ def _copy_async(name, width, n=1):
         if _pointer(name, pointer, 4)[1].llvm != ir.IntType(32):
             raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
         _check(name, "l", first)
-        text = " ".join(f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0 + {512 * i}], [$1 + {512 * i}], {4 * width};" for i in range(n))
+        text = " ".join(f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0 + {512 * i}], [$1 + {512 * i}], {4 * width};"
+                        for i in range(n))
         assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)]), text, "r,l,~{memory}", True)
-
-        def codegen(context, builder, signature, args):
-            builder.call(assembly, [_shared_address(context, builder, array, *args[:2]), _address(builder, *args[2:])])
-            return context.get_dummy_value()
-        return types.void(array, types.int64, pointer, types.int64), codegen
+        return types.void(array, types.int64, pointer, types.int64), _void(
+            lambda context, builder, signature, args: builder.call(
+                assembly, [_shared_address(context, builder, array, *args[:2]), _address(builder, *args[2:])]))
     return intrinsic(_named(name, 4)(typed))
 
 
@@ -470,42 +469,34 @@ def _effect(name, text):
     assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), text, "~{memory}", True)
 
     def typed(typingctx):
-        def codegen(context, builder, signature, args):
-            builder.call(assembly, [])
-            return context.get_dummy_value()
-        return types.void(), codegen
+        return types.void(), _void(lambda context, builder, signature, args: builder.call(assembly, []))
     return intrinsic(_named(name, 0)(typed))
 
 
-if SIMULATED:
-    def afresh(x):
-        return x
+# An int32 as it is, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers from
+# earlier
+afresh = _instruction("afresh", "mov.b32 $0, $1;", "r", "r", in_place=True)
 
+if SIMULATED:
     def architecture():
         return i32(simulator.ARCHITECTURE)
 else:
     @intrinsic
-    def afresh(typingctx, x):
-        """An int32 as it is, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers from earlier."""
-        _check("afresh", "r", x)
-        word = ir.IntType(32)
-        assembly = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b32 $0, $1;", "=r,r", side_effect=True)
-        return types.int32(types.int32), lambda context, builder, signature, args: builder.call(assembly, args)
-
-    @intrinsic
     def architecture(typingctx):
-        """100 times the compute capability that the kernel is compiled for, a constant: what a test of it leaves out is not compiled."""
+        """100 times the compute capability that the kernel is compiled for, a constant: what a test of it leaves out is not
+        compiled."""
         def codegen(context, builder, signature, args):
             name, reflect = context.insert_const_string(builder.module, "__CUDA_ARCH"), "__nvvm_reflect"
-            function = builder.module.globals.get(reflect) or ir.Function(builder.module, ir.FunctionType(ir.IntType(32), [name.type]), reflect)
+            function = (builder.module.globals.get(reflect)
+                        or ir.Function(builder.module, ir.FunctionType(ir.IntType(32), [name.type]), reflect))
             return builder.call(function, [name])
         return types.int32(), codegen
 
 
 @device
 def before_blackwell():
-    """Whether this is 9.0, on which kernels were tuned, or older. For 10.0 and 12.0 ptxas must be given less to keep on its way at a time, or it takes more
-    registers than there are (docs/kernels-log.md)."""
+    """Whether this is 9.0, on which kernels were tuned, or older. For 10.0 and 12.0 ptxas must be given less to keep on its way
+    at a time, or it takes more registers than there are (docs/kernels-log.md)."""
     return architecture() <= 900
 
 
@@ -524,9 +515,10 @@ def copies4(n: int):
     return _copy_async("copies4", 4, n)
 
 
-copies_wait = _effect("copies_wait", "cp.async.wait_all;")  # for this thread's own copies
-wait_for_previous = _effect("wait_for_previous", "griddepcontrol.wait;")  # until the kernel before in the stream has ended (launch): by all threads
+copies_wait = _effect("copies_wait", "cp.async.wait_all;")          # for this thread's own copies
 copies_commit = _effect("copies_commit", "cp.async.commit_group;")  # those since the last one are a group
+# By all threads: until the kernel before in the stream has ended (launch)
+wait_for_previous = _effect("wait_for_previous", "griddepcontrol.wait;")
 
 
 def copies_wait_but(n: int):
@@ -539,4 +531,5 @@ def copies_wait_but(n: int):
 if SIMULATED:
     exp, log, sigmoid, silu, softplus, tanh, gelu = (simulator.checked(name, "f", "f") for name in arith.Functions._fields)
 else:
-    exp, log, sigmoid, silu, softplus, tanh, gelu = arith.functions(device, arith.Primitives(add, sub, mul, div, fma, i2f, as_i32, as_f32))
+    exp, log, sigmoid, silu, softplus, tanh, gelu = arith.functions(
+        device, arith.Primitives(add, sub, mul, div, fma, i2f, as_i32, as_f32))

@@ -1,6 +1,7 @@
 """Activations as two int8 limbs (docs/numerics.md, section 3), what matrix products with quantized weights take.
 
-The activations of n rows of k columns, nc = ceil(k / 256) chunks, are one allocation of five planes in this order, each on 64 bytes:
+The activations of n rows of k columns, nc = ceil(k / 256) chunks, are one allocation of five planes in this order, each on 64
+bytes:
 
     hi    int8    [n][nc * 256]     q = 128 hi + lo, zeros beyond the row's end
     lo    int8    [n][nc * 256]
@@ -9,13 +10,13 @@ The activations of n rows of k columns, nc = ceil(k / 256) chunks, are one alloc
     limbs int8    [n][nc][3][16]    of the sums of a chunk, 16384 a + 128 b + c: the minima of a chunk are a product too
 """
 from functools import lru_cache
-from typing import NamedTuple
 
 from numba import cuda
 
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK
-from .launch import F32, Kernel, N, U32, check, factory
+from ..call import Call
+from .launch import F32, Kernel, N, U32, factory, need
 from .ptx import as_f32, as_i32, device, f2i, f32, fma, i32, i64, ld, ld4, lds, mul, redux_max, shuffle, st, sts, u32
 
 N_THREADS = 64  # of a chunk: four columns each
@@ -23,36 +24,13 @@ GROUPS = 4      # chunks of a block, where there are many
 MOST_BLOCKS = 4096  # of a chunk each; a multiprocessor starts one in 0.16 us (docs/kernels-log.md)
 
 
-class Planes(NamedTuple):
-    """Bytes at which the planes of an activation buffer begin, and its size."""
-    hi: int
-    lo: int
-    d: int
-    sums: int
-    limbs: int
-    n_bytes: int
-
-
-def _plane_words(n, n_chunks):
+@device
+def plane_words(n, n_chunks):
     """(lo, d, sums, limbs) in words of four bytes; hi begins at 0."""
     lo = i64(n) * n_chunks * 64
     d = 2 * lo
     sums = d + ((i64(n) * n_chunks + 15) & -16)
     return lo, d, sums, sums + i64(n) * n_chunks * 16
-
-
-plane_words = device(_plane_words)
-
-
-def activation_planes(n: int, k: int) -> Planes:
-    n_chunks = -(-k // CHUNK)
-    planes = [4 * int(words) for words in _plane_words(n, n_chunks)]
-    return Planes(0, *planes, planes[-1] + 48 * n * n_chunks)
-
-
-def activation_bytes(n: int, k: int) -> int:
-    """Bytes of the activation buffer of n rows of k columns."""
-    return activation_planes(n, k).n_bytes
 
 
 @device
@@ -78,8 +56,8 @@ FULL, SMALLEST = f32(LIMIT), f32(2.0**-100)
 INFINITY_BITS, NAN_BITS = i32(0x7f800000), i32(0x7fc00000)
 
 
-# div of an x from 2^-100 on and 16256, both ways, as straight code: a quotient near it and its remainder, which fma gives exactly (Markstein).
-# tests/test_cuda_divisions.py compares every mantissa.
+# div of an x from 2^-100 on and 16256, both ways, as straight code: a quotient near it and its remainder, which fma gives exactly
+# (Markstein). tests/kernels/cuda/test_divisions.py compares every mantissa.
 
 UNIT, ONE = f32(1 / LIMIT), f32(1)
 SIXTEENTH, FULL_16 = f32(-1 / 16), f32(LIMIT / 16)  # of x: that no reciprocal is subnormal
@@ -118,12 +96,13 @@ def level(x, inverse, used):
 @device
 def largest(a, b, c, d):
     """The bits of the largest magnitude of four."""
-    return i32(max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))
+    return i32(max(max(magnitude(a), magnitude(b)), max(magnitude(c), magnitude(d))))  # noqa: PLW3301 (two at a time)
 
 
 @device
 def levels_of(bits):
-    """(used, inverse) of a chunk with that amax, given as its bits: whether it has levels, and what a column is multiplied by to be one."""
+    """(used, inverse) of a chunk with that amax, given as its bits: whether it has levels, and what a column is multiplied by to
+    be one."""
     amax = as_f32(bits)
     used = bits < INFINITY_BITS and amax >= SMALLEST
     return used, full_over(amax) if used else f32(0)
@@ -139,7 +118,8 @@ def limb_words(a, b, c, d, inverse, used):
     """(hi, lo, sum) of four columns: words of their limbs, the sum of their levels."""
     qa, qb, qc, qd = level(a, inverse, used), level(b, inverse, used), level(c, inverse, used), level(d, inverse, used)
     ha, hb, hc, hd = (qa + 64) >> 7, (qb + 64) >> 7, (qc + 64) >> 7, (qd + 64) >> 7
-    return four_bytes(ha, hb, hc, hd), four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)), i32(qa + qb + qc + qd)
+    return (four_bytes(ha, hb, hc, hd), four_bytes(qa - (ha << 7), qb - (hb << 7), qc - (hc << 7), qd - (hd << 7)),
+            i32(qa + qb + qc + qd))
 
 
 @device
@@ -155,8 +135,9 @@ def chunk_quantizer(n_groups: int):
 
     @device
     def quantize_chunk(a, b, c, d, act, n, row, chunk, n_chunks):
-        """a, b, c, d: columns 4 t .. 4 t + 3 of chunk `chunk` of row `row` of n, t the thread in its group; +0 past the row's end.
-        Every thread of the block takes part; chunks from n_chunks on are not stored. Called again, it wants a barrier between."""
+        """a, b, c, d: columns 4 t .. 4 t + 3 of chunk `chunk` of row `row` of n, t the thread in its group; +0 past the row's
+        end. Every thread of the block takes part; chunks from n_chunks on are not stored. Called again, it wants a barrier
+        between."""
         maxima = cuda.shared.array(n_warps, i32)
         tid = i32(cuda.threadIdx.x)
         t, lane, warp = i32(tid & (N_THREADS - 1)), i32(tid & 31), i32(tid >> 5)
@@ -231,16 +212,24 @@ def quantize_kernel():
     return Kernel(kernel, (F32, U32, N, N), GROUPS * N_THREADS)
 
 
-def blocks(op: str, n: int, k: int) -> tuple[tuple[int, int], int]:
-    """(grid, threads of a block): a block for each chunk of each row, or for four of them."""
-    check(op, 1 <= n < 65536, "n", n, "1..65535")
-    check(op, k >= 1, "k", k, "at least 1")
+def blocks(n: int, k: int) -> tuple[tuple[int, int], int]:
+    """(grid, threads of a block): a block for each chunk of each of n rows of k columns, or for four of them."""
+    need(1 <= n < 65536, "n", n, "1..65535")
+    need(k >= 1, "k", k, "at least 1")
     n_chunks = -(-k // CHUNK)
     groups = 1 if n_chunks * n <= MOST_BLOCKS else min(GROUPS, n_chunks)
     return (-(-n_chunks // groups), n), groups * N_THREADS
 
 
-def quantize(target, x, act, n, k):
-    """x: address of float32 [n, k]; act: address of `activation_bytes(n, k)`; both on 16 bytes."""
-    grid, n_threads = blocks("quantize", n, k)
-    return target.launch(quantize_kernel(), grid, n_threads, (x, act, n, k))
+def check(call: Call) -> None:
+    blocks(*call.x.shape)
+
+
+def quantize(call: Call):
+    """act = x in chunks of 256 columns: d = amax / 16256, q = rint(x * (16256 / amax)), amax a chunk's largest magnitude, and
+    sums of q.
+
+    x: f32 [n, k]; act: act [n, k]; both on 16 bytes."""
+    n, k = call.x.shape
+    grid, n_threads = blocks(n, k)
+    return call.device.launch(quantize_kernel(), grid, n_threads, (call.x.data, call.act.data, n, k))

@@ -1,15 +1,20 @@
 """y = mul(mul(x, r), w) with r = 1 / sqrt(mean(x^2) + eps) over the columns of each row (numerics, section 5).
 
-One block a row, four columns a thread and as many rounds as that takes. The columns of a round go through shared memory to threads 0 to 127, the
-partials of sum128, so that all of a round is loaded at once while each partial takes its columns in order. A row of one round stays there to be normed.
+One block a row, four columns a thread and as many rounds as that takes. The columns of a round go through shared memory to
+threads 0 to 127, the partials of sum128, so that all of a round is loaded at once while each partial takes its columns in order.
+A row of one round stays there to be normed.
 """
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable, NamedTuple
+from math import prod
+from typing import NamedTuple
 
 from numba import cuda
 
-from .launch import F32, N, SCALAR_F32, Kernel, check, factory
-from .ptx import add, as_f32, as_i32, device, div, f32, fma, i2f, i32, i64, ld, ld4, ldc, lds, mul, shuffle, sqrt, st, sts
+from ..call import Operand
+from .launch import F32, N, SCALAR_F32, Kernel, factory, need
+from .ptx import (add, as_f32, as_i32, device, div, f32, fma, i2f, i32, i64, ld, ld4, ldc, lds, mul, nothing, shuffle, sqrt, st,
+                  sts)
 
 PARTIALS = 128
 COLUMNS = 4          # of a thread in a round
@@ -30,27 +35,8 @@ class Source(NamedTuple):
     keep4: Callable  # (t, i, a, b, c, d)
 
 
-@device
-def _load(t, i):
-    return ld(t[0], i)
-
-
-@device
-def _keep(t, i, value):
-    pass
-
-
-@device
-def _load4(t, i):
-    return ld4(t[0], i)
-
-
-@device
-def _keep4(t, i, a, b, c, d):
-    pass
-
-
-ROWS = Source(_load, _keep, _load4, _keep4)  # t = (x,)
+# t = (x,)
+ROWS = Source(device(lambda t, i: ld(t[0], i)), nothing, device(lambda t, i: ld4(t[0], i)), nothing)
 
 
 @device
@@ -66,8 +52,8 @@ def reciprocal(sum_of_squares, n_cols, eps):
 
 @device
 def halve128(a, b, c, d, lane):
-    """The sum of 128 partials in the order of the halves, for every lane of a warp; a lane gives those of lane, lane + 32, lane + 64, lane + 96. What a lane
-    adds to its own and what the other adds are the same sum."""
+    """The sum of 128 partials in the order of the halves, for every lane of a warp; a lane gives those of lane, lane + 32, lane +
+    64, lane + 96. What a lane adds to its own and what the other adds are the same sum."""
     total = add(add(a, c), add(b, d))
     for half in (16, 8, 4, 2, 1):
         total = add(total, as_f32(shuffle(as_i32(total), lane ^ half)))
@@ -80,7 +66,8 @@ def reciprocal_rms(source: Source):
 
     @device
     def of_row(t, stage, row, n_cols, eps):
-        """r of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE]; it is left with the last round."""
+        """r of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE];
+        it is left with the last round."""
         partials = cuda.shared.array(PARTIALS, f32)
         v = cuda.local.array(COLUMNS, f32)
         j, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
@@ -96,7 +83,8 @@ def reciprocal_rms(source: Source):
             if j < PARTIALS:
                 i, end = j, min(i32(COLUMNS * n_threads), i32(n_cols - first))
                 while i + 3 * PARTIALS < end:  # four loads at a time
-                    a, b, c, d = lds(stage, i), lds(stage, i + PARTIALS), lds(stage, i + 2 * PARTIALS), lds(stage, i + 3 * PARTIALS)
+                    a, b, c, d = (lds(stage, i), lds(stage, i + PARTIALS), lds(stage, i + 2 * PARTIALS),
+                                  lds(stage, i + 3 * PARTIALS))
                     ss = fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
                     i = i32(i + 4 * PARTIALS)
                 while i < end:
@@ -121,7 +109,8 @@ def reciprocal_rms(source: Source):
 @device
 def four_of_partial(stage, i):
     """Elements of the partial i mod 128 from column i on."""
-    return as_f32(lds(stage, i)), as_f32(lds(stage, i + PARTIALS)), as_f32(lds(stage, i + 2 * PARTIALS)), as_f32(lds(stage, i + 3 * PARTIALS))
+    return (as_f32(lds(stage, i)), as_f32(lds(stage, i + PARTIALS)), as_f32(lds(stage, i + 2 * PARTIALS)),
+            as_f32(lds(stage, i + 3 * PARTIALS)))
 
 
 @device
@@ -139,7 +128,8 @@ def sum_of_partial(stage, i, end):
 
 @device
 def reciprocal_of_round(stage, n_cols, eps):
-    """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x]. Each warp adds the 128 partials."""
+    """r of a row whose columns, and zeros behind them, are in `stage`, words [COLUMNS blockDim.x].
+    Each warp adds the 128 partials."""
     partials = cuda.shared.array(PARTIALS, f32)
     j = i32(cuda.threadIdx.x)
     cuda.syncthreads()  # the row is in `stage`
@@ -199,8 +189,19 @@ def rms_norm_kernel():
     return Kernel(kernel, (F32, F32, F32, N, SCALAR_F32), MOST_THREADS)
 
 
-def rms_norm(target, x, w, out, n_rows, n_cols, eps):
-    """out = rms_norm(x) * w. x, out: addresses of f32 [n_rows, n_cols], equal or apart; w: of f32 [n_cols]."""
-    check("rms_norm", n_rows >= 1, "n_rows", n_rows, "at least 1")
-    check("rms_norm", n_cols >= 1, "n_cols", n_cols, "at least 1")
-    return target.launch(rms_norm_kernel(), n_rows, n_threads(n_cols), (x, w, out, n_cols, eps))
+def check_rows(x: Operand, w: Operand) -> None:
+    need(x.n_rows >= 1, "n_rows", x.n_rows, "at least 1")
+    need(w.n_cols >= 1, "n_cols", w.n_cols, "at least 1")
+
+
+def check(call):
+    check_rows(call.x, call.w)
+
+
+def rms_norm(call):
+    """out = x / sqrt(mean(x^2) + eps) * w, the mean over runs of k columns.
+
+    x, out: f32 [n, a multiple of k], one memory or apart; w: f32 [k]."""
+    n_cols = call.w.n_cols
+    args = call.x.data, call.w.data, call.out.data, n_cols, call.eps
+    return call.device.launch(rms_norm_kernel(), prod(call.x.shape) // n_cols, n_threads(n_cols), args)

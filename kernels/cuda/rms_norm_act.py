@@ -1,17 +1,18 @@
 """quantize(rms_norm(x, w)) over whole rows: activation blocks of normed rows that are never written as floats.
 
-One block a row, as in rms_norm; then each 64 of its threads take a chunk of 256 columns, as in quantize. A row of one round, of whole fours of columns,
-stays in the registers of those threads (`round_norm_act`).
+One block a row, as in rms_norm; then each 64 of its threads take a chunk of 256 columns, as in quantize. A row of one round, of
+whole fours of columns, stays in the registers of those threads (`round_norm_act`).
 """
 from functools import lru_cache
 
 from numba import cuda
 
 from ...quant.formats import CHUNK
-from .launch import F32, N, SCALAR_F32, U32, Kernel, check, factory
-from .ptx import as_u32, device, f32, i32, i64, ld4, mul, sts4, u32, wait_for_previous
+from .launch import F32, N, SCALAR_F32, U32, Kernel, factory
+from .ptx import as_u32, device, f32, i32, i64, ld4, mul, nothing, sts4, u32, wait_for_previous
 from .quantize import N_THREADS, chunk_quantizer
-from .rms_norm import COLUMNS, MOST_THREADS, ROWS, STAGE, Source, n_threads, normed, reciprocal_of_round, reciprocal_rms
+from .rms_norm import (COLUMNS, MOST_THREADS, ROWS, STAGE, Source, check_rows, n_threads, normed, reciprocal_of_round,
+                       reciprocal_rms)
 
 
 @device
@@ -19,18 +20,8 @@ def padded(y, column, n_cols):
     return y if column < n_cols else f32(0)
 
 
-@device
-def _nowhere(t, row, column, n_cols, y):
-    pass
-
-
-@device
-def _nowhere4(t, i, a, b, c, d):
-    pass
-
-
 @lru_cache(None)
-def row_norm_act(source: Source, put=_nowhere):
+def row_norm_act(source: Source, put=nothing):
     """put: (t, row, column, n_cols, y): writes a normed value elsewhere too, if its column is in the row."""
     reciprocal_of_row, quantize_chunk = reciprocal_rms(source), chunk_quantizer(MOST_THREADS // N_THREADS)
 
@@ -46,7 +37,8 @@ def row_norm_act(source: Source, put=_nowhere):
             chunk = first + tid // N_THREADS
             column = chunk * CHUNK + tid % N_THREADS * 4
             a, b, c, d = normed(t, stage, w, row, column, 1, n_cols, n_threads, r)
-            a, b, c, d = padded(a, column, n_cols), padded(b, column + 1, n_cols), padded(c, column + 2, n_cols), padded(d, column + 3, n_cols)
+            a, b, c, d = (padded(a, column, n_cols), padded(b, column + 1, n_cols), padded(c, column + 2, n_cols),
+                          padded(d, column + 3, n_cols))
             put(t, row, column, n_cols, a)
             put(t, row, column + 1, n_cols, b)
             put(t, row, column + 2, n_cols, c)
@@ -59,13 +51,14 @@ def row_norm_act(source: Source, put=_nowhere):
 
 
 @lru_cache(None)
-def round_norm_act(source: Source, put4=_nowhere4):
+def round_norm_act(source: Source, put4=nothing):
     """put4: (t, i, a, b, c, d): writes the normed elements i .. i + 3 elsewhere too."""
     quantize_chunk, load4, keep4 = chunk_quantizer(MOST_THREADS // N_THREADS), source.load4, source.keep4
 
     @device
     def norm_round_act(t, w, act, n, n_cols, eps):
-        """Row blockIdx.x of n of act, a thread for each four columns. Weights are asked for before the kernel that makes the row has ended."""
+        """Row blockIdx.x of n of act, a thread for each four columns. Weights are asked for before the kernel that makes the row
+        has ended."""
         stage = cuda.shared.array(STAGE, u32)
         tid = i32(cuda.threadIdx.x)
         column, row = i32(4 * tid), i64(cuda.blockIdx.x) * n_cols
@@ -99,8 +92,12 @@ def rms_norm_act_kernel(one_round):
     return Kernel(kernel, (F32, F32, U32, N, N, SCALAR_F32), MOST_THREADS, n_blocks=2 if one_round else 1)
 
 
-def rms_norm_act(target, x, w, act, n, k, eps):
-    """x: address of f32 [n, k]; w: of f32 [k]; act: address of `activation_bytes(n, k)`; all on 16 bytes."""
-    check("rms_norm_act", n >= 1, "n", n, "at least 1")
-    check("rms_norm_act", k >= 1, "k", k, "at least 1")
-    return target.launch(rms_norm_act_kernel(is_round(k)), n, n_threads(k), (x, w, act, n, k, eps))
+def check(call):
+    check_rows(call.x, call.w)
+
+
+def rms_norm_act(call):
+    """act = quantize(rms_norm(x, w)). x: f32 [n, k]; w: f32 [k]; act: activations [n, k]; all on 16 bytes."""
+    n, k = call.x.shape
+    args = call.x.data, call.w.data, call.act.data, n, k, call.eps
+    return call.device.launch(rms_norm_act_kernel(is_round(k)), n, n_threads(k), args)

@@ -4,7 +4,7 @@ One warp a head, a lane for every 32nd pair; a block is four heads of a token.
 """
 from numba import cuda
 
-from .launch import F32, I32, N, Kernel, check, factory
+from .launch import F32, I32, N, Kernel, factory, need
 from .ptx import add, i64, ld, ldc, mul, st, sub
 
 LANES, HEADS = 32, 4
@@ -29,13 +29,19 @@ def rope_kernel():
     return Kernel(kernel, (F32, I32, F32, F32, N, N, N, N), n_threads=LANES * HEADS)
 
 
-def rope(target, x, pos, table, out, n, n_head, dim, n_rot, neox):
-    """x, out: addresses of f32 [n, n_head, dim], equal or apart; pos: of i32 [n]; table: of f32 [n_ctx, n_rot / 2, 2] of (cos, sin).
+def check(call):
+    need(call.x.n_rows >= 1, "n", call.x.n_rows, "at least 1")
+    need(call.n_head >= 1, "n_head", call.n_head, "at least 1")
+    n_rot, dim = 2 * call.table.shape[1], call.x.n_cols // call.n_head
+    need(0 < n_rot <= dim, "n_rot", n_rot, f"even, 2 to {dim}")
 
-    Pair i is channels (i, i + n_rot / 2) if neox, else (2i, 2i + 1); channels n_rot..dim-1 are copied.
-    """
-    check("rope", n >= 1, "n", n, "at least 1")
-    check("rope", n_head >= 1, "n_head", n_head, "at least 1")
-    check("rope", n_rot % 2 == 0 and 0 < n_rot <= dim, "n_rot", n_rot, f"even, 2 to {dim}")
-    grid = n, -(-n_head // HEADS)
-    return target.launch(rope_kernel(), grid, (LANES, HEADS), (x, pos, table, out, n_head, dim, n_rot // 2, int(neox)))
+
+def rope(call):
+    """out = (a c - b s, a s + b c) of each pair (a, b) of each head of x, (c, s) = table[pos[token], pair]; others are x's.
+
+    x, out: f32 [n, n_head * channels], one memory or apart; pos: i32 [n]; table: f32 [n_ctx, n_rot / 2, 2]. Pair i is channels
+    (i, i + n_rot / 2) if neox, else (2 i, 2 i + 1)."""
+    n_head, half = call.n_head, call.table.shape[1]
+    grid = call.x.n_rows, -(-n_head // HEADS)
+    args = call.x.data, call.pos.data, call.table.data, call.out.data, n_head, call.x.n_cols // n_head, half, int(call.neox)
+    return call.device.launch(rope_kernel(), grid, (LANES, HEADS), args)

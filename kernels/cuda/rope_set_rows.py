@@ -1,30 +1,18 @@
-"""Q and K normed, if wanted, and rotated, K written to its cache, V written to its cache, in one launch (numerics, sections 5 to 7).
+"""Q and K normed, if wanted, and rotated, K written to its cache, V written to its cache, in one launch (numerics, sections 5 to
+7).
 
-Blocks of four warps: x = token, y = first those of Q and of K, a warp a head, then those of V, a thread a value. A lane takes two pairs of a head at a time,
-and its partials of sum128; the tree is shuffles. Angles and norm weights, which no kernel writes, are asked for before the kernel before has ended.
+Blocks of four warps: x = token, y = first those of Q and of K, a warp a head, then those of V, a thread a value. A lane takes two
+pairs of a head at a time, and its partials of sum128; the tree is shuffles. Angles and norm weights, which no kernel writes, are
+asked for before the kernel before has ended.
 """
 from numba import cuda
 
-from .launch import F32, I32, I64, N, SCALAR_F32, U16, Kernel, check, factory
-from .ptx import add, device, f32, f32_to_f16, fma, i32, i64, ld, mul, st, sub, wait_for_previous
+from .launch import F32, I32, I64, N, SCALAR_F32, Kernel, factory, need
+from .ptx import add, device, f32, fma, i32, i64, ld, mul, st, sub, wait_for_previous
 from .rms_norm import halve128, reciprocal, within
-from .set_rows import at_address, in_cell
+from .set_rows import POINTERS, PUTS, at_address, in_cell
 
 LANES, HEADS = 32, 4
-POINTERS = {"f32": F32, "f16": U16}  # of caches that are written here, by type
-
-
-@device
-def put_f32(p, i, x):
-    st(p, i, x)
-
-
-@device
-def put_f16(p, i, x):
-    st(p, i, f32_to_f16(x))
-
-
-PUTS = {"f32": put_f32, "f16": put_f16}
 
 
 @device
@@ -40,38 +28,16 @@ def reciprocal_rms(x, at, dim, eps, lane):
     s, t, u, v, c = f32(0), f32(0), f32(0), f32(0), i32(lane)
     while c - lane < dim:
         d, e, f = i32(c + 32), i32(c + 64), i32(c + 96)
-        xc, xd, xe, xf = ld(x, at + within(c, dim)), ld(x, at + within(d, dim)), ld(x, at + within(e, dim)), ld(x, at + within(f, dim))
+        xc, xd, xe, xf = (ld(x, at + within(c, dim)), ld(x, at + within(d, dim)), ld(x, at + within(e, dim)),
+                          ld(x, at + within(f, dim)))
         s, t, u, v = squared(xc, c, dim, s), squared(xd, d, dim, t), squared(xe, e, dim, u), squared(xf, f, dim, v)
         c = i32(c + 128)
     return reciprocal(halve128(s, t, u, v, lane), dim, eps)
 
 
-@device
-def no_norm(x, at, dim, eps, lane):
-    return f32(0)
-
-
-@device
-def normed(x, r, w):
-    return mul(mul(x, r), w)
-
-
-@device
-def as_it_is(x, r, w):
-    return x
-
-
-@device
-def weight(w, c):
-    return ld(w, c)
-
-
-@device
-def no_weight(w, c):
-    return f32(0)
-
-
-NORMS = {True: (reciprocal_rms, normed, weight), False: (no_norm, as_it_is, no_weight)}
+zero = device(lambda *args: f32(0))
+# By whether there are norms: r of a head, (x, r, w) -> the normed x, (w, c) -> weight of a channel
+NORMS = {True: (reciprocal_rms, device(lambda x, r, w: mul(mul(x, r), w)), ld), False: (zero, device(lambda x, r, w: x), zero)}
 
 
 @device
@@ -94,8 +60,8 @@ def constants(get_weight):
 
 
 def rotation(put, reciprocal_of_head, norm, get_weight):
-    """Device function: a lane's part of the head of `dim` channels from x[at] on, normed by w, rotated and put to out[to] and behind it. p, q: `constants` of
-    the pairs `lane` and lane + 32."""
+    """Device function: a lane's part of the head of `dim` channels from x[at] on, normed by w, rotated and put to out[to] and
+    behind it. p, q: `constants` of the pairs `lane` and lane + 32."""
     of_pair = constants(get_weight)
 
     @device
@@ -127,18 +93,20 @@ def rotation(put, reciprocal_of_head, norm, get_weight):
     return rotate
 
 
-@factory([("f16", "f16", False, False), ("f32", "f16", False, False), ("f16", "f32", True, True), ("f16", "f16", True, False), ("f16", "f16", False, True),
-          ("f32", "f32", True, False)])
+@factory([("f16", "f16", False, False), ("f32", "f16", False, False), ("f16", "f32", True, True), ("f16", "f16", True, False),
+          ("f16", "f16", False, True), ("f32", "f32", True, False)])
 def rope_set_rows_kernel(type_k, type_v, with_norms, indirect):
     how, place = NORMS[with_norms], at_address if indirect else in_cell
-    rotate_q, rotate_k, put_v, of_pair = rotation(put_f32, *how), rotation(PUTS[type_k], *how), PUTS[type_v], constants(how[2])
+    rotate_q, rotate_k, put_v, of_pair = rotation(st, *how), rotation(PUTS[type_k], *how), PUTS[type_v], constants(how[2])
 
-    def kernel(q, k, v, q_norm, k_norm, pos, rope_table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half, neox, v_cols, eps):
+    def kernel(q, k, v, q_norm, k_norm, pos, rope_table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half,
+               neox, v_cols, eps):
         token, block, warp, lane = i32(cuda.blockIdx.x), i32(cuda.blockIdx.y), i32(cuda.threadIdx.y), i32(cuda.threadIdx.x)
         q_blocks, k_blocks = i32(i32(n_head + 3) >> 2), i32(i32(n_head_kv + 3) >> 2)  # of four heads
         angles = i64(ld(pos, token)) * (2 * half)
         w = q_norm if block < q_blocks else k_norm
-        first, second = of_pair(w, rope_table, angles, lane, half, neox), of_pair(w, rope_table, angles, i32(lane + LANES), half, neox)
+        first, second = (of_pair(w, rope_table, angles, lane, half, neox),
+                         of_pair(w, rope_table, angles, i32(lane + LANES), half, neox))
         wait_for_previous()
         if block < q_blocks:
             head = i32(block * HEADS + warp)
@@ -160,21 +128,35 @@ def rope_set_rows_kernel(type_k, type_v, with_norms, indirect):
     return Kernel(kernel, (*pointers, N, N, N, N, N, N, SCALAR_F32), n_threads=LANES * HEADS, n_blocks=12)
 
 
-def rope_set_rows(target, type_k, type_v, q, k, v, norms, eps, pos, table, indirect, dst_k, dst_v, q_out, cache_k, cache_v, n, n_head, n_head_kv, dim, n_rot,
-                  neox, v_cols):
-    """q_out = rope(q), cache_k row dst_k[i] = rope(k)[i], cache_v row dst_v[i] = v[i]; bits of `rope` and `set_rows`, and of `rms_norm`.
+def check(call):
+    q, k, v, n_head, n_head_kv = call.q, call.k, call.v, call.n_head, call.n_head_kv
+    for what, cache in ("K", call.cache_k), ("V", call.cache_v):
+        need(cache.dtype in POINTERS, f"type of {what}", cache.dtype, ", ".join(POINTERS))
+    for what, found in ("n", q.n_rows), ("n_head", n_head), ("n_head_kv", n_head_kv), ("v_cols", v.n_cols):
+        need(found >= 1, what, found, "at least 1")
+    dim, n_rot = q.n_cols // n_head, 2 * call.table.shape[1]
+    need(k.n_cols == n_head_kv * dim, "head size of K", k.n_cols // n_head_kv, f"{dim}, that of Q")
+    need(0 < n_rot <= dim, "n_rot", n_rot, f"even, 2 to {dim}")
+    norms = [norm for norm in (call.q_norm, call.k_norm) if norm is not None]
+    need(len(norms) in (0, 2), "norms", len(norms), "0 or 2")
+    for norm in norms:
+        need((norm.dtype, norm.shape) == ("f32", (dim,)), "a norm", f"{norm.dtype} {list(norm.shape)}", f"f32 [{dim}]")
 
-    q, q_out: addresses of f32 [n, n_head, dim], apart; k: of [n, n_head_kv, dim]; v: of [n, v_cols]; norms: of two f32 [dim], by which each head of q and of
-    k is normed first, or none; pos: of i32 [n]; table: of f32 [n_ctx, n_rot / 2, 2]; dst_k, dst_v: of i64 [n], no two equal, cells or, if indirect, addresses
-    of rows of the caches; cache_k, cache_v: of [n_cells, n_head_kv * dim] and [n_cells, v_cols], f32 or f16."""
-    op = "rope_set_rows"
-    for what, type_ in ("K", type_k), ("V", type_v):
-        check(op, type_ in POINTERS, f"type of {what}", type_, ", ".join(POINTERS))
-    for what, found in ("n", n), ("n_head", n_head), ("n_head_kv", n_head_kv), ("v_cols", v_cols):
-        check(op, found >= 1, what, found, "at least 1")
-    check(op, n_rot % 2 == 0 and 0 < n_rot <= dim, "n_rot", n_rot, f"even, 2 to {dim}")
-    check(op, len(norms) in (0, 2), "norms", len(norms), "0 or 2")
+
+def rope_set_rows(call):
+    """q_out = rope(rms_norm(q, q_norm)), cache_k[dst[i]] = rope(rms_norm(k, k_norm))[i], cache_v[dst[i]] = v[i]; without norms
+    nothing is normed.
+
+    q, q_out: f32 [n, n_head * channels], apart; k: f32 [n, n_head_kv * channels]; v: f32 [n, v_cols]; q_norm, k_norm: f32
+    [channels], or absent; pos: i32 [n]; table: f32 [n_ctx, n_rot / 2, 2]; cache_k, cache_v: f32 or f16 [cells, columns of k, of
+    v]; dst: i64 [n], no two equal, or, where slots are given, i64 [slots, n], addresses of rows, of cache_k in row slot_k, of
+    cache_v in row slot_v."""
+    q, k, v, cache_k, cache_v, n_head, n_head_kv = call.q, call.k, call.v, call.cache_k, call.cache_v, call.n_head, call.n_head_kv
+    normed, indirect, (n, v_cols) = call.q_norm is not None, call.slot_k is not None, v.shape
+    dst_k, dst_v = (call.dst.data + 8 * n * (slot if indirect else 0) for slot in (call.slot_k, call.slot_v))
+    q_norm, k_norm = (call.q_norm, call.k_norm) if normed else (q, k)  # without norms no weights are read
     grid = n, -(-n_head // HEADS) + -(-n_head_kv // HEADS) + -(-v_cols // (LANES * HEADS))
-    q_norm, k_norm = norms or (q, k)  # without norms no weights are read
-    args = q, k, v, q_norm, k_norm, pos, table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, n_rot // 2, int(neox), v_cols, eps
-    return target.launch(rope_set_rows_kernel(type_k, type_v, bool(norms), indirect), grid, (LANES, HEADS), args)
+    args = (q.data, k.data, v.data, q_norm.data, k_norm.data, call.pos.data, call.table.data, dst_k, dst_v, call.q_out.data,
+            cache_k.data, cache_v.data, n_head, n_head_kv, q.n_cols // n_head, call.table.shape[1], int(call.neox), v_cols,
+            call.eps if normed else 0.0)
+    return call.device.launch(rope_set_rows_kernel(cache_k.dtype, cache_v.dtype, normed, indirect), grid, (LANES, HEADS), args)

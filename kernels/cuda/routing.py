@@ -1,6 +1,8 @@
-"""Which experts a token is sent to, and how much each counts (numerics, section 9). One warp a row, the row in its registers (warp_row).
+"""Which experts a token is sent to, and how much each counts (numerics, section 9). One warp a row, the row in its registers
+(warp_row).
 
-Values are ranked as integers, NaN as -infinity, equal ones by the lower column: each round, the warp's largest rank and the least column that has it.
+Values are ranked as integers, NaN as -infinity, equal ones by the lower column: each round, the warp's largest rank and the least
+column that has it.
 """
 from functools import lru_cache
 
@@ -10,10 +12,11 @@ from ..arith import NAN
 from ..reference import routing as reference
 from ..reference.routing import MINUS_INFINITY, SMALLEST_SUM
 from .argmax import LEAST_RANK, order
-from .elementwise import THREADS, grid
-from .launch import F32, I32, Kernel, N, check, factory
+from .elementwise import THREADS, by_element, check_grid
+from .launch import F32, I32, Kernel, N, factory, need
+from .operands import addresses
 from .ptx import add, as_f32, as_i32, device, div, f32, i32, i64, ld, lds, redux_max, redux_min, shuffle, st, sts, syncwarp
-from .warp_row import MOST_COLUMNS, VALUES, load_row, n_values, store_row, whole_row_kernel
+from .warp_row import MOST_COLUMNS, VALUES, check_rows, load_row, n_values, store_row, whole_row_kernel
 
 TAKEN = LEAST_RANK          # below the rank of every value: of columns that are chosen, and behind the last
 NO_COLUMN = i32(MOST_COLUMNS)
@@ -35,7 +38,8 @@ def rank_row(n):
 def next_column(n):
     @device
     def choose(ranks, lane):
-        """The first column of the largest rank, for every lane, which is taken then. ranks: of a lane, one column at least is not taken."""
+        """The first column of the largest rank, for every lane, which is taken then. ranks: of a lane,
+        one column at least is not taken."""
         best, column = TAKEN, NO_COLUMN
         for i in range(n):
             if ranks[i] > best:
@@ -54,7 +58,8 @@ def mask_row(n):
 
     @device
     def mask(v, n_cols, n_group, n_group_used, lane):
-        """Values of a row outside the chosen groups become -infinity. A lane scores groups lane, lane + 32, ..., from a column of its own on."""
+        """Values of a row outside the chosen groups become -infinity. A lane scores groups lane, lane + 32, ...,
+        from a column of its own on."""
         row = cuda.shared.array(n_shared, f32)
         scores, ranks = cuda.local.array(n_scores, f32), cuda.local.array(n_scores, i32)
         size = i32(n_cols // n_group)
@@ -96,7 +101,7 @@ def normalize_row(n):
             while j < end:
                 total = add(total, as_f32(shuffle(as_i32(v[i]), j)))
                 j = i32(j + 1)
-        total = SMALLEST_SUM if SMALLEST_SUM > total else total
+        total = SMALLEST_SUM if total < SMALLEST_SUM else total
         for i in range(n):
             v[i] = div(v[i], total)
     return normalize
@@ -152,36 +157,46 @@ def take_columns_kernel():
     return Kernel(kernel, (F32, I32, F32, N, N), THREADS)
 
 
-def top_k(target, x, ids, n_rows, n_cols, k):
-    """ids = the columns of the k largest values, in order. x: address of f32 [n_rows, n_cols], up to 512 columns; ids: of i32 [n_rows, k]."""
-    check("top_k", n_rows >= 1, "n_rows", n_rows, "at least 1")
-    kernel = top_k_kernel(n_values("top_k", n_cols))
-    check("top_k", 1 <= k <= n_cols, "k", k, f"1..{n_cols}")
-    return target.launch(kernel, n_rows, 32, (x, ids, n_cols, k))
+def check_groups(n_cols: int, n_group: int, n_group_used: int) -> None:
+    divided = n_group >= 1 and n_cols % n_group == 0 and n_cols > n_group
+    need(divided, "n_group", n_group, f"groups of two or more equal ones of {n_cols} columns")
+    need(1 <= n_group_used <= n_group, "n_group_used", n_group_used, f"1..{n_group}")
 
 
-def check_groups(op, n_cols, n_group, n_group_used) -> None:
-    check(op, n_group >= 1 and n_cols % n_group == 0 and n_cols > n_group, "n_group", n_group, f"groups of two or more equal ones of {n_cols} columns")
-    check(op, 1 <= n_group_used <= n_group, "n_group_used", n_group_used, f"1..{n_group}")
+def check(call):
+    n_cols = call.x.n_cols
+    if call.op == "take_columns":
+        need(n_cols >= 1, "n_cols", n_cols, "at least 1")
+        check_grid(call.out)
+    else:
+        check_rows(call.x)
+    if call.op == "top_k":
+        need(1 <= call.k <= n_cols, "k", call.k, f"1..{n_cols}")
+    elif call.op == "mask_groups":
+        check_groups(n_cols, call.n_group, call.n_group_used)
 
 
-def mask_groups(target, x, out, n_rows, n_cols, n_group, n_group_used):
-    """out = x in the n_group_used groups of the largest scores, -infinity elsewhere. x, out: addresses of f32 [n_rows, n_cols], equal or apart, up to 512
-    columns."""
-    check("mask_groups", n_rows >= 1, "n_rows", n_rows, "at least 1")
-    kernel = mask_groups_kernel(n_values("mask_groups", n_cols))
-    check_groups("mask_groups", n_cols, n_group, n_group_used)
-    return target.launch(kernel, n_rows, 32, (x, out, n_cols, n_group, n_group_used))
+def top_k(call):
+    """ids = the columns of the k largest values of each row, in order. x: f32 [n, up to 512]; ids: i32 [n, k]."""
+    n, n_cols = call.x.shape
+    return call.device.launch(top_k_kernel(n_values(n_cols)), n, 32, (call.x.data, call.ids.data, n_cols, call.k))
 
 
-def take_columns(target, x, ids, out, n_rows, n_cols, k):
-    """out[i, j] = x[i, ids[i, j]], NaN where there is no such column. x: address of f32 [n_rows, n_cols]; ids: of i32 [n_rows, k]; out: of f32 [n_rows, k]."""
-    check("take_columns", n_cols >= 1, "n_cols", n_cols, "at least 1")
-    return target.launch(take_columns_kernel(), grid("take_columns", n_rows, k), THREADS, (x, ids, out, n_cols, k))
+def mask_groups(call):
+    """out = x in the n_group_used groups of the largest scores, -infinity elsewhere.
+
+    x, out: f32 [n, k], one memory or apart, k up to 512."""
+    n, k = call.x.shape
+    args = call.x.data, call.out.data, k, call.n_group, call.n_group_used
+    return call.device.launch(mask_groups_kernel(n_values(k)), n, 32, args)
 
 
-def normalize(target, x, out, n_rows, n_cols):
-    """out = the rows of x divided by their sums, or by 2^-14. x, out: addresses of f32 [n_rows, n_cols], equal or apart, up to 512 columns."""
-    check("normalize", n_rows >= 1, "n_rows", n_rows, "at least 1")
-    kernel = normalize_kernel(n_values("normalize", n_cols))
-    return target.launch(kernel, n_rows, 32, (x, out, n_cols))
+def take_columns(call):
+    """out[i, j] = x[i, ids[i, j]], NaN where there is no such column. x: f32 [n, k]; ids: i32 [n, u]; out: f32 [n, u]."""
+    return by_element(call, take_columns_kernel(), *addresses(call.x, call.ids, call.out), call.x.n_cols, call.out.n_cols)
+
+
+def normalize(call):
+    """out = x / max(sum(x), 2^-14) of each row. x, out: f32 [n, k], one memory or apart, k up to 512."""
+    n, k = call.x.shape
+    return call.device.launch(normalize_kernel(n_values(k)), n, 32, (call.x.data, call.out.data, k))

@@ -1,18 +1,20 @@
 """The KV cache (numerics, section 7): set_rows writes rows as float32, float16 or q8_0; `cached` reads values back.
 
-A cache holds n_cells rows of k values, one after the other; q8_0 in blocks of 32 values (k is a multiple of 32): a half d and 32 int8 levels.
-Blocks of the grid: x = row, y = 128 threads; a thread writes one value, or one block of q8_0.
+A cache holds n_cells rows of k values, one after the other; q8_0 in blocks of 32 values (k is a multiple of 32): a half d and 32
+int8 levels. Blocks of the grid: x = row, y = 128 threads; a thread writes one value, or one block of q8_0.
 
-Where row i goes is data or part of the launch: set_rows reads the number of its cell, cpy_rows_indirect its address; cpy_rows puts the rows side by side
-from one address on, an argument of the launch. All write the same bytes.
+Where row i goes is data or part of the launch: set_rows reads the number of its cell, cpy_rows_indirect its address; cpy_rows
+puts the rows side by side from one address on, an argument of the launch. All write the same bytes.
 """
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda
 
-from .launch import F32, I64, N, U16, U32, Kernel, check, factory
-from .ptx import as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ld4, ldc, ldc4, mul, pointer_at, st, sub, u32
+from .launch import F32, I64, N, U16, U32, Kernel, factory, need
+from .ptx import (as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ld4, ldc, ldc4, mul,
+                  pointer_at, st, sub, u32)
 
 THREADS = 128
 BLOCK = 32                 # values of q8_0 with one scale
@@ -39,7 +41,8 @@ def larger(amax, x):
     return bits if bits > amax else amax
 
 
-# Where a row goes: (cache, dst, row, n) -> a pointer of the cache's type, and the place of the row's first of n elements behind it.
+# Where a row goes: (cache, dst, row, n) -> a pointer of the cache's type, and the place of the row's first of n elements behind
+# it.
 
 @device
 def in_cell(cache, rows, row, n):
@@ -56,25 +59,23 @@ def side_by_side(cache, _, row, n):
     return cache, i64(row) * n
 
 
+# Of caches to which single values are written, by type: what the kernel's parameter is, (cache, i, value)
+POINTERS = {"f32": F32, "f16": U16}
+PUTS = {"f32": st, "f16": device(lambda p, i, x: st(p, i, f32_to_f16(x)))}
 PLACES = {"set_rows": in_cell, "cpy_rows_indirect": at_address, "cpy_rows": side_by_side}  # by op
 
 
-@factory([("f32", "set_rows"), ("f16", "set_rows"), ("f32", "cpy_rows_indirect"), ("f16", "cpy_rows_indirect"), ("f16", "cpy_rows")])
+@factory([("f32", "set_rows"), ("f16", "set_rows"), ("f32", "cpy_rows_indirect"), ("f16", "cpy_rows_indirect"),
+          ("f16", "cpy_rows")])
 def set_values_kernel(type_, op):
-    place = PLACES[op]
+    place, put = PLACES[op], PUTS[type_]
 
-    def kernel_f32(x, dst, cache, k):
+    def kernel(x, dst, cache, k):
         row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < k:
             to, first = place(cache, dst, row, k)
-            st(to, first + column, ld(x, i64(row) * k + column))
-
-    def kernel_f16(x, dst, cache, k):
-        row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if column < k:
-            to, first = place(cache, dst, row, k)
-            st(to, first + column, f32_to_f16(ld(x, i64(row) * k + column)))
-    return Kernel(*{"f32": (kernel_f32, (F32, I64, F32, N)), "f16": (kernel_f16, (F32, I64, U16, N))}[type_], n_threads=THREADS)
+            put(to, first + column, ld(x, i64(row) * k + column))
+    return Kernel(kernel, (F32, I64, POINTERS[type_], N), n_threads=THREADS)
 
 
 @factory([("set_rows",), ("cpy_rows_indirect",), ("cpy_rows",)])
@@ -102,31 +103,42 @@ def set_q8_0_kernel(op):
     return Kernel(kernel, (F32, I64, U16, N), n_threads=THREADS)
 
 
-def _launch(target, op, type_, x, dst, cache, n, k):
-    check(op, type_ in TYPES, "type", type_, ", ".join(TYPES))
-    check(op, n >= 1, "n", n, "at least 1")
-    if type_ == "q8_0":
-        check(op, k >= 1 and k % BLOCK == 0, "k", k, f"a multiple of {BLOCK} for q8_0")
-        kernel, items = set_q8_0_kernel(op), k // BLOCK
-    else:
-        check(op, k >= 1, "k", k, "at least 1")
-        kernel, items = set_values_kernel(type_, op), k
-    return target.launch(kernel, (n, -(-items // THREADS)), THREADS, (x, dst, cache, items))
+def row_bytes(type_: str, k: int) -> int:
+    """Of a cache's row of k values."""
+    return {"f32": 4 * k, "f16": 2 * k, "q8_0": k // BLOCK * 2 * BLOCK_HALVES}[type_]
 
 
-def set_rows(target, type_, x, rows, cache, n, k):
-    """Cache row rows[i] = x[i], stored as `type_`. x: address of f32 [n, k], on 16 bytes; rows: of i64 [n], no two equal; cache: of [n_cells, k]."""
-    return _launch(target, "set_rows", type_, x, rows, cache, n, k)
+def check(call):
+    type_, (n, k) = call.cache.dtype, call.x.shape
+    need(type_ in TYPES, "type", type_, ", ".join(TYPES))
+    need(n >= 1, "n", n, "at least 1")
+    need(k >= 1, "k", k, "at least 1")
+    need(type_ != "q8_0" or k % BLOCK == 0, "k", k, f"a multiple of {BLOCK} for q8_0")
 
 
-def cpy_rows_indirect(target, type_, x, dst, cache, n, k):
-    """The cache row at address dst[i] = x[i], stored as `type_`. dst: address of i64 [n], addresses of rows of the cache, no two equal; the rest as of set_rows."""
-    return _launch(target, "cpy_rows_indirect", type_, x, dst, cache, n, k)
+def _launch(call, dst, cache):
+    """dst: address of what names the rows; cache: of the first row."""
+    type_, (n, k) = call.cache.dtype, call.x.shape
+    kernel, items = (set_q8_0_kernel(call.op), k // BLOCK) if type_ == "q8_0" else (set_values_kernel(type_, call.op), k)
+    return call.device.launch(kernel, (n, -(-items // THREADS)), THREADS, (call.x.data, dst, cache, items))
 
 
-def cpy_rows(target, type_, x, to, n, k):
-    """n rows side by side = x, stored as `type_`. x: address of f32 [n, k], on 16 bytes; to: of the first row written."""
-    return _launch(target, "cpy_rows", type_, x, x, to, n, k)  # no destinations are read
+def set_rows(call):
+    """cache[rows[i]] = x[i], stored as the cache's type.
+
+    x: f32 [n, k], on 16 bytes; rows: i64 [n], no two equal; cache: f32, f16 or q8_0 [cells, k]."""
+    return _launch(call, call.rows.data, call.cache.data)
+
+
+def cpy_rows_indirect(call):
+    """The same bytes in the rows of the cache that begin at the addresses dst[slot]: i64 [slots, n], no two equal."""
+    return _launch(call, call.dst.data + 8 * call.x.n_rows * call.slot, call.cache.data)
+
+
+def cpy_rows(call):
+    """The same bytes in the rows cell .. cell + n - 1 of the cache."""
+    first = call.cache.data + row_bytes(call.cache.dtype, call.x.n_cols) * call.cell
+    return _launch(call, call.x.data, first)  # no destinations are read
 
 
 class Cached(NamedTuple):
@@ -185,14 +197,16 @@ def _q8_0_value(p, i):
 def _by_value(value):
     @device
     def octet(p, i, n):
-        return (value(p, i), value(p, i + 1) if n > 1 else ZERO, value(p, i + 2) if n > 2 else ZERO, value(p, i + 3) if n > 3 else ZERO,
-                value(p, i + 4) if n > 4 else ZERO, value(p, i + 5) if n > 5 else ZERO, value(p, i + 6) if n > 6 else ZERO,
-                value(p, i + 7) if n > 7 else ZERO)
+        return (value(p, i), value(p, i + 1) if n > 1 else ZERO,
+                value(p, i + 2) if n > 2 else ZERO, value(p, i + 3) if n > 3 else ZERO,
+                value(p, i + 4) if n > 4 else ZERO, value(p, i + 5) if n > 5 else ZERO,
+                value(p, i + 6) if n > 6 else ZERO, value(p, i + 7) if n > 7 else ZERO)
     return octet
 
 
 WIDE = {"f32": Cached(F32, _f32_octet), "f16": Cached(U32, _f16_octet), "q8_0": Cached(U16, _q8_0_octet)}  # i is a multiple of 8
-NARROW = {"f32": Cached(F32, _by_value(ldc)), "f16": Cached(U16, _by_value(_f16_value)), "q8_0": Cached(U16, _by_value(_q8_0_value))}
+NARROW = {"f32": Cached(F32, _by_value(ldc)), "f16": Cached(U16, _by_value(_f16_value)),
+          "q8_0": Cached(U16, _by_value(_q8_0_value))}
 
 
 def cached(type_, dim) -> Cached:

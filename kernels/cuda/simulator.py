@@ -6,10 +6,11 @@ Needs NUMBA_ENABLE_CUDASIM=1 before numba is imported. `Target` takes the place 
     y = np.empty(33, np.float32)
     scale(target, target.address(x), target.address(y), 33, 0.5)(None)
 
-A thread runs on until it must wait for others, blocks and threads in an order of chance that is the same each time; copies to shared memory arrive at once or
-as late as they may, and shared and local arrays hold ones in all bits until something else is written. So it shows wrong results, barriers and waits that are missing or
-that not all come to, values that nothing wrote, indices outside an array, misaligned wide accesses, floats of a wrong type. It does not show every
-race, nor the difference between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
+A thread runs on until it must wait for others, blocks and threads in an order of chance that is the same each time; copies to
+shared memory arrive at once or as late as they may, and shared and local arrays hold ones in all bits until something else is
+written. So it shows wrong results, barriers and waits that are missing or that not all come to, values that nothing wrote,
+indices outside an array, misaligned wide accesses, floats of a wrong type. It does not show every race, nor the difference
+between 64-bit and wider integers. About half a million scalar operations a second: sizes must be tiny.
 """
 import sys
 from collections import deque
@@ -85,27 +86,26 @@ def amax2(a, b):
     return u32(max(a & u32(0xffff), b & u32(0xffff)) | max(a & u32(0xffff0000), b & u32(0xffff0000)))
 
 
-def _unary(function, name):
-    return jit(lambda a: function(a), key=name)
+def afresh(x):
+    return x
 
 
-def _binary(function, name):
-    return jit(lambda a, b: function(a, b), key=name)
-
-
-def _ternary(function, name):
-    return jit(lambda a, b, c: function(a, b, c), key=name)
+def _called(name, n_operands, module=arith):
+    """The function of that name, an intrinsic as a rule, as one that Python calls."""
+    function = getattr(module, name)
+    # numba compiles functions of Python, not an intrinsic by itself
+    call = {1: lambda a: function(a), 2: lambda a, b: function(a, b), 3: lambda a, b, c: function(a, b, c)}  # noqa: PLW0108
+    return jit(call[n_operands], key=name)
 
 
 ARCHITECTURE = 900  # that kernels find themselves on; tests change it
 
 _MEANING = {
-    **{name: _binary(getattr(arith, name), name) for name in ("add", "sub", "mul", "div")},
-    **{name: _unary(getattr(arith, name), name) for name in ("sqrt", "rint", "i2f", "l2f", "as_f32", "as_i32")},
+    **{name: _called(name, 2) for name in ("add", "sub", "mul", "div")},
+    **{name: _called(name, 1) for name in ("sqrt", "rint", "i2f", "l2f", "as_f32", "as_i32")},
     **{name: getattr(arith, name) for name in arith.Functions._fields},
-    "fma": _ternary(arith.fma, "fma"), "as_u32": _unary(arith.as_i32, "as_i32"),
-    "f16_to_f32": _unary(float16.f16_to_f32, "f16_to_f32"), "f16_high_to_f32": f16_high_to_f32,
-    "f32_to_f16": _unary(float16.f32_to_f16, "f32_to_f16"),
+    **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
+    "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
     "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
 }
 
@@ -149,12 +149,15 @@ def checked(name, result, operands):
 
 @dataclass(frozen=True)
 class Address:
-    """An address in a host array; + moves it by bytes."""
+    """An address in a host array; + moves it by bytes, % tells how it is aligned."""
     memory: np.ndarray  # uint8
     offset: int = 0
 
     def __add__(self, n_bytes: int) -> "Address":
         return Address(self.memory, self.offset + n_bytes)
+
+    def __mod__(self, n_bytes: int) -> int:
+        return (self.memory.ctypes.data + self.offset) % n_bytes
 
 
 class Pointer:
@@ -177,7 +180,8 @@ class Pointer:
 
 
 def pointer_at(pointer, address):
-    """Simulated addresses are those of the host's memory: one that a kernel reads must lie in the array that `pointer` points into."""
+    """Simulated addresses are those of the host's memory: one that a kernel reads must lie in the array that `pointer` points
+    into."""
     first = address - pointer.address
     if not 0 <= first < pointer.elements.nbytes:
         raise IndexError(f"pointer_at: byte {first} of {pointer.elements.nbytes}")
@@ -200,6 +204,12 @@ def store(name, width):
         convert = _as_float if dtype == np.float32 else _as_int(dtype.type)
         pointer.elements[pointer.slice(name, index, width)] = [convert(v) for v in values]
     return put
+
+
+def check_elements(name, array, index, width):
+    """Of an access to a shared array: elements that it has, which begin on a multiple of their number."""
+    if not 0 <= index <= len(array) - width or index % width:
+        raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(array)}")
 
 
 # Threads
@@ -259,7 +269,8 @@ class _Block:
             for thread in self.threads:
                 if not thread.dead:
                     places.setdefault(_place(thread), []).append(tuple(thread.index))
-            raise RuntimeError("threads wait for ever: " + "; ".join(f"{len(t)} at {place}, of which {t[0]} is one" for place, t in places.items()))
+            waiting = "; ".join(f"{len(t)} at {place}, of which {t[0]} is one" for place, t in places.items())
+            raise RuntimeError(f"threads wait for ever: {waiting}")
 
     def end_barrier(self) -> None:
         if self.waiting and len(self.waiting) == self.n_live:
@@ -341,10 +352,13 @@ def syncwarp():
     _together(_nothing, None)
 
 
-def redux(choose):
+def _redux(choose):
     def reduced(lanes):
         return [choose(lanes)] * 32
     return lambda value: _together(reduced, _as_int(i32)(value))
+
+
+redux_max, redux_min = _redux(max), _redux(min)
 
 
 def _shuffled(lanes):
@@ -371,8 +385,7 @@ class _Phases:
 
 
 def barrier_begin(array, index, n):
-    if not 0 <= index <= len(array) - 2 or index % 2:
-        raise IndexError(f"mbarrier: elements {index}..{index + 1} of {len(array)}")
+    check_elements("mbarrier", array, index, 2)
     barriers = getcurrent().block.barriers
     if int(index) in barriers:
         raise RuntimeError(f"mbarrier: word {index} holds one that has not ended")
@@ -441,8 +454,7 @@ def _four_matrices(lanes):
 
 
 def ldmatrix4(array, index):
-    if not 0 <= index <= len(array) - 4 or index % 4:
-        raise IndexError(f"ldmatrix4: elements {index}..{index + 3} of {len(array)}")
+    check_elements("ldmatrix4", array, index, 4)
     return _together(_four_matrices, (array, index))
 
 
@@ -456,7 +468,8 @@ def _multiply_group(a_type, n):
         results = []
         for i in range(n // 8):  # the lanes' fragments of eight columns of B
             first = index // 256 * 256 + 256 * i
-            pieces = [array[first + r * 32 + ((p ^ r) << 2):][:4].view(np.int32) for r in range(8) for p in ((index & 31) // 4, (index & 31) // 4 + 1)]
+            pieces = [array[first + r * 32 + ((p ^ r) << 2):][:4].view(np.int32) for r in range(8)
+                      for p in ((index & 31) // 4, (index & 31) // 4 + 1)]
             b = np.array(pieces).reshape(8, 2, 4).transpose(0, 2, 1).reshape(32, 2)
             results.append(multiply([(*lane[:4], *b[l], *lane[6][4 * i:4 * i + 4]) for l, lane in enumerate(lanes)]))
         return [[x for four in own for x in four] for own in zip(*results)]
@@ -478,8 +491,7 @@ def copy(name, width, n):
     def put(array, index, pointer, first):
         thread = getcurrent()
         for i in range(0, 128 * n, 128):
-            if not 0 <= index + i <= len(array) - width or index % width:
-                raise IndexError(f"{name}: elements {index + i}..{index + i + width - 1} of {len(array)}")
+            check_elements(name, array, index + i, width)
             to, value = array[index + i:index + i + width], pointer.elements[pointer.slice(name, first + i, width)]
             if thread.block.random.getrandbits(1):
                 thread.copies.append((to, value))

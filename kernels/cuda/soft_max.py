@@ -5,10 +5,10 @@ from numba import cuda
 
 from ..reference.soft_max import MINUS_INFINITY
 from .argmax import MAGNITUDE, order
-from .launch import check, factory
+from .launch import factory
 from .ptx import add, as_f32, device, div, exp, f32, i32, redux_max, sub
 from .rms_norm import halve128
-from .warp_row import VALUES, n_values, whole_row_kernel
+from .warp_row import VALUES, check_rows, n_values, whole_row_kernel
 
 
 @device
@@ -44,8 +44,11 @@ def soft_max_kernel(n):
     return whole_row_kernel(n, soft_max_row(n))
 
 
-def soft_max(target, x, out, n_rows, n_cols):
-    """out = softmax of the rows of x. x, out: addresses of f32 [n_rows, n_cols], equal or apart; up to 512 columns."""
-    check("soft_max", n_rows >= 1, "n_rows", n_rows, "at least 1")
-    kernel = soft_max_kernel(n_values("soft_max", n_cols))
-    return target.launch(kernel, n_rows, 32, (x, out, n_cols))
+def check(call):
+    check_rows(call.x)
+
+
+def soft_max(call):
+    """out = exp(x - max(x)) / sum(exp(x - max(x))) of each row. x, out: f32 [n, k], one memory or apart, k up to 512."""
+    n, k = call.x.shape
+    return call.device.launch(soft_max_kernel(n_values(k)), n, 32, (call.x.data, call.out.data, k))

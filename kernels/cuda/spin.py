@@ -1,4 +1,5 @@
-"""A kernel that does nothing for a given time: what is queued behind it is late. Tests provoke with it what is otherwise rare (docs/streams.md).
+"""A kernel that does nothing for a given time: what is queued behind it is late. Tests provoke with it what is otherwise rare
+(docs/streams.md).
 
 One thread reads the GPU's timer (PTX: %globaltimer, nanoseconds, which moves on by a microsecond or less) until the time is over.
 """
@@ -7,7 +8,7 @@ import time
 from llvmlite import ir
 from numba import types
 
-from .launch import N64, Kernel, check, factory
+from .launch import N64, Kernel, factory, need
 from .ptx import SIMULATED, i64
 
 if SIMULATED:
@@ -36,5 +37,5 @@ def spin_kernel():
 
 def spin(target, seconds):
     """A launch that takes `seconds` of one multiprocessor's time and touches no memory."""
-    check("spin", 0 <= seconds <= 60, "seconds", seconds, "0 to 60")
+    need(0 <= seconds <= 60, "seconds", seconds, "0 to 60")
     return target.launch(spin_kernel(), 1, 1, (int(1e9 * seconds),))

@@ -18,12 +18,18 @@ def swiglu_act_kernel():
         first = i64(row) * k
         ga, gb, gc, gd = four_elements(gate, first, column, k)
         ua, ub, uc, ud = four_elements(up, first, column, k)
-        a, b, c, d = swiglu(ga, ua), swiglu(gb, ub), swiglu(gc, uc), swiglu(gd, ud)  # +0 past the row's end; all loads before them
+        # All loads are before these; +0 past the row's end
+        a, b, c, d = swiglu(ga, ua), swiglu(gb, ub), swiglu(gc, uc), swiglu(gd, ud)
         quantize_chunk(a, b, c, d, act, n, row, chunk, (k + 255) >> 8)
     return Kernel(kernel, (F32, F32, U32, N, N), GROUPS * N_THREADS)
 
 
-def swiglu_act(target, gate, up, act, n, k):
-    """gate, up: addresses of f32 [n, k]; act: address of `activation_bytes(n, k)`; all on 16 bytes."""
-    grid, n_threads = blocks("swiglu_act", n, k)
-    return target.launch(swiglu_act_kernel(), grid, n_threads, (gate, up, act, n, k))
+def check(call):
+    blocks(*call.gate.shape)
+
+
+def swiglu_act(call):
+    """act = quantize(silu(gate) * up). gate, up: f32 [n, k]; act: activations [n, k]; all on 16 bytes."""
+    n, k = call.gate.shape
+    grid, n_threads = blocks(n, k)
+    return call.device.launch(swiglu_act_kernel(), grid, n_threads, (call.gate.data, call.up.data, call.act.data, n, k))

@@ -1,18 +1,19 @@
-"""A weight tile's chunk (32 rows x 256 columns) times a few tokens on int8 tensor cores, by one warp (docs/numerics.md, section 3).
+"""A weight tile's chunk (32 rows x 256 columns) times a few tokens on int8 tensor cores, by one warp (docs/numerics.md, section
+3).
 
-The tile lies in shared memory as it lies in the file's bits; a lane unpacks what a tensor core's fragment of rows wants of it straight into registers:
-lane l has words l % 4 of rows l / 4, l / 4 + 8, + 16 and + 24. Integer sums have no order, so any assignment of columns to words will do as long as the
-activations follow it (`Unpacker.quarter`).
+The tile lies in shared memory as it lies in the file's bits; a lane unpacks what a tensor core's fragment of rows wants of it
+straight into registers: lane l has words l % 4 of rows l / 4, l / 4 + 8, + 16 and + 24. Integer sums have no order, so any
+assignment of columns to words will do as long as the activations follow it (`Unpacker.quarter`).
 
-Tokens go in fours, a *quad*: eight columns of a product, the limbs hi and lo of each token side by side. So lane l gets both sums of token l % 4 of
-the quad for its four rows, S = 128 hi + lo. In shared memory a quad is 8 rows (token, limb) of 16 pieces of 16 bytes; piece p of row r lies at place
-p ^ `swizzle(r)`, so that the accesses of both orders of columns touch every bank once.
+Tokens go in fours, a *quad*: eight columns of a product, the limbs hi and lo of each token side by side. So lane l gets both sums
+of token l % 4 of the quad for its four rows, S = 128 hi + lo. In shared memory a quad is 8 rows (token, limb) of 16 pieces of 16
+bytes; piece p of row r lies at place p ^ `swizzle(r)`, so that the accesses of both orders of columns touch every bank once.
 
-A single token stands in all four places of a quad, of which shared memory then holds one: the four lanes of a row have the same sums of its four rows,
-and each goes on with one, l / 4 + 8 (l % 4), whose scales it keeps in registers.
+A single token stands in all four places of a quad, of which shared memory then holds one: the four lanes of a row have the same
+sums of its four rows, and each goes on with one, l / 4 + 8 (l % 4), whose scales it keeps in registers.
 
-A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the sum of q under
-a minimum, and the minima of a chunk are a product with imin. What follows depends on the format alone (`Form`).
+A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the
+sum of q under a minimum, and the minima of a chunk are a product with imin. What follows depends on the format alone (`Form`).
 """
 from typing import NamedTuple
 
@@ -24,8 +25,8 @@ from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, TOPS
 from .glu import gated_unit
-from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc, ldmatrix4, lds, lds2,
-                  lds4, mma16, mma32, mma32u, prmt, st, sts, sts4, syncwarp, u32)
+from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc,
+                  ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt, st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
 from .weights import shared_unpacker
 
@@ -49,7 +50,8 @@ def form(fmt: Format) -> Form:
 
 
 class Slot(NamedTuple):
-    """Words of a chunk in shared memory: row tiles, then the tokens' quads, their scales d [token], the limbs of their sums [token][3][4]."""
+    """Words of a chunk in shared memory: row tiles, then the tokens' quads, their scales d [token], the limbs of their sums
+    [token][3][4]."""
     act: int
     d: int
     limbs: int
@@ -65,8 +67,8 @@ def slot(fmt: Format, row_tiles: int, n_quads: int, limbs_too: bool) -> Slot:
 
 
 class Factors(NamedTuple):
-    """What a warp prepares of a tile's scales, planes of 32 words: row r at place 4 (r & 7) + r // 8, so that a lane's four rows are four words.
-    Planes from 0: d of the groups or, integer, isc of the sub-blocks."""
+    """What a warp prepares of a tile's scales, planes of 32 words: row r at place 4 (r & 7) + r // 8, so that a lane's four rows
+    are four words. Planes from 0: d of the groups or, integer, isc of the sub-blocks."""
     d: int         # plane of d
     m: int         # first plane of the minima, negated
     imin: int      # planes of imin in all four bytes; late: [row][16 bytes], imin of every 16 columns
@@ -82,8 +84,8 @@ def factors(fmt: Format, n_quads: int) -> Factors:
 
 
 def is_split(fmt: Format, n_quads: int) -> bool:
-    """Whether levels are multiplied by their integer scales while unpacking and split in limbs, which for many tokens takes less than to multiply sums
-    of 16."""
+    """Whether levels are multiplied by their integer scales while unpacking and split in limbs, which for many tokens takes less
+    than to multiply sums of 16."""
     return n_quads > MOST_FEW and form(fmt).integer and form(fmt).step == 16
 
 
@@ -104,14 +106,16 @@ def swizzle(r):
 
 class TileProduct(NamedTuple):
     """The device functions of a format and a number of quads."""
-    multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and token l % 4;
-                      # of a single token acc[0], of row l / 4 + 8 (l % 4); limbs are then the sums of q, and there is no scratch
+    multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and
+                      # token l % 4; of a single token acc[0], of row l / 4 + 8 (l % 4); limbs are then the sums of q, and there
+                      # is no scratch
     n_entries: int    # of codebooks
     entry: object     # (i) -> one of them
 
 
 def level_words(fmt: Format, quarter, subtracted: bool):
-    """(t, j, q) -> the two words of a quarter; subtracted: as levels, codes less the zero point (as in quant.words.unpacker), else as codes."""
+    """(t, j, q) -> the two words of a quarter; subtracted: as levels, codes less the zero point (as in quant.words.unpacker),
+    else as codes."""
     less = TOPS - u32(fmt.zero) * ONES
 
     @device
@@ -135,7 +139,8 @@ def preparer(fmt: Format, unpack, n_quads: int):
     @device
     def sixteen(imin, i):
         """imin of the sixteenths i .. i + 3 of the chunk."""
-        return four_bytes(imin[i // sixteenths], imin[(i + 1) // sixteenths], imin[(i + 2) // sixteenths], imin[(i + 3) // sixteenths])
+        return four_bytes(imin[i // sixteenths], imin[(i + 1) // sixteenths],
+                          imin[(i + 2) // sixteenths], imin[(i + 3) // sixteenths])
 
     @device
     def prepare(lane, shared, tile, scratch):
@@ -150,7 +155,8 @@ def preparer(fmt: Format, unpack, n_quads: int):
                 if has_min and not late:
                     sts(shared, place + 32 * (imin_plane + i), imin[i] * ones)
             if late:
-                sts4(shared, scratch + 32 * imin_plane + 4 * lane, sixteen(imin, 0), sixteen(imin, 4), sixteen(imin, 8), sixteen(imin, 12))
+                sts4(shared, scratch + 32 * imin_plane + 4 * lane,
+                     sixteen(imin, 0), sixteen(imin, 4), sixteen(imin, 8), sixteen(imin, 12))
             sts(shared, place + 32 * d_plane, as_u32(d))
             if has_min:
                 sts(shared, place + 32 * m_plane, as_u32(-m))
@@ -166,11 +172,13 @@ def preparer(fmt: Format, unpack, n_quads: int):
 
 
 def splitter(fmt: Format):
-    """(w, f0, f1, f2, f3) -> v = isc * level of the words of a fragment of 16 rows as limbs, fragments h, of int8, then l, of uint8: v = 256 h + l.
-    f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15, whose bytes are h + 128 and l."""
+    """(w, f0, f1, f2, f3) -> v = isc * level of the words of a fragment of 16 rows as limbs, fragments h, of int8, then l, of
+    uint8: v = 256 h + l. f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15,
+    whose bytes are h + 128 and l."""
     offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
     assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 8192, fmt.name
-    offsets, middle, loaded = i64(offset * 0x00010001), i64(0x80008000), constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup16
+    offsets, middle = i64(offset * 0x00010001), i64(0x80008000)
+    loaded = constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup16
 
     @device
     def limbs_of(w, f):
@@ -198,15 +206,17 @@ power = constant(np.array([0x4b000000], np.uint32))  # 2^23, a float whose last 
 
 @device
 def split_sum(h_high, h_low, l_high, l_low):
-    """RN(S) of the sums of h and l times the limbs of q, S = 256 (128 h_high + h_low) + 128 l_high + l_low: both parts of 2^15 a + b are exact in float32,
-    and so is 2^15 a, so that the sum is rounded once. b becomes a float without a conversion, on another pipe."""
+    """RN(S) of the sums of h and l times the limbs of q, S = 256 (128 h_high + h_low) + 128 l_high + l_low: both parts of 2^15 a
+    + b are exact in float32, and so is 2^15 a, so that the sum is rounded once. b becomes a float without a conversion, on
+    another pipe."""
     b = i32(i32((l_high << 7) + l_low) + (h_low << 8))
     return fma(i2f(i32(h_high + (b >> 15))), f32(32768), add(as_f32(i32(u32(b & 32767) | power(0))), f32(-8388608)))
 
 
 @device
 def limb_product(i0, i1, first, rest):
-    """The sums over the chunk of i * q of two rows. i: bytes for every 16 columns; first, rest: limb a, limbs b and c of the sums of q."""
+    """The sums over the chunk of i * q of two rows. i: bytes for every 16 columns; first, rest: limb a, limbs b and c of the sums
+    of q."""
     z = i32(0)
     c = mma16(i0, i1, first, z, z, z, z)
     c = mma16(i0, i1, rest, c[0] << 7, z, c[2] << 7, z)
@@ -225,26 +235,78 @@ def table_words(name: str) -> int:
     return -(-shared_unpacker(name).n_entries // 4) * 4
 
 
-def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = False) -> TileProduct:
-    """first_table: word of shared memory at which the codebooks begin. single: one token, `act` holds its two rows only."""
-    fmt = format_of(name)
-    unpack, n_entries, entry = shared_unpacker(name, first_table)
-    quarter, sub, group, pairs = unpack.quarter, unpack.sub, unpack.group, unpack.pairs
-    step, integer, wide, carried = form(fmt)
-    many, split, late = n_quads > MOST_FEW, is_split(fmt, n_quads), is_late(fmt, n_quads)
-    planes, prepare, four_limbs = factors(fmt, n_quads), preparer(fmt, unpack, n_quads), splitter(fmt) if split else None
-    m_plane, d_plane, imin_plane = planes.m, planes.d, planes.imin
-    n_scales, n_sums, steps, n_group = CHUNK // (fmt.sub if integer else fmt.group), 4 * n_quads, 32 // step, fmt.group
-    has_min, whole, two_quads = fmt.has_min, fmt.group == CHUNK, n_quads > 1
-    zero, row_words = 0 if many else fmt.zero, level_words(fmt, quarter, many and not split and fmt.zero > 0)
-    last_row, n_sixteenths, total_type = 1 if single else 7, fmt.sub // 16, i64 if wide else i32
-    assert not single or not (carried and (has_min or wide)) and (has_min <= (integer or not whole)), name
-    ones, minus_zero, z = i32(0x01010101), np.full(4, -zero, np.int8).view(np.int32)[0], i32(0)
-    assert not (has_min and (pairs or fmt.zero)), name
+class Constants(NamedTuple):
+    """What a product is compiled for, and what follows from it: all stages know it when they are compiled."""
+    fmt: Format
+    unpack: object    # `quant.words.Unpacker`, its codebooks in shared memory,
+    n_entries: int    # and their words
+    n_quads: int      # of tokens
+    single: bool      # one token, of which shared memory holds two rows, hi and lo
+    form: Form
+    planes: Factors
+    many: bool        # so many quads that work on a tile's words is cheaper than more products
+    split: bool       # as of `is_split`
+    late: bool        # as of `is_late`
+    zero: int         # the zero point, where a product subtracts it, not the unpacking
+
+    @property
+    def n_sums(self) -> int:
+        """Of a lane: four rows, one token of each quad."""
+        return 4 * self.n_quads
+
+    @property
+    def steps(self) -> int:
+        """Sums of 32 columns that are scaled one by one."""
+        return 32 // self.form.step
+
+    @property
+    def whole(self) -> bool:
+        """Whether a chunk is a single group."""
+        return self.fmt.group == CHUNK
+
+    @property
+    def minus_zero(self):
+        """int32, four times -zero, the constant matrix."""
+        return np.full(4, -self.zero, np.int8).view(np.int32)[0]
+
+
+def constants(name: str, unpack, n_entries: int, n_quads: int, single: bool) -> Constants:
+    fmt, many = format_of(name), n_quads > MOST_FEW
+    _, integer, wide, carried = form(fmt)
+    assert not single or (not (carried and (fmt.has_min or wide)) and fmt.has_min <= (integer or fmt.group != CHUNK)), name
+    assert not (fmt.has_min and (unpack.pairs or fmt.zero)), name
+    return Constants(fmt, unpack, n_entries, n_quads, single, form(fmt), factors(fmt, n_quads), many, is_split(fmt, n_quads),
+                     is_late(fmt, n_quads), 0 if many else fmt.zero)
+
+
+# The stages of a product, by one warp; each is made by a function of the constants. Arguments of device functions:
+#     lane        4 g + q: rows g, g + 8, g + 16, g + 24 of the tile and, of a block of 32 columns, word q of their first and of
+#                 their last 16
+#     shared      uint32, the block's dynamic shared memory; tile, act, limbs, scratch: words at which the tile, the quads, the
+#                 limbs of their sums (of a single token: these sums) and the tile's `Factors` begin. The caller's barrier
+#                 protects all but scratch, which is the warp's own
+#     j           of columns 32 j .. 32 j + 31 of the chunk, a block
+#     w, v        words of A, int32, of the tile's rows 0 .. 15 and 16 .. 31: four, or with split levels eight, h then l
+#     b0, b1      words of B, int32, of a block and a quad: of its first and of its last 16 columns
+
+class Sums(NamedTuple):
+    """Of a lane, arrays in registers, [4 n_quads]: o = 4 quad + k is row g + 8 k and token q of the quad, q = lane % 4."""
+    acc: object     # float32: acc of docs/numerics.md, section 3
+    high: object    # int32: the group's sum over hi limbs so far; of split levels of h and hi
+    low: object     # over lo limbs, or 128 hi + lo; of split levels of h and lo
+    m_high: object  # of imin and hi; of split levels of l and hi
+    m_low: object   # of imin and lo; of split levels of l and lo
+
+
+# Loads
+
+def token_loader(const: Constants):
+    """(lane, shared, act, j, quad) -> four words of B, of two of its columns: of blocks j and j + 1 for one quad, else of block j
+    for quads `quad` and the next."""
+    pairs, two_quads, last_row = const.unpack.pairs, const.n_quads > 1, 1 if const.single else 7
 
     @device
-    def tokens(lane, shared, act, j, quad):
-        """The fragments of two columns of B: of blocks j and j + 1 for one quad, else of block j for quads `quad` and the next."""
+    def load_tokens(lane, shared, act, j, quad):
         if pairs:
             g, q = (lane >> 2) & last_row, lane & 3
             r, first = act + g * 64, swizzle(g)
@@ -258,12 +320,44 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
             return i32(a), i32(b), i32(c), i32(d)
         r, matrix = lane & last_row, lane >> 3
         if two_quads:
-            return ldmatrix4(shared, act + (quad + (matrix >> 1)) * QUAD_WORDS + r * 64 + (((2 * j + (matrix & 1)) ^ swizzle(r)) << 2))
+            return ldmatrix4(shared, act + (quad + (matrix >> 1)) * QUAD_WORDS + r * 64
+                             + (((2 * j + (matrix & 1)) ^ swizzle(r)) << 2))
         return ldmatrix4(shared, act + r * 64 + (((2 * j + matrix) ^ swizzle(r)) << 2))
+    return load_tokens
+
+
+def row_unpacker(const: Constants):
+    """(lane, shared, tile, j) -> the four words of A of the tile's rows 0 .. 15, then the four of rows 16 .. 31: int8 levels or
+    codes."""
+    row_words = level_words(const.fmt, const.unpack.quarter, const.many and not const.split and const.fmt.zero > 0)
 
     @device
-    def halves(w, b0, b1, s, q, c0, c1, c2, c3):
-        """C + the products of columns 16 s .. 16 s + 15 of a block: w, the fragments of 16 rows."""
+    def unpack_rows(lane, shared, tile, j):
+        g, q = lane >> 2, lane & 3
+        w0, w2 = row_words((shared, tile, g), j, q)
+        w1, w3 = row_words((shared, tile, g + 8), j, q)
+        v0, v2 = row_words((shared, tile, g + 16), j, q)
+        v1, v3 = row_words((shared, tile, g + 24), j, q)
+        return w0, w1, w2, w3, v0, v1, v2, v3
+    return unpack_rows
+
+
+@device
+def load_factors(shared, scratch, plane, g):
+    """Four words of a plane of `Factors`: those of rows g, g + 8, g + 16, g + 24."""
+    a, b, c, d = lds4(shared, scratch + 32 * plane + 4 * g)
+    return i32(a), i32(b), i32(c), i32(d)
+
+
+# Products of a block with a quad
+
+def step_multiplier(const: Constants):
+    """(w, b0, b1, s, q, c0, c1, c2, c3) -> C + the products of the s-th `step` columns of a block, int32: (hi, lo) of two
+    rows."""
+    step, pairs, z = const.form.step, const.unpack.pairs, i32(0)
+
+    @device
+    def multiply_sixteen(w, b0, b1, s, q, c0, c1, c2, c3):
         if pairs:  # they are with two of the four lanes of a row
             mine = (q >> 1) == s
             return mma32(w[0], w[1], w[2], w[3], b0 if mine else z, b1 if mine else z, c0, c1, c2, c3)
@@ -272,14 +366,22 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         return mma16(w[2], w[3], b1, c0, c1, c2, c3)
 
     @device
-    def product(w, b0, b1, s, q, c0, c1, c2, c3):
+    def multiply_step(w, b0, b1, s, q, c0, c1, c2, c3):
         if step == 16:
-            return halves(w, b0, b1, s, q, c0, c1, c2, c3)
+            return multiply_sixteen(w, b0, b1, s, q, c0, c1, c2, c3)
         return mma32(w[0], w[1], w[2], w[3], b0, b1, c0, c1, c2, c3)
+    return multiply_step
+
+
+def scale_follower(const: Constants):
+    """(c, f0, f1, o, sums): adds the sums c, (hi, lo) of two rows, times their scales f to sums o and o + 1. An integer scale:
+    low += isc (128 hi + lo), or, of a wide S, high += isc hi and low += isc lo. A float one, as bits: acc = fma(RN(128 hi + lo),
+    d, acc)."""
+    integer, wide = const.form.integer, const.form.wide
 
     @device
-    def follow(c, f0, f1, o, acc, high, low):
-        """The sums (hi, lo) of two rows and their scales."""
+    def follow(c, f0, f1, o, sums):
+        acc, high, low = sums.acc, sums.high, sums.low
         if integer:
             if wide:
                 high[o], low[o] = i32(high[o] + f0 * c[0]), i32(low[o] + f0 * c[1])
@@ -290,122 +392,149 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
         else:
             acc[o] = fma(i2f(i32((c[0] << 7) + c[1])), as_f32(f0), acc[o])
             acc[o + 1] = fma(i2f(i32((c[2] << 7) + c[3])), as_f32(f1), acc[o + 1])
+    return follow
+
+
+def carrier(const: Constants):
+    """(w, b0, b1, o, high, low): adds the products of a block to the sums o and o + 1 of two rows: the tensor core adds on."""
+    zero, minus_zero = const.zero, const.minus_zero
 
     @device
     def carry(w, b0, b1, o, high, low):
-        """Adds the products of a block to the sums of two rows."""
         h0, l0, h1, l1 = high[o], low[o], high[o + 1], low[o + 1]
         if zero:
             h0, l0, h1, l1 = mma32(minus_zero, minus_zero, minus_zero, minus_zero, b0, b1, h0, l0, h1, l1)
         high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, h0, l0, h1, l1)
+    return carry
+
+
+@device
+def add_minima(i0, i1, i2, i3, b0, b1, o, high, low):
+    """Adds the products of imin, in all four bytes of a word, with a block to the sums of two rows: i0 and i1 those of its first
+    16 columns."""
+    c = mma16(i0, i1, b0, high[o], low[o], high[o + 1], low[o + 1])
+    high[o], low[o], high[o + 1], low[o + 1] = mma16(i2, i3, b1, c[0], c[1], c[2], c[3])
+
+
+@device
+def multiply_split(w, b0, b1, o, sums):
+    """Adds the products of split levels of 16 rows with one quad. w: their words h, then l."""
+    _, high, low, l_high, l_low = sums
+    high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, high[o], low[o], high[o + 1], low[o + 1])
+    l_high[o], l_low[o], l_high[o + 1], l_low[o + 1] = mma32u(w[4], w[5], w[6], w[7], b0, b1,
+                                                              l_high[o], l_low[o], l_high[o + 1], l_low[o + 1])
+
+
+def quad_multiplier(const: Constants):
+    """(w, v, i, f, b0, b1, quad, q, sums): adds the products of a block with one quad, without split levels. i, f: minima and
+    scales of the four rows, for the first and for the last 16 columns. Minima of a chunk: m += imin q, by products; of smaller
+    groups at once: acc = fma(-m, RN(sum of q), acc)."""
+    fmt, zero, minus_zero, steps, late, whole = const.fmt, const.zero, const.minus_zero, const.steps, const.late, const.whole
+    carried, has_min, z, ones = const.form.carried, fmt.has_min, i32(0), i32(0x01010101)
+    multiply_step, follow, carry = step_multiplier(const), scale_follower(const), carrier(const)
 
     @device
-    def add_minima(i0, i1, i2, i3, b0, b1, o, high, low):
-        """Adds the products of imin with a block to the sums of two rows, i0 and i1 those of columns 0..15."""
-        c = mma16(i0, i1, b0, high[o], low[o], high[o + 1], low[o + 1])
-        high[o], low[o], high[o + 1], low[o + 1] = mma16(i2, i3, b1, c[0], c[1], c[2], c[3])
-
-    @device
-    def split_quad(w, b0, b1, o, high, low, l_high, l_low):
-        """Adds the products of split levels of 16 rows with one quad. w: their fragments h, then l."""
-        high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, high[o], low[o], high[o + 1], low[o + 1])
-        l_high[o], l_low[o], l_high[o + 1], l_low[o + 1] = mma32u(w[4], w[5], w[6], w[7], b0, b1, l_high[o], l_low[o], l_high[o + 1], l_low[o + 1])
-
-    @device
-    def with_quad(w, v, i, f, b0, b1, quad, q, acc, high, low, m_high, m_low):
-        """Adds the products of a block with one quad. w, v: fragments of the tile's rows 0..15 and 16..31; i, f: minima and scales of the four rows,
-        for the first and the last 16 columns."""
+    def multiply_quad(w, v, i, f, b0, b1, quad, q, sums):
         o = 4 * quad
         if carried:
-            carry(w, b0, b1, o, high, low)
-            carry(v, b0, b1, o + 2, high, low)
+            carry(w, b0, b1, o, sums.high, sums.low)
+            carry(v, b0, b1, o + 2, sums.high, sums.low)
         else:
             for s in range(steps):
                 c = z, z, z, z
                 if zero:
-                    c = product((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
-                follow(product(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), f[4 * s], f[4 * s + 1], o, acc, high, low)
-                follow(product(v, b0, b1, s, q, c[0], c[1], c[2], c[3]), f[4 * s + 2], f[4 * s + 3], o + 2, acc, high, low)
+                    c = multiply_step((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
+                follow(multiply_step(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), f[4 * s], f[4 * s + 1], o, sums)
+                follow(multiply_step(v, b0, b1, s, q, c[0], c[1], c[2], c[3]), f[4 * s + 2], f[4 * s + 3], o + 2, sums)
         if has_min and not late:
             if whole:
-                add_minima(i[0], i[1], i[4], i[5], b0, b1, o, m_high, m_low)
-                add_minima(i[2], i[3], i[6], i[7], b0, b1, o + 2, m_high, m_low)
+                add_minima(i[0], i[1], i[4], i[5], b0, b1, o, sums.m_high, sums.m_low)
+                add_minima(i[2], i[3], i[6], i[7], b0, b1, o + 2, sums.m_high, sums.m_low)
             else:
                 c = mma32(ones, ones, ones, ones, b0, b1, z, z, z, z)
                 q_sum = i2f(i32((c[0] << 7) + c[1]))
                 for k in range(4):
-                    acc[o + k] = fma(as_f32(i[k]), q_sum, acc[o + k])
+                    sums.acc[o + k] = fma(as_f32(i[k]), q_sum, sums.acc[o + k])
+    return multiply_quad
+
+
+def block_multiplier(const: Constants):
+    """(multiply_block, multiply_blocks): adds the products of block j with all quads, or of blocks j and j + 1. multiply_block:
+    (lane, shared, tile, act, scratch, j, b0, b1, sums), b0, b1 of a single quad; of more they are loaded. multiply_blocks: the
+    same without."""
+    n_quads, steps, many, split, late, whole = const.n_quads, const.steps, const.many, const.split, const.late, const.whole
+    has_min, carried, pairs, two_quads, z = const.fmt.has_min, const.form.carried, const.unpack.pairs, const.n_quads > 1, i32(0)
+    m_plane, imin_plane = const.planes.m, const.planes.imin
+    load_tokens, unpack_rows, multiply_quad = token_loader(const), row_unpacker(const), quad_multiplier(const)
+    four_limbs = splitter(const.fmt) if split else None
 
     @device
-    def four_rows(shared, scratch, plane, g):
-        a, b, c, d = lds4(shared, scratch + 32 * plane + 4 * g)
-        return i32(a), i32(b), i32(c), i32(d)
-
-    @device
-    def fragments(lane, shared, tile, j):
-        """Of the tile's rows 0..15, then of rows 16..31, columns 32 j .. 32 j + 31."""
+    def multiply_block(lane, shared, tile, act, scratch, j, b0, b1, sums):
         g, q = lane >> 2, lane & 3
-        w0, w2 = row_words((shared, tile, g), j, q)
-        w1, w3 = row_words((shared, tile, g + 8), j, q)
-        v0, v2 = row_words((shared, tile, g + 16), j, q)
-        v1, v3 = row_words((shared, tile, g + 24), j, q)
-        return w0, w1, w2, w3, v0, v1, v2, v3
-
-    @device
-    def block(lane, shared, tile, act, scratch, j, b0, b1, acc, high, low, m_high, m_low):
-        """Columns 32 j .. 32 j + 31. b0, b1: their fragments of a single quad."""
-        g, q = lane >> 2, lane & 3
-        w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
+        w0, w1, w2, w3, v0, v1, v2, v3 = unpack_rows(lane, shared, tile, j)
         if split:
             first = steps * j + ((q >> 1) if pairs and steps == 2 else 0)  # the sub-blocks of a lane's two words
             last = first if pairs else steps * j + steps - 1
-            f, e = four_rows(shared, scratch, first, g), four_rows(shared, scratch, last, g)
+            f, e = load_factors(shared, scratch, first, g), load_factors(shared, scratch, last, g)
             w = four_limbs((w0, w1, w2, w3), f[0], f[1], e[0], e[1])
             v = four_limbs((v0, v1, v2, v3), f[2], f[3], e[2], e[3])
             for pair in range(n_quads // 2):
-                b = tokens(lane, shared, act, j, 2 * pair)
-                split_quad(w, b[0], b[1], 8 * pair, high, low, m_high, m_low)
-                split_quad(v, b[0], b[1], 8 * pair + 2, high, low, m_high, m_low)
-                split_quad(w, b[2], b[3], 8 * pair + 4, high, low, m_high, m_low)
-                split_quad(v, b[2], b[3], 8 * pair + 6, high, low, m_high, m_low)
+                b = load_tokens(lane, shared, act, j, 2 * pair)
+                multiply_split(w, b[0], b[1], 8 * pair, sums)
+                multiply_split(v, b[0], b[1], 8 * pair + 2, sums)
+                multiply_split(w, b[2], b[3], 8 * pair + 4, sums)
+                multiply_split(v, b[2], b[3], 8 * pair + 6, sums)
         else:
             w, v = (w0, w1, w2, w3), (v0, v1, v2, v3)
             f = i = w + v
             if not carried:
-                f = four_rows(shared, scratch, steps * j, g) + four_rows(shared, scratch, steps * j + steps - 1, g)
+                f = load_factors(shared, scratch, steps * j, g) + load_factors(shared, scratch, steps * j + steps - 1, g)
             if has_min and not late:
                 if whole:
-                    i = four_rows(shared, scratch, imin_plane + steps * j, g) + four_rows(shared, scratch, imin_plane + steps * j + steps - 1, g)
+                    i = (load_factors(shared, scratch, imin_plane + steps * j, g)
+                         + load_factors(shared, scratch, imin_plane + steps * j + steps - 1, g))
                 else:
-                    i = four_rows(shared, scratch, m_plane + j, g) + w
+                    i = load_factors(shared, scratch, m_plane + j, g) + w
             if two_quads:
                 for pair in range(n_quads // 2):
                     if many:
                         apart()
-                    b = tokens(lane, shared, act, j, 2 * pair)
-                    with_quad(w, v, i, f, b[0], b[1], 2 * pair, q, acc, high, low, m_high, m_low)
+                    b = load_tokens(lane, shared, act, j, 2 * pair)
+                    multiply_quad(w, v, i, f, b[0], b[1], 2 * pair, q, sums)
                     if many:
                         apart()
-                    with_quad(w, v, i, f, b[2], b[3], 2 * pair + 1, q, acc, high, low, m_high, m_low)
+                    multiply_quad(w, v, i, f, b[2], b[3], 2 * pair + 1, q, sums)
             else:
-                with_quad(w, v, i, f, b0, b1, 0, q, acc, high, low, m_high, m_low)
+                multiply_quad(w, v, i, f, b0, b1, 0, q, sums)
 
     @device
-    def two_blocks(lane, shared, tile, act, scratch, j, acc, high, low, m_high, m_low):
+    def multiply_blocks(lane, shared, tile, act, scratch, j, sums):
         b = z, z, z, z
         if not two_quads:
-            b = tokens(lane, shared, act, j, 0)
-        block(lane, shared, tile, act, scratch, j, b[0], b[1], acc, high, low, m_high, m_low)
-        block(lane, shared, tile, act, scratch, j + 1, b[2], b[3], acc, high, low, m_high, m_low)
+            b = load_tokens(lane, shared, act, j, 0)
+        multiply_block(lane, shared, tile, act, scratch, j, b[0], b[1], sums)
+        multiply_block(lane, shared, tile, act, scratch, j + 1, b[2], b[3], sums)
+    return multiply_block, multiply_blocks
+
+
+# The end of a group, and the whole chunk
+
+def group_folder(const: Constants):
+    """(lane, shared, limbs, scratch, plane, sums): acc = fma(RN(S), d, acc), then acc = fma(-m, RN(M), acc), of a group whose
+    sums are integers; they begin at 0 again. plane: that of its d. S = 128 high + low, or of split levels 256 (128 high + low) +
+    128 m_high + m_low; M = 128 m_high + m_low, or, late, a product of imin with the limbs of the sums of q."""
+    n_quads, split, late, has_min = const.n_quads, const.split, const.late, const.fmt.has_min
+    integer, wide, z = const.form.integer, const.form.wide, i32(0)
+    m_plane, imin_plane = const.planes.m, const.planes.imin
 
     @device
-    def end_group(lane, shared, limbs, scratch, plane, acc, high, low, m_high, m_low):
-        """The integer sums of a group that a scale follows at its end. With split levels high, low are the sums of h, m_high, m_low those of l."""
+    def fold(lane, shared, limbs, scratch, plane, sums):
+        acc, high, low, m_high, m_low = sums
         g = lane >> 2
-        d = four_rows(shared, scratch, plane, g)
+        d = load_factors(shared, scratch, plane, g)
         m = i = d
         if has_min:
-            m = four_rows(shared, scratch, m_plane, g)
+            m = load_factors(shared, scratch, m_plane, g)
         if late:
             i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
         for quad in range(n_quads):
@@ -414,7 +543,8 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
                 if split:
                     s = split_sum(high[o], low[o], m_high[o], m_low[o])
                 else:
-                    s = l2f(i64(high[o]) * 128 + low[o]) if wide else i2f(low[o]) if integer else i2f(i32((high[o] << 7) + low[o]))
+                    s = (l2f(i64(high[o]) * 128 + low[o]) if wide else i2f(low[o]) if integer
+                         else i2f(i32((high[o] << 7) + low[o])))
                 acc[o] = fma(s, as_f32(d[k]), acc[o])
                 if has_min and not late:
                     acc[o] = fma(as_f32(m[k]), i2f(i32((m_high[o] << 7) + m_low[o])), acc[o])
@@ -426,64 +556,103 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
                 m2, m3 = limb_product(i[2], i[3], first, rest)
                 acc[o], acc[o + 1] = fma(as_f32(m[0]), i2f(m0), acc[o]), fma(as_f32(m[1]), i2f(m1), acc[o + 1])
                 acc[o + 2], acc[o + 3] = fma(as_f32(m[2]), i2f(m2), acc[o + 2]), fma(as_f32(m[3]), i2f(m3), acc[o + 3])
+    return fold
+
+
+def chunk_multiplier(const: Constants):
+    """`TileProduct.multiply` of several tokens: the warp prepares the tile's factors, multiplies its eight blocks and folds its
+    groups."""
+    n_quads, n_sums, n_group, whole, d_plane = const.n_quads, const.n_sums, const.fmt.group, const.whole, const.planes.d
+    prepare, fold = preparer(const.fmt, const.unpack, n_quads), group_folder(const)
+    (multiply_block, multiply_blocks), z = block_multiplier(const), i32(0)
 
     @device
     def multiply(lane, shared, tile, act, limbs, scratch, acc):
-        high, low = cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32)
-        m_high, m_low = cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32)
+        sums = Sums(acc, cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32),
+                    cuda.local.array(n_sums, i32), cuda.local.array(n_sums, i32))
         for o in range(n_sums):
-            acc[o], high[o], low[o], m_high[o], m_low[o] = f32(0), z, z, z, z
+            acc[o], sums.high[o], sums.low[o], sums.m_high[o], sums.m_low[o] = f32(0), z, z, z, z
         prepare(lane, shared, tile, scratch)
         syncwarp()  # the factors are there
-        if n_quads > 2 or not before_blackwell():  # a loop, so that the compiler keeps fewer blocks under way, and registers are for sums
-            j, end, step = i32(0), afresh(8), i32(2 if n_quads <= 2 or n_quads < 16 and before_blackwell() else 1)
+        # A loop, so that the compiler keeps fewer blocks under way, and registers are for sums
+        if n_quads > 2 or not before_blackwell():
+            j, end, step = i32(0), afresh(8), i32(2 if n_quads <= 2 or (n_quads < 16 and before_blackwell()) else 1)
             while j < end:
                 if n_quads <= 2:
-                    two_blocks(lane, shared, tile, act, scratch, j, acc, high, low, m_high, m_low)
+                    multiply_blocks(lane, shared, tile, act, scratch, j, sums)
                 else:
-                    block(lane, shared, tile, act, scratch, j, z, z, acc, high, low, m_high, m_low)
+                    multiply_block(lane, shared, tile, act, scratch, j, z, z, sums)
                     if step == 2:
-                        block(lane, shared, tile, act, scratch, j + 1, z, z, acc, high, low, m_high, m_low)
-                if n_group == 128:
-                    if i32(j + step) & 3 == 0:
-                        end_group(lane, shared, limbs, scratch, j >> 2, acc, high, low, m_high, m_low)
+                        multiply_block(lane, shared, tile, act, scratch, j + 1, z, z, sums)
+                if n_group == 128 and i32(j + step) & 3 == 0:
+                    fold(lane, shared, limbs, scratch, j >> 2, sums)
                 j = i32(j + step)
         else:
-            two_blocks(lane, shared, tile, act, scratch, 0, acc, high, low, m_high, m_low)
-            two_blocks(lane, shared, tile, act, scratch, 2, acc, high, low, m_high, m_low)
+            multiply_blocks(lane, shared, tile, act, scratch, 0, sums)
+            multiply_blocks(lane, shared, tile, act, scratch, 2, sums)
             if n_group == 128:
-                end_group(lane, shared, limbs, scratch, 0, acc, high, low, m_high, m_low)
-            two_blocks(lane, shared, tile, act, scratch, 4, acc, high, low, m_high, m_low)
-            two_blocks(lane, shared, tile, act, scratch, 6, acc, high, low, m_high, m_low)
+                fold(lane, shared, limbs, scratch, 0, sums)
+            multiply_blocks(lane, shared, tile, act, scratch, 4, sums)
+            multiply_blocks(lane, shared, tile, act, scratch, 6, sums)
             if n_group == 128:
-                end_group(lane, shared, limbs, scratch, 1, acc, high, low, m_high, m_low)
+                fold(lane, shared, limbs, scratch, 1, sums)
         if whole:
-            end_group(lane, shared, limbs, scratch, d_plane, acc, high, low, m_high, m_low)
-    # A single token
+            fold(lane, shared, limbs, scratch, d_plane, sums)
+    return multiply
+
+
+# A single token: a lane has one row of the tile, l / 4 + 8 (l % 4), whose scales and minima it unpacks for itself
+
+class TokenSums(NamedTuple):
+    """Of a lane, arrays in registers."""
+    isc: object    # int32 [16]: integer scales of the row's sub-blocks
+    acc: object    # float32 [1]: acc of docs/numerics.md, section 3
+    total: object  # [1], int32, or int64 where S is wide: the S of the group so far
+    high: object   # int32 [4], of the four rows that the tensor core adds on: sums over hi limbs
+    low: object    # and over lo limbs
+
+
+@device
+def own_row(lane, a, b, c, d):
+    """Of the values of rows l / 4, + 8, + 16, + 24 that of the lane's own."""
+    first, last = b if lane & 1 else a, d if lane & 1 else c
+    return i32(last if lane & 2 else first)
+
+
+def scale_unpacker(const: Constants):
+    """(t, shared, sums_at, isc) -> M = the sum of imin * q, int32; fills isc. t: (shared, tile, row) of `Unpacker`; sums_at: word
+    at which the sums of q of each 16 columns begin."""
+    sub, has_min, z = const.unpack.sub, const.fmt.has_min, i32(0)
+    n_scales, n_sixteenths = CHUNK // const.fmt.sub, const.fmt.sub // 16
 
     @device
-    def own(lane, a, b, c, d):
-        """Of the values of rows l / 4, + 8, + 16, + 24 that of the lane's own."""
-        first, last = b if lane & 1 else a, d if lane & 1 else c
-        return i32(last if lane & 2 else first)
-
-    @device
-    def integer_scales(t, shared, sums, isc):
-        """isc of the sub-blocks of a row; returns the sum of imin * q."""
+    def unpack_scales(t, shared, sums_at, isc):
         minimum = z
         for i in range(n_scales):
             isc[i], imin = sub(t, i)
             if has_min:
-                q_sum = i32(lds(shared, sums + i * n_sixteenths))
+                q_sum = i32(lds(shared, sums_at + i * n_sixteenths))
                 if n_sixteenths == 2:
-                    q_sum = i32(q_sum + i32(lds(shared, sums + i * n_sixteenths + 1)))
+                    q_sum = i32(q_sum + i32(lds(shared, sums_at + i * n_sixteenths + 1)))
                 minimum = i32(minimum + imin * q_sum)
         return minimum
+    return unpack_scales
+
+
+def token_block_multiplier(const: Constants):
+    """(lane, shared, tile, act, j, t, sums): adds the products of blocks j and j + 1 with the token. An integer scale: total +=
+    isc S; a float one: acc = fma(RN(S), d, acc), and of minima of less than a chunk acc = fma(-m, RN(sum of q), acc). t: as of
+    `scale_unpacker`."""
+    steps, zero, minus_zero, whole, n_group = const.steps, const.zero, const.minus_zero, const.whole, const.fmt.group
+    integer, carried, has_min, group = const.form.integer, const.form.carried, const.fmt.has_min, const.unpack.group
+    ones, z, total_type = i32(0x01010101), i32(0), i64 if const.form.wide else i32
+    load_tokens, unpack_rows = token_loader(const), row_unpacker(const)
+    multiply_step, carry = step_multiplier(const), carrier(const)
 
     @device
-    def token_block(lane, shared, tile, j, b0, b1, t, isc, acc, total, high, low):
-        """Adds the products of columns 32 j .. 32 j + 31."""
-        w0, w1, w2, w3, v0, v1, v2, v3 = fragments(lane, shared, tile, j)
+    def multiply_block(lane, shared, tile, j, b0, b1, t, sums):
+        isc, acc, total, high, low = sums
+        w0, w1, w2, w3, v0, v1, v2, v3 = unpack_rows(lane, shared, tile, j)
         w, v, q = (w0, w1, w2, w3), (v0, v1, v2, v3), lane & 3
         if carried:
             carry(w, b0, b1, 0, high, low)
@@ -492,9 +661,10 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
             for s in range(steps):
                 c = z, z, z, z
                 if zero:
-                    c = product((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
-                x, y = product(w, b0, b1, s, q, c[0], c[1], c[2], c[3]), product(v, b0, b1, s, q, c[0], c[1], c[2], c[3])
-                both = own(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
+                    c = multiply_step((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
+                x = multiply_step(w, b0, b1, s, q, c[0], c[1], c[2], c[3])
+                y = multiply_step(v, b0, b1, s, q, c[0], c[1], c[2], c[3])
+                both = own_row(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
                 if integer:
                     total[0] = total_type(total[0] + total_type(isc[steps * j + s]) * total_type(both))
                 else:
@@ -506,81 +676,99 @@ def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = F
             acc[0] = fma(-m, i2f(i32((c[0] << 7) + c[1])), acc[0])
 
     @device
-    def two_token_blocks(lane, shared, tile, act, j, t, isc, acc, total, high, low):
+    def multiply_blocks(lane, shared, tile, act, j, t, sums):
         apart()
-        b = tokens(lane, shared, act, j, 0)
-        token_block(lane, shared, tile, j, b[0], b[1], t, isc, acc, total, high, low)
+        b = load_tokens(lane, shared, act, j, 0)
+        multiply_block(lane, shared, tile, j, b[0], b[1], t, sums)
         apart()
-        token_block(lane, shared, tile, j + 1, b[2], b[3], t, isc, acc, total, high, low)
+        multiply_block(lane, shared, tile, j + 1, b[2], b[3], t, sums)
+    return multiply_blocks
+
+
+def token_folder(const: Constants):
+    """(lane, t, i, minimum, sums): acc = fma(RN(S), d, acc), then acc = fma(-m, RN(minimum), acc), of group i, whose sums are
+    integers."""
+    group, carried, wide, has_min, z = const.unpack.group, const.form.carried, const.form.wide, const.fmt.has_min, i32(0)
 
     @device
-    def end_token(lane, t, i, minimum, acc, total, high, low):
-        """The integer sums of group i."""
+    def fold(lane, t, i, minimum, sums):
+        _, acc, total, high, low = sums
         d, m = group(t, i)
         s = total[0]
         if carried:
-            s = i32((own(lane, high[0], high[1], high[2], high[3]) << 7) + own(lane, low[0], low[1], low[2], low[3]))
+            s = i32((own_row(lane, high[0], high[1], high[2], high[3]) << 7) + own_row(lane, low[0], low[1], low[2], low[3]))
             for k in range(4):
                 high[k], low[k] = z, z
         acc[0] = fma(l2f(s) if wide else i2f(s), d, acc[0])
         if has_min:
             acc[0] = fma(-m, i2f(minimum), acc[0])
+    return fold
+
+
+def token_multiplier(const: Constants):
+    """`TileProduct.multiply` of a single token: a lane unpacks its row's scales, the warp multiplies its eight blocks, the lane
+    folds its row's groups."""
+    n_group, whole, has_min = const.fmt.group, const.whole, const.fmt.has_min
+    step, integer, wide, _ = const.form
+    total_type, n_entries, z = i64 if wide else i32, const.n_entries, i32(0)
+    unpack_scales, multiply_blocks, fold = scale_unpacker(const), token_block_multiplier(const), token_folder(const)
 
     @device
-    def multiply_token(lane, shared, tile, act, sums, scratch, acc):
-        isc, total, high, low = cuda.local.array(16, i32), cuda.local.array(1, total_type), cuda.local.array(4, i32), cuda.local.array(4, i32)
+    def multiply_token(lane, shared, tile, act, limbs, scratch, acc):
+        sums = TokenSums(cuda.local.array(16, i32), acc, cuda.local.array(1, total_type),
+                         cuda.local.array(4, i32), cuda.local.array(4, i32))
         t, acc[0] = (shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), f32(0)
-        total[0] = total_type(0)
+        sums.total[0] = total_type(0)
         for k in range(4):
-            high[k], low[k] = z, z
+            sums.high[k], sums.low[k] = z, z
         minimum = z
         if integer:
-            minimum = integer_scales(t, shared, sums, isc)
-        two_token_blocks(lane, shared, tile, act, 0, t, isc, acc, total, high, low)
-        two_token_blocks(lane, shared, tile, act, 2, t, isc, acc, total, high, low)
+            minimum = unpack_scales(t, shared, limbs, sums.isc)
+        multiply_blocks(lane, shared, tile, act, 0, t, sums)
+        multiply_blocks(lane, shared, tile, act, 2, t, sums)
         if n_group == 128:
-            end_token(lane, t, 0, minimum, acc, total, high, low)
-        if n_entries or not wide and (step == 16 or has_min and not whole):
+            fold(lane, t, 0, minimum, sums)
+        if n_entries or (not wide and (step == 16 or (has_min and not whole))):
             syncwarp()  # what is loaded for the other half is loaded behind it: registers
-        two_token_blocks(lane, shared, tile, act, 4, t, isc, acc, total, high, low)
-        two_token_blocks(lane, shared, tile, act, 6, t, isc, acc, total, high, low)
+        multiply_blocks(lane, shared, tile, act, 4, t, sums)
+        multiply_blocks(lane, shared, tile, act, 6, t, sums)
         if n_group == 128:
-            end_token(lane, t, 1, minimum, acc, total, high, low)
+            fold(lane, t, 1, minimum, sums)
         if whole:
-            end_token(lane, t, 0, minimum, acc, total, high, low)
-    return TileProduct(multiply_token if single else multiply, n_entries, entry)
+            fold(lane, t, 0, minimum, sums)
+    return multiply_token
+
+
+def tile_product(name: str, n_quads: int, first_table: int = 0, single: bool = False) -> TileProduct:
+    """first_table: word of shared memory at which the codebooks begin. single: one token, `act` holds its two rows only."""
+    unpack, n_entries, entry = shared_unpacker(name, first_table)
+    const = constants(name, unpack, n_entries, n_quads, single)
+    return TileProduct(token_multiplier(const) if single else chunk_multiplier(const), n_entries, entry)
 
 
 # What becomes of a total
 
 @device
 def row_there(row, n_rows):
-    """A row that there is, for `ldc`, which may be moved before the test that there is one: the compiler does not see that it is the row itself."""
+    """A row that there is, for `ldc`, which may be moved before the test that there is one: the compiler does not see that it is
+    the row itself."""
     return i32(min(afresh(row), n_rows - 1))
 
 
 class Ending(NamedTuple):
-    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; row: of n_rows of the matrix, whose biases begin
-    at `first`; last: of the last matrix."""
+    """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; row: of n_rows of the
+    matrix, whose biases begin at `first`; last: of the last matrix."""
     waiting: object  # (out, i, last) -> what waits there for the total
     finish: object   # (out, i, first, row, n_rows, total, waiting, last, *biases)
 
 
-@device
-def nothing_waits(out, i, last):
-    return f32(0)
-
-
-@device
-def store_total(out, i, first, row, n_rows, total, waiting, last, bias, other_bias):
-    st(out, i, total)
-
-
-STORE = Ending(nothing_waits, store_total)
+STORE = Ending(waiting=device(lambda out, i, last: f32(0)),
+               finish=device(lambda out, i, first, row, n_rows, total, waiting, last, bias, other_bias: st(out, i, total)))
 
 
 def gate_and_store(activation, biased, alpha=0.0, limit=0.0) -> Ending:
-    """out = activation(gate) * up, or swiglu_oai with its constants. The gate's total waits in `out`, where the thread that put it there finds it."""
+    """out = activation(gate) * up, or swiglu_oai with its constants. The gate's total waits in `out`, where the thread that put
+    it there finds it."""
     glu = gated_unit(activation, alpha, limit)
 
     @device

@@ -1,11 +1,12 @@
-"""The routing of a token in one (numerics, section 9): gating, bias, groups, top_k, weights. One warp a token; lane j has expert and weight of rank j."""
+"""The routing of a token in one (numerics, section 9): gating, bias, groups, top_k, weights. One warp a token;
+lane j has expert and weight of rank j."""
 from numba import cuda
 
-from .launch import F32, I32, Kernel, N, SCALAR_F32, check, factory
+from .launch import F32, I32, Kernel, N, SCALAR_F32, factory, need
 from .ptx import add, f32, i32, i64, mul, sigmoid, st
 from .routing import check_groups, mask_row, next_column, normalize_row, rank_row
 from .soft_max import soft_max_row
-from .warp_row import VALUES, load_row, n_values, take_from_row
+from .warp_row import VALUES, check_rows, load_row, n_values, take_from_row
 
 GATINGS = "softmax", "sigmoid", "softmax_of_chosen"
 MOST_USED = 32
@@ -15,11 +16,13 @@ MOST_USED = 32
 def topk_moe_kernel(gating, n, biased, grouped):
     """n: values of a lane."""
     is_softmax, is_sigmoid, of_chosen = (gating == each for each in GATINGS)
-    load, soft_max, mask, ranks_of, choose, take = load_row(n), soft_max_row(n), mask_row(n), rank_row(n), next_column(n), take_from_row(n)
+    load, soft_max, mask, ranks_of, choose, take = (load_row(n), soft_max_row(n), mask_row(n), rank_row(n), next_column(n),
+                                                    take_from_row(n))
     soft_max_of_chosen, normalize = soft_max_row(1), normalize_row(1)
 
     def kernel(logits, bias, weights, ids, n_expert, k, n_group, n_group_used, norm, factor):
-        probs, by, ranks, w = cuda.local.array(n, f32), cuda.local.array(n, f32), cuda.local.array(n, i32), cuda.local.array(1, f32)
+        probs, by, ranks, w = (cuda.local.array(n, f32), cuda.local.array(n, f32), cuda.local.array(n, i32),
+                               cuda.local.array(1, f32))
         lane = i32(cuda.threadIdx.x)
         if biased:
             load(bias, i64(0), n_expert, lane, by)
@@ -49,15 +52,22 @@ def topk_moe_kernel(gating, n, biased, grouped):
     return Kernel(kernel, (F32, F32, F32, I32, N, N, N, N, N, SCALAR_F32), 32)
 
 
-def topk_moe(target, gating, logits, bias, weights, ids, n_tokens, n_expert, k, n_group, n_group_used, norm, factor):
-    """logits: address of f32 [n_tokens, n_expert], up to 512 experts; bias: of f32 [n_expert], or None; weights: of f32 [n_tokens, k]; ids: of i32, the same;
-    k up to 32. n_group: up to 1 for none; norm: whether weights are divided by their sum; factor: float32."""
-    check("topk_moe", gating in GATINGS, "gating", gating, ", ".join(GATINGS))
-    check("topk_moe", n_tokens >= 1, "n_tokens", n_tokens, "at least 1")
-    n, grouped = n_values("topk_moe", n_expert), n_group > 1
-    check("topk_moe", 1 <= k <= min(n_expert, MOST_USED), "k", k, f"1..{min(n_expert, MOST_USED)}")
-    if grouped:
-        check_groups("topk_moe", n_expert, n_group, n_group_used)
-    kernel = topk_moe_kernel(gating, n, bias is not None, grouped)
-    args = logits, logits if bias is None else bias, weights, ids, n_expert, k, n_group, n_group_used, int(norm), factor
-    return target.launch(kernel, n_tokens, 32, args)
+def check(call):
+    n_expert = call.logits.n_cols
+    need(call.gating in GATINGS, "gating", call.gating, ", ".join(GATINGS))
+    check_rows(call.logits)
+    need(1 <= call.k <= min(n_expert, MOST_USED), "k", call.k, f"1..{min(n_expert, MOST_USED)}")
+    if call.n_group > 1:
+        check_groups(n_expert, call.n_group, call.n_group_used)
+
+
+def topk_moe(call):
+    """weights, ids = those of k experts, of gating(logits) [+ bias], in the chosen groups, normed or not, times factor.
+
+    logits: f32 [n, up to 512]; bias: f32, a value an expert, or absent; weights: f32 [n, k]; ids: i32 [n, k]; k up to 32.
+    n_group: 0 or 1 for no groups."""
+    n, n_expert = call.logits.shape
+    kernel = topk_moe_kernel(call.gating, n_values(n_expert), call.bias is not None, call.n_group > 1)
+    args = (call.logits.data, (call.bias or call.logits).data, call.weights.data, call.ids.data, n_expert, call.k, call.n_group,
+            call.n_group_used, int(call.norm), call.factor)
+    return call.device.launch(kernel, n, 32, args)

@@ -1,12 +1,14 @@
 """A row of up to 512 values in the registers of a warp: column c is value c / 32 of lane c % 32.
 
-Functions are made for a number of values a lane, `n_values(n_cols)`; `v` is a lane's local array of so many. What lies behind the last column is not read.
+Functions are made for a number of values a lane, `n_values(n_cols)`; `v` is a lane's local array of so many. What lies behind the
+last column is not read.
 """
 from functools import lru_cache
 
 from numba import cuda
 
-from .launch import F32, Kernel, N, check
+from ..call import Operand
+from .launch import F32, Kernel, N, need
 from .ptx import as_f32, as_i32, device, f32, i32, i64, ld, shuffle, st
 from .rms_norm import within
 
@@ -14,9 +16,13 @@ VALUES = 1, 2, 4, 8, 16
 MOST_COLUMNS = 32 * VALUES[-1]
 
 
-def n_values(op: str, n_cols: int) -> int:
+def check_rows(x: Operand) -> None:
+    need(x.n_rows >= 1, "n_rows", x.n_rows, "at least 1")
+    need(1 <= x.n_cols <= MOST_COLUMNS, "n_cols", x.n_cols, f"1..{MOST_COLUMNS}")
+
+
+def n_values(n_cols: int) -> int:
     """Of a lane, for rows of n_cols."""
-    check(op, 1 <= n_cols <= MOST_COLUMNS, "n_cols", n_cols, f"1..{MOST_COLUMNS}")
     return next(n for n in VALUES if 32 * n >= n_cols)
 
 

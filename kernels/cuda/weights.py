@@ -1,6 +1,8 @@
-"""Weight tiles on the device: the unpackings of quant/ over global or shared memory, with PTX where it has an instruction for them."""
+"""Weight tiles on the device: the unpackings of quant/ over global or shared memory,
+with PTX where it has an instruction for them."""
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,26 +20,17 @@ def pick(w4, i):
     return u32(high if i & 2 else low)
 
 
-@device
-def global_word(words, piece, i):
-    """Word i of the piece at word `piece`, which is loaded whole: a lane that takes several words of one loads it once."""
-    return pick(ldc4(words, piece), i)
-
-
-@device
-def shared_word(words, piece, i):
-    return lds(words, piece + i)
-
-
-@device
-def shared_piece_word(words, piece, i):
-    """As `global_word`."""
-    return pick(lds4(words, piece), i)
+# (words, piece, i): word i of the piece at word `piece`: alone, or of the piece loaded whole, so that a lane that takes several
+# words of one loads it once
+global_word = device(lambda words, piece, i: pick(ldc4(words, piece), i))
+shared_word = device(lambda words, piece, i: lds(words, piece + i))
+shared_piece_word = device(lambda words, piece, i: pick(lds4(words, piece), i))
 
 
 def _loads(fmt: Format, load, load_word, rows=tile.ROWS):
-    """(ldw, ld4, ld2) of `quant.tile.loads` by load(words, i) and load_word(words, word at which a piece begins, i). t = (words, base, row, ...).
-    Constants are added to what is known at run time only: they become the offset of the load, not an addition of their own."""
+    """(ldw, ld4, ld2) of `quant.tile.loads` by load(words, i) and load_word(words, word at which a piece begins, i). t = (words,
+    base, row, ...). Constants are added to what is known at run time only: they become the offset of the load, not an addition of
+    their own."""
     word_plane = rows * 4 * fmt.n_pieces
     half_plane = word_plane + rows * fmt.n_words
 
@@ -59,34 +52,21 @@ def _loads(fmt: Format, load, load_word, rows=tile.ROWS):
 
 
 def loads(fmt: Format):
-    """(ldw, ld4, ld2) for a lane that takes a row, by a pointer to uint32. t = (words, base, row, ...): pointer, the tile's first word, row in it."""
+    """(ldw, ld4, ld2) for a lane that takes a row, by a pointer to uint32. t = (words, base, row, ...): pointer, the tile's first
+    word, row in it."""
     return _loads(fmt, ldc, global_word)
 
 
 def quarter_loads(fmt: Format):
-    """(ldw, ld4, ld2) for lanes that each take a quarter, a word at a time from a shared array of uint32. t = (shared, base, row, ...)."""
+    """(ldw, ld4, ld2) for lanes that each take a quarter, a word at a time from a shared array of uint32. t = (shared, base,
+    row, ...)."""
     return _loads(fmt, lds, shared_word)
 
 
-@device
-def byte(w, i):
-    return prmt(w, u32(0), u32(i) | u32(0x4440))
-
-
-@device
-def half(w, i):
-    return prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))
-
-
-@device
-def odd_bytes(v, w):
-    return prmt(u32(v), u32(w), u32(0x7351))
-
-
 def lookup16(levels):
-    """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the table by prmt,
-    then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: one that the assembler knows it moves to a register anew for
-    every instruction, which made a fifth of them."""
+    """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the
+    table by prmt, then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: one that the assembler
+    knows it moves to a register anew for every instruction, which made a fifth of them."""
     table = np.asarray(levels, np.int8).view(np.uint32)
     assert table.shape == (4,), table.shape
     t1, t3, loaded = u32(table[1]), u32(table[3]), constant(np.array([table[0], table[2], 0x44444444], np.uint32))
@@ -104,8 +84,8 @@ def lookup16(levels):
 
 
 def signed8(table):
-    """`words.Primitives.signed8`: an entry is a word of eight nibbles, which are selectors of prmt from the three levels (bits 0..1) and, where the
-    sign is set in bit 2, from their negatives."""
+    """`words.Primitives.signed8`: an entry is a word of eight nibbles, which are selectors of prmt from the three levels (bits
+    0..1) and, where the sign is set in bit 2, from their negatives."""
     def make(levels, parity):
         values, entries = np.unique(levels, return_inverse=True)
         assert values.shape == (3,) and levels.shape[1:] == (8,), (values, levels.shape)
@@ -133,8 +113,11 @@ def signed8(table):
 def primitives(table=None):
     """table: `words.Primitives.table`, where codebooks lie; without one they are arrays beside the code."""
     native = {"table": table} if table else {}
-    portable = words.primitives(device, f16=f16_to_f32, f32=as_f32, mul=mul, shr=shr, byte=byte, half=half, odd_bytes=odd_bytes, lookup16=lookup16,
-                                **native)
+    portable = words.primitives(device, f16=f16_to_f32, f32=as_f32, mul=mul, shr=shr,
+                                byte=device(lambda w, i: prmt(w, u32(0), u32(i) | u32(0x4440))),
+                                half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
+                                odd_bytes=device(lambda v, w: prmt(u32(v), u32(w), u32(0x7351))),
+                                lookup16=lookup16, **native)
     return portable._replace(signed8=signed8(portable.table))
 
 
@@ -149,7 +132,8 @@ def unpacker(name: str) -> words.Unpacker:
 
 
 class Tables(NamedTuple):
-    """An `Unpacker` whose codebooks lie in shared memory, where lanes that look up different entries do not wait for each other."""
+    """An `Unpacker` whose codebooks lie in shared memory, where lanes that look up different entries do not wait for each
+    other."""
     unpacker: words.Unpacker
     n_entries: int            # words of all codebooks, at the beginning of the shared array
     entry: Callable           # (i) -> one of them, uint32; None without any
@@ -174,7 +158,8 @@ def _with_tables(fmt: Format, loads, load) -> Tables:
 
 @lru_cache(None)
 def shared_unpacker(name: str, first: int = 0) -> Tables:
-    """Weights in the same shared array of uint32 as the codebooks, which begin at its word `first`: t = (shared, base, row) of `quarter_loads`."""
+    """Weights in the same shared array of uint32 as the codebooks, which begin at its word `first`: t = (shared, base,
+    row) of `quarter_loads`."""
     @device
     def load(t, i):
         return lds(t[0], first + i)

@@ -1,12 +1,13 @@
 """Products of a warpgroup on Hopper's tensor cores: D = A B or D + A B of int8, A 64 x 32 in registers, B 32 x n in shared memory
 (PTX ISA, "wgmma": m64n8k32 to m64n256k32, target sm_90a).
 
-A and D are fragments as of `ptx.mma32`, warp w of the four with rows 16 w .. 16 w + 15; D in eights of columns: D[4 i + k] of a lane is C[k] of the
-columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes on 1024 bytes, piece p of 16 bytes of row r at place p ^ r
-(128-byte swizzle); atoms of the next eight columns of B follow each other. A product takes 32 bytes of each row.
+A and D are fragments as of `ptx.mma32`, warp w of the four with rows 16 w .. 16 w + 15; D in eights of columns: D[4 i + k] of a
+lane is C[k] of the columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes on 1024 bytes, piece p of 16
+bytes of row r at place p ^ r (128-byte swizzle); atoms of the next eight columns of B follow each other. A product takes 32 bytes
+of each row.
 
-A product runs on while the warps do: between `start` and `wait` neither D nor A may be touched, and B must stay. What was copied to shared memory is
-seen behind `fence`.
+A product runs on while the warps do: between `start` and `wait` neither D nor A may be touched, and B must stay. What was copied
+to shared memory is seen behind `fence`.
 """
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,10 +15,11 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _check, _effect, _named, _shared_address
+from .ptx import SIMULATED, _check, _effect, _named, _shared_address, _void
 
 ATOM_WORDS = 256     # eight columns
-DESCRIPTOR = 1 << 30 | 8 * 128 >> 4, 1 << 16  # words, high and low, to which the place is added: 128-byte swizzle, atoms 1024 bytes apart
+# Words, high and low, to which the place is added: 128-byte swizzle, atoms 1024 bytes apart
+DESCRIPTOR = 1 << 30 | 8 * 128 >> 4, 1 << 16
 PLACE = 4            # words that a place counts
 
 if SIMULATED:
@@ -25,31 +27,32 @@ if SIMULATED:
 else:
     from numba.cuda.extending import intrinsic
 
-fence = _effect("fence", "fence.proxy.async.shared::cta;")   # copies to shared memory, which a thread waited for, are seen by products
+# Copies to shared memory, which a thread waited for, are seen by products
+fence = _effect("fence", "fence.proxy.async.shared::cta;")
 
 
 class Products(NamedTuple):
     """The intrinsics of products with n columns of B, whose D is a local array of n / 2 int32."""
-    start: object                 # (d, array, place, a0, a1, a2, a3, keep): starts D = A B, or D + A B if keep; B begins at `place` of the array
-    start_u: object               # the same with A of uint8
-    wait: object                  # (d): behind it D is what the product left there
-    wait_but_one: object          # the same, but for the product started last
+    start: object         # (d, array, place, a0, a1, a2, a3, keep): starts D = A B, or D + A B if keep; B begins at `place` of
+                          # the array
+    start_u: object       # the same with A of uint8
+    wait: object          # (d): behind it D is what the product left there
+    wait_but_one: object  # the same, but for the product started last
 
 
-def _elements(context, builder, array_type, array, n_sums):
-    data = context.make_array(array_type)(context, builder, array).data
-    return [builder.gep(data, [ir.IntType(32)(i)]) for i in range(n_sums)]
-
-
-def _tied(builder, pointers, text, extra, constraints):
-    """Assembly whose first operands are read and written: they stay in the registers they are in."""
-    word, n_sums = ir.IntType(32), len(pointers)
-    operands = [builder.load(p) for p in pointers]
-    kind = ir.FunctionType(ir.LiteralStructType([word] * n_sums), [word] * n_sums + [e.type for e in extra])
-    assembly = ir.InlineAsm(kind, text, ",".join(["=r"] * n_sums + [str(i) for i in range(n_sums)] + constraints + ["~{memory}"]), True)
-    value = builder.call(assembly, operands + extra)
-    for i, p in enumerate(pointers):
-        builder.store(builder.extract_value(value, i), p)
+def _tied(n_sums, text, extra=lambda args: [], constraints=()):
+    """The codegen of assembly whose first operands, the n_sums elements of the local array d, are read and written: they stay in
+    the registers they are in. extra: (args) -> the other operands."""
+    def emit(context, builder, signature, args):
+        word, data = ir.IntType(32), context.make_array(signature.args[0])(context, builder, args[0]).data
+        pointers = [builder.gep(data, [word(i)]) for i in range(n_sums)]
+        operands = [builder.load(p) for p in pointers] + extra(args)
+        kind = ir.FunctionType(ir.LiteralStructType([word] * n_sums), [o.type for o in operands])
+        tied = ["=r"] * n_sums + [str(i) for i in range(n_sums)]
+        value = builder.call(ir.InlineAsm(kind, text, ",".join([*tied, *constraints, "~{memory}"]), True), operands)
+        for i, p in enumerate(pointers):
+            builder.store(builder.extract_value(value, i), p)
+    return _void(emit)
 
 
 def _start(name, a_type, n):
@@ -60,15 +63,13 @@ def _start(name, a_type, n):
     a, b, keep = ", ".join(f"${i}" for i in range(2 * n_sums, 2 * n_sums + 4)), f"${2 * n_sums + 4}", f"${2 * n_sums + 5}"
     text = (f"{{ .reg .pred keep; setp.ne.b32 keep, {keep}, 0; wgmma.fence.sync.aligned; "
             f".reg .b64 b; mov.b64 b, {{{b}, {DESCRIPTOR[0]}}}; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, b, keep; wgmma.commit_group.sync.aligned; }}")
+            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, b, keep; "
+            f"wgmma.commit_group.sync.aligned; }}")
 
     def typed(typingctx, d, array, place, a0, a1, a2, a3, keep):
         for t in (place, a0, a1, a2, a3, keep):
             _check(name, "r", t)
-
-        def codegen(context, builder, signature, args):
-            _tied(builder, _elements(context, builder, signature.args[0], args[0], n_sums), text, [*args[3:7], args[2], args[7]], ["r"] * 6)
-            return context.get_dummy_value()
+        codegen = _tied(n_sums, text, lambda args: [*args[3:7], args[2], args[7]], ["r"] * 6)
         return types.void(d, array, *[types.int32] * 6), codegen
     return intrinsic(_named(name, 8)(typed))
 
@@ -79,10 +80,7 @@ def _wait(but, n):
         return lambda d: None
 
     def typed(typingctx, d):
-        def codegen(context, builder, signature, args):
-            _tied(builder, _elements(context, builder, signature.args[0], args[0], n // 2), f"wgmma.wait_group.sync.aligned {but};", [], [])
-            return context.get_dummy_value()
-        return types.void(d), codegen
+        return types.void(d), _tied(n // 2, f"wgmma.wait_group.sync.aligned {but};")
     return intrinsic(_named("wait", 1)(typed))
 
 
@@ -104,4 +102,5 @@ def products(n: int) -> Products:
     return Products(_start("start", "s8", n), _start("start_u", "u8", n), _wait(0, n), _wait(1, n))
 
 
-wait_for_all_but_one, wait_for_all_but_two = (_effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};") for n in (1, 2))
+wait_for_all_but_one, wait_for_all_but_two = (_effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};")
+                                              for n in (1, 2))

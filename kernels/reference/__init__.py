@@ -1,4 +1,7 @@
-"""docs/numerics.md as code: one module per operation, scalar loops in the page's order. Nobody optimises it; every executor equals it.
+"""docs/numerics.md as code: one module per operation, scalar loops in the page's order. Nobody optimises it; every executor
+equals it.
 
-Arrays are C-contiguous numpy arrays, `out` is the caller's; n counts tokens, k columns, m rows of a weight.
+`op(call)` is a step of the op (kernels/call.py); `op_arrays` the definition on C-contiguous numpy arrays, `out` being the
+caller's: n counts tokens, k columns, m rows of a weight. Fused ops have no definition of their own: they are their parts, one
+after the other.
 """

@@ -1,9 +1,11 @@
 """The column of the largest value of each row (numerics, section 5)."""
+from functools import partial
+
 from ..compile import jit
 
 
 @jit
-def argmax(x, out):
+def argmax_arrays(x, out):
     """x: f32 [n, k], k >= 1; out: i32 [n]. The first of equal ones; -1 where a value is NaN."""
     for row in range(x.shape[0]):
         best = 0
@@ -14,3 +16,8 @@ def argmax(x, out):
             if x[row, column] > x[row, best]:
                 best = column
         out[row] = best
+
+
+def argmax(call, kernel=argmax_arrays):
+    """out[i] = the first column of the largest value of row i of x, -1 where a value is NaN. x: f32 [n, k]; out: i32 [n]."""
+    return partial(kernel, call.x.data, call.out.data)

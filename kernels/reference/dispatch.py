@@ -1,4 +1,5 @@
-"""Sorted dispatch: the (token, rank) pairs of a batch in the order of their experts, those of an expert in their own order, and back."""
+"""Sorted dispatch: the (token, rank) pairs of a batch in the order of their experts, those of an expert in their own order,
+and back."""
 import numpy as np
 
 from ..compile import jit
@@ -6,7 +7,7 @@ from ..compile import jit
 
 def check_ids(ids: np.ndarray, n_expert: int, name: str) -> None:
     """ids: i32 [n, u]. IndexError, which begins with `name`, for the first that is no expert."""
-    if not ids.size or (0 <= ids.min() and ids.max() < n_expert):
+    if not ids.size or (ids.min() >= 0 and ids.max() < n_expert):
         return
     token, rank = np.argwhere((ids < 0) | (ids >= n_expert))[0]
     raise IndexError(f"{name}: token {token} has expert {ids[token, rank]} at rank {rank}, allowed: 0 to {n_expert - 1}")
@@ -14,8 +15,9 @@ def check_ids(ids: np.ndarray, n_expert: int, name: str) -> None:
 
 @jit
 def sort_by_expert(ids, bounds, order):
-    """ids: i32 [n_pairs], all of them experts; bounds: i64 [n_expert + 1]; order: i64 [n_pairs]. Row i, bounds[e] <= i < bounds[e + 1], of the sorted ones
-    is the pair order[i] of expert e, in ascending order: counts, their exclusive scan, a stable placement."""
+    """ids: i32 [n_pairs], all of them experts; bounds: i64 [n_expert + 1]; order: i64 [n_pairs]. Row i, bounds[e] <= i < bounds[e
+    + 1], of the sorted ones is the pair order[i] of expert e, in ascending order: counts, their exclusive scan, a stable
+    placement."""
     bounds[:] = 0
     for pair in range(ids.shape[0]):
         bounds[ids[pair] + 1] += 1

@@ -1,24 +1,28 @@
-"""Operations of one element each (numerics, section 5). f32 [n, k] throughout; y of add and mul may be one row, [1, k], for all tokens."""
+"""Operations of one element each (numerics, section 5). f32 [n, k] throughout; y of add and mul may be one row, [1, k],
+for all tokens."""
+from functools import partial
+
 from .. import arith
+from ..arith import f32
 from ..compile import jit
 
 
 @jit
-def add(x, y, out):
+def add_arrays(x, y, out):
     for token in range(x.shape[0]):
         for column in range(x.shape[1]):
             out[token, column] = arith.add(x[token, column], y[token if y.shape[0] > 1 else 0, column])
 
 
 @jit
-def mul(x, y, out):
+def mul_arrays(x, y, out):
     for token in range(x.shape[0]):
         for column in range(x.shape[1]):
             out[token, column] = arith.mul(x[token, column], y[token if y.shape[0] > 1 else 0, column])
 
 
 @jit
-def scale(x, a, out):
+def scale_arrays(x, a, out):
     """out = x * a, a: f32."""
     for token in range(x.shape[0]):
         for column in range(x.shape[1]):
@@ -26,7 +30,7 @@ def scale(x, a, out):
 
 
 @jit
-def swiglu(g, u, out):
+def swiglu_arrays(g, u, out):
     """out = silu(g) * u."""
     for token in range(g.shape[0]):
         for column in range(g.shape[1]):
@@ -34,7 +38,32 @@ def swiglu(g, u, out):
 
 
 @jit
-def sigmoid(x, out):
+def sigmoid_arrays(x, out):
     for token in range(x.shape[0]):
         for column in range(x.shape[1]):
             out[token, column] = arith.sigmoid(x[token, column])
+
+
+def add(call, kernel=add_arrays):
+    """out = x + y. x, out: f32 [n, k]; y: f32 of x's shape, or [k], one row for all. out may be x or y."""
+    return partial(kernel, call.x.rows, call.y.rows, call.out.rows)
+
+
+def mul(call, kernel=mul_arrays):
+    """out = x * y, as `add`."""
+    return partial(kernel, call.x.rows, call.y.rows, call.out.rows)
+
+
+def scale(call, kernel=scale_arrays):
+    """out = x * factor. x, out: f32 [n, k]."""
+    return partial(kernel, call.x.rows, f32(call.factor), call.out.rows)
+
+
+def swiglu(call, kernel=swiglu_arrays):
+    """out = silu(gate) * up. f32 [n, k] each."""
+    return partial(kernel, call.gate.rows, call.up.rows, call.out.rows)
+
+
+def sigmoid(call, kernel=sigmoid_arrays):
+    """out = 1 / (1 + exp(-x)). x, out: f32 [n, k]."""
+    return partial(kernel, call.x.rows, call.out.rows)

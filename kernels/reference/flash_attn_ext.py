@@ -1,5 +1,5 @@
 """Attention over the KV cache in pieces of 128 positions (numerics, section 8)."""
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numba
 import numpy as np
@@ -20,12 +20,15 @@ device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapp
 
 
 @lru_cache(None)
-def flash_attn_ext(type_k, type_v):
-    """kernel(q f32 [n, H, D], k, v, n_head_kv, seq i32 [n], pos i32 [n], present u8 [n_seq, n_ctx], scale f32, out f32 [n, H, Dv], window, sinks).
+def flash_attn_ext_arrays(type_k, type_v):
+    """kernel(q f32 [n, H, D], k, v, n_head_kv, seq i32 [n], pos i32 [n], present u8 [n_seq, n_ctx], scale f32, out f32 [n, H,
+    Dv], window, sinks).
 
-    k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * n_ctx + position. With one KV head
-    v may have more, as K's cache has, of which the first Dv count. Query head h reads KV head h // (H // n_head_kv).
-    window: how many positions a query sees, its own and those before it, by default all; sinks: f32 [H], by default none, of length 0.
+    k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * n_ctx +
+    position. With one KV head v may have more, as K's cache has, of which the first Dv count. Query head h reads KV head h // (H
+    // n_head_kv).
+    window: how many positions a query sees, its own and those before it, by default all; sinks: f32 [H], by default none, of
+    length 0.
     """
     score = _score_chain(cached_value(type_k)) if type_k == "f32" else _score_fixed(cached_value(type_k))
     weigh = _weigh_chain(cached_value(type_v)) if type_v == "f32" else _weigh_fixed(cached_value(type_v))
@@ -70,9 +73,20 @@ def flash_attn_ext(type_k, type_v):
                 for c in range(dv):
                     out[token, head, c] = div(O[c], L)
 
-    def flash_attn_ext(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
+    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
         attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
-    return flash_attn_ext
+    return attention
+
+
+def flash_attn_ext(call, kernel=flash_attn_ext_arrays):
+    """out = attention of q over the cached keys and values that each query sees (numerics, section 8). q: f32 [n, heads * D]; k,
+    v: caches; seq, pos: i32 [n];
+    present: u8 [sequences, positions]; sinks: f32 [heads] or absent; out: f32 [n, heads * Dv]. window: positions that a query
+    sees, 0 for all."""
+    sinks = NO_SINKS if call.sinks is None else call.sinks.data
+    return partial(kernel(call.k.dtype, call.v.dtype), call.q.heads(call.n_head), call.k.data, call.v.data, call.n_head_kv,
+                   call.seq.data, call.pos.data,
+                   call.present.data, f32(call.scale), call.out.heads(call.n_head), call.window or NO_WINDOW, sinks)
 
 
 # Scores: (q f32 [D], cache, cell, KV head, scale) -> s

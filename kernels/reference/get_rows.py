@@ -1,5 +1,5 @@
 """out[i] = the row ids[i] of a weight, or of an array of floats (numerics, section 3)."""
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ..compile import jit
 
 
 @lru_cache(None)
-def get_rows(format_name):
+def get_rows_arrays(format_name):
     """kernel(words u32, ids i32 [n], out f32 [n, k]). words: the tiles of the weight; an id below 0 is the first row."""
     fmt = format_of(format_name)
     value, tile_words = (_quantized if fmt.is_quantized else _float)(fmt), tile.tile_bytes(fmt) // 4
@@ -53,8 +53,18 @@ def _float(fmt):
 
 
 @jit
-def take_rows(x, ids, out):
+def take_rows_arrays(x, ids, out):
     """x: f32 [r, k], ids: i32 [n], out: f32 [n, k]."""
     for i in range(ids.shape[0]):
         for column in range(x.shape[1]):
             out[i, column] = x[ids[i], column]
+
+
+def get_rows(call, kernel=get_rows_arrays):
+    """out[i] = the row ids[i] of a weight, of row 0 for a negative id. w: tiles [m, k]; ids: i32 [n]; out: f32 [n, k]."""
+    return partial(kernel(call.w.dtype), call.w.data, call.ids.data, call.out.data)
+
+
+def take_rows(call, kernel=take_rows_arrays):
+    """out[i] = x[ids[i]]. x: f32 [r, k]; ids: i32 [n]; out: f32 [n, k]."""
+    return partial(kernel, call.x.data, call.ids.data, call.out.data)

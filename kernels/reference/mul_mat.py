@@ -1,5 +1,5 @@
 """out[token, row] = sum over columns of weight[row, column] * x[token, column] (numerics, sections 3 and 4)."""
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ..compile import jit
 
 
 @lru_cache(None)
-def mul_mat(format_name):
+def mul_mat_arrays(format_name):
     """Quantized weights: kernel(words u32, q, d, sums, out f32 [n, m]), the activations as `quantize` gives them.
     Float weights: kernel(words u32, x f32 [n, k], out f32 [n, m]). words: the tiles of the weight [m, k]."""
     fmt = format_of(format_name)
@@ -71,3 +71,9 @@ def _float(fmt):
                     total = add(total, acc)
                 out[token, row] = total
     return mul_mat
+
+
+def mul_mat(call, kernel=mul_mat_arrays):
+    """out[i, row] = the sum of w[row, j] x[i, j] over the columns j. w: tiles [m, k]; x: act [n, k], f32 for a float weight;
+    out: f32 [n, m]."""
+    return partial(kernel(call.w.dtype), call.w.data, *call.x.factors, call.out.data)

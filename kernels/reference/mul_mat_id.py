@@ -1,14 +1,17 @@
 """out[token, rank] = the product with the matrix of the expert that the token has at this rank (numerics, section 9)."""
+from functools import partial
+
 import numpy as np
 
 from .dispatch import check_ids
-from .mul_mat import mul_mat
+from .mul_mat import mul_mat_arrays
 
 
-def mul_mat_id(format_name):
-    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name): x as of `mul_mat`, (q, d, sums) or f32 [n * b, k], where b
-    divides u: rank j of token i has row i * b + j % b. IndexError, which begins with `name`, for an id that is no expert."""
-    product = mul_mat(format_name)
+def mul_mat_id_arrays(format_name):
+    """kernel(words u32 [X, words of a matrix], *x, ids i32 [n, u], out f32 [n * u, m], name): x as of `mul_mat`, (q, d, sums) or
+    f32 [n * b, k], where b divides u: rank j of token i has row i * b + j % b. IndexError, which begins with `name`, for an id
+    that is no expert."""
+    product = mul_mat_arrays(format_name)
 
     def mul_mat_id(words, *operands):
         *x, ids, out, name = operands
@@ -20,7 +23,7 @@ def mul_mat_id(format_name):
     return mul_mat_id
 
 
-def mul_mat_heads(format_name, mul_mat_id=mul_mat_id):
+def mul_mat_heads_arrays(format_name, mul_mat_id=mul_mat_id_arrays):
     """kernel(words u32 [H, words of a matrix], *x, out f32 [n * H, m]): row i of x with matrix i % H."""
     product = mul_mat_id(format_name)
 
@@ -37,3 +40,16 @@ def rows_of_pairs(n_rows, n, u):
     b = n_rows // n if n else 1
     pairs = np.arange(n * u)
     return pairs // u * b + pairs % u % b
+
+
+def mul_mat_id(call, kernel=mul_mat_id_arrays):
+    """out[i u + j] = the product of w[ids[i, j]] with its row of x. w: tiles [X, m, k]; x: act or f32 [n b, k], b a divisor of u;
+    ids: i32 [n, u];
+    out: f32 [n u, m]. The step raises IndexError for an id that is not an expert."""
+    return partial(kernel(call.w.dtype), call.w.data.reshape(call.w.shape[0], -1), *call.x.factors, call.ids.data, call.out.data,
+                   call.name)
+
+
+def mul_mat_heads(call, kernel=mul_mat_heads_arrays):
+    """out[i] = the product of w[i % H] with x[i]. w: tiles [H, m, k]; x: act or f32 [n H, k]; out: f32 [n H, m]."""
+    return partial(kernel(call.w.dtype), call.w.data.reshape(call.w.shape[0], -1), *call.x.factors, call.out.data)

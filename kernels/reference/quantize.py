@@ -1,4 +1,6 @@
 """Activations to 15-bit integers in chunks of 256 columns (numerics, section 3)."""
+from functools import partial
+
 import numpy as np
 
 from ..arith import as_f32, as_i32, div, f2i, f32, i32, mul, rint
@@ -38,8 +40,9 @@ def quantize_block(x, q):
 
 
 @jit
-def quantize(x, q, d, sums):
-    """x: f32 [n, k] -> q: i16 [n, nc * 256], d: f32 [n, nc], sums: i32 [n, nc * 16] (of q, over 16 columns), nc = ceil(k / 256)."""
+def quantize_arrays(x, q, d, sums):
+    """x: f32 [n, k] -> q: i16 [n, nc * 256], d: f32 [n, nc], sums: i32 [n, nc * 16] (of q, over 16 columns),
+    nc = ceil(k / 256)."""
     n, k = x.shape
     padded = np.zeros(CHUNK, np.float32)
     for token in range(n):
@@ -51,3 +54,8 @@ def quantize(x, q, d, sums):
             d[token, chunk] = quantize_block(padded, q[token, first:first + CHUNK])
         for i in range(sums.shape[1]):
             sums[token, i] = np.sum(q[token, i * SUM_COLUMNS:(i + 1) * SUM_COLUMNS])
+
+
+def quantize(call, kernel=quantize_arrays):
+    """act = x in chunks of 256 columns. x: f32 [n, k]; act: q i16 [n, nc * 256], d f32 [n, nc], sums i32 [n, nc * 16]."""
+    return partial(kernel, call.x.data, *call.act.data)

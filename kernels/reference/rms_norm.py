@@ -1,4 +1,6 @@
 """y = x / sqrt(mean(x^2) + eps) * w over the columns of each row (numerics, section 5), and the page's only tree, sum128."""
+from functools import partial
+
 import numpy as np
 
 from ..arith import add, div, f32, fma, i2f, mul, sqrt
@@ -34,7 +36,7 @@ def sum128_of_squares(x):
 
 
 @jit
-def rms_norm(x, w, eps, out):
+def rms_norm_arrays(x, w, eps, out):
     """x: f32 [n, k], w: f32 [k], eps: f32, out: f32 [n, k]."""
     n, k = x.shape
     for token in range(n):
@@ -42,3 +44,10 @@ def rms_norm(x, w, eps, out):
         r = div(f32(1), sqrt(add(mean, eps)))
         for column in range(k):
             out[token, column] = mul(mul(x[token, column], r), w[column])
+
+
+def rms_norm(call, kernel=rms_norm_arrays):
+    """out = x / sqrt(mean(x^2) + eps) * w over runs of len(w) columns: whole rows, or each head of a row. x, out: f32 [n, k];
+    w: f32."""
+    k = call.w.shape[0]
+    return partial(kernel, call.x.data.reshape(-1, k), call.w.data, f32(call.eps), call.out.data.reshape(-1, k))

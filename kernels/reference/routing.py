@@ -1,4 +1,6 @@
 """Which experts a token is sent to, and how much each counts (numerics, section 9)."""
+from functools import partial
+
 import numpy as np
 
 from ..arith import add, div, f32
@@ -26,8 +28,9 @@ def largest(x, taken):
 
 
 @jit
-def top_k(x, ids):
-    """x: f32 [n, k]; ids: i32 [n, number of columns wanted, at most k]: the columns by value, the largest first, of equal ones the lower first."""
+def top_k_arrays(x, ids):
+    """x: f32 [n, k]; ids: i32 [n, number of columns wanted, at most k]: the columns by value, the largest first,
+    of equal ones the lower first."""
     for row in range(x.shape[0]):
         taken = np.zeros(x.shape[1], np.bool_)
         for rank in range(ids.shape[1]):
@@ -36,8 +39,9 @@ def top_k(x, ids):
 
 
 @jit
-def mask_groups(x, n_group, n_group_used, out):
-    """x, out: f32 [n, k]: x in the n_group_used groups of k / n_group columns whose two largest values have the largest sums, -infinity in all others."""
+def mask_groups_arrays(x, n_group, n_group_used, out):
+    """x, out: f32 [n, k]: x in the n_group_used groups of k / n_group columns whose two largest values have the largest sums,
+    -infinity in all others."""
     n, k = x.shape
     size = k // n_group
     score = np.zeros(n_group, np.float32)
@@ -57,7 +61,7 @@ def mask_groups(x, n_group, n_group_used, out):
                 out[row, column] = x[row, column]
 
 
-def take_columns(x, ids, out, name):
+def take_columns_arrays(x, ids, out, name):
     """out[i, j] = x[i, ids[i, j]]. x: f32 [n, k]; ids: i32 [n, u]; out: f32 [n, u]. IndexError as of `check_ids`."""
     check_ids(ids, x.shape[1], name)
     take(x, ids, out)
@@ -71,12 +75,33 @@ def take(x, ids, out):
 
 
 @jit
-def normalize(x, out):
+def normalize_arrays(x, out):
     """x, out: f32 [n, u]: each row divided by its sum, or by 2^-14 where that is less."""
     for row in range(x.shape[0]):
         total = f32(0)
         for rank in range(x.shape[1]):
             total = add(total, x[row, rank])
-        total = SMALLEST_SUM if SMALLEST_SUM > total else total
+        total = SMALLEST_SUM if total < SMALLEST_SUM else total
         for rank in range(x.shape[1]):
             out[row, rank] = div(x[row, rank], total)
+
+
+def top_k(call, kernel=top_k_arrays):
+    """ids = the columns of the k largest values of each row, the largest first, of equal ones the lower first. x: f32 [n, X];
+    ids: i32 [n, k]."""
+    return partial(kernel, call.x.data, call.ids.data)
+
+
+def mask_groups(call, kernel=mask_groups_arrays):
+    """out = x in the groups that rank first by the sum of their two largest values, -infinity elsewhere. x, out: f32 [n, X]."""
+    return partial(kernel, call.x.data, call.n_group, call.n_group_used, call.out.data)
+
+
+def take_columns(call, kernel=take_columns_arrays):
+    """out[i, j] = x[i, ids[i, j]]. x: f32 [n, X]; ids: i32 [n, u]; out: f32 [n, u]. The step raises IndexError as `check_ids`."""
+    return partial(kernel, call.x.data, call.ids.data, call.out.data, call.name)
+
+
+def normalize(call, kernel=normalize_arrays):
+    """out = x over the sum of its row, or over 2^-14 where that is less. x, out: f32 [n, u]."""
+    return partial(kernel, call.x.data, call.out.data)

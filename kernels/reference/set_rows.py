@@ -3,7 +3,7 @@
 A cache of n_cells rows of k values is float32 [n_cells, k] ("f32"), the bits of halves uint16 [n_cells, k] ("f16"), or
 uint8 [n_cells, k / 32 * 34] ("q8_0": blocks of a half d, low byte first, and 32 int8 levels).
 """
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -17,12 +17,12 @@ Q8_LIMIT = f32(127)
 
 
 @lru_cache(None)
-def set_rows(type_):
+def set_rows_arrays(type_):
     """kernel(x f32 [n, k], rows i64 [n], cache): cache row rows[i] = x[i]."""
     return {"f32": _set_f32, "f16": _set_f16, "q8_0": _set_q8_0}[type_]
 
 
-def cpy_rows(type_, set_rows=set_rows):
+def cpy_rows_arrays(type_, set_rows=set_rows_arrays):
     """function(x f32 [n, k], cell, cache): cache rows cell .. cell + n - 1 = x."""
     kernel = set_rows(type_)
 
@@ -31,16 +31,17 @@ def cpy_rows(type_, set_rows=set_rows):
     return write
 
 
-def cpy_rows_indirect(type_, set_rows=set_rows):
-    """function(x f32 [n, k], dst i64 [n], cache): the cache row at address dst[i] = x[i]. ValueError for an address that is no row's."""
+def cpy_rows_indirect_arrays(type_, set_rows=set_rows_arrays):
+    """function(x f32 [n, k], dst i64 [n], cache): the cache row at address dst[i] = x[i].
+    ValueError for an address that is no row's."""
     kernel = set_rows(type_)
 
     def write(x, dst, cache):
         rows, rest = np.divmod(dst - cache.ctypes.data, cache.strides[0])
         bad = np.flatnonzero((rest != 0) | (rows < 0) | (rows >= len(cache)))
         if bad.size:
-            raise ValueError(f"cpy_rows_indirect: row {bad[0]} goes to byte {dst[bad[0]] - cache.ctypes.data} of the cache, allowed: "
-                             f"the first byte of one of its {len(cache)} rows of {cache.strides[0]}")
+            raise ValueError(f"cpy_rows_indirect: row {bad[0]} goes to byte {dst[bad[0]] - cache.ctypes.data} of the cache, "
+                             f"allowed: the first byte of one of its {len(cache)} rows of {cache.strides[0]}")
         kernel(x, rows, cache)
     return write
 
@@ -103,3 +104,18 @@ def _value_q8_0(cache, cell, i):
     first = i // BLOCK * BLOCK_BYTES
     d = f16_to_f32(cache[cell, first] | cache[cell, first + 1] << 8)
     return mul(d, i2f(i32(np.int8(cache[cell, first + 2 + i % BLOCK]))))
+
+
+def set_rows(call, kernel=set_rows_arrays):
+    """Row rows[i] of the cache = x[i]. cache: [cells, k]; x: f32 [n, k]; rows: i64 [n]."""
+    return partial(kernel(call.cache.dtype), call.x.data, call.rows.data, call.cache.data)
+
+
+def cpy_rows(call, kernel=cpy_rows_arrays):
+    """Rows cell .. cell + n - 1 of the cache = x. cache: [cells, k]; x: f32 [n, k]."""
+    return partial(kernel(call.cache.dtype), call.x.data, call.cell, call.cache.data)
+
+
+def cpy_rows_indirect(call, kernel=cpy_rows_indirect_arrays):
+    """The row of the cache at address dst[slot, i] = x[i]. cache: [cells, k]; x: f32 [n, k]; dst: i64 [slots, n]."""
+    return partial(kernel(call.cache.dtype), call.x.data, call.dst.data[call.slot], call.cache.data)

@@ -1,4 +1,6 @@
 """Softmax of each row (numerics, section 9)."""
+from functools import partial
+
 import numpy as np
 
 from ..arith import div, exp, f32, sub
@@ -9,7 +11,7 @@ MINUS_INFINITY = f32(-np.inf)
 
 
 @jit
-def soft_max(x, out):
+def soft_max_arrays(x, out):
     """x, out: f32 [n, k]."""
     for row in range(x.shape[0]):
         m = MINUS_INFINITY
@@ -20,3 +22,8 @@ def soft_max(x, out):
         total = sum128(out[row])
         for column in range(x.shape[1]):
             out[row, column] = div(out[row, column], total)
+
+
+def soft_max(call, kernel=soft_max_arrays):
+    """out = exp(x - max) over the sum of these, row by row. x, out: f32 [n, k]."""
+    return partial(kernel, call.x.data, call.out.data)

@@ -1,4 +1,5 @@
-"""Models on every axis and every device that is here: one digest. Small models of every architecture; SmolLM2 in full where there is a GPU."""
+"""Models on every axis and every device that is here: one digest. Small models of every architecture;
+SmolLM2 in full where there is a GPU."""
 import json
 import subprocess
 import sys
@@ -8,13 +9,13 @@ import pytest
 
 import smollm2
 from cuda_simulator import ROOT, no_gpu
-from ggml_py.axes import AXES, settings_of
+from ggml_py.check.axes import AXES, settings_of
 from ggml_py.backends import present_devices
-from ggml_py.model import Model
+from ggml_py.engine.model import Model
 from ggml_py.models import ARCHITECTURES
-from ggml_py.noise import Noise
+from ggml_py.check.noise import Noise
 from ggml_py.testing import digest
-from ggml_py.verify import Verification
+from ggml_py.check.verify import Verification
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES as WITH_EXPERTS, write_moe_model
 
@@ -24,11 +25,12 @@ CACHES = [("f16", "f16"), ("q8_0", "f16"), ("f32", "f32")]
 
 def write(path, kind):
     types = "Q8_0", "Q8_0", "Q4_1", "F16"
-    return write_moe_model(path, kind, types) if kind in WITH_EXPERTS else write_model(path, kind, types, qkv_bias=kind == "qwen2")
+    return (write_moe_model(path, kind, types) if kind in WITH_EXPERTS
+            else write_model(path, kind, types, qkv_bias=kind == "qwen2"))
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys([*ARCHITECTURES, *WITH_EXPERTS]))
-@pytest.mark.parametrize("types", CACHES, ids=str)
+@pytest.mark.parametrize("types", [CACHES[0], *(pytest.param(types, marks=pytest.mark.slow) for types in CACHES[1:])], ids=str)
 def test_small_models(kind, types, tmp_path):
     path = write(tmp_path / "m.gguf", kind)
     settings = settings_of(list(AXES), present_devices(), WINDOWS.shape, type_k=types[0], type_v=types[1])
@@ -37,7 +39,8 @@ def test_small_models(kind, types, tmp_path):
         mismatch = verification.first_mismatch()
         assert mismatch is None, f"{mismatch.setting}\n{verification.bisect(mismatch)}"
     assert verification.confirmed, verification.verdict()
-    assert {r.setting.axis for r in verification.results if r.status == "same"} >= {"default", *AXES} - {"launch", "noise", "device"}
+    confirmed = {r.setting.axis for r in verification.results if r.status == "same"}
+    assert confirmed >= {"default", *AXES} - {"launch", "noise", "device"}
 
 
 @pytest.mark.gpu
@@ -52,7 +55,8 @@ def test_experts_a_hundred_times_under_load(kind, tmp_path):
         for i in range(100):
             context = contexts[i % 3]
             context.clear()
-            rows = context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2 else [context.decode(w, seq, "all") for seq, w in enumerate(WINDOWS)]
+            rows = (context.decode_batch(list(enumerate(WINDOWS)), "all") if i % 2
+                    else [context.decode(w, seq, "all") for seq, w in enumerate(WINDOWS)])
             digests.add(digest(np.concatenate(rows)))
         for context in contexts:
             context.close()
@@ -60,7 +64,8 @@ def test_experts_a_hundred_times_under_load(kind, tmp_path):
 
 
 def verify_smollm2(tmp_path, *argv) -> dict:
-    command = [sys.executable, "-m", "ggml_py", "verify", "-m", str(smollm2.require()), "--json", str(tmp_path / "report.json"), *argv]
+    command = [sys.executable, "-m", "ggml_py", "verify", "-m", str(smollm2.require()), "--json", str(tmp_path / "report.json"),
+               *argv]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((tmp_path / "report.json").read_text())
@@ -69,7 +74,8 @@ def verify_smollm2(tmp_path, *argv) -> dict:
 @pytest.mark.slow
 def test_smollm2_on_the_cpu(tmp_path):
     report = verify_smollm2(tmp_path, "--devices", "cpu", "-c", "100", "--chunks", "2", "--reruns", "1")
-    assert report["confirmed"] and {s["axis"] for s in report["settings"] if s["status"] == "not run"} == {"launch", "noise", "device"}
+    assert report["confirmed"] and {s["axis"] for s in report["settings"]
+                                    if s["status"] == "not run"} == {"launch", "noise", "device"}
 
 
 @pytest.mark.gpu

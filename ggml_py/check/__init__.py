@@ -1,0 +1,1 @@
+"""Equal bits: settings that must not matter, the first node that differs, attestations."""

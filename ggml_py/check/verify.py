@@ -1,0 +1,194 @@
+"""`ggml-py verify`: the same logits by every setting of the axes, one digest each. There must be one digest.
+
+A setting's digest is the Merkle root of its windows' digests (`LogitsDigest` of all rows). A setting that is computed on the
+first tokens of the first window alone, since a CPU would take long, is compared with the digest of these rows of the default
+setting.
+"""
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .. import NUMERICS_VERSION
+from .axes import Setting, play
+from .bisection import FirstDifference, first_difference
+from .digest import LogitsDigest
+from .merkle import merkle_root
+
+
+@dataclass
+class Result:
+    setting: Setting
+    digest: str = ""
+    expected: str = ""  # of the default setting, for the same tokens
+    seconds: float = 0.0
+    windows: tuple[str, ...] = ()
+    elsewhere: str = ""  # what ran on another device than the setting's: no result of that device, whatever its bits
+
+    @property
+    def status(self) -> str:
+        if self.setting.reason or not self.digest:
+            return "not run" if self.setting.reason else "running"
+        return "elsewhere" if self.elsewhere else "same" if self.digest == self.expected else "different"
+
+
+class WindowDigests:
+    """Digests of windows, and of the first rows of the first one."""
+
+    def __init__(self, n_windows: int, lengths=()):
+        self.windows = [LogitsDigest() for _ in range(n_windows)]
+        self.heads = {n: LogitsDigest() for n in lengths}
+        self.elsewhere = ""
+
+    def update(self, window: int, first: int, logits: np.ndarray) -> None:
+        self.windows[window].update(logits)
+        if window == 0:
+            for n, head in self.heads.items():
+                head.update(logits[:max(0, n - first)])
+
+    def hexdigests(self) -> tuple[str, ...]:
+        return tuple(window.hexdigest() for window in self.windows)
+
+
+def compute(model, windows: np.ndarray, setting: Setting, lengths=()) -> WindowDigests:
+    """The digests of a setting.   windows: int32 [n, c], all of them."""
+    windows = setting.windows(windows)
+    digests = WindowDigests(len(windows), lengths)
+    with setting.conditions(), model.new_context(**setting.context_settings(windows)) as context:
+        for window, first, logits in play(context, windows, setting):
+            digests.update(window, first, logits)
+        digests.elsewhere = ran_elsewhere(context, setting.device)
+    return digests
+
+
+def ran_elsewhere(context, device: str) -> str:
+    """The first node of a context's programs on another device, and how many there are; "" if there is none."""
+    found = [node for program in context.programs.values() for node in program.nodes if node.device != device]
+    return f"{found[0].name} and {len(found) - 1} more nodes ran on {found[0].device}" if found else ""
+
+
+class Verification:
+    """Runs settings; the first is the default one. load: device -> model,
+    opened at most once each and closed at the end of the block."""
+
+    def __init__(self, load: Callable[[str], Any], windows: np.ndarray, settings: list[Setting],
+                 on_change: Callable[[list[Result]], None] = lambda results: None):
+        self.load, self.windows, self.on_change = load, windows, on_change
+        self.results = [Result(setting) for setting in settings]
+        self.models: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stack.close()
+
+    def model(self, device: str) -> Any:
+        if device not in self.models:
+            self.models[device] = self._stack.enter_context(self.load(device))
+        return self.models[device]
+
+    def run(self) -> None:
+        lengths = sorted({result.setting.n_tokens for result in self.results} - {0})
+        expected: dict[int, str] = {}  # by n_tokens of a setting
+        for result in self.results:
+            self.on_change(self.results)
+            if result.setting.reason:
+                continue
+            model, start = self.model(result.setting.device), time.perf_counter()
+            found = compute(model, self.windows, result.setting, () if expected else lengths)
+            result.seconds, result.windows = time.perf_counter() - start, found.hexdigests()
+            result.digest, result.elsewhere = merkle_root(result.windows), found.elsewhere
+            expected = expected or {0: result.digest, **{n: merkle_root([head.hexdigest()]) for n, head in found.heads.items()}}
+            result.expected = expected[result.setting.n_tokens]
+        self.on_change(self.results)
+
+    @property
+    def confirmed(self) -> bool:
+        return all(result.status in ("same", "not run") for result in self.results)
+
+    def first_mismatch(self) -> Result | None:
+        return next((result for result in self.results if result.status == "different"), None)
+
+    def bisect(self, result: Result) -> FirstDifference | None:
+        """The first node that differs between the default setting and a result that is different."""
+        default = self.results[0]
+        window = (0 if result.setting.n_tokens
+                  else next(i for i, (a, b) in enumerate(zip(default.windows, result.windows)) if a != b))
+        model_a, model_b = (self.model(each.setting.device) for each in (default, result))
+        return first_difference(model_a, model_b, self.windows, default.setting, result.setting, window)
+
+    def verdict(self) -> str:
+        """One line."""
+        count = Counter(result.status for result in self.results)
+        not_run = f"; not run: {count['not run']}" if count["not run"] else ""
+        n_run = len(self.results) - count["not run"]
+        if count["elsewhere"]:
+            return f"not confirmed: {count['elsewhere']} of {n_run} settings ran on another device than theirs{not_run}"
+        if count["different"]:
+            return f"different bits: {count['different']} of {n_run} settings differ from the default one{not_run}"
+        return f"one digest: {count['same']} settings gave {self.results[0].digest}{not_run}"
+
+    def report(self, model: str, difference: FirstDifference | None = None) -> str:
+        """JSON."""
+        rows = [{"axis": r.setting.axis, "setting": r.setting.name, "device": r.setting.device, "status": r.status,
+                 "n_tokens": r.setting.n_computed(self.windows), "digest": r.digest, "expected": r.expected,
+                 "seconds": round(r.seconds, 3), "reason": r.setting.reason or r.elsewhere} for r in self.results]
+        about = {"numerics": NUMERICS_VERSION, "model": model, "n_windows": len(self.windows),
+                 "n_ctx": int(self.windows.shape[1])}
+        return json.dumps({**about, "confirmed": self.confirmed, "settings": rows,
+                           "first_difference": difference.as_dict() if difference else None}, indent=1) + "\n"
+
+
+class LiveTable:
+    """The results as a table that grows on a terminal; elsewhere `print` prints it once. Context manager around the growth; call
+    it with the results."""
+
+    def __init__(self, out, windows: np.ndarray):
+        from rich.console import Console
+        from rich.live import Live
+        self.out, self.windows = out, windows
+        self.console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
+        self.live = Live(console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self.results: list[Result] = []
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __call__(self, results: list[Result]) -> None:
+        self.results = results
+        if self.live.is_started:
+            self.live.update(self.table(), refresh=True)
+
+    def __exit__(self, *exception) -> None:
+        self.live.stop()
+
+    def print(self) -> None:
+        """What a terminal shows already, for others."""
+        if not self.console.is_terminal:
+            with self.console.capture() as capture:  # rich itself would end the process with 1 where the reader of `out` has gone
+                self.console.print(self.table())
+            self.out.write(capture.get())
+
+    def table(self):
+        from rich.table import Column, Table
+        table = Table("axis", "setting", "device", Column("tokens", justify="right"), Column("s", justify="right"), "digest", "",
+                      box=None, pad_edge=False)
+        for r in self.results:
+            s, done = r.setting, bool(r.digest)
+            verdict = {"same": "pass", "different": "FAIL", "elsewhere": f"FAIL: {r.elsewhere}",
+                       "not run": f"not run: {s.reason}", "running": ""}[r.status]
+            tokens = "" if s.reason else f"{s.n_computed(self.windows)}{' *' * bool(s.n_tokens)}"
+            table.add_row(s.axis, s.name, s.device, tokens, f"{r.seconds:.1f}" if done else "", r.digest[:16], verdict)
+        if any(r.setting.n_tokens for r in self.results):
+            table.caption_justify = "left"
+            table.caption = "* of the first window only, compared with the default setting's rows for them"
+        return table

@@ -1,0 +1,48 @@
+"""ggml-py attest: what came out, for others to confirm."""
+import json
+import sys
+
+from ..files.writing import check_file, write
+from .loading import chat_of, encoded_prompt, existing, load, sampling_of, settings_of
+from .options import chunks, one_model, sampling, text
+from .parser import refuse
+from .values import at_least, output
+
+OF_A_PERPLEXITY = "-f", "-c", "--chunks"
+OF_A_GENERATION = "-n", "--chat", "--date", "--temp", "--seed", "--top-k", "--top-p", "--min-p"
+
+
+def options(p) -> None:
+    one_model(p, "tokens of a window; 512 by default")
+    p.add_argument("-o", "--output", type=output(check_file), required=True, metavar="FILE", help="where the attestation goes")
+    text(p)
+    chunks(p)
+    p.add_argument("-p", "--prompt", metavar="TEXT",
+                   help="the text to continue, by the options that follow; without it the perplexity of -f by windows of -c")
+    p.add_argument("-n", "--n-predict", type=at_least(1), default=128, metavar="N", help="new tokens at most")
+    sampling(p)
+
+
+def run(options, load_model) -> None:
+    from ..check.attestation import attest_generation
+    from ..engine.windows import read_text
+    from ..files.pull import file_sha256
+    from ..measure.perplexity import attest_perplexity
+    settings = settings_of(options, n_ctx=options.n_ctx or 512, n_chunks=options.n_chunks)
+    generates = options.prompt is not None
+    if generates:
+        refuse(options, OF_A_PERPLEXITY, "is of a perplexity, and -p asks for a generation")
+    else:
+        refuse(options, OF_A_GENERATION, "is of a generation, which -p asks for; without it a perplexity is attested")
+    refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
+    content = None if generates else read_text(existing(options.text))
+    with load(options, load_model) as model:
+        if generates:
+            prompt, choice = encoded_prompt(options, model.tokenizer), sampling_of(options)
+            document = attest_generation(model, prompt, options.n_predict, choice, settings, sys.stderr, chat_of(options))
+            print(document["result"]["text"])
+        else:
+            tokens = model.tokenizer.encode(content)
+            document = attest_perplexity(model, file_sha256(options.text), tokens, settings, sys.stdout, sys.stderr)
+    write(options.output, json.dumps(document, indent=1).encode() + b"\n")
+    print(f"root: {document['merkle_root']}")

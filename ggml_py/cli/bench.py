@@ -1,0 +1,41 @@
+"""ggml-py bench: how fast prompts and generation are."""
+import sys
+
+from .loading import checked_threads, load_on, model_path
+from .options import add, batches, cache_types, execution, model, random_tokens
+from .values import at_least, numbers, one_of, prompt_and_generation
+
+
+def options(p) -> None:
+    model(p, several=True)
+    add(p, "-p", "--n-prompt", dest="n_prompt", type=numbers(0), default=512, several=True,
+        help="tokens of a prompt: 7,512 or 1-4 or 0-100+50 or 128-1024*2")
+    add(p, "-n", "--n-gen", dest="n_gen", type=numbers(0), default=128, several=True, help="tokens generated one by one")
+    p.add_argument("-pg", dest="n_pg", type=prompt_and_generation, action="append", metavar="P,N",
+                   help="a prompt and generation behind it, timed together")
+    add(p, "-d", "--n-depth", dest="n_depth", type=numbers(0), default=0, several=True,
+        help="tokens in the cache before, not timed")
+    p.add_argument("-r", "--repetitions", type=at_least(1), default=5, metavar="N", help="of each test")
+    batches(p, several=True)
+    cache_types(p, several=True)
+    execution(p, several=True)
+    random_tokens(p)
+    p.add_argument("-o", "--output", type=one_of("md", "csv", "json", "jsonl", "sql"), default="md",
+                   metavar="md|csv|json|jsonl|sql", help="format of the results")
+
+
+def run(options, load_model) -> None:
+    import numba
+    from ..backends import device_of
+    from ..base.defaults import MODEL
+    from ..measure.benchmark import bench, configs_of, tests_of, unusual
+    from ..measure.result_formats import WRITERS
+    tests = tests_of(options.n_prompt or [512], options.n_gen or [128], options.n_pg or [], options.n_depth or [0])
+    models = [str(model_path(name)) for name in options.model or [MODEL]]
+    devices = [device_of(name) for name in options.device or ["auto"]]
+    n_threads = [checked_threads(n) for n in options.n_threads or [numba.get_num_threads()]]
+    configs = configs_of(models, devices, n_threads, options.n_batch, options.n_ubatch, options.type_k, options.type_v,
+                         ",".join(options.no_fuse), int(options.graphs), options.kv_write)
+    writer = WRITERS[options.output](sys.stdout, unusual(configs))
+    load = lambda path, device: load_on(path, device, load_model)
+    bench(configs, tests, load, writer, sys.stderr, options.repetitions, options.seed, options.warm_up, options.verbose)

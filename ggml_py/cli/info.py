@@ -1,0 +1,119 @@
+"""ggml-py info: metadata, tensors by type, and the memory that weights and KV cache take."""
+import math
+import re
+import sys
+from collections import Counter
+
+from ..base.errors import UserError
+from .loading import model_path
+from .options import cache_types, context_size, model
+
+SHOWN = 6  # elements of an array
+MAX_CHARACTERS = 100  # of a string
+
+
+def options(p) -> None:
+    p.add_argument("path", nargs="?", metavar="MODEL", help="as -m")
+    model(p)
+    context_size(p, "positions that the KV cache is reckoned for", 4096)
+    cache_types(p)
+
+
+def run(options, load_model) -> None:
+    """Prints three tables, and the last of them before it complains of a model that this version cannot run."""
+    from rich.console import Console
+    from ..files.gguf import GGUFFile
+    if options.path is not None and "-m" in options.given.values():
+        raise UserError(f"MODEL: got {options.path} and -m {options.model}, one is enough")
+    with GGUFFile.open(model_path(options.path or options.model)) as file:
+        cache, trouble = cache_bytes(file, options.n_ctx, options.type_k, options.type_v)
+        out = sys.stdout
+        console = Console(file=out, width=None if out.isatty() else 200, highlight=False)
+        with console.capture() as capture:
+            about = f"{options.n_ctx} positions, {options.type_k} and {options.type_v}"
+            for table in metadata_table(file), tensor_table(file), memory_table(file, cache, about):
+                console.print(table)
+        out.write(re.sub(r" +$", "", capture.get(), flags=re.MULTILINE))
+    if trouble:
+        raise trouble
+
+
+def cache_bytes(file, n_ctx: int, type_k: str, type_v: str) -> tuple[int | None, UserError | None]:
+    """Bytes of the KV cache as a context would take them, or why this version cannot run the model. Neither of a file without
+    tensors, a vocabulary."""
+    from ..models import model_class
+    if not file.tensors:
+        return None, None
+    try:
+        return model_class(file)(file, None).cache_bytes(n_ctx, type_k, type_v), None
+    except UserError as error:
+        return None, error
+
+
+def shorten(text: str) -> str:
+    """A string on one line, quoted, cut with its length named."""
+    shown = repr(text[:MAX_CHARACTERS])
+    return shown if len(text) <= MAX_CHARACTERS else f"{shown}... {len(text)} characters"
+
+
+def show_value(value) -> str:
+    if isinstance(value, str):
+        return shorten(value)
+    if isinstance(value, (bool, int, float)):
+        return str(value)
+    items = [shorten(v) if isinstance(v, str) else str(v) for v in value[:SHOWN]]
+    return f"{len(value)} values: {', '.join(items)}{', ...' if len(value) > SHOWN else ''}"
+
+
+def size(n_bytes: int) -> str:
+    return f"{n_bytes:,} ({n_bytes / 1e6:,.1f} MB)"
+
+
+def new_table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()):
+    """Columns from the left, those of `right` aligned to the right."""
+    from rich import box
+    from rich.table import Table
+    table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def metadata_table(file):
+    """Strings of the file are shown as they are, never as markup."""
+    from rich.text import Text
+    table = new_table("key", "type", "value", title=f"GGUF v{file.version}: {len(file.metadata)} keys")
+    for key, value in file.metadata.items():
+        scalar = isinstance(value, (bool, int, float, str))
+        kind = file.metadata_types[key].name.lower()
+        table.add_row(Text(key), kind if scalar else Text(f"array of {kind}"), Text(show_value(value)))
+    return table
+
+
+def tensor_table(file):
+    counts: Counter[str] = Counter()
+    n_bytes: Counter[str] = Counter()
+    n_values: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        counts[tensor.type.name] += 1
+        n_bytes[tensor.type.name] += tensor.n_bytes
+        n_values[tensor.type.name] += math.prod(tensor.shape)
+    table = new_table("type", title=f"{len(file.tensors)} tensors", right=("tensors", "values", "bytes", "bits per value"))
+    for name, count in counts.most_common():
+        table.add_row(name, str(count), f"{n_values[name]:,}", size(n_bytes[name]), f"{8 * n_bytes[name] / n_values[name]:.4g}")
+    table.add_section()
+    table.add_row("all", str(len(file.tensors)), f"{n_values.total():,}", size(n_bytes.total()))
+    return table
+
+
+def memory_table(file, cache: int | None, about: str):
+    weights = sum(tensor.n_bytes for tensor in file.tensors.values())
+    table = new_table("memory", right=("bytes",))
+    table.add_row("weights, as in the file", size(weights))
+    if cache is None:
+        why = "unknown: this version cannot run the model" if file.tensors else "none: the file has no tensors"
+        table.add_row("KV cache", why)
+    else:
+        table.add_row(f"KV cache, {about}", size(cache))
+        table.add_row("together", size(weights + cache))
+    return table

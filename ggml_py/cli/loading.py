@@ -1,0 +1,111 @@
+"""From parsed options to what they ask for: the files, the model on its device, settings of contexts and of sampling, the
+prompt's tokens."""
+import sys
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from ..base.errors import UserError
+from .parser import refuse
+
+
+def existing(path: Path) -> Path:
+    if not path.exists():
+        raise UserError(f"{path}: no such file")
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, expected a file")
+    return path
+
+
+def model_path(name: str) -> Path:
+    """The file of -m, fetched if it is a name."""
+    from ..files.pull import resolve
+    return existing(resolve(name, sys.stderr))
+
+
+def load_on(path: Path, device: str, load_model):
+    if load_model is None:
+        from ..engine.model import Model
+        load_model = Model.load
+    return load_model(path, device=device)
+
+
+@contextmanager
+def load(options, load_model):
+    """The model of -m on the device of --device, with the threads of -t; --verbose tells at the end what its device copied."""
+    path = model_path(options.model)
+    set_threads(options.n_threads)
+    with load_on(path, options.device, load_model) as model:
+        yield model
+        if options.verbose and (report := model.report()):
+            print(report, file=sys.stderr)
+
+
+def checked_threads(n: int) -> int:
+    import numba
+    if n > numba.config.NUMBA_NUM_THREADS:
+        raise UserError(f"-t: this machine has {numba.config.NUMBA_NUM_THREADS} CPU threads, got {n}")
+    return n
+
+
+def set_threads(n: int | None) -> None:
+    """None leaves all."""
+    if n is not None:
+        import numba
+        numba.set_num_threads(checked_threads(n))
+
+
+def settings_of(options, **more):
+    """What the options of `options.one_model` say about contexts."""
+    from ..engine.settings import Settings
+    names = "n_batch", "n_ubatch", "type_k", "type_v", "no_fuse", "graphs", "kv_write", "verbose"
+    return Settings(**{name: getattr(options, name) for name in names}, **more)
+
+
+def sampling_of(options):
+    from ..engine.sampling import Sampling
+    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
+
+
+def draft_source(options) -> str | None:
+    """What --draft-source and -md ask for; UserError for options that do not go together."""
+    kind = options.draft_source or ("model" if options.model_draft else None)
+    refuse(options, ("--draft-max",) * (kind is None), "needs --draft-source")
+    refuse(options, ("-md", "--draft-p-min") * (kind != "model"), "is of --draft-source model")
+    if kind == "model" and not options.model_draft:
+        raise UserError("--draft-source model: needs -md")
+    return kind
+
+
+@contextmanager
+def speculation_of(options, model, n_ctx: int, load_model):
+    """How a text of n_ctx positions is guessed ahead, or None."""
+    from ..engine.speculation import DraftModel, NGrams, Source, Speculation
+    kind = draft_source(options)
+    with ExitStack() as stack:
+        source: Source | None = NGrams() if kind == "ngram" else None
+        if kind == "model":
+            draft_model = stack.enter_context(load_on(model_path(options.model_draft), options.device, load_model))
+            source = stack.enter_context(closing(DraftModel(draft_model, model, n_ctx, options.draft_p_min)))
+        yield source and Speculation(source, options.draft_max)
+
+
+def chat_of(options) -> dict | None:
+    """What --chat puts into the template, as attestations hold it; None without --chat."""
+    if not options.chat:
+        return None
+    return {"messages": [{"role": "user", "content": options.prompt}], "date": options.date}
+
+
+def encoded_prompt(options, tokenizer) -> list[int]:
+    """The ids of -p, at least one."""
+    chat = chat_of(options)
+    if chat is None:
+        prompt = tokenizer.encode(options.prompt)
+    else:
+        from ..tokenizer.chat import ChatTemplate, encode_chat
+        prompt = encode_chat(tokenizer, **chat)
+        if ChatTemplate.of(tokenizer).asks_for_date:
+            print(f"{options.command}: the chat template asks for the date and is told {options.date} (--date)", file=sys.stderr)
+    if not len(prompt):
+        raise UserError("-p: the prompt has no tokens")
+    return prompt

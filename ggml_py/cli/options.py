@@ -1,0 +1,125 @@
+"""Groups of options that commands share: a name, a meaning and a default, wherever it appears. What is parsed has the names of
+the Python parameters.
+
+several: lists, for commands that measure all combinations; such an option may be given again, and is None where it is not given.
+"""
+from pathlib import Path
+
+from ..base.defaults import CHAT_DATE, DRAFT_MAX, MODEL, N_BATCH, N_UBATCH, TEXT
+from .parser import Parser
+from .values import all_or_at_least_one, at_least, day, device, flash_attention, listed, number, numbers, one_of, pass_names
+
+CACHE_TYPES = "f32", "f16", "q8_0"
+WHATEVER = "changes the speed, never a bit"
+
+
+def add(p: Parser, *names: str, type, default=None, several: bool = False, help: str, metavar: str | None = None,
+        dest: str) -> None:
+    """An option of one value or, if several, of a list."""
+    if several:
+        p.add_argument(*names, dest=dest, type=type, action="extend", metavar=metavar or "LIST",
+                       help=help if default is None else f"{help}; {default} by default")
+    else:
+        p.add_argument(*names, dest=dest, type=type, default=default, metavar=metavar, help=help)
+
+
+def model(p: Parser, several: bool = False) -> None:
+    help = "a GGUF file, or a name that pull knows: smollm2"
+    add(p, "-m", "--model", dest="model", type=listed(str) if several else str, default=MODEL, several=several,
+        metavar="MODEL[,MODEL]" if several else "MODEL", help=help)
+
+
+def cache_types(p: Parser, several: bool = False) -> None:
+    parse = one_of(*CACHE_TYPES)
+    for name in "k", "v":
+        add(p, f"-ct{name}", f"--cache-type-{name}", dest=f"type_{name}", type=listed(parse) if several else parse,
+            default="f16", several=several, metavar="LIST" if several else "TYPE",
+            help=f"type of {name.upper()} in the KV cache: {', '.join(CACHE_TYPES)}")
+
+
+def batches(p: Parser, several: bool = False, n_ubatch: int = N_UBATCH) -> None:
+    parse, metavar = (numbers(1), "LIST") if several else (at_least(1), "N")
+    add(p, "-b", "--batch-size", dest="n_batch", type=parse, default=N_BATCH, several=several, metavar=metavar,
+        help="tokens of a logical batch")
+    add(p, "-ub", "--ubatch-size", dest="n_ubatch", type=parse, default=n_ubatch, several=several, metavar=metavar,
+        help="tokens computed at a time, at most -b; changes speed and memory, never a bit")
+
+
+def threads(p: Parser, several: bool = False) -> None:
+    parse, metavar = (numbers(1), "LIST") if several else (at_least(1), "N")
+    add(p, "-t", "--threads", dest="n_threads", type=parse, several=several, metavar=metavar,
+        help=f"CPU threads, all by default; {WHATEVER}")
+
+
+def attention(p: Parser) -> None:
+    p.add_argument("-fa", "--flash-attn", dest="flash_attn", type=flash_attention, default=1, metavar="1|on|auto",
+                   help="attention is always the fused op")
+
+
+def execution(p: Parser, several: bool = False) -> None:
+    """On what, and how: nothing of it changes a bit."""
+    add(p, "--device", dest="device", type=listed(device) if several else device, default="auto", several=several,
+        metavar="LIST" if several else "DEVICE", help="auto, which is the first GPU if there is one, cpu, cuda or cuda:N")
+    threads(p, several)
+    attention(p)
+    p.add_argument("--no-fuse", dest="no_fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
+                   help=f"graph passes left out, none by default (docs/graphs.md; an unknown name lists them); {WHATEVER}")
+    p.add_argument("--no-graphs", dest="graphs", action="store_false",
+                   help=f"launch every kernel by itself, never from a CUDA graph; {WHATEVER}")
+    p.add_argument("--kv-write", dest="kv_write", type=one_of("set_rows", "cpy"), default="set_rows", metavar="set_rows|cpy",
+                   help=f"cells of the KV cache by number or by address; {WHATEVER}")
+    p.add_argument("--verbose", action="store_true",
+                   help="describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr")
+
+
+def context_size(p: Parser, help: str, default: int | None = None, least: int = 1) -> None:
+    p.add_argument("-c", "--ctx-size", dest="n_ctx", type=at_least(least), default=default, metavar="N", help=help)
+
+
+def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
+    """What a command needs that runs one model on one device. context: help of -c."""
+    model(p)
+    context_size(p, context)
+    batches(p, n_ubatch=n_ubatch)
+    cache_types(p)
+    execution(p)
+
+
+def text(p: Parser) -> None:
+    p.add_argument("-f", "--file", dest="text", type=Path, default=TEXT, metavar="FILE", help="a UTF-8 text")
+
+
+def chunks(p: Parser, default: int = -1) -> None:
+    p.add_argument("--chunks", dest="n_chunks", type=all_or_at_least_one, default=default, metavar="N",
+                   help="windows at most; -1: all")
+
+
+def sampling(p: Parser) -> None:
+    p.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    p.add_argument("--date", type=day, default=CHAT_DATE, metavar="YYYY-MM-DD|today",
+                   help="what a chat template is told that asks for the date")
+    p.add_argument("--temp", dest="temperature", type=number(0, 1e6), default=0.0, metavar="T",
+                   help="0: always the likeliest token")
+    p.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws; the same seed is the same text")
+    p.add_argument("--top-k", type=at_least(0), default=40, metavar="N", help="0: off")
+    p.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P", help="1: off")
+    p.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P", help="0: off")
+
+
+def drafts(p: Parser) -> None:
+    p.add_argument("--draft-source", dest="draft_source", type=one_of("ngram", "model"), default=None, metavar="ngram|model",
+                   help="guess tokens and check several in a step: what followed the last tokens before, or what the model of "
+                        f"-md holds for likeliest; {WHATEVER}")
+    p.add_argument("-md", "--model-draft", dest="model_draft", default=None, metavar="MODEL",
+                   help="a GGUF file of the same vocabulary; --draft-source model by default")
+    p.add_argument("--draft-max", dest="draft_max", type=at_least(1), default=DRAFT_MAX, metavar="N",
+                   help="guesses of a step at most")
+    p.add_argument("--draft-p-min", dest="draft_p_min", type=number(0, 1), default=0.0, metavar="P",
+                   help="a draft of a model ends before a token of a probability below P")
+
+
+def random_tokens(p: Parser) -> None:
+    """Of commands that measure speed."""
+    p.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the random tokens")
+    p.add_argument("--no-warmup", dest="warm_up", action="store_false",
+                   help="count the first runs as well, which compile and load kernels and capture graphs")

@@ -1,0 +1,56 @@
+"""ggml-py perplexity: of a text, and KL divergence files."""
+import sys
+import time
+from pathlib import Path
+
+from ..base.errors import UserError
+from ..files.writing import check_file
+from .loading import existing, load, settings_of
+from .options import chunks, one_model, text
+from .values import at_least
+
+
+def options(p) -> None:
+    one_model(p, "tokens of a window; 512, or as in the base file that is compared with")
+    text(p)
+    chunks(p)
+    p.add_argument("--ppl-stride", dest="stride", type=at_least(0), default=0, metavar="N",
+                   help="distance of overlapping windows; 0: windows side by side")
+    p.add_argument("--kl-divergence-base", "--save-all-logits", type=Path, metavar="FILE",
+                   help="the base file, written unless --kl-divergence is given")
+    p.add_argument("--kl-divergence", action="store_true", help="compare with the base file, on its tokens")
+
+
+def run(options, load_model) -> None:
+    from ..engine.windows import read_text
+    from ..measure import kl_divergence
+    from ..measure.perplexity import perplexity, strided_perplexity
+    base_path = options.kl_divergence_base
+    if options.kl_divergence and base_path is None:
+        raise UserError("--kl-divergence: needs --kl-divergence-base FILE to compare with")
+    if options.stride and base_path is not None:
+        raise UserError("--ppl-stride: base files hold windows side by side, not strided ones")
+    if base_path is not None and not options.kl_divergence:
+        check_file(base_path)
+    base = kl_divergence.BaseFile(existing(base_path)) if options.kl_divergence else None
+    if base and options.n_ctx not in (None, base.n_ctx):
+        raise UserError(f"-c: {base_path} was made with -c {base.n_ctx}, got {options.n_ctx}")
+    text = None if base else read_text(existing(options.text))
+    settings = settings_of(options, n_ctx=base.n_ctx if base else options.n_ctx or 512, n_chunks=options.n_chunks,
+                           stride=options.stride)
+    with load(options, load_model) as model:
+        if base:
+            kl_divergence.compare(model, base, settings, sys.stdout, sys.stderr)
+            return
+        print("perplexity: tokenizing the input ..", file=sys.stderr)
+        start = time.perf_counter()
+        tokens = model.tokenizer.encode(text)
+        print(f"perplexity: tokenization took {1e3 * (time.perf_counter() - start):g} ms", file=sys.stderr)
+        if settings.stride:
+            strided_perplexity(model, tokens, settings, sys.stdout, sys.stderr)
+            return
+        writer = None
+        if base_path is not None:
+            print(f"perplexity: saving all logits to {base_path}", file=sys.stderr)
+            writer = lambda windows: kl_divergence.base_writer(base_path, model.n_vocab, windows)
+        perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer)

@@ -1,0 +1,105 @@
+"""What the value of an option may be: functions from its text to the value, or to a ValueError, before which the parser puts
+the option's name."""
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from .ranges import parse_numbers
+
+T = TypeVar("T")
+
+
+def _read(kind: Callable[[str], T], in_words: str, text: str) -> T:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"must be {in_words}, got {text!r}") from None
+
+
+def at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = _read(int, "an integer", text)
+        if value < least:
+            raise ValueError(f"must be at least {least}, got {value}")
+        if value > most:
+            raise ValueError(f"must be at most {most}, got {value}")
+        return value
+    return parse
+
+
+def all_or_at_least_one(text: str) -> int:
+    """-1 stands for all."""
+    return -1 if text == "-1" else at_least(1)(text)
+
+
+def number(low: float, high: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = _read(float, "a number", text)
+        if not low <= value <= high:
+            raise ValueError(f"must be {low:g} to {high:g}, got {text}")
+        return value
+    return parse
+
+
+def numbers(least: int) -> Callable[[str], list[int]]:
+    """Lists and ranges (ranges.py)."""
+    return partial(parse_numbers, least=least)
+
+
+def listed(parse_one: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """One or several with commas between."""
+    return lambda text: [parse_one(part) for part in text.split(",")]
+
+
+def one_of(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"must be {', '.join(allowed)}, got {text!r}")
+        return text
+    return parse
+
+
+def output(check: Callable[[Path], None]) -> Callable[[str], Path]:
+    """A path of what will be written, checked before anything is computed. check: of files/writing.py."""
+    def parse(text: str) -> Path:
+        check(Path(text))
+        return Path(text)
+    return parse
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
+    return "cuda:0" if text == "cuda" else text
+
+
+def flash_attention(text: str) -> int:
+    if text in ("0", "off"):
+        raise ValueError("0 is not possible: attention is one fused op on every device, whose arithmetic is part of the "
+                                "promise of equal bits")
+    one_of("1", "on", "auto")(text)
+    return 1
+
+
+def pass_names(text: str) -> tuple[str, ...]:
+    from ..graph.fuse import switched_off
+    names = tuple(text.split(","))
+    switched_off(names)
+    return names
+
+
+def prompt_and_generation(text: str) -> tuple[int, int]:
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise ValueError(f"must be PROMPT,GENERATED, got {text!r}")
+    return at_least(1)(parts[0]), at_least(1)(parts[1])
+
+
+def day(text: str) -> str:
+    """YYYY-MM-DD; today stands for the clock's."""
+    from datetime import date, datetime
+    if text == "today":
+        return date.today().isoformat()
+    return _read(lambda text: datetime.strptime(text, "%Y-%m-%d").date().isoformat(), "YYYY-MM-DD or today", text)

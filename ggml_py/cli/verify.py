@@ -1,0 +1,123 @@
+"""ggml-py verify: one digest over all settings that must not matter, or an attestation computed again."""
+import json
+import sys
+from pathlib import Path
+
+from ..base.errors import UserError
+from ..files.writing import check_file, check_folder, write
+from .loading import existing, load_on, model_path, set_threads
+from .main import behind
+from .options import attention, cache_types, chunks, context_size, model, text, threads
+from .parser import refuse
+from .values import at_least, device, listed, output
+
+CONFIRMING = "-m", "-f", "--devices", "-t", "-fa", "--attestation", "--sample", "--json"
+NO_NODE = ("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or "
+           "comes and goes")
+
+
+def options(p) -> None:
+    model(p)
+    text(p)
+    context_size(p, "tokens of a window", 512, least=2)
+    chunks(p, 4)
+    cache_types(p)
+    p.add_argument("--devices", "--device", dest="device", type=listed(device), metavar="LIST",
+                   help="of cpu, cuda and cuda:N; all that are present by default")
+    threads(p)
+    attention(p)
+    p.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
+                   help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device, all by "
+                        "default; one must run here")
+    p.add_argument("--reruns", type=at_least(1), default=2, metavar="N", help="of the default setting")
+    p.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")
+    p.add_argument("--dump", type=output(check_folder), metavar="DIR",
+                   help="where inputs and outputs of the first node that differs go, with a script that runs it")
+    p.add_argument("--attestation", type=Path, metavar="FILE",
+                   help=f"compute what it attests, and nothing else; takes {', '.join(CONFIRMING)}, one device")
+    p.add_argument("--sample", type=at_least(1), metavar="K", help="of an attestation only so many windows, drawn at random")
+    p.add_argument("--no-bisect", dest="bisect", action="store_false", help="do not look for the first node that differs")
+
+
+def run(options, load_model) -> int:
+    return verify(options, load_model) if options.attestation is None else confirm_attestation(options, load_model)
+
+
+def verify(options, load_model) -> int:
+    refuse(options, ("--sample",), "is of windows of an --attestation, none is given")
+    refuse(options, ("--dump",) * (not options.bisect), "saves the first node that differs, which --no-bisect does not look for")
+    refuse(options, ("--reruns",) * ("rerun" not in (options.axes or ["rerun"])),
+           "is of the axis rerun, which is not among --axes")
+    from ..backends import cuda, device_of, present_devices
+    from ..check.axes import AXES, check_some_run, settings_of
+    from ..check.verify import LiveTable, Verification
+    from ..engine.settings import check_context
+    from ..engine.windows import first_windows, read_text, with_bos
+    text, path = read_text(existing(options.text)), model_path(options.model)
+    set_threads(options.n_threads)
+    devices = list(dict.fromkeys(map(device_of, options.device))) if options.device else present_devices()
+    with load_on(path, devices[0], load_model) as model:
+        check_context(model, options.n_ctx)
+        windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.n_ctx, options.n_chunks))
+        axes = options.axes or list(AXES)
+        settings = settings_of(axes, devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
+                               options.type_k, options.type_v)
+        check_some_run(axes, settings)
+        difference, table = None, LiveTable(sys.stdout, windows)
+        with Verification(lambda device: load_on(path, device, load_model), windows, settings, table) as verification:
+            verification.models[devices[0]] = model
+            with table:
+                verification.run()
+            code, mismatch = 0 if verification.confirmed else 1, verification.first_mismatch()
+            with behind(code):
+                table.print()
+                print(verification.verdict(), flush=True)
+            if mismatch and options.bisect:
+                print("verify: looking for the first node that differs ..", file=sys.stderr)
+                difference = verification.bisect(mismatch)
+                with behind(code):
+                    print(difference or NO_NODE, flush=True)
+        if difference and options.dump:
+            with behind(code):
+                difference.save(options.dump)
+    if options.json:
+        with behind(code):
+            write(options.json, verification.report(str(path), difference).encode())
+    return code
+
+
+def confirm_attestation(options, load_model) -> int:
+    from .. import NUMERICS_VERSION
+    from ..backends import device_of
+    from ..check.attestation import NotConfirmed, confirm, read_attestation, sampled
+    from ..engine.windows import read_text
+    from ..files.pull import file_sha256
+    refuse(options, {*options.given.values()} - {*CONFIRMING},
+           f"does not apply to an --attestation, which says what to compute; allowed: {', '.join(CONFIRMING)}")
+    if options.device and len(options.device) > 1:
+        raise UserError(f"--devices: an attestation is computed on one device, got {', '.join(options.device)}")
+    document, text = read_attestation(existing(options.attestation)), None
+    if document["kind"] == "generation":
+        refuse(options, ("-f",), f"{options.attestation} is of a generation, whose prompt is in it")
+    else:
+        text, found = read_text(existing(options.text)), file_sha256(options.text)
+        if found != document["text"]:
+            raise UserError(f"{options.text}: another text than attested: sha256 is {found}, must be {document['text']}")
+    path = model_path(options.model)
+    set_threads(options.n_threads)
+    with load_on(path, device_of((options.device or ["auto"])[0]), load_model) as model:
+        sample = sampled(document, options.sample)
+        try:
+            said, code = confirm(document, model, text, sample, sys.stderr), 0
+        except NotConfirmed as error:
+            said, code = str(error), 1
+        with behind(code):
+            print(said, flush=True)
+        report = {"numerics": NUMERICS_VERSION, "model": str(path), "device": model.device, "device_name": model.backend.name,
+                  "attestation": str(options.attestation), "kind": document["kind"], "sha256": document["sha256"],
+                  "n_windows": len(document["windows"]),
+                  "windows": [i + 1 for i in sample], "confirmed": not code, "message": said}
+    if options.json:
+        with behind(code):
+            write(options.json, json.dumps(report, indent=1).encode() + b"\n")
+    return code

@@ -1,0 +1,1 @@
+"""Models and contexts: the Python interface."""

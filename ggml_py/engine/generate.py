@@ -1,0 +1,83 @@
+"""Generating: a prompt continued token by token."""
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import takewhile
+
+import numpy as np
+
+from .sampling import Sampling, choose, not_a_number
+from .speculation import Speculation
+
+
+def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callable[[int], bool],
+             speculation: Speculation | None = None, see: Callable[[np.ndarray], None] | None = None) -> Iterator[int]:
+    """Yield up to n_tokens tokens that continue `prompt`; one for which is_end(token) ends it and is not yielded.   prompt: int
+    [n], n >= 1.   speculation: how tokens are guessed ahead, which changes the speed only.   see: is given the logits, float32
+    [V], that each token was chosen from, before the token is yielded."""
+    if n_tokens > 0:
+        if speculation is not None or see is not None:
+            tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see)
+        else:
+            tokens = (_greedy if sampling.temperature == 0 else _drawn)(context, prompt, n_tokens, sampling)
+        with closing(tokens):
+            yield from takewhile(lambda token: not is_end(token), tokens)
+
+
+def _greedy(context, prompt, n_tokens: int, _) -> Generator[int, None, None]:
+    """Without a draw, logits stay where they are."""
+    token = int(context.decode(prompt, logits="argmax")[-1])
+    if token < 0:
+        raise not_a_number(len(prompt))
+    yield token
+    yield from context.greedy(token, n_tokens - 1)
+
+
+def _drawn(context, prompt, n_tokens: int, sampling: Sampling) -> Generator[int, None, None]:
+    decoded = prompt
+    for position in range(len(prompt), len(prompt) + n_tokens):
+        token = choose(context.decode(decoded, logits="last")[-1], position, sampling)
+        yield token
+        decoded = [token]
+
+
+def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Speculation | None,
+             see: Callable[[np.ndarray], None] | None) -> Generator[int, None, None]:
+    """Steps of the last token and of what is guessed to follow it. What is not yielded is taken back."""
+    only_ids = sampling.temperature == 0 and see is None
+
+    def chosen(rows: np.ndarray, position: int) -> Iterator[int]:
+        """The tokens from `position` on, of rows of logits or their largest ids; rows behind a wrong guess are not looked at."""
+        for i, row in enumerate(rows):
+            token = int(row) if only_ids else choose(row, position + i, sampling)
+            if token < 0:
+                raise not_a_number(position + i)
+            if see is not None:
+                see(row)
+            yield token
+
+    if speculation is not None:
+        speculation.begin()
+    start, text = context.memory.length(0), [int(token) for token in prompt]
+    draft: list[int] = []
+    end = len(text) + n_tokens
+    fed, wanted = text, "argmax" if only_ids else "last"
+    try:
+        while True:
+            n_before = len(text)
+            for guess, token in zip([*draft, None], chosen(context.decode(fed, logits=wanted), n_before)):
+                text.append(token)
+                yield token
+                if token != guess:
+                    break
+            if len(text) == end:
+                return
+            if len(text) - n_before <= len(draft):
+                context.keep(0, start + len(text) - 1)  # without the wrong guess and those behind it
+            if speculation is not None:
+                if fed is not text:
+                    speculation.learn(len(draft), len(text) - n_before - 1)
+                draft = speculation.draft(text, min(end - len(text) - 1, context.n_ctx - start - len(text)))
+            fed, wanted = [text[-1], *draft], "argmaxes" if only_ids else "all"
+    finally:
+        if len(text) > len(prompt):
+            context.keep(0, start + len(text) - 1)

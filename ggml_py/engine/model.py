@@ -1,0 +1,437 @@
+"""Models and contexts: the Python interface. A model is a file's weights on a device; a context is the memory of its sequences
+and the runs over it.
+
+Threads may share models, contexts and tokenizers, and get the bits of one thread. The calls of a context take turns: each waits
+until no other thread is in one. It is a lock and not a refusal, since the threads of a server each continue a sequence of their
+own, and an error would only make them wait themselves. A turn is one call of `decode`, `decode_batch`, `seq_rm`, `clear` or
+`close`, or one id of `greedy`; between two ids other threads have their turns. Contexts of one model queue one micro-batch at a
+time. Threads make nothing faster; sequences in one `decode_batch` are. A context or a model must not be closed while another
+thread still wants it.
+
+Processes: on the CPU a forked process may use the model, and contexts that no other thread was using when it was forked (those
+are refused); if kernels ran before, it has one thread for them (kernels/compile.py). A model on a GPU belongs to the process that
+loaded it: its contexts are refused in a forked one.
+"""
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import accumulate, pairwise
+from pathlib import Path
+from threading import RLock
+from typing import Any, NamedTuple, Self
+from weakref import WeakSet
+
+import numpy as np
+
+from ..backends import open_backend
+from ..backends.base import Backend
+from ..backends.cuda_graphs import SHAPES, Counters, Key
+from ..base.defaults import MOST_DEFAULT_CONTEXT, N_BATCH, N_UBATCH
+from ..base.errors import ParameterError, UserError
+from ..files.gguf import GGUFFile
+from ..files.pull import resolve
+from ..graph.fuse import switched_off
+from ..graph.place import Placement
+from ..graph.program import Arenas, Outputs, Program
+from ..models import model_class
+from ..tokenizer import Tokenizer
+from .sampling import not_a_number
+
+lock_holders: WeakSet = WeakSet()  # models and contexts
+
+
+def renew_locks() -> None:
+    """In a forked process: the threads that held locks are not there to release them. What they did to a context is half done."""
+    for each in list(lock_holders):
+        if each.lock.acquire(blocking=False):
+            each.lock.release()
+        else:
+            each.lock, each.is_half_done = RLock(), True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=renew_locks)
+
+
+class Model:
+    """Weights on one device. Use as a context manager, or call close() to free device memory.
+
+    Threads may share it and its tokenizer (see the top of this file)."""
+
+    def __init__(self, file: GGUFFile, backend: Backend, nextn: bool = False):
+        self.file, self.backend = file, backend
+        self.backends = {backend.device: backend}  # that contexts may place nodes on
+        self.architecture = model_class(file)(file, backend)
+        self._tokenizer: Tokenizer | None = None
+        self.lock = RLock()  # for queueing a micro-batch: on a GPU a model's contexts share a stream and what its kernels leave
+        self.pid = os.getpid()
+        lock_holders.add(self)
+        self.architecture.load(nextn)
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "auto", nextn: bool = False) -> Self:
+        """path: a GGUF file (the first part of a split one), or "smollm2", which is fetched when it is missing (`ggml-py pull`).
+        device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that predict tokens further
+        on (NextN, MTP; of glm4moe) are loaded, that is checked and on the device; nothing drafts with them yet.
+
+        UserError (a ValueError) in one line for a file or device that cannot be used.
+        """
+        with ExitStack() as to_close:  # unless the model has them
+            backend = to_close.enter_context(closing(open_backend(device)))
+            file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr)))
+            model = cls(file, backend, nextn)
+            to_close.pop_all()
+        return model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(self.file.metadata)
+        return self._tokenizer
+
+    @property
+    def n_vocab(self) -> int:
+        return self.architecture.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        return self.architecture.hp.n_ctx_train
+
+    @property
+    def device(self) -> str:
+        return self.backend.device
+
+    def describe(self) -> str:
+        hp = self.architecture.hp
+        return (f"{self.file.path}: {self.architecture.name}, {hp.n_layer} layers of {hp.n_embd}, {hp.n_head[0]} heads, "
+                f"{hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k}, vocabulary {self.n_vocab}, trained for {self.n_ctx_train} "
+                f"positions; {self.architecture.w.n_bytes:,} bytes of weights on {self.device}")
+
+    def report(self) -> str:
+        """What its device has copied so far, for --verbose; nothing of the CPU."""
+        return self.backend.report()
+
+    def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH, n_ubatch: int = N_UBATCH, type_k: str = "f16",
+                    type_v: str = "f16", n_seq_max: int = 1, no_fuse: Iterable[str] | str = (), graphs: bool = True,
+                    kv_write: str = "set_rows", placement: Placement | None = None) -> "Context":
+        """Memory for n_seq_max sequences, which share n_ctx: each has n_ctx // n_seq_max positions, so
+        new_context(64, n_seq_max=2) has two sequences of 32.
+
+        n_ctx: positions of all sequences together (default: what the model was trained for, for each, where that takes 1 GiB at
+        most; else n_ctx must be given).
+        type_k, type_v: "f32", "f16" or "q8_0", of the KV cache. No bits depend on the others.
+        n_batch is accepted as other engines have it; it bounds n_ubatch, the tokens computed at a time.
+        no_fuse: names of graph passes to leave out (`graph.fuse.PASSES`), or "all".
+        graphs: replay steps from CUDA graphs on a GPU.
+        kv_write: how cells of the KV cache are named, "set_rows" or "cpy" (`state.kv_cache.KVCache`).
+        placement: node -> the name of one of `backends`, or None: all on the model's device.
+        UserError in one line for what cannot be.
+        """
+        if not n_ctx:
+            n_ctx = self.n_ctx_train * n_seq_max
+            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v)
+            if n_bytes > MOST_DEFAULT_CONTEXT:
+                raise ParameterError("n_ctx", f"must be given: {self.n_ctx_train} positions, which {self.file.path} says it was "
+                                              f"trained for, take {n_bytes:,} bytes for {n_seq_max} sequences; a context of that "
+                                              f"length may take {MOST_DEFAULT_CONTEXT:,} without being asked for")
+        for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
+            if value < 1:
+                raise ParameterError(name, f"must be at least 1, got {value}")
+        return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, placement)
+
+    @property
+    def is_of_another_process(self) -> bool:
+        """Whether this process was forked from the one that loaded the model on a GPU: it cannot use that memory."""
+        return self.backend.asynchronous and os.getpid() != self.pid
+
+    def close(self) -> None:
+        if self.is_of_another_process:
+            return
+        self.architecture.w.close()
+        self.file.close()
+        self.backend.close()
+
+    def __repr__(self) -> str:
+        return (f"<Model {str(self.file.path)!r}: {self.architecture.name}, {self.architecture.hp.n_layer} layers, "
+                f"{self.n_vocab} tokens, on {self.device}>")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+
+Tokens = Sequence[int] | np.ndarray
+MOST_POSITIONS = 2**31 - 1  # of a sequence; kernels take them as 32-bit numbers
+
+
+class Step(NamedTuple):
+    """A greedy step of one token that is queued: the token's sequence and position, and the id to come."""
+    seq_id: int
+    position: int
+    outputs: Outputs
+
+
+class Context:
+    """The sequences 0 .. n_seq_max - 1 of a model. `decode` continues a sequence, `greedy` generates.   n_ctx: positions of each
+    sequence.
+
+    Threads may share it: their calls take turns (see the top of this file)."""
+
+    def __init__(self, model: Model, n_ctx: int, n_ubatch: int, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
+                 no_fuse: Iterable[str] | str = (), graphs: bool = True, kv_write: str = "set_rows",
+                 placement: Placement | None = None):
+        if n_ctx < n_seq_max:
+            raise ParameterError("n_ctx", f"{n_ctx} positions do not give each of {n_seq_max} sequences one")
+        if n_ctx // n_seq_max > MOST_POSITIONS:
+            raise ParameterError("n_ctx", f"{n_ctx // n_seq_max} positions for each of {n_seq_max} sequences, allowed: up to "
+                                          f"{MOST_POSITIONS}")
+        self.no_fuse = switched_off(no_fuse)
+        self.model, self.n_ubatch, self.n_ctx = model, n_ubatch, n_ctx // n_seq_max
+        n_bytes, held = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v), model.backend.memory_bytes()
+        too_large = f"{n_seq_max} sequences of {self.n_ctx} positions take {n_bytes:,} bytes, more than {model.device} has"
+        if n_bytes > held:
+            raise ParameterError("n_ctx", f"{too_large}, {held:,}")
+        try:
+            self.memory = model.architecture.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write)
+            self.rope_table = model.architecture.new_rope_table(self.n_ctx)
+        except MemoryError:
+            raise ParameterError("n_ctx", too_large) from None
+        self.placement = placement
+        self.arenas = Arenas(model.backends)
+        self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
+        self.cuda_graphs = {device: cache for device, backend in model.backends.items()
+                            if graphs and (cache := backend.new_graphs()) is not None}
+        self.replays: dict[str, Any] = self.cuda_graphs  # what takes the steps of a device
+        self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
+        self.is_closed = False
+        self.ahead: Step | None = None  # queued before anybody asked for it, and taken back when something else is asked for
+        self.lock, self.is_half_done = RLock(), False
+        lock_holders.add(self)
+
+    def _turn(self) -> RLock:
+        """What is held while this thread has its turn. RuntimeError in a forked process that cannot use the context."""
+        if self.model.is_of_another_process:
+            raise RuntimeError(f"context: this process was forked from process {self.model.pid}, which loaded the model on "
+                               f"{self.model.device}; allowed: Model.load in a process that was started by \"spawn\", or was "
+                               "forked before a GPU was used")
+        if self.is_half_done:
+            raise RuntimeError("context: another thread was using it when this process was forked; allowed: new_context()")
+        return self.lock
+
+    def decode(self, tokens: Tokens, seq_id: int = 0, logits: str = "last") -> np.ndarray:
+        """Continue a sequence. tokens: ids, at least one; logits: of "all" tokens, the "last" or "none". Returns float32 [n,
+        n_vocab].
+
+        "argmax" stands for the last token's logits, "argmaxes" for those of all, of which only the ids of the largest are brought
+        to the host, int32 [1] or [n]: of equal ones the first, -1 where there is a NaN."""
+        return self.decode_batch([(seq_id, tokens)], logits)[0]
+
+    def decode_batch(self, batch: Iterable[tuple[int, Tokens]], logits: str = "last") -> list[np.ndarray]:
+        """Continue several sequences together: [(seq_id, tokens), ...]. Returns for each what `decode` does.
+
+        If it fails or is interrupted, the sequences are as they were.
+        """
+        if logits not in ("all", "last", "argmax", "argmaxes", "none"):
+            raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, argmax, argmaxes, none")
+        with self._turn():
+            self._take_back()
+            wanted = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
+            if len({seq_id for seq_id, _ in wanted}) != len(wanted):
+                raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in wanted]}")
+            return self._decode(wanted, logits) if wanted else []
+
+    def _decode(self, batch: list[tuple[int, np.ndarray]], logits: str) -> list[np.ndarray]:
+        starts = [(seq_id, self.memory.length(seq_id)) for seq_id, _ in batch]
+        tokens = np.concatenate([ids for _, ids in batch])
+        seq = np.concatenate([np.full(len(ids), seq_id, np.int32) for seq_id, ids in batch])
+        pos = np.concatenate([np.arange(start, start + len(ids), dtype=np.int32) for (_, start), (_, ids) in zip(starts, batch)])
+        # rows of the result: for each sequence its last n_rows
+        n_rows = [{"all": len(ids), "argmaxes": len(ids), "none": 0}.get(logits, 1) for _, ids in batch]
+        has_row = np.concatenate([np.arange(len(ids)) >= len(ids) - n for n, (_, ids) in zip(n_rows, batch)])
+        parts = []
+        with self._undone_if_it_fails(starts):
+            for first in range(0, len(tokens), self.n_ubatch):
+                part = slice(first, first + self.n_ubatch)
+                parts += self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]),
+                                     logits in ("argmax", "argmaxes")).result()
+        out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
+        return [out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))]
+
+    def greedy(self, token: int, n: int, seq_id: int = 0) -> Iterator[int]:
+        """Continue a sequence by `token` and what is likeliest after it: n ids, each what `decode([the one before], seq_id,
+        "argmax")` gives.
+
+        On a GPU the step that is fed an id is queued before that id is on the host. When an id is given, the sequence goes up to
+        the one before it: a step that is queued beyond is taken back when the iterator is closed or anything else is asked of the
+        context. UserError for a NaN, and where the context ends, IndexError for an id that is no expert. If a step fails or is
+        interrupted, the sequence is as before it.
+        """
+        ahead = None
+        try:
+            for left in range(n, 0, -1):
+                with self._turn():
+                    if ahead is None or ahead is not self.ahead:
+                        self._take_back()
+                        ahead, ids = None, self._checked(seq_id, [token])
+                    position = ahead.position if ahead else self.memory.length(seq_id)
+                    with self._undone_if_it_fails([(seq_id, position)]):
+                        self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids)
+                        runs_ahead = left > 1 and position + 1 < self.n_ctx and step.outputs.program.runs_ahead
+                        ahead = self._greedy_step(seq_id, position + 1, step.outputs) if runs_ahead else None
+                        (token,), = step.outputs.result()
+                        self.ahead = ahead
+                if token < 0:
+                    raise not_a_number(position + 1)
+                yield int(token)
+        finally:
+            # Where another thread has its turn, that thread takes the step back. Waiting for it could be for ever: a garbage
+            # collection may end this generator in a thread that holds another lock.
+            if ahead is not None and self.lock.acquire(blocking=False):
+                try:
+                    if ahead is self.ahead:
+                        self._take_back()
+                finally:
+                    self.lock.release()
+
+    def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs) -> Step:
+        seq, pos, row = np.array([[seq_id], [position], [0]], np.int32)
+        return Step(seq_id, position, self._queue(ids, seq, pos, row, greedy=True))
+
+    def _take_back(self) -> None:
+        """The sequences are as if no step had been queued ahead; what it writes to its cell is not there for later ones."""
+        if self.ahead is not None:
+            self.memory.seq_rm(self.ahead.seq_id, self.ahead.position, self.n_ctx)
+            self.ahead = None
+
+    @contextmanager
+    def _undone_if_it_fails(self, starts: list[tuple[int, int]]) -> Iterator[None]:
+        """starts: (sequence, position), from which cells are taken back."""
+        try:
+            yield
+        except BaseException:
+            for seq_id, start in starts:
+                self.memory.seq_rm(seq_id, start, self.n_ctx)
+            raise
+
+    def _checked(self, seq_id: int, tokens: Tokens) -> np.ndarray:
+        self._check_sequence(seq_id)
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise UserError(f"tokens: must be a one-dimensional list of ids, at least one, got {ids.dtype} {list(ids.shape)}")
+        if ids.min() < 0 or ids.max() >= self.model.n_vocab:
+            raise UserError(f"tokens: must be 0 to {self.model.n_vocab - 1}, got "
+                            f"{ids[(ids < 0) | (ids >= self.model.n_vocab)][0]}")
+        used = self.memory.length(seq_id)
+        if used + ids.size > self.n_ctx:
+            raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
+        return ids.astype(np.int32)
+
+    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, greedy: bool) -> Outputs:
+        values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
+        shape = len(seq), len(rows), greedy and len(rows) > 0
+        with self.model.lock:
+            return self.program(*shape).queue(values, self.replays, Key._make((*shape, *self.settings)))
+
+    def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
+        """The graph for batches of this shape, planned and bound. Those of the SHAPES most recent shapes are kept: launches and
+        inputs on the host, about a megabyte for 32 layers, and nothing on the device."""
+        key = n_tokens, n_outputs, greedy
+        with self._turn():
+            if self.is_closed:
+                raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")
+            program = self.programs.get(key)
+            if program is None or program.generation != self.arenas.generation:
+                graph = self.model.architecture.build(self.memory, self.rope_table, *key)
+                program = self.programs[key] = Program(graph, self.arenas, self.no_fuse, self.placement)
+            self.programs.move_to_end(key)
+            while len(self.programs) > SHAPES:
+                self.programs.popitem(last=False)
+        return program
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        return (f"<Context: {self.memory.n_seq_max} sequence{'s' * (self.memory.n_seq_max > 1)} of {self.n_ctx} positions, "
+                f"K {self.settings[1]}, V {self.settings[2]}, on {self.model.device}{state}>")
+
+    def describe(self) -> str:
+        """Memory of the sequences, and how a full micro-batch with one row of logits runs."""
+        n_tokens = min(self.n_ubatch, self.n_ctx * self.memory.n_seq_max)
+        with self._turn():
+            return (f"{self.memory.n_seq_max} sequences of {self.n_ctx} positions, {self.memory.n_bytes:,} bytes of KV cache; "
+                    f"micro-batches of {n_tokens} tokens\n{self.program(n_tokens, 1).report()}")
+
+    @property
+    def counters(self) -> Counters | None:
+        """Of the CUDA graphs of the model's own device; None where there are none."""
+        cache = self.cuda_graphs.get(self.model.device)
+        return cache and cache.counters
+
+    def launches(self) -> str:
+        """What was replayed from graphs so far, and what was not, why."""
+        return "\n".join(str(cache.counters) for cache in self.cuda_graphs.values()) or "CUDA graphs: none"
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        with self._turn():
+            self.ahead = None
+            self.memory.clear()
+
+    def seq_rm(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
+        """Forget positions p0 <= p < p1 of a sequence (p1 < 0: to its end)."""
+        self._check_sequence(seq_id)
+        with self._turn():
+            self._take_back()
+            self.memory.seq_rm(seq_id, max(p0, 0), self.n_ctx if p1 < 0 else p1)
+
+    def seq_cp(self, source: int, seq_id: int, n: int = -1) -> None:
+        """A sequence begins anew with the first n positions of another (n < 0: all of them), as if their tokens had been decoded
+        in it. Nothing is computed: a prefix that several texts share is decoded once."""
+        self._check_sequence(source)
+        self._check_sequence(seq_id)
+        with self._turn():
+            self._take_back()
+            length = self.memory.length(source)
+            if source == seq_id or n > length:
+                raise UserError(f"seq_cp: sequence {seq_id} cannot begin with {n} positions of sequence {source}, which has "
+                                f"{length}; allowed: up to {length}, of another sequence")
+            self.memory.seq_cp(source, seq_id, length if n < 0 else n)
+
+    def _check_sequence(self, seq_id: int) -> None:
+        if not 0 <= seq_id < self.memory.n_seq_max:
+            raise UserError(f"seq_id: must be 0 to {self.memory.n_seq_max - 1}, got {seq_id}")
+
+    def keep(self, seq_id: int, n: int) -> None:
+        """Take a sequence back to its first n positions. RuntimeError where its memory has others then."""
+        with self._turn():
+            self.seq_rm(seq_id, n)
+            if (found := self.memory.length(seq_id)) != n:
+                raise RuntimeError(f"context: sequence {seq_id} was taken back to {n} positions and has {found}")
+
+    def close(self) -> None:
+        """Frees its memory, behind what is queued: a step of `greedy` that runs ahead ends first.
+        Its iterator can be closed later, and gives no more ids."""
+        if not self.model.is_of_another_process:  # whose memory it is
+            with self.lock:
+                self._close()
+
+    def _close(self) -> None:
+        self._take_back()
+        self.is_closed = True
+        for cache in self.cuda_graphs.values():
+            cache.close()
+        self.programs.clear()
+        self.arenas.close()
+        self.memory.close()
+        if self.rope_table.buffer is not None:
+            self.model.backend.free(self.rope_table.buffer)
+            self.rope_table.buffer = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()

@@ -1,0 +1,202 @@
+"""The last pass: a graph made ready to run many times. Operands lie in memory,
+every node is bound to a kernel of its device's backend."""
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ..backends.base import Backend, Step
+from ..base.storage import DTYPES, as_arrays, as_bytes, n_bytes
+from .elide import elide
+from ..ops.compose import FUSED
+from .fuse import fuse, lower
+from .graph import Graph, Node, Tensor
+from .place import Placement, place
+from .plan import ALIGNMENT, plan_memory
+from .split import Run, split
+
+
+class Arenas:
+    """The scratch memory of a context, one buffer a device, shared by its programs (which run one after the other). It grows, and
+    tells so.
+
+    The old buffer goes before the new one comes, so that both need not fit. Should the new one not come, for want of memory or
+    since somebody interrupts, the device has none, and whatever program is next allocates what it needs."""
+
+    def __init__(self, backends: Mapping[str, Backend]):
+        self.backends = backends
+        self.buffers: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
+        self.generation = 0  # programs bound before the last growth, or an attempt at one, hold addresses that are gone
+
+    def ensure(self, device: str, size: int) -> None:
+        if self.sizes.get(device, -1) < size:
+            self.generation += 1
+            self.sizes.pop(device, None)
+            if device in self.buffers:
+                self.backends[device].free(self.buffers.pop(device))
+            self.buffers[device] = self.backends[device].empty(size)
+            self.sizes[device] = size
+
+    def close(self) -> None:
+        for device, buffer in self.buffers.items():
+            self.backends[device].free(buffer)
+        self.buffers, self.sizes = {}, {}
+
+
+class Outputs:
+    """What a run of a program gives, once it has run."""
+
+    def __init__(self, program: "Program", pending: list, errors: list[Callable[[], None]]):
+        """pending: of each output, its bytes; errors: each raises an error that kernels have left, if there is one."""
+        self.program, self._pending, self._errors = program, pending, errors
+
+    def result(self) -> list[np.ndarray]:
+        """Waits for the outputs, arrays of their own. IndexError for an id that is not an expert, naming its node."""
+        for raise_error in self._errors:
+            raise_error()
+        return [as_arrays(data.result(), tensor.dtype, tensor.shape)[0]
+                for data, tensor in zip(self._pending, self.program.outputs)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of nodes, bound. copies: bring what it reads from other devices."""
+    device: str
+    copies: list[Callable[[], None]]
+    steps: list[Step]
+
+
+def refusal(nodes: Sequence[Node]) -> str | None:
+    """Why a CUDA graph of these nodes would be stale, naming the first node that is to blame; None if they can be captured."""
+    for node in nodes:
+        for name in node.declared.step_params:
+            return (f"{node.name}: {node.op} to {name} {node.params[name]} of {node.results[0].root.name}, which moves from step "
+                    f"to step; {node.op}_indirect reads it as data")
+    return None
+
+
+class Program:
+    """Runs a graph, after the passes have rewritten it.
+
+    Inputs and intermediate results share the arenas; the inputs lie side by side on the first device and are written in one
+    transfer."""
+
+    def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), placement: Placement | None = None):
+        """no_fuse: names of passes that are left out, or "all". placement: node -> device;
+        None: every node runs where it was made."""
+        self.backends = arenas.backends
+        self.outputs, self.inputs = graph.outputs, list(graph.inputs.values())
+        self.input_device = self.inputs[0].device
+        backend_of = lambda node: self.backends[node.device]
+        place(graph, self.backends, placement)
+        ops = [op for op in FUSED if any(backend.has_kernel(op) for backend in self.backends.values())]
+        nodes = lower(fuse(graph, no_fuse, lambda node: backend_of(node).accepts(node), ops),
+                      lambda node: backend_of(node).has_kernel(node.op))
+        nodes = elide(nodes, graph.outputs, no_fuse)
+        self.runs: list[Run] = split(nodes, self.backends)
+        self.nodes = [node for run in self.runs for node in (*run.copies, *run.nodes)]
+        self.crossings = {node for run in self.runs for node in run.copies}
+        for run in self.runs:
+            for node in run.nodes:
+                self.backends[run.device].prepare(node)
+        self.plan = plan_memory(self.nodes, graph.outputs, n_bytes)
+        self._give_memory(arenas)
+        self.late = list(dict.fromkeys(self.backends[run.device] for run in self.runs for node in run.nodes
+                                       if self.backends[run.device].leaves_errors(node)))
+        self.generation = arenas.generation
+        self.refused = refusal(self.nodes)
+        first = self.backends[self.input_device]
+        # queued before the run before it is over
+        self.runs_ahead = first.asynchronous and len(self.runs) == 1 and not self.refused
+
+    def _give_memory(self, arenas: Arenas) -> None:
+        padded = [-(-n_bytes(t) // ALIGNMENT) * ALIGNMENT for t in self.inputs]
+        *starts, self.input_bytes = accumulate(padded, initial=0)
+        for device, size in {self.input_device: 0, **self.plan.arena_bytes}.items():
+            arenas.ensure(device, size + (self.input_bytes if device == self.input_device else 0))
+        self.staging = np.zeros(self.input_bytes, np.uint8)
+        self.staged: list[tuple[Tensor, np.ndarray]] = []  # the inputs and where their values go
+        for tensor, start in zip(self.inputs, starts):
+            tensor.buffer, tensor.offset = arenas.buffers[self.input_device], start
+            self.staged.append((tensor,
+                                self.staging[start:start + n_bytes(tensor)].view(DTYPES[tensor.dtype]).reshape(tensor.shape)))
+        for tensor, extent in self.plan.extents.items():
+            tensor.buffer = arenas.buffers[tensor.device]
+            tensor.offset = extent.offset + (self.input_bytes if tensor.device == self.input_device else 0)
+
+    def off_device(self) -> tuple[int, int]:
+        """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
+        return sum(len(run.nodes) for run in self.runs if run.device != self.input_device), len(self.crossings)
+
+    def report(self) -> str:
+        """What runs where, and the memory plan, in a few lines."""
+        computed, copied = self.off_device()
+        runs = ", ".join(f"{len(run.nodes)} on {run.device}" for run in self.runs)
+        return f"nodes: {runs}; off {self.input_device}: {computed} nodes, {copied} copies\n{self.plan.report()}"
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """The runs of nodes, bound when they are first wanted."""
+        return [Part(run.device, [self._transfer(node) for node in run.copies],
+                     [self.backends[run.device].bind(node) for node in run.nodes])
+                for run in self.runs]
+
+    def _transfer(self, node: Node) -> Callable[[], None]:
+        """Brings an operand from another device, in the layout that its own device has."""
+        source, to = node.src[0], node.results[0]
+        source_backend, backend, size = self.backends[source.root.device], self.backends[to.device], n_bytes(source)
+
+        def transfer() -> None:
+            if source.layout == to.layout and type(source_backend) is type(backend):
+                backend.copy(*to.memory, source_backend, *source.memory, size)
+                return
+            data = source_backend.read(*source.memory, size).result()
+            if source.layout != to.layout:
+                data = as_bytes(as_arrays(data, source.dtype, source.shape, source.layout), to.dtype, to.shape, to.layout)
+            backend.write(*to.memory, data)
+        return transfer
+
+    def run(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = ()) -> list[np.ndarray]:
+        """Queues a run and waits for its outputs."""
+        return self.queue(values, graphs, key).result()
+
+    def queue(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = ()) -> Outputs:
+        """values: one array for each input, of its dtype and shape, or the Outputs of the last run in these arenas, whose first
+        has that dtype and shape and, where it is of this program, is copied on the device. graphs: by device, what replays the
+        steps, under the key and the number of the run."""
+        backend, copied = self.backends[self.input_device], []
+        for tensor, staged in self.staged:
+            value = values[tensor.name]
+            if isinstance(value, Outputs):
+                mine = value.program is self and self.outputs[0].root.device == self.input_device
+                value = self.outputs[0] if mine else value.result()[0]  # the memory of another program may be gone
+            if value.shape != tensor.shape:
+                raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
+            if isinstance(value, Tensor):
+                copied.append((tensor, value))
+            else:
+                staged[...] = value
+        backend.write(*self.inputs[0].memory, self.staging)
+        for tensor, output in copied:
+            backend.copy(*tensor.memory, backend, *output.memory, n_bytes(tensor))
+        parts = self.parts
+        for late in self.late:
+            late.forget_error()  # of a run whose outputs nobody waited for
+        for i, part in enumerate(parts):
+            for copy in part.copies:
+                copy()
+            replay = graphs.get(part.device) if graphs else None
+            if replay is None or self.refused:
+                self.backends[part.device].run(part.steps)
+                if replay is not None:
+                    replay.refuse(self.refused)
+            else:
+                replay.run((key, i), part.steps)
+        return Outputs(self, [self._read(tensor) for tensor in self.outputs], [late.read_error() for late in self.late])
+
+    def _read(self, tensor: Tensor):
+        return self.backends[tensor.root.device].read(*tensor.memory, n_bytes(tensor))

@@ -1,0 +1,1 @@
+"""Measurements of models: perplexity, KL divergence, speed."""

@@ -1,0 +1,132 @@
+"""Perplexity over windows of a text, by llama.cpp's algorithm and in its words, with sums in a fixed order and a digest of what
+was scored.
+
+The tokens are cut into consecutive windows of c tokens; the tail is dropped. Where the vocabulary wants a BOS, it replaces the
+first token of each window. Logits at positions c/2 .. c-2 score the targets at c/2+1 .. c-1:
+
+    nll_t = (max l + log(sum_j exp(l_j - max l))) - l_t        float64, exp, log and sum of exact_math
+    PPL   = exp(mean nll) +/- PPL * sqrt((mean nll^2 - (mean nll)^2) / (count - 1))
+
+A window's nll are summed by exact_math.tree_sum, the windows one after the other. Shapes: c = n_ctx, n = scored positions of a
+window = c - 1 - c/2, V = n_vocab.
+"""
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Self
+
+import numpy as np
+
+from ..base.errors import ParameterError
+from ..base.exact_math import exp, negative_log_likelihood, tree_sum
+from ..base.progress import Progress
+from ..check.attestation import perplexity_document
+from ..check.digest import LogitsDigest
+from ..engine.settings import Settings, check_context, new_context
+from ..engine.windows import Clock, cap_chunks, decode_windows, n_sequences, split_windows
+from ..testing import digest
+from .statistics import mean_and_error
+
+
+class Score:
+    """What windows score: the perplexity so far, and a digest of their logits. Context manager; the list `[i]ppl,` is printed as
+    it grows, except where a progress bar shares the terminal; there it is printed at the end."""
+
+    def __init__(self, out, log, n_chunks: int):
+        self.out, self.held, self.is_held = out, "", out.isatty() and log.isatty()
+        self.progress, self.digest = Progress(log, "perplexity", n_chunks), LogitsDigest()
+        self.n_windows, self.total, self.total_of_squares, self.count = 0, 0.0, 0.0, 0
+
+    def __enter__(self) -> Self:
+        self.progress.__enter__()
+        return self
+
+    def add(self, logits: np.ndarray, targets: np.ndarray) -> None:
+        """A window.   logits: float32 [n, V]; targets: int [n]."""
+        nll = negative_log_likelihood(logits, targets)
+        self.digest.update(logits)
+        self.n_windows += 1
+        self.total += float(tree_sum(nll))
+        self.total_of_squares += float(tree_sum(nll * nll))
+        self.count += len(nll)
+        item = f"[{self.n_windows}]{self.ppl:.4f},"
+        if self.is_held:
+            self.held += item
+        else:
+            print(item, end="", file=self.out, flush=True)
+        self.progress.advance(item)
+
+    @property
+    def ppl(self) -> float:
+        return float(exp(self.total / self.count))
+
+    def __exit__(self, *exception) -> None:
+        self.progress.__exit__(*exception)
+        print(self.held, file=self.out, flush=True)
+
+
+def perplexity(model, tokens, settings: Settings, out, log, base=None) -> float:
+    """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`.
+
+    tokens: int [n_tokens], with whatever special tokens the tokenizer added; base: called with the windows int32 [n_chunks, c],
+    gives a context manager whose value is called with the scored logits of each (kl_divergence.base_writer). Returns the
+    perplexity.
+    """
+    c, n_seq = settings.n_ctx, n_sequences(settings)
+    windows = split_windows(tokens, settings)
+    check_context(model, c)
+    n_batch = min(settings.n_batch, n_seq * c)
+    print(f"perplexity: calculating perplexity over {len(windows)} chunks, n_ctx={c}, batch_size={n_batch}, n_seq={n_seq}",
+          file=log)
+    with base(windows) if base else nullcontext() as write, Score(out, log, len(windows)) as score:
+        for i, logits in enumerate(decode_windows(model, windows, settings, log)):
+            if write:
+                write(logits)
+            score.add(logits, windows[i, c // 2 + 1:])
+    mean, error = mean_and_error(score.total, score.total_of_squares, score.count)
+    if math.isnan(error) and not math.isnan(mean):
+        print("Unexpected negative standard deviation of log(prob)", file=log)
+    else:
+        print(f"Final estimate: PPL = {score.ppl:.4f} +/- {score.ppl * error:.5f}", file=out)
+    print(f"digest: {score.digest.hexdigest()}", file=out)
+    return score.ppl
+
+
+def strided_perplexity(model, tokens, settings: Settings, out, log) -> float:
+    """Windows of w = c + N/2 tokens that start every N = stride tokens; each scores its last N targets. No BOS per window, no
+    final estimate.
+
+    There are ceil((n_tokens - w) / N) windows, one sequence each. Arguments and result as of `perplexity`.
+    """
+    stride, w = settings.stride, settings.n_ctx + settings.stride // 2
+    if stride >= w:
+        raise ParameterError("stride", f"must be below n_ctx and half a stride together, {w}, got {stride}")
+    if len(tokens) <= w:
+        raise ParameterError("n_ctx", f"windows of {w} tokens ({settings.n_ctx} and half a stride of {stride}) need a "
+                                      f"longer text than {len(tokens)} tokens")
+    check_context(model, w)
+    tokens = np.asarray(tokens, np.int32)
+    n_chunks = cap_chunks(-(-(len(tokens) - w) // stride), settings.n_chunks)
+    first, clock = w - 1 - stride, Clock(log, n_chunks)
+    print(f"perplexity: have {len(tokens)} tokens. Calculation chunk = {w}", file=log)
+    print(f"perplexity: calculating perplexity over {n_chunks} chunks, batch_size={min(settings.n_batch, w)}", file=log)
+    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks) as score:
+        for start in range(0, n_chunks * stride, stride):
+            window = tokens[start:start + w]
+            logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
+            score.add(logits, window[first + 1:])
+    clock.report()
+    print(f"digest: {score.digest.hexdigest()}", file=out)
+    return score.ppl
+
+
+def attest_perplexity(model, text_sha256: str, tokens, settings: Settings, out, log) -> dict:
+    """The attestation of `perplexity` of these tokens, which prints to out and log as ever. text_sha256: of the file that they
+    come from."""
+    digests: list[str] = []
+
+    @contextmanager
+    def collect(windows: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
+        yield lambda logits: digests.append(digest(logits))
+    ppl = perplexity(model, tokens, settings, out, log, collect)
+    return perplexity_document(model, text_sha256, tokens, settings, ppl, digests)

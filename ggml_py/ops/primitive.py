@@ -1,0 +1,298 @@
+"""The primitive ops: each is defined by itself, in docs/numerics.md and as code in kernels/reference.
+Fused ops are made of them (`compose`)."""
+from math import prod
+
+from ..quant.formats import FORMATS
+from .table import Shape, declare, need, op
+
+
+def is_leaf(t) -> bool:
+    """Whether no node writes it."""
+    return t.maker is None
+
+
+def is_matrix(t) -> bool:
+    return t.dtype in FORMATS and len(t.shape) == 2
+
+
+def is_stack(t) -> bool:
+    return t.dtype in FORMATS and len(t.shape) == 3
+
+
+def _rows(x) -> None:
+    need(x.dtype == "f32" and len(x.shape) == 2 and x.shape[1] > 0, "x must be f32 [n, k]")
+
+
+def _ids(ids) -> None:
+    need(ids.dtype == "i32" and len(ids.shape) == 2, "ids must be i32 [n, u]")
+
+
+# Rows and products of matrices
+
+@op("w:weight ids")
+def get_rows(_, w, ids):
+    need(is_matrix(w), "w must be a weight matrix")
+    need(ids.dtype == "i32" and len(ids.shape) == 1, "ids must be i32 [n]")
+    return Shape("f32", (ids.shape[0], w.shape[1]))
+
+
+@op("x:whole ids", module="get_rows")
+def take_rows(_, x, ids):
+    need(x.dtype == "f32" and ids.dtype == "i32" and len(ids.shape) == 1, "x must be f32 [r, k] and ids i32 [n]")
+    return Shape("f32", (ids.shape[0], x.shape[1]))
+
+
+@op("x", results="act")
+def quantize(_, x):
+    need(x.dtype == "f32" and len(x.shape) == 2, "x must be f32 [n, k]")
+    return Shape("act", x.shape)
+
+
+def _factors(w, x) -> None:
+    wanted = "act" if FORMATS[w.dtype].is_quantized else "f32"
+    need(x.dtype == wanted and len(x.shape) == 2, f"x must be {wanted} for a {w.dtype} weight")
+    need(w.shape[-1] == x.shape[1], f"w has {w.shape[-1]} columns, x {x.shape[1]}")
+
+
+@op("w:weight x")
+def mul_mat(_, w, x):
+    need(is_matrix(w), "w must be a weight matrix [m, k]")
+    _factors(w, x)
+    return Shape("f32", (x.shape[0], w.shape[0]))
+
+
+@op("w:weight x ids")
+def mul_mat_id(_, w, x, ids):
+    """Row i u + j is the product of w[ids[i, j]] and row i b + j % b of x; b rows a token, 1 or another divisor of u."""
+    need(is_stack(w), "w must be weight matrices [X, m, k]")
+    _factors(w, x)
+    _ids(ids)
+    n, u = ids.shape
+    b = x.shape[0] // n if n else 1
+    need(u > 0, "a token must have one expert at least")
+    need(x.shape[0] == n * b and b > 0 and u % b == 0,
+         f"x has {x.shape[0]} rows, allowed for ids of {n} tokens with {u} experts: a divisor of {u} for each token")
+    return Shape("f32", (n * u, w.shape[1]))
+
+
+@op("w:weight x", module="mul_mat_id")
+def mul_mat_heads(_, w, x):
+    """Row i is the product of w[i % H] and row i of x."""
+    need(is_stack(w), "w must be weight matrices [H, m, k]")
+    _factors(w, x)
+    need(x.shape[0] % w.shape[0] == 0, f"x has {x.shape[0]} rows, not whole tokens of {w.shape[0]} heads")
+    return Shape("f32", (x.shape[0], w.shape[1]))
+
+
+# Experts
+
+@op("x b:weight ids", module="experts")
+def add_id(_, x, b, ids):
+    """Row i u + j of x plus row ids[i, j] of b."""
+    _ids(ids)
+    need(x.dtype == b.dtype == "f32" and len(b.shape) == 2, "x and b must be f32, b [X, m]")
+    need(x.shape == (prod(ids.shape), b.shape[1]), f"x must be [{prod(ids.shape)}, {b.shape[1]}]")
+    return Shape("f32", x.shape)
+
+
+@op("x s:weight ids", module="experts")
+def scale_id(_, x, s, ids):
+    """Row i u + j of x times s[ids[i, j]]."""
+    _ids(ids)
+    need(x.dtype == s.dtype == "f32" and len(x.shape) == 2 and len(s.shape) == 1, "x and s must be f32, x [n u, m] and s [X]")
+    need(x.shape[0] == prod(ids.shape),
+         f"x must have {prod(ids.shape)} rows, for {ids.shape[0]} tokens with {ids.shape[1]} experts")
+    return Shape("f32", x.shape)
+
+
+@op("x w", module="experts")
+def weighted_sum(_, x, w):
+    """Row i is the sum of x[i u + j] w[i, j] over the u ranks j."""
+    need(x.dtype == w.dtype == "f32" and len(x.shape) == len(w.shape) == 2, "x and w must be f32 [n u, m] and [n, u]")
+    need(x.shape[0] == prod(w.shape), f"x must have {prod(w.shape)} rows, for {w.shape[0]} tokens with {w.shape[1]} experts")
+    return Shape("f32", (w.shape[0], x.shape[1]))
+
+
+@op("x")
+def soft_max(_, x):
+    _rows(x)
+    return Shape("f32", x.shape)
+
+
+@op("x", "k", results="ids", module="routing")
+def top_k(params, x):
+    """The columns of the k largest values, in order."""
+    _rows(x)
+    need(0 < params["k"] <= x.shape[1], f"k is {params['k']}, of {x.shape[1]} columns")
+    return Shape("i32", (x.shape[0], params["k"]))
+
+
+@op("x", "n_group n_group_used", module="routing")
+def mask_groups(params, x):
+    """-infinity but in the groups whose two largest values have the largest sums."""
+    _rows(x)
+    n, used = params["n_group"], params["n_group_used"]
+    need(n > 0 and x.shape[1] % n == 0 and x.shape[1] // n > 1, f"{x.shape[1]} columns are not {n} groups of two or more")
+    need(0 < used <= n, f"n_group_used is {used}, of {n} groups")
+    return Shape("f32", x.shape)
+
+
+@op("x ids", module="routing")
+def take_columns(_, x, ids):
+    _rows(x)
+    _ids(ids)
+    need(ids.shape[0] == x.shape[0], f"ids must have {x.shape[0]} rows")
+    return Shape("f32", ids.shape)
+
+
+@op("x", module="routing")
+def normalize(_, x):
+    """Rows divided by their sums, or by 2^-14 where that is less."""
+    _rows(x)
+    return Shape("f32", x.shape)
+
+
+# Heads
+
+@op("x", "n_head first n", module="heads")
+def slice_heads(params, x):
+    """Channels first .. first + n - 1 of each head."""
+    _rows(x)
+    n_head, first, n = params["n_head"], params["first"], params["n"]
+    need(x.shape[1] % n_head == 0, f"{x.shape[1]} columns are not {n_head} heads")
+    need(first >= 0 and n > 0 and first + n <= x.shape[1] // n_head,
+         f"channels {first} to {first + n - 1} in heads of {x.shape[1] // n_head}")
+    return Shape("f32", (x.shape[0], n_head * n))
+
+
+@op("x y", "n_head n_head_y", module="heads")
+def concat_heads(params, x, y):
+    """The channels of each head of x, and behind them those of the same head of y, or of its only one."""
+    need(x.dtype == y.dtype == "f32" and len(x.shape) == len(y.shape) == 2 and x.shape[0] == y.shape[0],
+         "x and y must be f32 [n, heads]")
+    n_head, n_head_y = params["n_head"], params["n_head_y"]
+    need(n_head_y in (1, n_head) and x.shape[1] % n_head == 0 and y.shape[1] % n_head_y == 0,
+         f"{x.shape[1]} and {y.shape[1]} columns are not {n_head} and {n_head_y} heads")
+    return Shape("f32", (x.shape[0], x.shape[1] + y.shape[1] // n_head_y * n_head))
+
+
+# One row, or one element, at a time
+
+@op("x w:weight", "eps")
+def rms_norm(_, x, w):
+    """Over runs of len(w) columns: whole rows, or each head of a row."""
+    need(x.dtype == w.dtype == "f32" and len(w.shape) == 1, "x and w must be f32, w [k]")
+    need(x.shape[-1] % w.shape[0] == 0, f"rows of {x.shape[-1]} are not whole runs of {w.shape[0]}")
+    return Shape("f32", x.shape)
+
+
+def _elementwise(_, x, y):
+    need(x.dtype == y.dtype == "f32", "both operands must be f32")
+    need(y.shape in (x.shape, x.shape[-1:]), "the second operand must have the first one's shape or be one row of it")
+    return Shape("f32", x.shape)
+
+
+declare("add", "x y", _elementwise, module="elementwise")
+declare("mul", "x y", _elementwise, module="elementwise")
+
+
+def _unary(_, x):
+    need(x.dtype == "f32", "x must be f32")
+    return Shape("f32", x.shape)
+
+
+declare("scale", "x", _unary, "factor", module="elementwise")
+declare("sigmoid", "x", _unary, module="elementwise")
+
+
+def _glu(_, gate, up):
+    need(gate.dtype == up.dtype == "f32" and gate.shape == up.shape, "gate and up must be f32 of one shape")
+    return Shape("f32", gate.shape)
+
+
+declare("swiglu", "gate up", _glu, module="elementwise")
+declare("geglu", "gate up", _glu, module="glu")
+declare("reglu", "gate up", _glu, module="glu")
+
+
+@op("gate up", "alpha limit", module="glu")
+def swiglu_oai(params, gate, up):
+    """gpt-oss's: gate up to limit, up within -limit .. limit plus 1, and sigmoid of alpha times gate."""
+    need(params["limit"] > 0, f"limit must be positive, got {params['limit']}")
+    return _glu(params, gate, up)
+
+
+@op("x")
+def argmax(_, x):
+    """The first column of the largest value of each row, -1 where one is NaN."""
+    _rows(x)
+    return Shape("i32", x.shape[:1])
+
+
+@op("x pos table:whole", "n_head neox")
+def rope(params, x, pos, table):
+    need(x.dtype == "f32" and pos.dtype == "i32" and pos.shape == x.shape[:1], "x must be f32 [n, k], pos i32 [n]")
+    need(x.shape[1] % params["n_head"] == 0, f"{x.shape[1]} columns are not {params['n_head']} heads")
+    need(2 * table.shape[1] <= x.shape[1] // params["n_head"],
+         f"{2 * table.shape[1]} rotated channels in heads of {x.shape[1] // params['n_head']}")
+    return Shape("f32", x.shape)
+
+
+# The KV cache, and attention
+
+def _rows_of_cache(cache, x):
+    need(x.dtype == "f32" and len(x.shape) == 2, "x must be f32 [n, k]")
+    need(cache.shape[1] == x.shape[1], f"cache has {cache.shape[1]} columns, x {x.shape[1]}")
+    return Shape(cache.dtype, cache.shape)
+
+
+@op("cache:state x rows", results="cache")
+def set_rows(_, cache, x, rows):
+    need(rows.dtype == "i64" and rows.shape == x.shape[:1], "rows must be i64 [n]")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache:state x", "cell", module="set_rows", results="cache", step_params=("cell",))
+def cpy_rows(params, cache, x):
+    """Cache rows cell .. cell + n - 1 = x. The destination is part of the node."""
+    need(0 <= params["cell"] <= cache.shape[0] - x.shape[0],
+         f"cells {params['cell']} to {params['cell'] + x.shape[0] - 1} of {cache.shape[0]}")
+    return _rows_of_cache(cache, x)
+
+
+@op("cache:state x dst", "slot", module="set_rows", results="cache", addresses={"dst": "cache"})
+def cpy_rows_indirect(params, cache, x, dst):
+    """The cache row at address dst[slot, i] = x[i]."""
+    need(dst.dtype == "i64" and dst.shape[1:] == x.shape[:1] and 0 <= params["slot"] < dst.shape[0],
+         f"dst must be i64 [more than slot = {params['slot']}, n]")
+    return _rows_of_cache(cache, x)
+
+
+@op("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v", n_optional=1,
+    defaults={"window": 0, "n_embd_head_v": 0})
+def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
+    """window: positions that a query sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k,
+    only so many channels; 0 for all."""
+    n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
+    need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
+    need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv,
+         f"q {q.shape} and k {k.shape} do not have heads of one size")
+    need(v.shape[1] % n_head_kv == 0, f"v's {v.shape[1]} columns are not {n_head_kv} heads")
+    head_v = params["n_embd_head_v"] or v.shape[1] // n_head_kv
+    need(not params["n_embd_head_v"] or (n_head_kv == 1 and 0 < head_v <= v.shape[1]),
+         f"n_embd_head_v is {head_v}, of {n_head_kv} heads in {v.shape[1]} columns")
+    need(k.shape[0] == v.shape[0] == prod(present.shape),
+         f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
+    need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
+    need(all(map(is_leaf, (seq, pos, *sinks))),
+         "seq and pos must be inputs, sinks weights: kernels read them before those ahead of them have ended")
+    need(params["window"] >= 0, f"window is {params['window']}, must be positive, or 0 for none")
+    need(all(s.dtype == "f32" and s.shape == (n_head,) for s in sinks), f"sinks must be f32 [{n_head}]")
+    return Shape("f32", (n, head_v * n_head))
+
+
+@op("x dst:state", results="dst")
+def cpy(_, x, dst):
+    """dst = x. Where x is on another device than dst, its layout becomes that of dst's device."""
+    need(x.dtype == dst.dtype and x.shape == dst.shape, "dst must have x's dtype and shape")
+    return Shape(dst.dtype, dst.shape)

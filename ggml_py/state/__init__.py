@@ -1,0 +1,1 @@
+"""What a sequence remembers between its steps."""

@@ -1,0 +1,309 @@
+"""Transfers against the scripted fake of a driver, in which everything is as late as it can be."""
+import copy
+import gc
+import pickle
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+from driver_programs import PROGRAMS, Interpreter
+from fake_driver import GONE, FakeError, FakeGPU
+from hypothesis import given, settings, strategies as st
+from late_machines import FakeMachine, LateBackend
+from tiny_models import write_model
+from transfer_checks import (CHECKS, MODEL_CHECKS, NAIVE, RING, check_early_deletion, check_exceptions, check_fork, check_greedy,
+                             check_peer, check_pinned, check_read, check_sizes, check_teardown, check_waits_are_short,
+                             check_wrap_around, naive_pageable_write, transfers_of)
+
+import ggml_py
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.transfers import Flight, Pending, Pinned, Ring, Statistics, Transfers
+from ggml_py.files.gguf import GGUFFile
+from ggml_py.engine.model import Context, Model
+
+
+@pytest.fixture
+def machine():
+    return FakeMachine()
+
+
+@pytest.mark.parametrize("check", NAIVE + CHECKS)
+def test_late(machine, check):
+    check(machine)
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_teardown(machine, close):
+    check_teardown(machine, close)
+
+
+def test_naive_write_from_pageable_memory():
+    """A driver may read pageable memory as late as this one does: it takes what came after, or what is left of freed memory."""
+    assert (naive_pageable_write(FakeMachine(), 256, drop=False) == 2).all()
+    machine = FakeMachine()
+    with pytest.raises(AssertionError, match="256 bytes at 0x[0-9a-f]+ were gone when a copy read them"):
+        naive_pageable_write(machine, 256, drop=True)
+    gpu = machine.drivers[0]
+    assert (gpu.bytes[:256] == GONE).all()
+
+
+# The checks find mistakes
+
+def without_wait(self):
+    pass
+
+
+def source_forgotten(self, ring, end, source=None, landing=None):
+    self.driver, self.stream, self.end, self.source, self.landing, self.event = ring.driver, ring.stream, end, None, landing, None
+
+
+def noted_behind_the_copy(self, to, source, n_bytes, flight):
+    self.driver.copy(to, source, n_bytes, self.stream)
+    flight.event = self.stream.record()
+    self.flights.append(flight)
+    self.head = flight.end
+
+
+def closed_at_once(self):
+    self.flights.clear()
+    self.memory.close()
+
+
+MISTAKES = {
+    "nothing waits": (Flight, "wait", without_wait,
+                      [check_read, check_sizes, check_wrap_around, check_pinned, check_waits_are_short]),
+    "sources are not kept": (Flight, "__init__", source_forgotten, [check_early_deletion]),
+    "sources can be written": (Pinned, "departing", lambda self, flight: nullcontext(), [check_pinned]),
+    "streams are not ordered": (Transfers, "fork", lambda self, *args: nullcontext(), [check_fork, check_peer, check_sizes]),
+    "flights are noted too late": (Ring, "queue", noted_behind_the_copy, [check_exceptions]),
+    "closing does not wait": (Ring, "close", closed_at_once,
+                              [lambda machine: check_teardown(machine, True), lambda machine: check_teardown(machine, False)]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_checks_find_mistakes(monkeypatch, mistake):
+    owner, name, wrong, checks = MISTAKES[mistake]
+    monkeypatch.setattr(owner, name, wrong)
+    for check in checks:
+        with pytest.raises((AssertionError, FakeError, pytest.fail.Exception)):
+            check(FakeMachine())
+
+
+# Models
+
+@pytest.fixture
+def late_model(tmp_path):
+    machine = FakeMachine(1 << 22)
+    with Model(GGUFFile.open(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32"))), LateBackend(machine)) as model:
+        yield machine, model
+    machine.check()
+
+
+@pytest.mark.parametrize("kv_write", ["set_rows", "cpy"])
+@pytest.mark.parametrize("check", MODEL_CHECKS)
+def test_late_model(late_model, check, kv_write):
+    """Nothing leaks, though contexts are closed with steps in flight."""
+    machine, model = late_model
+    used = machine.used_bytes()
+    check(machine, model, kv_write=kv_write)
+    assert machine.used_bytes() == used
+
+
+def copied_at_once(self, buffer, offset, source, source_buffer, source_offset, n_bytes):
+    self.memory(buffer)[offset:offset + n_bytes] = source.memory(source_buffer)[source_offset:source_offset + n_bytes]
+
+
+def written_from_where_they_are(self, buffer, offset, data):
+    place = self.memory(buffer)[offset:offset + data.nbytes]
+    self.stream.queue(lambda: np.copyto(place, data.reshape(-1).view(np.uint8)))
+
+
+def kept_as_it_is(self):
+    self.ahead = None
+
+
+@pytest.mark.parametrize("owner, name, wrong", [
+    (LateBackend, "copy", copied_at_once), (LateBackend, "write", written_from_where_they_are),
+    (Context, "_take_back", kept_as_it_is)], ids=lambda value: getattr(value, "__name__", value))
+def test_the_check_of_greedy_generation_finds_mistakes(late_model, monkeypatch, owner, name, wrong):
+    """The token is copied before the step that gives it has run, inputs of the next step are written over those that have yet to
+    be copied, a step stays that nobody asked for."""
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(AssertionError, match="^greedy gives .* single steps "):
+        check_greedy(*late_model)
+
+
+# Pending values
+
+PENDING = Pending(np.zeros(4, np.uint8))
+
+
+@pytest.mark.parametrize("use",
+                         [np.asarray, len, list, bool, int, float, bytes, lambda p: p[0], lambda p: 0 in p, lambda p: p == 0,
+                          lambda p: p + 1,
+                                 lambda p: 1 + p, lambda p: np.add(p, 1), lambda p: np.zeros(4) + p, lambda p: p.view(np.float32),
+                          lambda p: p.shape,
+                                 copy.copy, copy.deepcopy, pickle.dumps])
+def test_pending_is_no_array(use):
+    with pytest.raises((TypeError, AttributeError),
+                       match=r"Pending: .* of bytes that may still be on their way; call \.result\(\)"):
+        use(PENDING)
+
+
+def test_pending_refuses_buffers():
+    with pytest.raises(TypeError):
+        memoryview(PENDING)
+
+
+def test_results():
+    with transfers_of(FakeMachine()) as transfers:
+        buffer = transfers.allocate(8)
+        transfers.write(buffer, 0, np.arange(2, dtype=np.float32))
+        pending = transfers.read(buffer, 0, 8)
+        assert pending.result().view(np.float32).tolist() == [0, 1]
+        assert pending.result() is pending.result() and pending.result().flags.owndata
+    backend = CPUBackend()
+    buffer = backend.upload(np.arange(8, dtype=np.uint8))
+    pending = backend.read(buffer, 2, 3)
+    buffer[:] = 0
+    assert pending.result().tolist() == [2, 3, 4]
+
+
+def test_nobody_else_copies():
+    """Copies between host and device are made in transfers.py alone."""
+    root = Path(ggml_py.__file__).resolve().parent
+    found = {path.name for folder in (root, root.parent / "kernels", root.parent / "bench") for path in folder.rglob("*.py")
+             if re.search(r"cuMemcpy(HtoD|DtoH|Async|Peer|Batch)|\.copy_(to|from)\(|cuMemAllocHost|cuMemHostRegister",
+                          path.read_text())}
+    assert found == {"transfers.py"}
+
+
+# Errors, statistics, leaks
+
+def test_errors(machine):
+    with transfers_of(machine) as transfers:
+        buffer = transfers.allocate(100)
+        for call, message in [
+                (lambda: transfers.write(buffer, 90, np.zeros(11, np.uint8)),
+                 "write: bytes 90 to 101 of a buffer, allowed: 0 to 100"),
+                (lambda: transfers.read(buffer, -1, 5), "read: bytes -1 to 4 of a buffer, allowed: 0 to 100"),
+                (lambda: transfers.read(buffer, 0, -5), "read: bytes 0 to -5 of a buffer, allowed: 0 to 100"),
+                (lambda: transfers.copy(buffer, 0, transfers, buffer, 1, 100),
+                 "copy: bytes 1 to 101 of a buffer, allowed: 0 to 100"),
+                (lambda: transfers.write(buffer, 0, transfers.pinned(101)),
+                 "write: bytes 0 to 101 of a buffer, allowed: 0 to 100"),
+                (lambda: Transfers(machine.drivers[0], transfers.stream, 255), "ring_bytes: must be at least 256, got 255")]:
+            with pytest.raises(ValueError, match=message):
+                call()
+        transfers.free(buffer)
+        transfers.free(buffer)
+        with pytest.raises(ValueError, match="read: the buffer has been freed"):
+            transfers.read(buffer, 0, 0)
+    with transfers_of(machine) as transfers:
+        buffer = transfers.allocate(100)
+        transfers.stream.is_captured = True
+        for name, call in {"write": lambda: transfers.write(buffer, 0, np.zeros(1)), "read": lambda: transfers.read(buffer, 0, 1),
+                           "free": lambda: transfers.free(buffer), "allocate": lambda: transfers.allocate(1)}.items():
+            with pytest.raises(RuntimeError, match=f"{name}: the stream is being captured; allowed: before and after a capture"):
+                call()
+        transfers.stream.is_captured = False
+    for name, call in {"allocate": lambda: transfers.allocate(1), "pinned": lambda: transfers.pinned(1)}.items():
+        with pytest.raises(RuntimeError, match=f"{name}: these transfers are closed"):
+            call()
+
+
+def test_statistics(machine):
+    with transfers_of(machine) as transfers, transfers_of(machine, 1) as others:
+        buffer, other = transfers.allocate(RING), others.allocate(RING)
+        transfers.write(buffer, 0, np.zeros(RING, np.uint8))
+        transfers.write(buffer, 0, np.zeros(100, np.uint8))
+        transfers.write(buffer, 0, transfers.pinned(7))
+        transfers.read(buffer, 0, 10)
+        others.copy(other, 0, transfers, buffer, 0, 50)
+        counts = transfers.statistics
+        assert counts.wait_seconds > 0
+        counts.wait_seconds = 0.00149
+        assert counts == Statistics(2, RING + 100, 1, 7, 1, 10, 0, 0, 1, RING, 1, 0.00149)
+        assert transfers.report().splitlines() == [
+            "2 copies to the device (4,196 bytes), 1 from pinned memory (7), 1 to the host (10), 0 from other devices (0)",
+            "pinned ring of 4,096 bytes: at most 4,096 in flight, 1 rounds, 1 waits of 1.5 ms in all"]
+        assert (others.statistics.n_peer, others.statistics.bytes_peer) == (1, 50)
+
+
+def test_nothing_leaks():
+    """Contexts made, used and closed again and again, some of them only dropped: no memory of the device or page-locked memory
+    stays."""
+    machine = FakeMachine()
+    gpu = machine.drivers[0]
+    stream = gpu.stream()
+    for i in range(200):
+        transfers = Transfers(gpu, stream, RING)
+        buffers = [transfers.allocate(n, zeroed=True) for n in (100, 5000)]
+        pinned = transfers.pinned(300)
+        pinned[...] = i
+        transfers.write(buffers[1], 0, np.full(5000, i, np.uint8))
+        transfers.write(buffers[1], 7, pinned)
+        pending = transfers.read(buffers[1], 0, 5000)
+        if i % 4:
+            transfers.free(buffers[0])
+            transfers.free(buffers[1])
+        if i % 3:
+            transfers.close()
+        del transfers, buffers, pinned
+        assert (pending.result() == i % 256).all()
+    del pending
+    gc.collect()
+    stream.sync()
+    machine.check()
+    assert gpu.used_bytes == 0 and not gpu.blocks and [(h.offset, h.size) for h in gpu.holes] == [(0, len(gpu.bytes))]
+    assert not [owner for _, _, owner in gpu.world.host if owner() is not None]
+
+
+# The fake
+
+@given(PROGRAMS, st.lists(st.integers(0, 3), max_size=80))
+@settings(max_examples=100, deadline=None)
+def test_programs_have_one_outcome(program, choices):
+    """Of a program of driver_programs, whichever stream is ahead; test_gpu_transfers compares it with that of a real driver."""
+    lazy, stepped = FakeMachine(), FakeMachine()
+    wanted = Interpreter(lazy).run(program)
+    found = Interpreter(stepped, before_sync=lambda: [stepped.world.step(index) for index in choices]).run(program)
+    assert np.array_equal(wanted, found)
+    lazy.check()
+    stepped.check()
+
+
+def test_fake_is_strict(machine):
+    """It refuses a thread without a device and memory that it does not know, and sees what uses memory outside of its time."""
+    gpu = FakeGPU()
+    with pytest.raises(FakeError, match="the device current in this thread is None, expected one"):
+        gpu.pinned(1)
+    gpu, other = machine.drivers
+    stream, side = gpu.stream(), gpu.stream()
+    gpu.enter()
+    with pytest.raises(FakeError, match="the device current in this thread is fake:0, expected fake:1"):
+        other.stream().record()
+    a, b = gpu.allocate(256, stream), gpu.allocate(256, stream)
+    with pytest.raises(FakeError, match="is memory of another device than fake:1"):
+        other.copy(a.handle, b.handle, 1, other.stream(), peer=gpu)
+    with pytest.raises(FakeError, match="is memory of another device than fake:1"):
+        other.copy(other.address, b.handle, 1, other.stream())
+    with pytest.raises(FakeError, match="are not memory"):
+        gpu.copy(a.handle, a.handle + 1000, 256, stream)
+    gpu.copy(b.handle, a.handle, 256, side)
+    side.sync()  # before the allocations
+    assert [violation.split(" ", 4)[4]
+            for violation in machine.world.violations] == ["were gone when a copy read them", "were gone when they were written"]
+    machine.world.violations.clear()
+    gpu.copy(b.handle, a.handle, 256, side)
+    address = a.handle
+    a.close(stream)
+    assert gpu.allocate(256, stream).handle == address != gpu.allocate(256, side).handle
+    stream.sync()
+    side.sync()
+    assert len(machine.world.violations) == 1 and "gone when a copy read" in machine.world.violations[0]
+    with pytest.raises(FakeError, match="out of memory"):
+        gpu.allocate(1 << 20, stream)

@@ -1,0 +1,233 @@
+"""One case for each op of the op table: operands by what they are, so that any of its rows can be computed alone.
+A new op needs a line in CASES."""
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import numpy as np
+from op_runs import cache, plain, product_input, weight
+
+from ggml_py.base.storage import CACHE_TYPES, Arrays
+from ggml_py.check.evaluate import Value, evaluate, make_node
+from ggml_py.check.recording import Capture
+from ggml_py.ops.table import OPS
+from ggml_py.quant.formats import FORMATS, format_of
+from random_weights import random_weight
+
+N, M, K = 37, 70, 544          # rows, rows of weights, columns (two chunks and a part; whole blocks of 32)
+HEADS, HEADS_KV, DIM, CELLS = 4, 2, 64, 3 * 48
+EXPERTS, ROUTED = 3, 40         # matrices of a stack; columns of router logits
+WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
+
+
+@dataclass(eq=False)
+class Operand(Value):
+    """axis: of the rows that are computed; None: the operand is whole for all of them."""
+    axis: int | None = None
+
+    def rows(self, chosen) -> "Operand":
+        if self.axis is None:
+            return self
+        shape = *self.shape[:self.axis], len(chosen), *self.shape[self.axis + 1:]
+        return replace(self, shape=shape, arrays=tuple(array.take(chosen, self.axis) for array in self.arrays))
+
+
+def whole(value: Value) -> Operand:
+    return Operand(**vars(value))
+
+
+def in_rows(value: Value, axis: int = 0) -> Operand:
+    return Operand(**vars(value), axis=axis)
+
+
+class Operands:
+    """What the lines of CASES are made of; every array has a seed of its own. type_: of weights and caches."""
+
+    def __init__(self, op: str, type_: str, n_cols: int):
+        self.rng, self.type, self.k = np.random.default_rng(crc32(f"{op} {type_}".encode())), type_, n_cols
+
+    def floats(self, n: int, k: int = 0) -> np.ndarray:
+        x = self.rng.standard_normal((n, k or self.k)) * np.exp2(self.rng.integers(-12, 12, (n, 1)))
+        x[1::9] = 0
+        return x.astype(np.float32)
+
+    def x(self, k: int = 0) -> Operand:
+        return in_rows(plain("x", self.floats(N, k)))
+
+    def act(self) -> Operand:
+        return in_rows(product_input("Q8_0", self.floats(N)))
+
+    def input(self) -> Operand:
+        """What a product with a weight of the type takes."""
+        return in_rows(product_input(self.type, self.floats(N)))
+
+    def table(self) -> Operand:
+        return whole(plain("table", self.floats(M)))
+
+    def vector(self, n: int = 0) -> Operand:
+        return whole(plain("vector", self.rng.standard_normal(n or self.k).astype(np.float32)))
+
+    def matrix(self) -> Operand:
+        return whole(weight("w", self.type, random_weight(format_of(self.type), M, self.k, self.rng), self.k))
+
+    def matrices(self, n: int = EXPERTS) -> Operand:
+        blocks = random_weight(format_of(self.type), n * M, self.k, self.rng)
+        return whole(weight("w", self.type, blocks.reshape(n, M, -1), self.k))
+
+    def experts(self) -> Operand:
+        """One of each token, so that rows of the result are rows of tokens."""
+        return in_rows(plain("ids", self.rng.integers(0, EXPERTS, (N, 1)).astype(np.int32)))
+
+    def biases(self) -> Operand:
+        return whole(plain("biases", self.floats(EXPERTS, M)))
+
+    def columns(self, k: int, n: int) -> Operand:
+        return in_rows(plain("columns", self.rng.integers(0, k, (N, n)).astype(np.int32)))
+
+    def ids(self, most: int = M) -> Operand:
+        return in_rows(plain("ids", self.rng.integers(0, most, N).astype(np.int32)))
+
+    def angles(self) -> Operand:
+        a = self.rng.uniform(0, 6, (48, DIM // 2))
+        return whole(plain("angles", np.stack([np.cos(a), np.sin(a)], axis=2).astype(np.float32)))
+
+    def cache(self, k: int = HEADS_KV * DIM) -> Operand:
+        """A cache whose every cell is written."""
+        return whole(cache("cache", self.type, self.floats(CELLS, k)))
+
+    def cells(self) -> Operand:
+        return in_rows(plain("cells", self.rng.permutation(CELLS)[:N]))
+
+    def addresses(self, *n_cols: int) -> Operand:
+        """Of the same cells in caches of so many columns, each from address 0 on: a row of the table for each cache, behind one
+        that nobody reads."""
+        cells, (block, size, _) = self.rng.permutation(CELLS)[:N], CACHE_TYPES[self.type]
+        return in_rows(plain("addresses", np.stack([np.full(N, -1), *(cells * (k // block * size) for k in n_cols)])), 1)
+
+    def qkv_and_caches(self) -> list[Operand]:
+        """What rope_set_rows takes before the cells."""
+        return [self.x(Q), self.x(KV), self.x(KV), self.ids(48), self.angles(), self.cache(), self.cache()]
+
+    def present(self) -> Operand:
+        return whole(plain("present", (self.rng.random((3, 48)) < 0.9).astype(np.uint8)))
+
+
+KV, Q = HEADS_KV * DIM, HEADS * DIM
+WEIGHT, CACHE, PLAIN = WEIGHTS, list(CACHE_TYPES), [""]
+GATES = ["Q4_K", "Q8_0", "F16"]  # mul_mat has them all
+NORMED = ["Q4_K", "Q8_0"]        # products of a norm's activations
+
+# op, and what a further case of it is -> (types that it is tried with, its operands, its parameters)
+CASES = {
+    "get_rows": (WEIGHT, lambda o: [o.matrix(), o.ids()], {}),
+    "take_rows": (PLAIN, lambda o: [o.table(), o.ids()], {}),
+    "quantize": (PLAIN, lambda o: [o.x()], {}),
+    "mul_mat": (WEIGHT, lambda o: [o.matrix(), o.input()], {}),
+    "mul_mat_qkv": (GATES, lambda o: [o.matrix(), o.matrix(), o.matrix(), o.input(), *(o.vector(M) for _ in range(3))], {}),
+    "mul_mat_glu": (GATES, lambda o: [o.matrix(), o.matrix(), o.input(), o.vector(M), o.vector(M)], {"act": "silu"}),
+    "rms_norm": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
+    "rms_norm_act": (PLAIN, lambda o: [o.x(), o.vector()], {"eps": 1e-5}),
+    "add_rms_norm": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
+    "add_rms_norm_act": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
+    "add_rms_norm_and_act": (PLAIN, lambda o: [o.x(), o.x(), o.vector()], {"eps": 1e-5}),
+    "add_rms_norm_mul_mat_qkv": (NORMED,
+                                 lambda o: [o.x(), o.x(), o.vector(), *(o.matrix() for _ in range(3)),
+                                            *(o.vector(M) for _ in range(3))],
+                                 {"eps": 1e-5}),
+    "add_rms_norm_mul_mat_glu": (NORMED, lambda o: [o.x(), o.x(), o.vector(), o.matrix(), o.matrix(), o.vector(M), o.vector(M)],
+                                 {"eps": 1e-5, "act": "silu"}),
+    "add": (PLAIN, lambda o: [o.x(), o.x()], {}),
+    "mul": (PLAIN, lambda o: [o.x(), o.vector()], {}),
+    "scale": (PLAIN, lambda o: [o.x()], {"factor": 0.3}),
+    "swiglu": (PLAIN, lambda o: [o.x(), o.x()], {}),
+    "geglu": (PLAIN, lambda o: [o.x(), o.x()], {}),
+    "reglu": (PLAIN, lambda o: [o.x(), o.x()], {}),
+    "swiglu_act": (PLAIN, lambda o: [o.x(), o.x()], {}),
+    "rope": (PLAIN, lambda o: [o.x(Q), o.ids(48), o.angles()], {"n_head": HEADS, "neox": True}),
+    "set_rows": (CACHE, lambda o: [o.cache(), o.x(KV), o.cells()], {}),
+    "cpy_rows": (CACHE, lambda o: [o.cache(), o.x(KV)], {"cell": 5}),
+    "cpy_rows_indirect": (CACHE, lambda o: [o.cache(), o.x(KV), o.addresses(KV)], {"slot": 1}),
+    "rope_set_rows": (["f32", "f16"], lambda o: [*o.qkv_and_caches(), o.cells()],
+                      {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False}),
+    "rope_set_rows: norms, by address": (
+        ["f32", "f16"], lambda o: [*o.qkv_and_caches(), o.addresses(KV, KV), o.vector(DIM), o.vector(DIM)],
+        {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": True, "eps": 1e-5, "slot_k": 1, "slot_v": 2}),
+    "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
+                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5}),
+    "flash_attn_ext: window, sinks": (CACHE,
+                                      lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
+                                      {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 20}),
+    "flash_attn_ext: latent": (CACHE, lambda o: [o.x(HEADS * KV), *[o.cache()] * 2, o.ids(3), o.ids(48), o.present()],
+                               {"n_head": HEADS, "n_head_kv": 1, "scale": KV**-0.5, "n_embd_head_v": DIM}),
+    "flash_attn_ext_act": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
+                           {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 30}),
+    "soft_max": (PLAIN, lambda o: [o.x(ROUTED)], {}),
+    "sigmoid": (PLAIN, lambda o: [o.x(ROUTED)], {}),
+    "mask_groups": (PLAIN, lambda o: [o.x(ROUTED)], {"n_group": 8, "n_group_used": 3}),
+    "top_k": (PLAIN, lambda o: [o.x(ROUTED)], {"k": 5}),
+    "take_columns": (PLAIN, lambda o: [o.x(ROUTED), o.columns(ROUTED, 5)], {}),
+    "normalize": (PLAIN, lambda o: [o.x(ROUTED)], {}),
+    "topk_moe": (PLAIN, lambda o: [o.x(ROUTED), o.vector(ROUTED)],
+                 {"k": 5, "gating": "sigmoid", "norm": True, "factor": 2.5, "n_group": 8, "n_group_used": 3}),
+    "mul_mat_id": (GATES, lambda o: [o.matrices(), o.input(), o.experts()], {}),
+    "mul_mat_id_glu": (GATES, lambda o: [o.matrices(), o.matrices(), o.input(), o.experts(), o.biases(), o.biases()],
+                       {"act": "swiglu_oai", "alpha": 1.702, "limit": 7.0}),
+    "mul_mat_heads": (GATES, lambda o: [o.matrices(1), o.input()], {}),
+    "add_id": (PLAIN, lambda o: [o.x(M), o.biases(), o.experts()], {}),
+    "scale_id": (PLAIN, lambda o: [o.x(M), o.vector(EXPERTS), o.experts()], {}),
+    "weighted_sum": (PLAIN, lambda o: [o.x(), o.x(1)], {}),
+    "swiglu_oai": (PLAIN, lambda o: [o.x(), o.x()], {"alpha": 1.702, "limit": 7.0}),
+    "slice_heads": (PLAIN, lambda o: [o.x(Q)], {"n_head": HEADS, "first": 8, "n": 20}),
+    "concat_heads": (PLAIN, lambda o: [o.x(Q), o.x(DIM)], {"n_head": HEADS, "n_head_y": 1}),
+    "argmax": (PLAIN, lambda o: [o.x()], {}),
+    "mul_mat_argmax": (GATES, lambda o: [o.matrix(), o.input()], {}),
+    "cpy": (PLAIN, lambda o: [o.x(), o.x()], {}),
+    "cpy: activations": (PLAIN, lambda o: [o.act(), o.act()], {}),
+}
+WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
+SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"}  # of one row
+
+
+def op_of(case: str) -> str:
+    return case.split(":")[0]
+
+
+def op_cases():
+    """(op, and what a further case of it is, type) of every case."""
+    return [(op, type_) for op, (types, _, _) in CASES.items() for type_ in types]
+
+
+def operands_of(op: str, type_: str) -> list[Operand]:
+    block = FORMATS[type_].block_size if type_ in FORMATS else 1
+    n_cols = -(-K // block) * block
+    return CASES[op][1](Operands(op, type_, n_cols))
+
+
+def compute(case: str, operands: list[Operand], backend) -> dict[str, Arrays]:
+    """The results by name."""
+    op = op_of(case)
+    return dict(zip(OPS[op].results, evaluate(backend, op, operands, CASES[case][2])))
+
+
+def capture_of(case: str, operands: list[Operand], backend) -> Capture:
+    """The case's node as if it had been recorded."""
+    op, params = op_of(case), CASES[case][2]
+    node, _ = make_node(backend, op, operands, params, "out")
+    arrays = evaluate(backend, op, operands, params)
+    results = {result.name: Value(result.name, result.dtype, result.shape, made) for result, made in zip(node.results, arrays)}
+    return Capture(node.name, op, params, operands, results, backend.kernel_name(node), backend.device)
+
+
+def compute_rows(case: str, operands: list[Operand], backend, parts: list[np.ndarray]) -> dict[str, Arrays]:
+    """The results of rows, some after the others, in the order of the operands again; states that are whole for all rows are
+    handed on."""
+    op, operands, found = OPS[op_of(case)], list(operands), []
+    states = {name: i for i, name in enumerate(op.operands[:len(operands)]) if name in op.results and operands[i].axis is None}
+    for part in parts:
+        found.append(compute(case, [operand.rows(part) for operand in operands], backend))
+        for name, i in states.items():
+            operands[i] = replace(operands[i], arrays=found[-1][name])
+    order = np.argsort(np.concatenate(parts), kind="stable")
+
+    def joined(name: str) -> Arrays:
+        return tuple(np.concatenate(arrays)[order] for arrays in zip(*(each[name] for each in found), strict=True))
+    return {name: found[-1][name] if name in states else joined(name) for name in op.results}

@@ -1,0 +1,241 @@
+"""The CUDA kernels of a machine (`cuda_simulator`) for everything but products with matrices, against their definitions, bit for
+bit (`op_runs`)."""
+from dataclasses import replace
+
+import numpy as np
+
+from ggml_py.check.evaluate import Value
+from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.cuda.cpy import cpy
+from ggml_py.ops.table import OPS
+from ggml_py.testing import assert_bitwise_equal
+from cpu_comparisons import router_rows
+from matmul_comparisons import EPS, SPECIAL, activations, edges, seeded
+from op_runs import check_op, define, empty_cache, launch_op
+
+
+def case(op: str, **sizes) -> tuple[str, np.random.Generator]:
+    """Its name, and what its operands are drawn with."""
+    name = f"{op}[{', '.join(f'{what}={size}' for what, size in sizes.items())}]"
+    return name, seeded(name)
+
+
+# Norms, elementwise operations, and what makes activations of them
+
+def check_rms_norm(machine, n_rows, n_cols, special=False) -> None:
+    name, rng = case("rms_norm", n_rows=n_rows, n_cols=n_cols, special=special)
+    x, w = activations(n_rows, n_cols, rng), activations(1, n_cols, rng)[0]
+    if special:
+        x[:, 0] = np.resize(SPECIAL, n_rows)
+    check_op(machine, name, "rms_norm", x, w, eps=EPS, in_place="x")
+
+
+def check_add_rms_norm(machine, n_rows, n_cols, eps=EPS) -> None:
+    name, rng = case("add_rms_norm", n_rows=n_rows, n_cols=n_cols, eps=eps)
+    rows = edges(n_rows, n_cols, rng), edges(n_rows, n_cols, rng), activations(1, n_cols, rng)[0]
+    check_op(machine, name, "add_rms_norm", *rows, eps=eps)
+
+
+def check_rms_norm_act(machine, n, k, eps=EPS) -> None:
+    name, rng = case("rms_norm_act", n=n, k=k, eps=eps)
+    check_op(machine, name, "rms_norm_act", edges(n, k, rng), activations(1, k, rng)[0], eps=eps)
+
+
+def check_add_rms_norm_act(machine, n, k, eps=EPS) -> None:
+    """add_rms_norm_act, and add_rms_norm_and_act."""
+    for op in "add_rms_norm_act", "add_rms_norm_and_act":
+        name, rng = case(op, n=n, k=k, eps=eps)
+        check_op(machine, name, op, edges(n, k, rng), edges(n, k, rng), activations(1, k, rng)[0], eps=eps)
+
+
+def check_binary(machine, op, n_rows, n_cols, y_rows) -> None:
+    """op: add or mul."""
+    name, rng = case(op, n_rows=n_rows, n_cols=n_cols, y_rows=y_rows)
+    x, y = activations(n_rows, n_cols, rng), activations(y_rows, n_cols, rng)
+    x.reshape(-1)[-len(SPECIAL):] = SPECIAL[:x.size]
+    check_op(machine, name, op, x, y if y_rows == n_rows else y[0], in_place="x")
+
+
+def check_scale(machine, n_rows, n_cols, factor) -> None:
+    name, rng = case("scale", n_rows=n_rows, n_cols=n_cols, factor=factor)
+    check_op(machine, name, "scale", activations(n_rows, n_cols, rng), factor=factor, in_place="x")
+
+
+def check_glu(machine, op, n_rows, n_cols) -> None:
+    """op: swiglu, geglu or reglu."""
+    name, rng = case(op, n_rows=n_rows, n_cols=n_cols)
+    check_op(machine, name, op, edges(n_rows, n_cols, rng), activations(n_rows, n_cols, rng), in_place="gate")
+
+
+def check_swiglu_oai(machine, n_rows, n_cols, alpha=1.702, limit=7.0) -> None:
+    name, rng = case("swiglu_oai", n_rows=n_rows, n_cols=n_cols, alpha=alpha, limit=limit)
+    gate, up = edges(n_rows, n_cols, rng), edges(n_rows, n_cols, rng)[::-1]
+    check_op(machine, name, "swiglu_oai", gate, up, alpha=alpha, limit=limit, in_place="gate")
+
+
+def check_swiglu_act(machine, n, k) -> None:
+    name, rng = case("swiglu_act", n=n, k=k)
+    check_op(machine, name, "swiglu_act", edges(n, k, rng), activations(n, k, rng))
+
+
+def check_argmax(machine, k) -> None:
+    """Rows with their largest value twice, of zeros of both signs, of equal, infinite and small values, and with a NaN."""
+    name, rng = case("argmax", k=k)
+    x = activations(8, k, rng)
+    x[0, k // 2] = x[0, -1] = 1e30
+    x[1] = rng.choice([-0.0, 0.0], k)
+    x[2] = -np.inf
+    x[3] = -x[3]**2 - 1
+    x[4] = rng.choice(SPECIAL[np.isfinite(SPECIAL)], k)
+    x[5, rng.integers(k)] = np.inf
+    x[6, rng.integers(k)] = np.nan
+    check_op(machine, name, "argmax", x)
+
+
+# Mixture of experts
+
+def check_row_op(machine, op, n_cols, *params) -> None:
+    """op: soft_max, sigmoid, normalize or mask_groups."""
+    name, rng = case(op, n_cols=n_cols, params=params)
+    check_op(machine, name, op, router_rows(n_cols, rng), **dict(zip(OPS[op].params, params)), in_place="x")
+
+
+def check_top_k(machine, n_cols, k) -> None:
+    """And take_columns of another row, by the columns that were found, by any, and by some that there are not."""
+    name, rng = case("top_k", n_cols=n_cols, k=k)
+    x, y = router_rows(n_cols, rng), activations(12, n_cols, rng)
+    check_op(machine, name, "top_k", x, k=k)
+    (ids,), = define("top_k", x, k=k)
+    for columns in ids, rng.integers(0, n_cols, ids.shape).astype(np.int32):
+        check_op(machine, f"take_columns {name}", "take_columns", y, columns)
+    (expected,), = define("take_columns", y, columns)
+    places = (0, 3, 5, 7), (0, -1, 0, -1)
+    columns[places], expected[places] = (-1, n_cols, np.iinfo(np.int32).min, np.iinfo(np.int32).max), np.nan
+    (found,), = launch_op(machine, "take_columns", y, columns)
+    assert_bitwise_equal(found, expected, f"take_columns {name}, no such columns")
+
+
+def check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor) -> None:
+    """groups: (n_group, n_group_used)."""
+    name, rng = case("topk_moe", gating=gating, n_expert=n_expert, k=k, biased=biased, groups=groups, norm=norm, factor=factor)
+    rows = router_rows(n_expert, rng), activations(1, n_expert, rng)[0]
+    params = dict(k=k, gating=gating, norm=norm, factor=factor, n_group=groups[0], n_group_used=groups[1])
+    check_op(machine, name, "topk_moe", *rows[:1 + biased], **params)
+
+
+# Heads and their rotation
+
+def check_heads(machine, n, n_head, dim, first, count, dim_y) -> None:
+    name, rng = case("heads", n=n, n_head=n_head, dim=dim, first=first, count=count, dim_y=dim_y)
+    x, y = (edges(n * n_head, d, rng).reshape(n, -1) for d in (dim, dim_y))
+    check_op(machine, f"slice_heads {name}", "slice_heads", x, n_head=n_head, first=first, n=count)
+    for n_head_y in n_head, 1:
+        check_op(machine, f"concat_heads {name}", "concat_heads", x, y[:, :n_head_y * dim_y], n_head=n_head, n_head_y=n_head_y)
+
+
+def angles(n, n_rot, rng) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of n tokens, and a table of cosines and sines for nine of them."""
+    x = rng.uniform(0, 6, (9, n_rot // 2))
+    return rng.integers(0, 9, n).astype(np.int32), np.stack([np.cos(x), np.sin(x)], axis=2).astype(np.float32)
+
+
+def check_rope(machine, n, n_head, dim, n_rot, neox) -> None:
+    name, rng = case("rope", n=n, n_head=n_head, dim=dim, n_rot=n_rot, neox=neox)
+    x = activations(n * n_head, dim, rng).reshape(n, -1)
+    check_op(machine, name, "rope", x, *angles(n, n_rot, rng), n_head=n_head, neox=neox, in_place="x")
+
+
+# Copies, and the KV cache
+
+def check_cpy(machine, n_bytes, first, to) -> None:
+    """Bytes from byte `first` of an array to byte `to` of another one, of which the rest stays as it is."""
+    rng = seeded(f"cpy[{n_bytes}, {first}, {to}]")
+    source, before = (rng.integers(0, 256, at + n_bytes + 64, np.uint8) for at in (first, to))
+    x, dst = machine.upload(source), machine.upload(before)
+    operands = dict(x=Operand("u8", (n_bytes,), x + first), dst=Operand("u8", (n_bytes,), dst + to))
+    machine.run(cpy(Call("cpy", "copy", machine.target, operands)))
+    before[to:to + n_bytes] = source[first:first + n_bytes]
+    assert_bitwise_equal(machine.download(dst, np.uint8, before.size), before, f"cpy of {n_bytes} bytes from {first} to {to}")
+    machine.free()
+
+
+def row_addresses(cache: Value, rows) -> np.ndarray:
+    """Of a cache's rows, from its first byte on."""
+    return rows * cache.arrays[0].strides[0]
+
+
+def check_set_rows(machine, type_, rows, k, n_cells, special=False) -> None:
+    name, rng = case("set_rows", type=type_, rows=rows[:8], k=k, n_cells=n_cells, special=special)
+    x, rows = activations(len(rows), k, rng), np.array(rows, np.int64)
+    if type_ == "q8_0":
+        x = (np.rint(x * 64) / 64).astype(np.float32)
+        x[:, ::32] = 63.5  # d = 0.5: levels are 2 x, ties among them
+    if special:
+        x.reshape(-1)[::32] = np.resize(SPECIAL, -(-x.size // 32))
+    check_op(machine, name, "set_rows", empty_cache("cache", type_, n_cells, k, 0xff), x, rows)
+
+
+def check_cpy_rows(machine, type_, rows, k, n_cells) -> None:
+    """cpy_rows_indirect to the addresses of `rows`, and cpy_rows side by side from the first of them on,
+    write what set_rows does."""
+    name, rng = case("cpy_rows", type=type_, rows=rows[:8], k=k, n_cells=n_cells)
+    x, cache, rows = activations(len(rows), k, rng), empty_cache("cache", type_, n_cells, k, 0xff), np.array(rows, np.int64)
+    dst = np.stack([np.full_like(rows, -1), row_addresses(cache, rows)])
+    for found, to in ((check_op(machine, f"{name} indirect", "cpy_rows_indirect", cache, x, dst, slot=1), rows),
+                      (check_op(machine, name, "cpy_rows", cache, x, cell=int(rows[0])), rows[0] + np.arange(len(rows)))):
+        assert_bitwise_equal(found[0][0], define("set_rows", cache, x, to)[0][0], name)
+
+
+def check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n_cells, normed, indirect) -> None:
+    """types: of the caches of K and V; rows: cells written; heads: (n_head, n_head_kv); dims: of K and V; normed: the heads of Q
+    and K before; indirect: cells by their addresses."""
+    (n_head, n_head_kv), (dim, dim_v), n = heads, dims, len(rows)
+    name, rng = case("rope_set_rows", types=types, rows=rows[:8], heads=heads, dims=dims, n_rot=n_rot, neox=neox, normed=normed,
+                     indirect=indirect)
+    columns, rows = (n_head * dim, n_head_kv * dim, n_head_kv * dim_v), np.array(rows, np.int64)
+    caches = [empty_cache(f"cache-{i}", type_, n_cells, k, 0xff) for i, (type_, k) in enumerate(zip(types, columns[1:]))]
+    dst = np.stack([row_addresses(caches[1], rows), np.full_like(rows, -1), row_addresses(caches[0], rows)]) if indirect else rows
+    rows, norms = [activations(n, k, rng) for k in columns], activations(2, dim, rng) if normed else []
+    params = dict(n_head=n_head, n_head_kv=n_head_kv, neox=neox, eps=EPS if normed else None)
+    params |= dict(slot_k=2, slot_v=0) if indirect else {}
+    check_op(machine, name, "rope_set_rows", *rows, *angles(n, n_rot, rng), *caches, dst, *norms, **params)
+
+
+def filled_cache(name: str, type_: str, n_cells: int, cells: np.ndarray, x: np.ndarray) -> Value:
+    """Rows x in those cells, NaN in the others."""
+    empty = empty_cache(name, type_, n_cells, x.shape[1], 0xff)
+    return replace(empty, arrays=define("set_rows", empty, x, cells)[0])
+
+
+def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=0, sinks=False,
+                         latent=False, act=False) -> None:
+    """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes:
+    (sequence, position) of keys that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel
+    1 of all heads of that row. Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is
+    chosen. latent: V is K's cache, of one KV head.
+    act: flash_attn_ext_act."""
+    op, (n_head, n_head_kv), (dim_k, dim_v), n = "flash_attn_ext_act" if act else "flash_attn_ext", heads, dims, len(tokens)
+    name, rng = case(op, types=types, tokens=tokens[:4], n=n, heads=heads, dims=dims, n_ctx=n_ctx, holes=list(holes)[:4],
+                     special=special, shape=shape, window=window, sinks=sinks, latent=latent)
+    seq, pos = np.array(tokens, np.int32).T
+    n_seq = int(seq.max()) + 1
+    present = np.zeros((n_seq, n_ctx), np.uint8)
+    for s in range(n_seq):
+        present[s, :pos[seq == s].max(initial=-1) + 1] = 1
+    for s, p in holes:
+        present[s, p] = 0
+    q, cells = activations(n * n_head, dim_k, rng).reshape(n, n_head, dim_k), np.flatnonzero(present)
+    k, v = (activations(len(cells) * n_head_kv, dim, rng).reshape(len(cells), n_head_kv, dim) for dim in dims)
+    for what, s, p, value in special:
+        if what == "q":
+            q[tokens.index((s, p)), :, 1] = value
+        else:
+            (k if what == "k" else v)[np.searchsorted(cells, s * n_ctx + p), :, 1] = value
+    cache_k, cache_v = (filled_cache(what, type_, n_seq * n_ctx, cells, x.reshape(len(cells), -1))
+                        for what, type_, x in zip("kv", types, (k, v)))
+    operands = [q.reshape(n, -1), cache_k, cache_k if latent else cache_v, seq, pos, present]
+    if sinks:
+        operands.append(rng.normal(0, 3, n_head).astype(np.float32))
+    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=dim_k**-0.5, window=window or 0, n_embd_head_v=dim_v if latent else 0)
+    (expected,) = check_op(machine, name, op, *operands, plan=shape, **params)
+    assert special or all(np.isfinite(part).all() for part in expected), name

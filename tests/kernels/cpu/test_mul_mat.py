@@ -1,0 +1,157 @@
+"""kernels/cpu/mul_mat against kernels/reference/mul_mat, bit for bit: every format, both sides of every edge,
+all instruction sets, 1 and 2 threads."""
+from itertools import product
+
+import numba
+import numpy as np
+import pytest
+from cpu_comparisons import seeded
+from numba.core.errors import TypingError
+from op_runs import product_input
+from random_weights import random_weight
+
+from ggml_py.kernels.cpu.mul_mat import BLOCK, N_COLUMNS, PARALLEL, form_of, mul_mat_arrays
+from ggml_py.kernels.cpu.vector import ISAS, available_isas
+from ggml_py.kernels.reference.mul_mat import mul_mat_arrays as reference_arrays
+from ggml_py.quant import tile
+from ggml_py.quant.activation import LIMIT, quantize_activations
+from ggml_py.quant.formats import CHUNK, FORMATS, format_of
+from ggml_py.testing import assert_bitwise_equal
+
+NAMES = [fmt.name for fmt in FORMATS.values() if fmt.planes]
+FORMS = ["Q4_0", "Q5_K", "F16"]  # groups of 32; of 256, in spans of 64, with scales and minima; floats
+ROWS = [1, 31, 32, 33, 65]
+N_TOKENS = [1, 2, 5, 8, 17]   # one block, several, and a rest
+GUARD = 16                    # elements behind out that must stay as they are
+THREADS = [1, 2] if numba.config.NUMBA_NUM_THREADS > 1 else [1]
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)
+
+
+def columns_of(fmt):
+    """One block, a chunk, a chunk and a block, three chunks."""
+    block = fmt.block_size if fmt.is_quantized else 5
+    return sorted({block, CHUNK, CHUNK + block, 3 * CHUNK})
+
+
+def activations(n, k, rng):
+    return (rng.standard_normal((n, k)) * np.exp2(rng.integers(-6, 6, (n, k)))).astype(np.float32)
+
+
+def tiles(fmt, data, n_cols):
+    return tile.pack(data, fmt, len(data), n_cols).reshape(-1).view(np.uint32)
+
+
+def run(kernel, words, x, n, n_rows):
+    """float32 [n, n_rows] from the first n rows of the operands x."""
+    buffer = np.full(n * n_rows + GUARD, np.nan, np.float32)
+    kernel(words, *(a[:n] for a in x), buffer[:n * n_rows].reshape(n, n_rows))
+    assert np.isnan(buffer[n * n_rows:]).all(), "written behind the end of out"
+    return buffer[:n * n_rows].reshape(n, n_rows)
+
+
+def check(fmt, data, x, rows, n_tokens, isa=None):
+    """Weights data [rows, bytes] times activations x [n, k]: the first m of them for m in rows, the first n of those for n in
+    n_tokens; the last m with one thread as well."""
+    n_cols = x.shape[1]
+    kernel, x = mul_mat_arrays(fmt.name, isa), product_input(fmt.name, x).arrays
+    expected = run(reference_arrays(fmt.name), tiles(fmt, data[:max(rows)], n_cols), x, max(n_tokens), max(rows))
+    for m in rows:
+        words = tiles(fmt, data[:m], n_cols)
+        for n, n_threads in product(n_tokens, THREADS if m == rows[-1] else THREADS[-1:]):
+            numba.set_num_threads(n_threads)
+            name = f"mul_mat[{fmt.name}, m={m}, k={n_cols}, n={n}, isa={isa}, threads={n_threads}]"
+            assert_bitwise_equal(run(kernel, words, x, n, m), expected[:n, :m], name)
+    return expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference(name):
+    fmt, rng = format_of(name), seeded(name)
+    for n_cols in columns_of(fmt):
+        expected = check(fmt, random_weight(fmt, max(ROWS), n_cols, rng), activations(max(N_TOKENS), n_cols, rng), ROWS, N_TOKENS)
+        assert np.isfinite(expected).all(), f"{name}: the random weights do not test every bit"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_special_values(name):
+    """Scales of any bits, infinities and NaNs among them; activations with NaN, infinity, zeros, and too small for a scale."""
+    fmt, rng = format_of(name), seeded(f"special {name}")
+    n_cols = columns_of(fmt)[-2]
+    data = rng.integers(0, 256, (65, fmt.row_bytes(n_cols)), dtype=np.uint8)
+    x = activations(7, n_cols, rng)
+    x[0, 1], x[1, -1], x[2], x[3] = np.nan, -np.inf, 0, x[3] * np.float32(2.0**-120)
+    x[4, :CHUNK // 2] = -0.0
+    expected = check(fmt, data, x, [65], [1, 7])
+    assert np.isnan(expected).any()
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if format_of(name).is_quantized])
+def test_largest_sums(name):
+    """Rows whose integer fields are all zeros, all ones, or the top bit: levels and scales at their bounds,
+    with activations at theirs."""
+    fmt, rng, n_rows = format_of(name), seeded(f"largest {name}"), 64
+    data = random_weight(fmt, n_rows, 2 * CHUNK, rng).reshape(n_rows, -1, fmt.type_size)
+    first, digit = 0, 1
+    for field, size in fmt.fields:
+        if field not in ("d", "dmin", "m", "e"):
+            data[..., first:first + size] = np.resize(np.repeat(np.uint8([0x00, 0x7f, 0x80, 0xff]), digit), n_rows)[:, None, None]
+            digit *= 4
+        first += size
+    x = np.ones((3, 2 * CHUNK), np.float32)
+    x[1], x[2, ::2] = -1, -1
+    assert np.abs(quantize_activations(x)[0]).min() == LIMIT
+    check(fmt, data.reshape(n_rows, -1), x, [n_rows], [3])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMS)
+def test_instruction_sets(name, isa):
+    if isa not in available_isas():
+        pytest.skip(f"this CPU lacks one of {', '.join(ISAS[isa].features)}")
+    fmt, rng = format_of(name), seeded(f"{name} {isa}")
+    n_cols = columns_of(fmt)[-1]
+    check(fmt, random_weight(fmt, 65, n_cols, rng), activations(9, n_cols, rng), [33, 65], [1, 4, 9], isa)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "F32"])
+@pytest.mark.parametrize("n", [0, N_COLUMNS, N_COLUMNS + 1, 2 * N_COLUMNS + BLOCK + 1])
+def test_columns_in_several_units(name, n):
+    fmt, rng = format_of(name), seeded(f"{name} {n}")
+    check(fmt, random_weight(fmt, 33, CHUNK, rng), activations(n, CHUNK, rng), [33], [n])
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "F32"])
+def test_units_in_parallel(name):
+    fmt, rng, n_rows, n_cols, n = format_of(name), seeded(f"parallel {name}"), 65, 3 * CHUNK, 345
+    assert n_rows * n_cols * n >= PARALLEL, "too little work to be shared"
+    check(fmt, random_weight(fmt, n_rows, n_cols, rng), activations(n, n_cols, rng), [n_rows], [n])
+
+
+def test_spans():
+    """Columns that may be summed in 32 bits before they are carried over: the bound of the table,
+    worked out by hand for the largest levels."""
+    assert {name: form_of(format_of(name)).span for name in ("Q8_0", "Q2_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "NVFP4")} == {
+        "Q8_0": 32, "Q2_K": 256, "Q4_K": 128, "Q5_K": 64, "Q6_K": 32, "IQ4_XS": 32, "NVFP4": 16}
+
+
+def test_refusals():
+    words, out = np.zeros(tile.tile_bytes("Q4_0") // 4, np.uint32), np.zeros((2, 32), np.float32)
+    q, d, sums = np.zeros((2, 256), np.int16), np.zeros((2, 1), np.float32), np.zeros((2, 16), np.int32)
+    kernel = mul_mat_arrays("Q4_0")
+    kernel(words, q, d, sums, out)
+    with pytest.raises(TypingError, match="mul_mat: arrays of types .*int32.*; allowed: "):
+        kernel(words, q.astype(np.int32), d, sums, out)
+    with pytest.raises(AssertionError, match=r"mul_mat: Q4_0 tiles of 33 rows x 1 chunks are 2304 words, got 1152"):
+        kernel(words, q, d, sums, np.zeros((2, 33), np.float32))
+    with pytest.raises(AssertionError, match=r"mul_mat: d \(2, 1\), q, sums, n \(\(2, 256\), \(2, 16\), 3\)"):
+        kernel(words, q, d, sums, np.zeros((3, 32), np.float32))
+    with pytest.raises(ValueError, match="mul_mat: unknown instruction set 'mmx'; known: avx512, avx2, plain"):
+        mul_mat_arrays("Q4_0", "mmx")
+    with pytest.raises(ValueError, match="mul_mat: unknown tensor type 'Q9_9'"):
+        mul_mat_arrays("Q9_9")

@@ -1,0 +1,302 @@
+"""The code of every registered CUDA kernel, compiled without a GPU: our own float operations, nothing approximate or atomic, no
+spills, and no memory touched before the kernel that may write it has ended."""
+import os
+import pickle
+import re
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+numba_cuda = pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from numba import cuda
+
+from ggml_py.kernels import disk_cache
+from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
+from ggml_py.kernels.cuda import compile_workers, launch, ptx as intrinsics
+from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version
+from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, REPRESENTATIVE, assembled, check_kernel, first_cases,
+                       overlap_violations, statements, violations)
+from damages import DAMAGES
+
+
+FIRST = first_cases()
+
+
+def test_nvvm_says_its_release():
+    """As in the PTX of any kernel: that of the toolkit."""
+    header = re.search(r"release (\d+\.\d+), V(\S+)",
+                       compile_ptx(KERNELS[REPRESENTATIVE[0]][0](*KERNELS[REPRESENTATIVE[0]][1]), (9, 0)))
+    assert launch.nvvm_release() == header[2] and header[2].startswith(header[1])
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in KERNELS])
+def test_kernel(name, tmp_path):
+    check_kernel(name, (9, 0), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cc", [cc for cc in COMPUTE_CAPABILITIES if cc != (9, 0)], ids=str)
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if not KERNELS[name][0](*KERNELS[name][1]).arch])
+def test_other_compute_capabilities(name, cc, tmp_path):
+    check_kernel(name, cc, tmp_path)
+
+
+@pytest.mark.slow
+def test_products_of_warpgroups_are_not_held_up(tmp_path):
+    """ptxas warns where it lets no product run beside other work."""
+    for name in ("mmq[Q8_0, 4, 1, 16, True, 3]", "mmq[Q4_K, 4, 1, 16, True, 3]", "mmq_id[Q4_K, False, 2, 1, 4, True, 3]",
+                 "mmq_id[Q8_0, False, 2, 1, 12, True, 2]",
+                 "mmq_glu[silu, Q8_0, Q8_0, False, 4, 1, 16, True, 3]",
+                 "mmq_id_glu[swiglu_oai, MXFP4, MXFP4, True, 1.702, 7.0, 2, 1, 8, True, 2]"):
+        make, args = KERNELS[name]
+        report = assembled(compile_ptx(make(*args), (9, 0)), (9, 0, "a"), tmp_path)
+        assert "serialized" not in report, report
+
+
+def test_kernels_of_one_architecture():
+    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3]"]
+    with pytest.raises(ValueError, match=r"mmq\[Q8_0, 4, 1, 16, True, 3\]: compute capability is \(8, 0\), allowed: \(9, 0\)"):
+        compile_ptx(make(*args), (8, 0))
+
+
+# The checks themselves, the intrinsics and the launch values
+
+def compiled(function, *parameters):
+    return compile_ptx(Kernel(function, parameters, 32, name=function.__name__), (8, 0))
+
+
+def test_contracted_operations_are_seen():
+    def contracted(x, y):
+        y[0] = x[0] * x[1] + x[2]
+
+    def wide(x, y):
+        y[0] = x[0] * 0.5
+
+    def approximate(x, y):
+        cuda.atomic.add(y, 0, x[0])
+    for function in (contracted, wide):
+        assert violations(compiled(function, F32, F32)), function.__name__
+    arrays = cuda.compile_ptx(approximate, (intrinsics.types.float32[::1],) * 2, cc=(8, 0))[0]
+    assert violations(arrays)
+
+
+def test_what_is_touched_too_early_is_seen():
+    def early(x, words, y, n):
+        for i in range(n):
+            intrinsics.st(y, i, intrinsics.ld(x, i))
+        intrinsics.wait_for_previous()
+
+    def constant(x, words, y, n):
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.ldc(x, 0))
+
+    def some(x, words, y, n):
+        if n > 0:
+            intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.ld(words, 0))
+
+    def weights(x, words, y, n):
+        value = intrinsics.ldc(words, n)
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.add(value, intrinsics.ld(x, n)))
+
+    def asked(x, words, y, n):
+        value = intrinsics.ld(words, n)
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.add(value, intrinsics.ld(x, n)))
+
+    def activations(x, words, y, n):  # without a wait of its own: it is put first, and ldc is a plain load
+        intrinsics.st(y, 0, intrinsics.ldc(x, 0))
+    found = {}
+    for function in (early, constant, some, weights, asked, activations):
+        kernel = Kernel(function, (F32, F32, F32, launch.N), 32, name=function.__name__)
+        found[function.__name__] = overlap_violations(kernel, compile_ptx(kernel, (9, 0)), (9, 0))
+        assert not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))
+    assert {name for name, lines in found.items() if lines} == {"early", "constant", "some"}, found
+    assert len(found["early"]) >= 2
+
+
+def test_a_stage_has_no_code_of_its_own():
+    """What a function is compiled to does not change where it is cut at a stage; at a device function it may."""
+    i32, st, zero = intrinsics.i32, intrinsics.st, intrinsics.f32(0)
+
+    def store(y, now, tid):
+        lane, warp = i32(tid & 31), i32(tid >> 5)
+        first = i32(now + warp * 96 + lane)
+        for o in range(3):
+            st(y, first + 32 * o, zero)
+
+    def whole(x, y, n):
+        tid, now = i32(cuda.threadIdx.x), i32(8)
+        for _ in range(n):
+            st(x, now, zero)
+            now = i32(now + 24 if now < 80 else 8)
+        lane, warp = i32(tid & 31), i32(tid >> 5)
+        first = i32(now + warp * 96 + lane)
+        for o in range(3):
+            st(y, first + 32 * o, zero)
+
+    def cut(kind):
+        part = kind(store)
+
+        def function(x, y, n):
+            tid, now = i32(cuda.threadIdx.x), i32(8)
+            for _ in range(n):
+                st(x, now, zero)
+                now = i32(now + 24 if now < 80 else 8)
+            part(y, now, tid)
+        return function
+    codes = [[re.sub(r"\w+(?=_param_)", "", s) for s in statements(compiled(function, F32, F32, launch.N))]
+             for function in (whole, cut(intrinsics.stage), cut(intrinsics.device))]
+    assert codes[0] == codes[1] != codes[2]
+
+
+def test_intrinsics_refuse_float64():
+    def wide(x, y):
+        intrinsics.st(y, 0, intrinsics.add(intrinsics.ld(x, 0), 0.5))
+    with pytest.raises(Exception, match="ptx.add: expected float32, got float64"):
+        compiled(wide, F32, F32)
+
+
+def test_arguments():
+    kernel = Kernel(None, (F32, intrinsics.types.int32, intrinsics.types.int64, SCALAR_F32), 32, name="k")
+    assert [type(a).__name__ for a in arguments(kernel, (4096, 7, 1 << 40, 0.5))] == ["int", "int32", "int64", "float32"]
+    with pytest.raises(ValueError, match=r"k: 2147483648 does not fit int32"):
+        arguments(kernel, (4096, 1 << 31, 0, 0.5))
+    with pytest.raises(TypeError, match=r"k: expected 4 arguments, got 3"):
+        arguments(kernel, (4096, 1, 0))
+
+
+def test_disk_cache(tmp_path, monkeypatch):
+    """The second process of a kernel reads what the first one wrote; another compute capability or kernel of the same name
+    compiles. What compiles is counted."""
+    kernel = KERNELS["take_rows"][0]()
+    monkeypatch.setattr(launch, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(launch, "compiled", Compiled())
+    on_cpu = compiled_on_cpu.n_kernels
+    ptx = launch.cached_ptx(kernel, (9, 0))
+    assert (launch.compiled.n_kernels, compiled_on_cpu.n_kernels) == (1, on_cpu) and launch.compiled.seconds > 0  # counted once
+
+    def compiles(kernel, cc):
+        raise InterruptedError("compiles")
+    monkeypatch.setattr(launch, "compile_ptx", compiles)
+    assert launch.cached_ptx(kernel, (9, 0)) == ptx and launch.compiled.n_kernels == 1
+    for other in ((kernel, (8, 0)), (replace(kernel, n_threads=64), (9, 0)), (replace(kernel, name="take"), (9, 0))):
+        with pytest.raises(InterruptedError):
+            launch.cached_ptx(*other)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty folder for compiled kernels, of this process and its workers; what this process compiles is counted anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "compiled", Compiled())
+    return tmp_path
+
+
+def test_workers(cache):
+    """They leave what this process then finds, and what they cannot make to it."""
+    kernels, done = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "scale", "binary[add]")], []
+    compile_workers.compile_all(kernels, (9, 0), 2, lambda: done.append(1))
+    for kernel in kernels:
+        assert f".entry {entry_name(launch.cached_ptx(kernel, (9, 0)))}(" in launch.kept_ptx(kernel, (9, 0))
+    assert launch.compiled.n_kernels == 0 and len(done) == 3
+    missing = replace(kernels[0], source=(kernels[0].source[0], "none_such", ()))
+    compile_workers.compile_all([missing, kernels[0]], (8, 0), 1, lambda: done.append(1))
+    assert launch.kept_ptx(kernels[0], (8, 0)) and len(done) == 4  # behind one that is not there
+
+
+def test_workers_end_where_nothing_can_be_kept(cache, monkeypatch):
+    """The process that wants the kernels compiles them itself then, and says so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    kernel, done = KERNELS["scale"][0](), []
+    compile_workers.compile_all([kernel] * 20, (9, 0), 1, lambda: done.append(1))
+    assert not done and launch.kept_ptx(kernel, (9, 0)) is None
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_entry_is_replaced(damage, cache, monkeypatch):
+    """Compiled anew, with the same PTX; workers and `Target.load` do not take it for one that is there."""
+    monkeypatch.setattr(disk_cache, "compiled", launch.compiled)
+    kernel, (change, said) = KERNELS["scale"][0](), DAMAGES[damage]
+    code = lambda ptx: re.sub(r"kernelB\d+v\d+B", "kernel", ptx)  # numba numbers what it compiles in a process
+    ptx = launch.cached_ptx(kernel, (9, 0))
+    path, _ = launch.ptx_entry(kernel, (9, 0))
+    path.write_bytes(change(path.read_bytes()))
+    assert launch.kept_ptx(kernel, (9, 0)) is None and launch.compiled.rejected == {path: said}
+    mended = launch.cached_ptx(kernel, (9, 0))
+    assert code(mended) == code(ptx) and launch.compiled.n_kernels == 2
+    assert launch.kept_ptx(kernel, (9, 0)) == launch.cached_ptx(kernel, (9, 0)) == mended and launch.compiled.n_kernels == 2
+
+
+def test_a_cache_that_cannot_be_written(cache, monkeypatch, caplog):
+    monkeypatch.setattr(disk_cache, "compiled", launch.compiled)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("scale", "binary[add]")]
+    assert all(".entry" in launch.cached_ptx(kernel, (9, 0)) for kernel in kernels) and launch.compiled.n_kernels == 2
+    assert len(caplog.messages) == 1 and "cannot be written to" in caplog.messages[0]
+
+
+def test_every_kernel_can_be_made_by_a_worker():
+    for make, args in KERNELS.values():
+        module, factory, given = pickle.loads(pickle.dumps(make(*args).source))
+        assert getattr(import_module(module), factory)(*given) is make(*args)
+
+
+@pytest.mark.parametrize("n_kernels, n_cores, expected",
+                         [(1, 16, 0), (3, 16, 0), (4, 16, 4), (40, 16, 8), (40, 2, 2), (40, 1, 0)])
+def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(compile_workers.os, "sched_getaffinity", lambda pid: range(n_cores), raising=False)
+    assert compile_workers.n_workers(n_kernels, tmp_path / "new") == expected
+    (tmp_path / "file").write_text("")
+    assert compile_workers.n_workers(n_kernels, tmp_path / "file" / "folder") == 0  # what workers compile could not be kept
+
+
+def test_workers_end_where_there_are_none(monkeypatch, cache):
+    monkeypatch.setattr(compile_workers.sys, "executable", "/bin/false")
+    kernel = KERNELS["scale"][0]()
+    compile_workers.compile_all([kernel] * 3, (9, 0), 2)
+    assert launch.kept_ptx(kernel, (9, 0)) is None
+
+
+def test_launches_load_together(cache, monkeypatch):
+    """The first call of a launch loads the kernels of all, compiled by workers where there are several; shared memory is allowed
+    when it is known how much. A kernel that cannot be compiled is told by its own launch."""
+    loaded, allowed, launched = [], [], []
+    handles = {}
+
+    class ObjectCode:
+        @classmethod
+        def from_ptx(cls, ptx):
+            loaded.append(entry_name(ptx.decode()))
+            return SimpleNamespace(get_kernel=lambda name: handles.setdefault(name, object()))
+    monkeypatch.setattr(launch, "ObjectCode", ObjectCode)
+    monkeypatch.setattr(launch, "LaunchConfig", lambda **given: given)
+    monkeypatch.setattr(launch, "launch", lambda stream, config, handle, *args: launched.append(handle))
+    monkeypatch.setattr(launch, "n_workers", lambda n, folder: min(n, 2) if n > 1 else 0)
+    target = object.__new__(launch.Target)
+    target.cc, target._codes, target._waiting = (9, 0), {}, []
+    target._allow_shared = lambda handle, n_bytes: allowed.append(n_bytes)
+    scale, binary = KERNELS["scale"][0](), KERNELS["binary[add]"][0]("add")
+    first, same = (target.launch(scale, 1, 256, (0, 0, n, 2.0), shared) for n, shared in ((1, 64 << 10), (2, 60 << 10)))
+    other = target.launch(binary, 1, 256, (0, 0, 0, 1, 1))
+
+    def broken(x):
+        intrinsics.st(x, 0, 0.5)
+    bad = target.launch(Kernel(broken, (F32,), 32, name="broken"), 1, 32, (0,))
+    assert first.name == "scale" and not loaded
+    first(None)
+    assert len(loaded) == 2 and launch.compiled.n_kernels == 2 and allowed == [64 << 10]
+    for _ in range(2):
+        with pytest.raises(Exception, match="ptx.st: expected float32, got float64"):
+            bad(None)
+    same(None), other(None)
+    assert len(loaded) == 2 and len(launched) == 3 and launched[0] is launched[1] is not launched[2]
+    more = target.launch(scale, 1, 256, (0, 0, 3, 2.0), 80 << 10)
+    assert allowed == [64 << 10, 80 << 10] and more.code is first.code
+
+
+def test_ptx_version():
+    assert ptx_version("//\n.version 9.0\n.target sm_80\n") == (9, 0)

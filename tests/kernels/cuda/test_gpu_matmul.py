@@ -1,0 +1,161 @@
+"""quantize, mul_mat, get_rows, dequantize and take_rows on a GPU: the comparisons of the simulator at sizes of real models."""
+import numpy as np
+import pytest
+
+from cuda_simulator import GPUMachine, no_gpu
+from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, block_shape, most_quads, shared_bytes
+from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
+from ggml_py.quant.formats import FORMATS
+from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
+                                check_mul_mat, check_quantize, check_take_rows, few, float16_edges, largest_block, seeded)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
+WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
+QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return GPUMachine()
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (1, 576), (7, 1536), (512, 4097), (33, 14336)])
+def test_quantize(machine, n, k):
+    check_quantize(machine, activations(n, k, seeded(f"quantize {n} {k}")), f"quantize[n={n}, k={k}]")
+
+
+def test_quantize_any_bits(machine):
+    """Random bit patterns, NaN and infinities among them, and a chunk around each special value."""
+    x = seeded("any bits").integers(0, 1 << 32, (64, 777), dtype=np.uint32).view(np.float32).copy()
+    x[:len(SPECIAL)] = 0
+    x[np.arange(len(SPECIAL)), 5] = SPECIAL
+    check_quantize(machine, x, "quantize[any bits]")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 65])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_mul_mat(machine, name, n):
+    """577 rows and eleven chunks: a partial tile, two rounds of six warps."""
+    check_mul_mat(machine, name, 577, 2816, n)
+
+
+@pytest.mark.parametrize("fill, scales", [(0, 0), (0, 0x80), (0xff, 0xff), (0x80, 0x7f)])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mul_mat_extremes(machine, name, fill, scales):
+    check_extremes(machine, name, fill, scales)
+
+
+# one token and few rows: two chunks for some or all warps
+@pytest.mark.parametrize("name, n_rows, n_cols, n", [
+    ("Q4_1", 576, 576, 512), ("Q4_1", 1536, 576, 512), ("Q4_1", 576, 1536, 512), ("Q8_0", 4096, 4096, 1),
+    ("Q4_K", 2048, 14336, 9),
+    ("Q6_K", 4096, 4096, 3), ("F32", 129, 1000, 31), ("F16", 2049, 577, 7), ("BF16", 1057, 2048, 1), ("F32", 128, 2048, 1),
+    ("F32", 256, 7168, 1),
+    ("F32", 64, 6400, 1), ("BF16", 40, 4099, 1), ("F16", 1056, 9001, 1)])
+def test_mul_mat_of_models(machine, name, n_rows, n_cols, n):
+    check_mul_mat(machine, name, n_rows, n_cols, n)
+
+
+@pytest.mark.parametrize("n", [1, 33, 129])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq(machine, name, n):
+    """289 rows, ten row tiles of which the last has one row; three chunks."""
+    check_mul_mat(machine, name, 289, 768, n, largest_block(machine, (name,)))
+
+
+@pytest.mark.parametrize("n", [1, 33, 129])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_without_warpgroups(machine, name, n):
+    check_mul_mat(machine, name, 289, 768, n, block_shape((name,), machine.target.shared_limit))
+
+
+@pytest.mark.parametrize("block", BLOCKS + HOPPER_BLOCKS, ids=str)
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q4_K", "Q6_K", "Q2_K", "NVFP4", "IQ2_XXS", "TQ2_0"])
+def test_mmq_any_block(machine, name, block):
+    """The bits do not depend on the block; rows and tokens on both sides of its edges."""
+    if block.warpgroups > machine.target.warpgroups or (not block.warpgroups and block.quads > most_quads(
+        FORMATS[name])) or shared_bytes((name,), block) > machine.target.shared_limit:
+        pytest.skip("no such block")
+    for n_rows, n in ((31, 9), (block.rows + 1, block.tokens), (block.rows, block.tokens + 1)):
+        check_mul_mat(machine, name, n_rows, 512, n, block)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 5, 8, 16, 33])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_few(machine, name, n):
+    """289 rows, ten row tiles of which the last has one row; eleven chunks."""
+    check_mul_mat(machine, name, 289, 2816, n, few(machine, (name,), 289, 2816, n))
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 16, 33])
+@pytest.mark.parametrize("types, n_rows, n_cols", [
+    (("Q4_K", "Q4_K", "Q6_K"), (4096, 1024, 1024), 4096), (("Q8_0", "Q8_0", "Q8_0"), (2048, 512, 513), 2048),
+    (("Q4_1", "Q5_1", "Q4_0"), (576, 192, 192), 576),
+    (("IQ2_S", "IQ3_S", "Q4_K"), (1, 33, 31), 768)], ids=str)
+def test_qkv(machine, types, n_rows, n_cols, n):
+    check_mmq_few_qkv(machine, types, n_rows, n_cols, n)
+
+
+def test_launches_of_one_kernel(machine, monkeypatch):
+    """A launch keeps the shared memory that it asks for when another one of the kernel, with less, is prepared."""
+    most, less = (shape_of(("Q4_K",), 33, 4096, 1, 1, n_warps, 1) for n_warps in (12, 5))
+    operands = {"w": Operand("Q4_K", (33, 4096), 0), "x": Operand("act", (1, 4096), 0), "out": Operand("f32", (1, 33), 0)}
+    run = machine.run
+
+    def prepare_another_and_run(launch):
+        assert less.n_bytes < most.n_bytes == launch.config.shmem_size
+        mmq_few(Call("mul_mat", "another", machine.target, operands, plan=less))
+        run(launch)
+    monkeypatch.setattr(machine, "run", prepare_another_and_run)
+    check_mul_mat(machine, "Q4_K", 33, 4096, 1, most)
+
+
+@pytest.mark.parametrize("kernel", ["mmq", "mmq_few"])
+@pytest.mark.parametrize("fill, scales", [(0, 0), (0, 0x80), (0xff, 0xff), (0x80, 0x7f)])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_extremes(machine, name, fill, scales, kernel):
+    plan = largest_block(machine, (name,)) if kernel == "mmq" else few(machine, (name,), 1, 256, 9)
+    check_extremes(machine, name, fill, scales, 9, plan)
+
+
+@pytest.mark.parametrize("name, n_rows, n_cols, n", [
+    ("Q4_1", 576, 576, 512), ("Q4_1", 576, 1536, 96), ("Q8_0", 1000, 4096, 33), ("Q4_K", 512, 14336, 64),
+    ("Q6_K", 300, 4096, 200)])
+def test_mmq_of_models(machine, name, n_rows, n_cols, n):
+    check_mul_mat(machine, name, n_rows, n_cols, n, largest_block(machine, (name,)))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_get_rows(machine, name):
+    check_get_rows(machine, name, 1000, 2304, [*seeded("ids").integers(0, 1000, 64), -1])
+
+
+@pytest.mark.parametrize("n_rows, n_cols", [(1, 256), (31, 512), (32, 2304), (33, 14336), (1000, 768)])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_dequantize(machine, name, dtype, n_rows, n_cols):
+    check_dequantize(machine, name, n_rows, n_cols, dtype)
+
+
+@pytest.mark.parametrize("n_cols", [1, 7, 8, 31, 33, 36, 257, 577, 4100])
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+def test_dequantize_any_columns(machine, name, dtype, n_cols):
+    check_dequantize(machine, name, 65, n_cols, dtype)
+
+
+@pytest.mark.parametrize("name, n_cols",
+                         [(name, n_cols) for name in ("Q4_0", "Q4_1", "Q5_1", "Q8_0", "MXFP4") for n_cols in (32, 224, 288, 576)])
+def test_dequantize_part_of_a_chunk(machine, name, n_cols):
+    check_dequantize(machine, name, 65, n_cols, "f16")
+
+
+@pytest.mark.parametrize("n_cols", [56, 57])
+def test_dequantize_rounds(machine, n_cols):
+    check_dequantize(machine, "F32", 4, n_cols, "f16", float16_edges(n_cols))
+
+
+@pytest.mark.parametrize("n_cols", [1, 128, 129, 4096])
+def test_take_rows(machine, n_cols):
+    check_take_rows(machine, 100, n_cols, seeded("ids").integers(0, 100, 33))

@@ -1,0 +1,456 @@
+"""flash_attn_ext in the simulator: every kernel of it; which one is chosen, and what is refused."""
+from inspect import signature
+from itertools import product
+from types import SimpleNamespace
+
+import numba
+import numpy as np
+import pytest
+
+from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.base.storage import bytes_of
+from ggml_py.kernels.arith import div, exp, fma, mul, sub
+from ggml_py.kernels.call import Call, Operand, Unsupported
+from ggml_py.kernels.cuda import flash_attn_ext as attention
+from ggml_py.kernels.cuda import flash_attn_ext_act as attention_act
+from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
+from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
+from ggml_py.kernels.cuda import flash_attn_ext_tile as tile_kernel
+from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape, heads_together
+from ggml_py.kernels.cuda.flash_attn_ext_act import fills_chunks, flash_attn_ext_combine_act
+from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, most_pieces, piece_floats
+from ggml_py.kernels.cuda.set_rows import TYPES
+from ggml_py.testing import assert_bitwise_equal
+from matmul_comparisons import seeded
+from op_comparisons import check_flash_attn_ext
+from op_runs import GUARD_BYTES, POISON, define, result_arrays
+
+H200 = SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10)
+SMALL = SimpleNamespace(n_multiprocessors=132, shared_limit=99 << 10)
+
+
+def attention_call(op="flash_attn_ext", types=("f16", "f16"), n=1, heads=(4, 2), dims=(64, 64), n_ctx=256, device=H200, row_v=0,
+                   window=0, sinks=False, addresses=None) -> Call:
+    """row_v: of V's rows, where they are no whole heads of dims[1]. addresses: by operand; without them there is no memory."""
+    (n_head, n_head_kv), (dim_k, dim_v), (type_k, type_v), addresses = heads, dims, types, addresses or {}
+    shapes = dict(q=("f32", (n, n_head * dim_k)), k=(type_k, (n_ctx, n_head_kv * dim_k)), seq=("i32", (n,)), pos=("i32", (n,)),
+                  v=(type_v, (n_ctx, row_v or n_head_kv * dim_v)), present=("u8", (1, n_ctx)),
+                  sinks=("f32", (n_head,)) if sinks else None)
+    shapes |= {"out": ("f32", (n, n_head * dim_v))} if op == "flash_attn_ext" else {"act": ("act", (n, n_head * dim_v))}
+    values = {name: shape and Operand(*shape, addresses.get(name)) for name, shape in shapes.items()}
+    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=0.5, window=window, n_embd_head_v=dim_v if row_v else 0)
+    return Call(op, "attention", device, {**values, **params}, Operand("f32", (), addresses.get("scratch")))
+
+
+def planned(call: Call) -> Call:
+    call.plan = attention.plan(call)
+    return call
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__, "-m", "not slow")
+
+
+@pytest.mark.slow
+def test_the_others_in_the_simulator():
+    run_in_simulator(__file__, "-m", "slow")
+
+
+@pytest.fixture
+def machine():
+    return SimulatedMachine()
+
+
+@pytest.mark.parametrize("types, heads, dims, tokens, n_ctx, n_warps", [
+    *((types, heads, dims, tokens, n_ctx, n_warps) for n_warps in (16, 8) for types, heads, dims, tokens, n_ctx in [
+        (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1),
+        (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200)]),
+    (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128, 16), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5, 16),
+    (("f16", "f16"), (5, 1), (64, 136), [(0, 129)], 130, 16), (("q8_0", "q8_0"), (8, 1), (96, 128), [(0, 127)], 128, 8),
+    (("q8_0", "f16"), (1, 1), (32, 104), [(0, 4)], 5, 8)], ids=str)
+def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
+    """Keys on both sides of a piece's end, with one, two, three and four blocks and slabs of channels, whole and short."""
+    shape = AttentionShape("few", heads[0] // heads[1], 2, n_warps)
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=[(0, p) for p in (3,) if p < tokens[-1][1]],
+                         shape=shape)
+
+
+@pytest.mark.parametrize("type_, n_warps", [("f16", 16), ("f16", 8), ("q8_0", 8)])
+def simulate_few_in_rounds(machine, type_, n_warps):
+    """A block with two pieces, another with one; a piece without a visible key; two sequences, one of a single key."""
+    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("few", 1, 2, n_warps))
+
+
+@pytest.mark.parametrize("types, heads, dims, n_splits", [
+    (("f16", "f16"), (3, 1), (80, 8), None), (("q8_0", "q8_0"), (2, 1), (32, 96), None), (("f32", "f32"), (2, 1), (16, 16), 2),
+    (("f16", "q8_0"), (4, 4), (5, 8), 1), (("q8_0", "f16"), (1, 1), (32, 3), 2), (("f32", "f16"), (1, 1), (9, 9), None),
+    (("f16", "f32"), (9, 1), (72, 10), 2)],
+    ids=str)
+def simulate_any(machine, types, heads, dims, n_splits):
+    """Two pieces, the second of two keys; every form of K and V with wide loads, without,
+    and with a last block shorter than 64 channels."""
+    shape = AttentionShape("any", heads_together(heads[0] // heads[1]), n_splits)
+    check_flash_attn_ext(machine, types, [(0, 129)], heads, dims, n_ctx=131, holes=[(0, 17)], shape=shape)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("n_splits", [None, 2])
+def simulate_any_of_sequences(machine, type_, n_splits):
+    """Two sequences in any order; a piece without a visible key; a query at position 0."""
+    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (32, 32), n_ctx=259,
+                         holes=[(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("any", 1, n_splits))
+
+
+@pytest.mark.parametrize("types, heads, dims, tokens", [
+    (("f16", "f16"), (3, 1), (64, 64), [(0, p) for p in range(126, 133)]),
+    (("q8_0", "f16"), (2, 2), (32, 72), [(0, 0), (0, 129)]),
+    (("f16", "q8_0"), (8, 1), (128, 32), [(1, 2), (0, 128), (0, 127), (1, 0)])], ids=str)
+@pytest.mark.parametrize("n_splits", [None, 1, 2])
+def simulate_tile(machine, types, heads, dims, tokens, n_splits):
+    """Rows of a warp that see one and two pieces, of two sequences, in any order; more than one warp,
+    the last with rows of no token; holes."""
+    shape = AttentionShape("tile", heads[0] // heads[1], n_splits, n_warps=4)
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx=133, holes=[(0, 5), (0, 128)]
+                         if (0, 128) not in tokens else [(0, 5)], shape=shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, types", [*((AttentionShape("tile", 2, n_splits, 4), ("f16", "q8_0")) for n_splits in (None, 1)),
+                                          (AttentionShape("few", 2, 2, 8), ("f16", "f16"))], ids=str)
+@pytest.mark.parametrize("architecture", [800, 1000, 1200])
+def simulate_other_architectures(machine, monkeypatch, shape, types, architecture):
+    """Where less is kept on its way."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.simulator.ARCHITECTURE", architecture)
+    check_flash_attn_ext(machine, types, [(0, 129), (1, 0)], (2, 1), (64, 64), n_ctx=131, holes=[(0, 5)], shape=shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_splits", [None, 2])
+def simulate_tile_without_a_piece(machine, n_splits):
+    """A piece without a visible key between two; blocks of eight warps, two of them;
+    a block with two pieces beside one with a single one."""
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 258), *((1, p) for p in range(16))], (8, 1), (8, 8), n_ctx=259,
+                         holes=[(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("tile", 8, n_splits, n_warps=8))
+
+
+SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
+
+
+@pytest.mark.parametrize("kernel, n_warps, type_",
+                         [("few", 16, "f16"), ("few", 8, "f16"), ("any", None, "f32"), ("any", None, "f16"),
+                          ("any", None, "q8_0"), ("tile", 4, "q8_0")])
+@pytest.mark.parametrize("special", SPECIAL_CASES, ids=str)
+def simulate_special(machine, kernel, n_warps, type_, special):
+    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,),
+                         shape=AttentionShape(kernel, 1, 1, n_warps))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, n_warps, types, heads, dims, window", [
+    *(("few", n_warps, ("f16", "f16"), (3, 1), (32, 64), window) for n_warps in (16, 8) for window in (1, 127, 131)),
+    ("few", 16, ("q8_0", "q8_0"), (4, 2), (32, 32), 131),
+    *(("any", None, ("f32", "f32"), (2, 1), (9, 9), window) for window in (1, 127, 131)),
+    ("any", None, ("f16", "q8_0"), (2, 2), (8, 16), 127),
+    *(("tile", 4, ("f16", "f16"), (8, 1), (64, 64), window) for window in (1, 131))], ids=str)
+def simulate_window_and_sinks(machine, kernel, n_warps, types, heads, dims, window):
+    """Queries that see one key, no key of their first piece, and both ends of a window; more pieces than blocks; holes."""
+    tokens = [(1, 0), (0, 300), (1, 129)] if kernel == "tile" else [(0, 300)]
+    shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2
+                           if kernel == "few" or types[0] == "f32" or window == 131 else None, n_warps)
+    check_flash_attn_ext(machine, types, tokens, heads, dims, 301, [(0, 290), (0, 175)], shape=shape, window=window, sinks=True)
+
+
+@pytest.mark.parametrize("kernel, n_warps", [("few", 16), ("few", 8), ("any", None), ("tile", 4)])
+def simulate_sinks(machine, kernel, n_warps):
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 130)], (4, 2), (32, 16), 131,
+                         shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps), sinks=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel, n_warps, types, n_head, dims", [
+    ("few", 16, "f16", 9, (288, 264)), ("few", 16, "q8_0", 3, (288, 256)), ("few", 16, "f16", 2, (72, 64)),
+    ("few", 8, "f16", 2, (72, 64)), ("any", None, "f16", 2, (12, 8)),
+    ("any", None, "f32", 2, (72, 64)), ("tile", 4, "q8_0", 2, (160, 128))], ids=str)
+def simulate_latent(machine, kernel, n_warps, types, n_head, dims):
+    """Values in K's cache: rows longer than their heads, of octets or not; heads that do not lie in registers;
+    several blocks of a KV head."""
+    shape = AttentionShape(kernel, heads_together(n_head), 2 if kernel == "few" else None, n_warps)
+    check_flash_attn_ext(machine, (types, types), [(0, 129)], (n_head, 1), dims, 130, [(0, 7)], shape=shape, latent=True)
+
+
+@numba.njit
+def combined(m, l, o, out, sink=None):
+    """Section 8 of numerics. m, l: f32 [n]; o: f32 [n, Dv]."""
+    M, L, O = np.float32(-np.inf), np.float32(0), np.zeros(out.size, np.float32)
+    for i in range(m.size):
+        if l[i] != 0:
+            new = m[i] if m[i] > M else M
+            a, b = exp(sub(M, new)), exp(sub(m[i], new))
+            L = fma(L, a, mul(l[i], b))
+            for c in range(out.size):
+                O[c] = fma(O[c], a, mul(o[i, c], b))
+            M = new
+    if sink is not None:
+        new = sink if sink > M else M
+        a = exp(sub(M, new))
+        L, O = fma(L, a, exp(sub(sink, new))), np.array([mul(x, a) for x in O], np.float32)
+    for c in range(out.size):
+        out[c] = div(O[c], L)
+
+
+def combined_by(machine, launch, result, pieces, position, heads, dim_v, n_ctx, window=0, sinks=None):
+    """What a combination makes of the pieces of a token at a position. result: "out" or "act"."""
+    op, dtype, shape = *(("flash_attn_ext", "f32") if result == "out" else ("flash_attn_ext_act", "act")), (1, heads * dim_v)
+    size = bytes_of(dtype, shape)
+    before = np.full(size + GUARD_BYTES, POISON, np.uint8)
+    data = {"pos": np.array([position], np.int32), "sinks": sinks, "scratch": pieces, result: before}
+    addresses = {name: machine.upload(array) for name, array in data.items() if array is not None}
+    heads, has_sinks = (heads, heads), sinks is not None
+    machine.run(launch(attention_call(op, ("f32", "f32"), 1, heads, (1, dim_v), n_ctx, machine.target, 0, window, has_sinks,
+                                      addresses)))
+    found = machine.download(addresses[result], np.uint8, size + GUARD_BYTES)
+    assert (found[size:] == POISON).all(), "written behind the end"
+    return result_arrays(found[:size], dtype, shape)
+
+
+@pytest.mark.parametrize("n_pieces, dim_v", [(1, 3), (2, 36), (33, 5), (256, 4), (300, 8), (530, 4)])
+def simulate_combine(machine, n_pieces, dim_v):
+    """More pieces than links at a time, and than a round; some without visible keys, with anything in m and o;
+    zeros of both signs."""
+    name = f"flash_attn_ext_combine[n_pieces={n_pieces}, dim_v={dim_v}]"
+    rng, n_ctx, row = seeded(name), 128 * (n_pieces + 1), -(-dim_v // 4) * 4
+    m, l = rng.normal(0, 3, (2, n_pieces)).astype(np.float32), rng.uniform(1, 99, (2, n_pieces)).astype(np.float32)
+    o = rng.normal(0, 9, (2, n_pieces, dim_v)).astype(np.float32)
+    o[:, :, ::3] *= np.float32(-0.0)
+    l[rng.random(l.shape) < 0.2], l[:, 0] = 0, 1
+    m[l == 0], o[l == 0] = 1000, np.nan
+    pieces = np.full(piece_floats(1, 2, n_ctx, dim_v), np.nan, np.float32)
+    pieces[:2 * (n_pieces + 1) * row].reshape(2, n_pieces + 1, row)[:, :-1, :dim_v] = o
+    pieces[2 * (n_pieces + 1) * row:].reshape(2, n_pieces + 1, 2)[:, :-1] = np.stack([m, l], 2)
+    expected = np.empty((2, dim_v), np.float32)
+    for head in range(2):
+        combined(m[head], l[head], o[head], expected[head])
+    found = combined_by(machine, flash_attn_ext_combine, "out", pieces, 128 * n_pieces - 7, 2, dim_v, n_ctx)
+    assert_bitwise_equal(found[0], expected.reshape(1, -1), name)
+
+
+@pytest.mark.parametrize("n_pieces, heads, dim_v, begin, left_out, sinks", [
+    (1, 2, 64, 0, 0, False), (133, 2, 128, 0, 0.2, False), (33, 1, 512, 0, 0.2, False), (3, 9, 32, 2, 0.2, False),
+    (90, 3, 64, 1, 0.2, False),
+    (140, 2, 128, 0, 0, False), (96, 2, 64, 0, 0.01, False), (133, 2, 128, 0, 0.2, True), (300, 3, 64, 0, 0, True)])
+def simulate_combine_act(machine, n_pieces, heads, dim_v, begin, left_out, sinks):
+    """More pieces than a round, and than slots; heads that are less and more than a chunk, which the last one does not fill; a
+    window; pieces that are left out, none, some or few, with anything in m and o; zeros of both signs; sinks below and above the
+    largest m."""
+    name = (f"flash_attn_ext_combine_act[n_pieces={n_pieces}, heads={heads}, dim_v={dim_v}, begin={begin}, left_out={left_out}, "
+            f"sinks={sinks}]")
+    rng, n_ctx, there = seeded(name), 128 * (n_pieces + begin + 1), slice(begin, begin + n_pieces)
+    m, l = rng.normal(0, 3, (2, heads, n_pieces)).astype(np.float32)
+    l = np.abs(l) + np.float32(1)
+    o = rng.normal(0, 9, (heads, n_pieces, dim_v)).astype(np.float32)
+    o[:, :, ::3] *= np.float32(-0.0)
+    l[rng.random(l.shape) < left_out], l[:, 0] = 0, 1
+    m[l == 0], o[l == 0] = 1000, np.nan
+    n_all = n_pieces + begin + 1
+    pieces = np.full(piece_floats(1, heads, n_ctx, dim_v), np.nan, np.float32)
+    pieces[:heads * n_all * dim_v].reshape(heads, n_all, dim_v)[:, there] = o
+    pieces[heads * n_all * dim_v:].reshape(heads, n_all, 2)[:, there] = np.stack([m, l], 2)
+    expected, logits = (np.empty((heads, dim_v), np.float32),
+                        m.max(1, where=l != 0, initial=-9) + np.linspace(-1, 1, heads, dtype=np.float32))
+    for head in range(heads):
+        combined(m[head], l[head], o[head], expected[head], logits[head] if sinks else None)
+    window = 0 if begin == 0 else 128 * n_pieces - 7 - 5
+    where = 128 * (n_pieces + begin) - 7, heads, dim_v, n_ctx, window
+    found = combined_by(machine, flash_attn_ext_combine_act, "act", pieces, *where, logits if sinks else None)
+    for part, a, b in zip(("q", "d", "sums"), found, define("quantize", expected.reshape(1, -1))[0], strict=True):
+        assert_bitwise_equal(a, b, f"{name} {part}")
+
+
+@pytest.mark.parametrize("heads, dims, tokens, given", [
+    ((3, 1), (16, 64), [(0, 130)], dict(sinks=True)), ((2, 2), (8, 40), [(0, 2), (1, 129)], {}),
+    ((2, 1), (8, 128), [(0, 130)], dict(window=3, sinks=True))], ids=str)
+def simulate_act(machine, heads, dims, tokens, given):
+    """Combined into activations, where heads fill chunks, and quantized behind."""
+    check_flash_attn_ext(machine, ("f16", "f16"), tokens, heads, dims, 131, [(tokens[-1][0], 7)], act=True, **given)
+
+
+def simulate_act_of_many(machine, monkeypatch):
+    """One kernel gives attention, another one quantizes it."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.few_tokens", lambda n, n_ctx: False)
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.MOST_ROWS", 0)
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, p) for p in range(3)], (4, 2), (8, 64), 5, act=True)
+
+
+# Launch values, without the simulator
+
+@pytest.mark.parametrize("group, heads", [(1, 1), (3, 3), (7, 7), (8, 8), (9, 3), (11, 1), (12, 6), (128, 8)])
+def test_heads_together(group, heads):
+    assert heads_together(group) == heads
+
+
+@pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16, 16)),
+    (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),   # two blocks a multiprocessor
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4224, AttentionShape("few", 4, 33, 8)),    # two pieces for each
+    (("f16", "f16"), 1, (32, 4), (128, 128), 32768, AttentionShape("few", 8, 66, 8)),
+    (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),
+    (("q8_0", "q8_0"), 1, (32, 4), (128, 128), 32768, AttentionShape("few", 8, 33, 16)),
+    (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1, 16)),
+    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1, 8)),
+    (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33, 16)),
+    (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
+    (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32, 16)),
+    (("f32", "f32"), 1, (16, 1), (576, 512), 4096, AttentionShape("any", 8, 32)),
+    (("f16", "f16"), 512, (16, 1), (576, 512), 4096, AttentionShape("any", 8)),
+    (("f16", "f16"), 512, (16, 16), (192, 128), 4096, AttentionShape("tile", 1, n_warps=4)),
+    (("f16", "f16"), 1, (4, 4), (65, 64), 128, AttentionShape("any", 1, 1)),
+    (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4, 2)),
+    (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),       # too many floats
+    (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, 33, 4)),
+    (("f16", "f16"), 256, (32, 8), (128, 128), 4096, AttentionShape("tile", 4, n_warps=4)),
+    (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
+    (("q8_0", "f16"), 512, (9, 3), (64, 64), 4096, AttentionShape("tile", 3, 7, 4)),
+    (("f16", "f16"), 512, (9, 3), (64, 64), 200, AttentionShape("tile", 3, 2, 4)),   # a piece for each block
+    (("q8_0", "f16"), 512, (9, 3), (64, 64), 16384, AttentionShape("tile", 3, n_warps=4))], ids=str)
+def test_attention_shape(types, n, heads, dims, n_ctx, shape):
+    call = planned(attention_call(types=types, n=n, heads=heads, dims=dims, n_ctx=n_ctx))
+    assert call.plan == shape
+    assert attention.scratch(call) == (("f32", (piece_floats(n, heads[0], n_ctx, dims[1]),)) if shape.n_splits else None)
+
+
+@pytest.mark.parametrize("n, expected",
+                         [(1, 1 * 4 * 3 * (8 + 2)), (32, 32 * 4 * 3 * (8 + 2)), (2048, 2048 * 4 * 3 * (8 + 2)), (2049, None)])
+def test_scratch_of_pieces(n, expected):
+    """Three pieces in a context of 300 keys, heads of 7 values."""
+    assert attention.scratch(planned(attention_call(n=n, dims=(8, 7), n_ctx=300))) == (expected and ("f32", (expected,)))
+
+
+class Name(str):
+    """In the place of an address."""
+    def __add__(self, n_bytes):
+        return Name(f"{self!s} + {n_bytes}")
+
+
+class Names:
+    """A device whose launches are names of kernels, and their arguments by name."""
+    n_multiprocessors, shared_limit = H200.n_multiprocessors, H200.shared_limit
+
+    def launch(self, kernel, grid, block, args, shared=0):
+        name, parameters = kernel.name.split("[")[0], signature(kernel.function).parameters
+        return name.removeprefix("flash_attn_ext_"), dict(zip(parameters, args, strict=True))
+
+
+READ = {name: name for name in ("q", "k", "v", "seq", "pos", "present")}
+SIZES = dict(n_ctx=300, window=9, scale=0.5)
+N_FLOATS = 4 * 7 * 4 * 40  # bytes
+
+
+@pytest.mark.parametrize("op, shape, dim_v, sinks, row_v, expected", [
+    ("flash_attn_ext", AttentionShape("few", 4, 2, 16), 64, True, 0,
+     [("few", {**READ, **SIZES, "pieces": "scratch", "cell_v": 64}),
+      ("combine", dict(pos="pos", pieces="scratch", sinks="sinks", out="out", n_ctx=300, dim_v=64, window=9))]),
+    ("flash_attn_ext", AttentionShape("tile", 4, None, 4), 64, True, 72,
+     [("tile", {**READ, **SIZES, "sinks": "sinks", "out": "out", "n": 7, "n_head_kv": 1, "row_v": 72, "n_falling": 1})]),
+    ("flash_attn_ext", AttentionShape("tile", 4, 3, 4), 64, False, 0,
+     [("tile", {**READ, **SIZES, "sinks": "q", "out": "scratch", "n": 7, "n_head_kv": 1, "row_v": 64, "n_falling": 1}),
+      ("combine", dict(pos="pos", pieces="scratch", sinks="out", out="out", n_ctx=300, dim_v=64, window=9))]),
+    ("flash_attn_ext", AttentionShape("any", 4, None), 40, True, 72,
+     [("any", {**READ, **SIZES, "sinks": "sinks", "out": "out", "step_v": 72, "n_splits": 1})]),
+    ("flash_attn_ext_act", AttentionShape("few", 4, 2, 8), 64, False, 0,
+     [("few", {**READ, **SIZES, "pieces": "scratch", "cell_v": 64}),
+      ("combine_act", dict(pos="pos", pieces="scratch", sinks="scratch", act="act", n_ctx=300, n_head=4, window=9))]),
+    ("flash_attn_ext_act", AttentionShape("any", 4, 2), 40, True, 72,
+     [("any", {**READ, **SIZES, "sinks": "q", "out": f"scratch + {N_FLOATS}", "step_v": 72, "n_splits": 2}),
+      ("combine", dict(pos="pos", pieces=f"scratch + {N_FLOATS}", sinks="sinks", out="scratch + 0", n_ctx=300, dim_v=40,
+                       window=9)),
+      ("quantize", dict(x="scratch + 0", act="act", n=7, k=160))]),
+    ("flash_attn_ext_act", AttentionShape("tile", 4, None, 8), 64, True, 0,
+     [("tile", {**READ, **SIZES, "sinks": "sinks", "out": "scratch + 0", "n": 7, "n_head_kv": 1, "row_v": 64, "n_falling": 1}),
+      ("quantize", dict(x="scratch + 0", act="act", n=7, k=256))])], ids=str)
+def test_what_is_launched(op, shape, dim_v, sinks, row_v, expected):
+    """Each operand must come to the parameter that it is meant for."""
+    addresses = {name: Name(name) for name in (*READ, "sinks", "out", "act", "scratch")}
+    call = attention_call(op, ("f16", "f16"), 7, (4, 1), (72, dim_v), 300, Names(), row_v, 9, sinks, addresses)
+    call.plan = shape
+    launches = getattr(attention if op == "flash_attn_ext" else attention_act, op)(call)
+    assert [*getattr(launches, "launches", [launches])] == expected
+
+
+@pytest.mark.parametrize("dim_v, fills",
+                         [(32, True), (64, True), (96, False), (128, True), (256, True), (384, False), (512, True), (16, False),
+                          (80, False)])
+def test_scratch_of_activations(dim_v, fills):
+    assert fills_chunks(dim_v) == fills
+
+    def n_floats(n):
+        call = planned(attention_call("flash_attn_ext_act", n=n, heads=(3, 3), dims=(64, dim_v), n_ctx=300))
+        dtype, (floats,) = attention_act.scratch(call)
+        assert dtype == "f32"
+        return floats
+    assert n_floats(1) == piece_floats(1, 3, 300, dim_v) + (0 if fills else 3 * dim_v)
+    assert n_floats(3000) == 9000 * dim_v
+
+
+@pytest.mark.parametrize("n, n_head, n_ctx, window, declined", [
+    (1, 32, 8193, 0, True), (4, 32, 32768, 0, True), (1, 32, 8192, 0, False), (5, 32, 32768, 0, False),  # few pieces; many blocks
+    (1, 32, 32768, 8065, False), (1, 32, 32768, 8066, True), (1, 66, 32768, 0, True), (1, 133, 32768, 0, False)])
+def test_attention_that_is_quantized_apart(n, n_head, n_ctx, window, declined):
+    call = planned(attention_call("flash_attn_ext_act", n=n, heads=(n_head, n_head), dims=(128, 128), n_ctx=n_ctx, window=window))
+    assert attention_act.declines(call) is declined
+
+
+def test_tiles_of_small_devices():
+    assert attention.plan(attention_call(n=2048, heads=(32, 8), dims=(128, 128), n_ctx=4096, device=SMALL)).n_warps == 4
+    assert attention.plan(attention_call(n=2048, heads=(16, 16), dims=(192, 128), n_ctx=4096, device=SMALL)).kernel == "any"
+
+
+def test_rows_that_are_not_octets():
+    assert attention.plan(attention_call(heads=(4, 1), dims=(72, 64), n_ctx=4096, row_v=72, device=SMALL)).kernel == "few"
+    assert attention.plan(attention_call(heads=(4, 1), dims=(72, 64), n_ctx=4096, row_v=76, device=SMALL)).kernel == "any"
+
+
+@pytest.mark.parametrize("window", [1, 2, 127, 128, 129, 130, 257])
+def test_pieces_that_a_window_reaches(window):
+    reached = max((p >> 7) - (max(0, p - window + 1) >> 7) + 1 for p in range(1000))
+    assert most_pieces(4096, window) == reached and most_pieces(100, window) == 1
+    assert attention.plan(attention_call(heads=(64, 8), n_ctx=4096, window=window, device=SMALL)).n_splits == reached
+
+
+@pytest.mark.parametrize("layout, most", [
+    *((lambda dim, heads, types=types: any_kernel.shared_layout(*types, dim, dim, heads), MOST_CHANNELS)
+      for types in product(TYPES, TYPES)),
+    (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads, 16), few_kernel.MOST_CHANNELS),
+    (lambda dim, heads: tile_kernel.shared_layout(dim, dim, 4), tile_kernel.MOST_CHANNELS)])
+def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
+    """99 KiB a block are the least that devices of compute capability 8.0 or later give. Parts begin on 16 bytes, in order,
+    apart."""
+    *starts, end = layout(most, 8)
+    assert all(start % 4 == 0 for start in starts) and starts == sorted(starts) and 4 * end <= 99 << 10
+
+
+@pytest.mark.parametrize("heads", range(1, 9))
+def test_blocks_of_eight_warps_share_a_multiprocessor(heads):
+    """Two with the largest heads that they take; a block takes 1 KiB more than it asks for."""
+    assert few_kernel.block_warps("f16", "f16", 128, 128, heads, 2) == 8
+    assert few_kernel.block_warps("q8_0", "f16", 128, 128, heads, 2) == (8 if heads < 8 else 16)
+    assert few_kernel.RESIDENT[8] * (4 * few_kernel.shared_layout(128, 128, heads, 8).n_words + 1024) <= 100 << 10
+
+
+@pytest.mark.parametrize("given, message", [
+    (dict(types=("f16", "bf16")), "type of V is bf16, allowed: f32, f16, q8_0"),
+    (dict(dims=(577, 64)), "head size of K is 577, allowed: 1 to 576"),
+    (dict(types=("q8_0", "f16"), dims=(24, 64)), "row of K is 48, allowed: a multiple of 32 for q8_0"),
+    (dict(n=0), "n is 0, allowed: at least 1"),
+    (dict(window=-1), "window is -1, allowed: at least 1, or 0 for none"),
+    (dict(row_v=192), "row of V is 192, allowed: 128, or more for one KV head"),
+    (dict(heads=(4, 1), row_v=56), "row of V is 56, allowed: 64, or more for one KV head"),
+    (dict(types=("f16", "q8_0"), heads=(4, 1), dims=(64, 32), row_v=72), "row of V is 72, allowed: a multiple of 32 for q8_0"),
+    (dict(heads=(5, 2)), "n_head is 5, allowed: a multiple of n_head_kv = 2")])
+def test_refusals(given, message):
+    for module in attention, attention_act:
+        with pytest.raises(Unsupported) as error:
+            module.check(attention_call(module.__name__.rpartition(".")[2], **given))
+        assert str(error.value) == message

@@ -1,0 +1,63 @@
+"""Products of warpgroups (`wgmma`) in the simulator, against the reference bit for bit."""
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda.mmq import Block
+from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_glu, seeded
+
+HALF = Block(1, 1, 16, True)  # half a warpgroup, of which the simulator asks for warps only
+TWO_WARPGROUPS = Block(4, 1, 16, True, 3)
+
+
+@pytest.fixture
+def machine():
+    return SimulatedMachine()
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+@pytest.mark.parametrize("name, n_cols", [
+    ("Q8_0", 288),     # groups of 32
+    ("Q4_0", 32),      # with a zero point
+    ("Q4_1", 32),      # with minima
+    ("NVFP4", 64),     # groups of 16
+    ("Q1_0", 256),     # groups of 128
+    ("TQ2_0", 256),    # a group of 256 without integer scales
+    ("Q2_K", 256),     # with them for 16 columns, and minima
+    ("Q4_K", 512),     # for 32 columns
+    ("Q6_K", 256),     # with a zero point
+    ("IQ4_XS", 256),   # without
+    ("IQ2_XS", 256)])  # and lanes of eight columns
+def simulate_mmq(machine, name, n_cols):
+    check_mul_mat(machine, name, 31, n_cols, 9, HALF)
+
+
+@pytest.mark.parametrize("name, n_rows, n_cols, n", [
+    ("TQ2_0", 129, 1280, 65),
+    ("Q4_K", 100, 1024, 3)])  # whose sums are followed up behind a chunk
+def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
+    """Warpgroups that go each at its own pace, and copy before and after their products; slots used again;
+    rows and tokens beyond a block."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, TWO_WARPGROUPS)
+
+
+def simulate_glu_slots(machine):
+    """Barriers of one matrix end before those of the next begin."""
+    check_mul_mat_glu(machine, "silu", ("Q8_0", "Q4_K"), 33, 512, 2, False, TWO_WARPGROUPS)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "IQ3_S"])
+def simulate_extremes(machine, name):
+    check_extremes(machine, name, 0x80, 0x7f, 1, HALF)
+
+
+def simulate_special(machine):
+    """Chunks of zeros, of too small values, or with d = NaN."""
+    x = activations(5, 512, seeded("special"))
+    x[:, :256] = 0
+    x[:, 3] = [np.inf, np.nan, 0, 1e-35, 1]
+    check_mul_mat(machine, "Q4_K", 2, 512, 5, HALF, x)

@@ -1,0 +1,154 @@
+"""What the simulator shows: each of these kernels is right but for one thing."""
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from numba import cuda
+
+from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.cuda import mbarrier
+from ggml_py.kernels.cuda.launch import I32, U32, Kernel
+from ggml_py.kernels.cuda.ptx import (SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, i32, ld, lds, shuffle, st,
+                                      sts, syncwarp, u32)
+
+N_THREADS = 64
+if SIMULATED:
+    wait_but_one = copies_wait_but(1)
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+def ran(kernel, type_x=I32, n_threads=N_THREADS, n_blocks=1):
+    """What a kernel of x, 0 .. 63, and out leaves in out."""
+    machine = SimulatedMachine()
+    x, out = (machine.upload(a) for a in (np.arange(N_THREADS, dtype=np.int32), np.full(N_THREADS * n_blocks, -7, np.int32)))
+    machine.run(machine.target.launch(Kernel(kernel, (type_x, I32), n_threads, name="kernel"), n_blocks, n_threads, (x, out)))
+    return machine.download(out, np.int32, N_THREADS * n_blocks).tolist()
+
+
+def reversed_by(barrier):
+    def kernel(x, out):
+        shared, i = cuda.shared.array(N_THREADS, i32), cuda.threadIdx.x
+        sts(shared, i, ld(x, i))
+        barrier()
+        st(out, i, lds(shared, N_THREADS - 1 - i))
+    return kernel
+
+
+def simulate_barriers():
+    right = list(range(N_THREADS))[::-1]
+    assert ran(reversed_by(cuda.syncthreads)) == right
+    for barrier in (syncwarp, lambda: None):
+        assert ran(reversed_by(barrier)) == ran(reversed_by(barrier)) != right
+
+
+def simulate_barriers_that_not_all_come_to():
+    def kernel(x, out):
+        if cuda.threadIdx.x < 32:
+            cuda.syncthreads()
+        else:
+            mbarrier.wait(shared_with_barrier(), 0, 0)
+
+    def shared_with_barrier():
+        shared = cuda.shared.array(2, i32)
+        if cuda.threadIdx.x == 32:
+            mbarrier.begin(shared, 0, 1)
+        syncwarp()
+        return shared
+    with pytest.raises(RuntimeError,
+                       match=r"threads wait for ever: 32 at .*test_simulator.py:\d+, of which \(0, 0, 0\) is one; 32 at "
+                             r".*is one$"):
+        ran(kernel)
+
+
+def simulate_lanes_at_different_instructions():
+    def kernel(x, out):
+        i = cuda.threadIdx.x
+        if i & 1:
+            syncwarp()
+        else:
+            shuffle(i, 0)
+    with pytest.raises(RuntimeError, match="the lanes of a warp are at different instructions") as error:
+        ran(kernel)
+    assert error.value.__notes__[0].endswith("of block (0, 0, 0)")
+
+
+def simulate_a_thread_that_is_done_holds_up_no_barrier():
+    def kernel(x, out):
+        i = cuda.threadIdx.x
+        if i < 32:
+            cuda.syncthreads()
+            st(out, i, ld(x, i))
+    assert ran(kernel)[:32] == list(range(32))
+
+
+def copied_by(*waits):
+    def kernel(x, out):
+        shared, i = cuda.shared.array(2 * N_THREADS, u32), cuda.threadIdx.x
+        for part in range(2):
+            copy1(shared, part * N_THREADS + i, x, i)
+            copies_commit()
+        for wait in waits:
+            wait()
+        for part in range(2):
+            if cuda.blockIdx.x == part:
+                st(out, part * N_THREADS + i, lds(shared, part * N_THREADS + i))
+    return ran(kernel, U32, n_blocks=2)
+
+
+def simulate_copies():
+    """Those that nothing waits for arrive or not."""
+    values = list(range(N_THREADS))
+    assert copied_by(copies_wait) == values * 2
+    some, none = copied_by(wait_but_one), copied_by()
+    assert some[:N_THREADS] == values and set(
+        some[N_THREADS:]) > {-1} and {-1} < set(none[:N_THREADS]) and {-1} < set(none[N_THREADS:])
+
+
+def simulate_arrivals_behind_copies():
+    def kernel(x, out):
+        shared, i = cuda.shared.array(N_THREADS + 2, u32), cuda.threadIdx.x
+        if i == 0:
+            mbarrier.begin(shared, N_THREADS, N_THREADS)
+        cuda.syncthreads()
+        copy1(shared, i, x, i)
+        mbarrier.arrive_behind_copies(shared, N_THREADS)
+        mbarrier.wait(shared, N_THREADS, 0)
+        st(out, i, lds(shared, N_THREADS - 1 - i))
+    assert ran(kernel, U32) == list(range(N_THREADS))[::-1]
+
+
+def simulate_copies_that_no_arrival_was_behind():
+    def kernel(x, out):
+        shared, i = cuda.shared.array(2 * N_THREADS + 2, u32), cuda.threadIdx.x
+        if i == 0:
+            mbarrier.begin(shared, 2 * N_THREADS, N_THREADS)
+        cuda.syncthreads()
+        copy1(shared, i, x, i)
+        mbarrier.arrive_behind_copies(shared, 2 * N_THREADS)
+        copy1(shared, N_THREADS + i, x, i)
+        mbarrier.wait(shared, 2 * N_THREADS, 0)
+        st(out, i, lds(shared, i))
+        st(out, N_THREADS + i, lds(shared, N_THREADS + i))
+    found = ran(kernel, U32, n_blocks=2)
+    assert found[:N_THREADS] == list(range(N_THREADS)) and {-1} < set(found[N_THREADS:])
+
+
+def simulate_what_nothing_wrote():
+    def kernel(x, out):
+        i = cuda.threadIdx.x
+        own, shared, dynamic = cuda.local.array(2, i32), cuda.shared.array((2, 2), i32), cuda.shared.array(0, i32)
+        assert dynamic.shape == (0,) and np.isnan(own.view(np.float32)).all()
+        st(out, i, own[1] + shared[1, 0])
+    assert ran(kernel) == [-2] * N_THREADS
+
+
+def simulate_arrays_of_a_line():
+    def kernel(x, out):
+        a, b, i = cuda.shared.array(N_THREADS, i32), cuda.shared.array(N_THREADS, i32), cuda.threadIdx.x
+        sts(a, i, i32(1))
+        sts(b, i, i32(2))
+        st(out, i, 10 * lds(a, i) + lds(b, i))
+    assert ran(kernel) == [12] * N_THREADS

@@ -1,0 +1,73 @@
+"""kernels/cuda/weights: the unpackings with the device's own primitives equal the portable ones;
+words of a tile are loaded with constant offsets."""
+import re
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from cuda_simulator import run_in_simulator
+from ggml_py.quant import tile
+from ggml_py.quant.formats import CHUNK, FORMATS
+from ggml_py.quant.words import primitives
+
+QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+def random_tile(fmt):
+    rng = np.random.default_rng(crc32(fmt.name.encode()))
+    return tile.pack(rng.integers(0, 256, (32, fmt.row_bytes(CHUNK)), dtype=np.uint8), fmt, 32, CHUNK).reshape(-1).view(np.uint32)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def simulate_shared_unpacker(name):
+    """A tile behind the codebooks and a gap, in shared memory."""
+    from ggml_py.kernels.cuda.weights import shared_unpacker
+    fmt, words = FORMATS[name], random_tile(FORMATS[name])
+    portable, t = fmt.unpack(primitives(lambda function: function), *tile.loads(fmt, lambda function: function)), (words, 0)
+    device, n_entries, entry = shared_unpacker(name)
+    shared = np.concatenate([np.array([entry(i) for i in range(n_entries)], np.uint32), np.zeros(4, np.uint32), words])
+    assert device.pairs == portable.pairs
+    for row in (0, 1, 17, 31):
+        ours, t = (shared, n_entries + 4, row), (words, 0, row)
+        for j in range(8):
+            assert device.levels(ours, j) == portable.levels(t, j), (row, j)
+            for q in range(4):
+                assert device.quarter(ours, j, q) == portable.quarter(t, j, q), (row, j, q)
+        for i in range(CHUNK // fmt.sub):
+            assert device.sub(ours, i) == portable.sub(t, i), (row, i)
+        for g in range(CHUNK // fmt.group):
+            a, b = device.group(ours, g), portable.group(t, g)
+            assert np.array_equal(np.array(a), np.array(b), equal_nan=True), (row, g)
+
+
+def test_constants_are_offsets_of_loads():
+    """A lane's words of a tile have one address, of what is known at run time;
+    without that each load has an addition of its own."""
+    from numba import cuda, types
+    from numba.cuda.core import config
+    from ggml_py.kernels.cuda.launch import I32, Kernel, N, compile_ptx
+    from ggml_py.kernels.cuda.ptx import i32, ld, st, sts
+    from ggml_py.kernels.cuda.weights import shared_unpacker
+    if config.ENABLE_CUDASIM:
+        pytest.skip("the CUDA simulator compiles nothing")
+    quarter = shared_unpacker("Q8_0").unpacker.quarter
+
+    def kernel(x, out, base):
+        shared = cuda.shared.array(0, types.uint32)
+        lane = cuda.threadIdx.x
+        sts(shared, lane, ld(x, lane))
+        cuda.syncthreads()
+        t = shared, i32(base), lane >> 2
+        a, b = quarter(t, 0, lane & 3)
+        c, d = quarter(t, 5, lane & 3)
+        st(out, lane, i32(a ^ b ^ c ^ d))
+
+    ptx = compile_ptx(Kernel(kernel, (I32, I32, N), 128), (9, 0))
+    loads = re.findall(r"ld\.shared\.[bu]32\s+%r\d+, \[(%rd?\d+)(?:\+(\d+))?\]", ptx)
+    assert len(loads) == 4 and len({register for register, _ in loads}) == 1, ptx
+    assert sorted(int(offset or 0) for _, offset in loads) == [0, 512, 5120, 5632]
