@@ -1,26 +1,41 @@
-"""`ggml-py` and `python -m ggml_py`: the command line inside a guard that makes Ctrl-C, from here on and imports included, exit code 130."""
+"""`ggml-py` and `python -m ggml_py`: the command line inside a guard that makes Ctrl-C, from here on and imports included, exit
+code 130."""
 import os
 import signal
 import sys
 
 
 def main(argv=None, load_model=None) -> int:
-    """Run one command and return its exit code. argv: the arguments, sys.argv[1:] by default; load_model: stands in for Model.load."""
-    interrupted = False
+    """Run one command and return its exit code. argv: the arguments, sys.argv[1:] by default; load_model: stands in for
+    Model.load."""
+    interrupted = dropped = False
 
     def on_interrupt(signum, frame):
-        nonlocal interrupted
-        if interrupted:  # the first one was lost where Python drops exceptions (a finalizer, a C callback), or cleaning up takes too long
+        nonlocal interrupted, dropped
+        if interrupted and not dropped:  # the second one: something catches everything, or cleaning up takes too long
             os._exit(130)
-        interrupted = True
+        interrupted, dropped = True, False
         raise KeyboardInterrupt
 
+    def on_unraisable(unraisable):
+        """Python drops what is raised in a finalizer or a C callback, and says so: an interrupt comes again a moment later."""
+        nonlocal dropped
+        if not (interrupted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
+            return sys.__unraisablehook__(unraisable)
+        import threading
+        dropped = True
+        again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        again.daemon = True
+        again.start()
+
     guard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell may have asked for SIGINT to be ignored
-    if guard:
-        signal.signal(signal.SIGINT, on_interrupt)
     try:
+        if guard:
+            signal.signal(signal.SIGINT, on_interrupt)
+            sys.unraisablehook = on_unraisable
         from .cli import execute
-        return execute(argv, load_model)
+        code = execute(argv, load_model)
+        return 130 if interrupted else code
     except BaseException:
         if not interrupted:
             raise
@@ -28,7 +43,21 @@ def main(argv=None, load_model=None) -> int:
     finally:
         if guard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.unraisablehook = sys.__unraisablehook__
+
+
+def program() -> None:
+    """`main` as a process. A bug shows its traceback and ends with exit code 3, as 1 is that of `verify`; Ctrl-C ends a process
+    that is about to end."""
+    try:
+        code = main()
+    except Exception:
+        import traceback
+        traceback.print_exc()
+        code = 3
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()
