@@ -21,7 +21,8 @@ def main(argv=None, load_model=None) -> int:
         """Python drops what is raised in a finalizer or a C callback, and says so: an interrupt comes again a moment later."""
         nonlocal dropped
         if not (interrupted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
-            return sys.__unraisablehook__(unraisable)
+            sys.__unraisablehook__(unraisable)
+            return
         import threading
         dropped = True
         again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
