@@ -186,6 +186,15 @@ def rms_norm(_, x, w):
     return Shape("f32", x.shape)
 
 
+@op("x", "n_head dim eps", module="rms_norm")
+def l2_norm(params, x):
+    """The first n_head runs of dim columns of each row divided by their lengths; the columns behind them as they are."""
+    _rows(x)
+    n_head, dim = params["n_head"], params["dim"]
+    need(0 < dim and 0 < n_head * dim <= x.shape[1], f"rows of {x.shape[1]} do not have {n_head} runs of {dim}")
+    return Shape("f32", x.shape)
+
+
 def _elementwise(_, x, y):
     need(x.dtype == y.dtype == "f32", "both operands must be f32")
     need(y.shape in (x.shape, x.shape[-1:]), "the second operand must have the first one's shape or be one row of it")
@@ -203,6 +212,7 @@ def _unary(_, x):
 
 declare("scale", "x", _unary, "factor", module="elementwise")
 declare("sigmoid", "x", _unary, module="elementwise")
+declare("softplus", "x", _unary, module="elementwise")
 
 
 def _glu(_, gate, up):
@@ -289,6 +299,46 @@ def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     need(params["window"] >= 0, f"window is {params['window']}, must be positive, or 0 for none")
     need(all(s.dtype == "f32" and s.shape == (n_head,) for s in sinks), f"sinks must be f32 [{n_head}]")
     return Shape("f32", (n, head_v * n_head))
+
+
+# What recurrent layers remember: a row of a state for each sequence, and rows of the states before it (`state.recurrent`).
+# runs: i32 [r, 3 + K], of each sequence in the micro-batch, whose tokens lie one behind the other:
+#     first, n     its tokens are the rows first .. first + n - 1; n may be 0
+#     source       the row of the state before them; -1 for zeros
+#     K rows       to which the states go after its last token, the one before that, and so on; -1: it is not kept
+# The row `source` may be one that is written: it is read before.
+
+def _recurrent(state, runs) -> None:
+    need(state.dtype == "f32" and len(state.shape) == 2, "state must be f32 [rows, values]")
+    need(runs.dtype == "i32" and len(runs.shape) == 2 and runs.shape[1] > 3, "runs must be i32 [r, 3 + K], K at least 1")
+    need(is_leaf(runs), "runs must be an input")
+
+
+@op("state:state x:whole w:weight runs:whole", results="out state", overwrites={"state": "state"})
+def ssm_conv(_, state, x, w, runs):
+    """silu of each channel's sum, with weights, of its values at the last tokens; state: those of the tokens before."""
+    _recurrent(state, runs)
+    need(x.dtype == w.dtype == "f32" and len(x.shape) == len(w.shape) == 2 and w.shape[0] == x.shape[1] and w.shape[1] > 1,
+         "x and w must be f32, x [n, channels], w [channels, 2 or more]")
+    need(state.shape[1] == (w.shape[1] - 1) * x.shape[1], f"rows of state must have {(w.shape[1] - 1) * x.shape[1]} values")
+    return Shape("f32", x.shape), Shape("f32", state.shape)
+
+
+@op("state:state qkv:whole g:whole beta:whole runs:whole", "n_head_k n_head_v tiled", results="out state",
+    overwrites={"state": "state"})
+def gated_delta_net(params, state, qkv, g, beta, runs):
+    """qkv: of each token n_head_k heads of q, as many of k, n_head_v heads of v. tiled: value head j has the key head
+    j % n_head_k; else j / (n_head_v / n_head_k)."""
+    _recurrent(state, runs)
+    _rows(qkv)
+    n_k, n_v = params["n_head_k"], params["n_head_v"]
+    need(n_k > 0 and n_v > 0 and n_v % n_k == 0, f"{n_v} value heads are not whole groups of {n_k} key heads")
+    dim = qkv.shape[1] // (2 * n_k + n_v)
+    need(dim * (2 * n_k + n_v) == qkv.shape[1] and dim % 8 == 0,
+         f"{qkv.shape[1]} columns are not {2 * n_k + n_v} heads of a multiple of 8 channels")
+    need(all(t.dtype == "f32" and t.shape == (qkv.shape[0], n_v) for t in (g, beta)), f"g and beta must be f32 [n, {n_v}]")
+    need(state.shape[1] == n_v * dim * dim, f"rows of state must have {n_v * dim * dim} values")
+    return Shape("f32", (qkv.shape[0], n_v * dim)), Shape("f32", state.shape)
 
 
 @op("x dst:state", results="dst")

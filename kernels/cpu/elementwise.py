@@ -39,12 +39,15 @@ def scale_rows(first, last, x, a, out):
             o[column] = arith.mul(v[column], a)
 
 
-@jit
-def sigmoid_rows(first, last, x, out):
-    for row in range(first, last):
-        v, o = x[row], out[row]
-        for column in range(v.shape[0]):
-            o[column] = arith.sigmoid(v[column])
+def unary_rows(name, function):
+    """(first, last, x, out) of over_rows: out = function(x). x, out: f32 [n, k]."""
+    @jit(key=name)
+    def rows(first, last, x, out):
+        for row in range(first, last):
+            v, o = x[row], out[row]
+            for column in range(v.shape[0]):
+                o[column] = function(v[column])
+    return over_rows(rows, (name,))
 
 
 def over_binary(name):
@@ -55,4 +58,5 @@ add = partial(reference.add, kernel=over_binary("add"))
 mul = partial(reference.mul, kernel=over_binary("mul"))
 scale = partial(reference.scale, kernel=over_rows(scale_rows))
 swiglu = partial(reference.swiglu, kernel=over_binary("swiglu"))
-sigmoid = partial(reference.sigmoid, kernel=over_rows(sigmoid_rows))
+sigmoid = partial(reference.sigmoid, kernel=unary_rows("sigmoid", arith.sigmoid))
+softplus = partial(reference.softplus, kernel=unary_rows("softplus", arith.softplus))

@@ -1,4 +1,4 @@
-"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row; sum128's partials are lanes."""
+"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row, and l2_norm of heads; sum128's partials are lanes."""
 from functools import partial
 
 import numpy as np
@@ -22,21 +22,41 @@ def halve128(partial):
 
 
 @jit
+def sum128_of_squares(a, partial):
+    """a: f32 [n]. partial: f32 [128], overwritten."""
+    partial[:] = 0
+    whole = a.shape[0] // 128 * 128
+    for start in range(0, whole, 128):
+        for j in range(128):
+            partial[j] = fma(a[start + j], a[start + j], partial[j])
+    for j in range(a.shape[0] - whole):
+        partial[j] = fma(a[whole + j], a[whole + j], partial[j])
+    return halve128(partial)
+
+
+@jit
 def rms_norm_rows(first, last, x, w, eps, out):
     k = x.shape[1]
     partial = np.empty(128, np.float32)
     for row in range(first, last):
         a, y = x[row], out[row]
-        partial[:] = 0
-        whole = k // 128 * 128
-        for start in range(0, whole, 128):
-            for j in range(128):
-                partial[j] = fma(a[start + j], a[start + j], partial[j])
-        for j in range(k - whole):
-            partial[j] = fma(a[whole + j], a[whole + j], partial[j])
-        r = div(f32(1), sqrt(add(div(halve128(partial), i2f(np.int32(k))), eps)))
+        r = div(f32(1), sqrt(add(div(sum128_of_squares(a, partial), i2f(np.int32(k))), eps)))
         for column in range(k):
             y[column] = mul(mul(a[column], r), w[column])
 
 
+@jit
+def l2_norm_rows(first, last, x, n_head, dim, eps, out):
+    partial = np.empty(128, np.float32)
+    for row in range(first, last):
+        for head in range(n_head):
+            a, y = x[row, head * dim:(head + 1) * dim], out[row, head * dim:(head + 1) * dim]
+            r = div(f32(1), sqrt(add(sum128_of_squares(a, partial), eps)))
+            for column in range(dim):
+                y[column] = mul(a[column], r)
+        for column in range(n_head * dim, x.shape[1]):
+            out[row, column] = x[row, column]
+
+
 rms_norm = partial(reference.rms_norm, kernel=over_rows(rms_norm_rows))
+l2_norm = partial(reference.l2_norm, kernel=over_rows(l2_norm_rows))

@@ -123,6 +123,7 @@ def elementwise(emit, element=None):
 
 to_f32 = elementwise(lambda builder, a: builder.sitofp(a, ir.VectorType(F32, a.type.count)), types.float32)
 add = elementwise(lambda builder, a, b: builder.fadd(a, b))
+mul = elementwise(lambda builder, a, b: builder.fmul(a, b))
 fma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c))
 # fnma: c - a * b
 fnma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, builder.fneg(a), b, c))
@@ -138,6 +139,24 @@ def join(builder, high, low):
 
 
 join16 = elementwise(join, types.float32)  # 65536 high + low with one rounding, |high| and |low| <= 2^24
+
+
+@intrinsic
+def fold(typingctx, block):
+    """The second half of a block's columns added to the first, until one is left."""
+    result = Block(block.element, 1, block.n_vectors, block.lanes)
+
+    def codegen(context, builder, signature, args):
+        def column(c, v):
+            return part(builder, block, args[0], c, v)
+
+        def total(first, n, step, v):
+            """Of the columns first, first + step and so on, n of them, halves added to halves."""
+            if n == 1:
+                return column(first, v)
+            return builder.fadd(total(first, n // 2, 2 * step, v), total(first + step, n // 2, 2 * step, v))
+        return pack(context, builder, result, lambda _, v: total(0, block.n_columns, 1, v))
+    return result(block), codegen
 
 
 @elementwise

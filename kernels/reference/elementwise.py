@@ -44,6 +44,13 @@ def sigmoid_arrays(x, out):
             out[token, column] = arith.sigmoid(x[token, column])
 
 
+@jit
+def softplus_arrays(x, out):
+    for token in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[token, column] = arith.softplus(x[token, column])
+
+
 def add(call, kernel=add_arrays):
     """out = x + y. x, out: f32 [n, k]; y: f32 of x's shape, or [k], one row for all. out may be x or y."""
     return partial(kernel, call.x.rows, call.y.rows, call.out.rows)
@@ -66,4 +73,9 @@ def swiglu(call, kernel=swiglu_arrays):
 
 def sigmoid(call, kernel=sigmoid_arrays):
     """out = 1 / (1 + exp(-x)). x, out: f32 [n, k]."""
+    return partial(kernel, call.x.rows, call.out.rows)
+
+
+def softplus(call, kernel=softplus_arrays):
+    """out = log(1 + exp(x)), x above 20. x, out: f32 [n, k]."""
     return partial(kernel, call.x.rows, call.out.rows)
