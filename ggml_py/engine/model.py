@@ -36,6 +36,7 @@ from ..graph.fuse import switched_off
 from ..graph.place import Placement
 from ..graph.program import Arenas, Outputs, Program
 from ..models import model_class
+from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from .sampling import not_a_number
 
@@ -115,7 +116,8 @@ class Model:
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH, n_ubatch: int = N_UBATCH, type_k: str = "f16",
                     type_v: str = "f16", n_seq_max: int = 1, no_fuse: Iterable[str] | str = (), graphs: bool = True,
-                    kv_write: str = "set_rows", placement: Placement | None = None) -> "Context":
+                    kv_write: str = "set_rows", placement: Placement | None = None,
+                    n_rollback: int = LEAST_ROLLBACK) -> "Context":
         """Memory for n_seq_max sequences, which share n_ctx: each has n_ctx // n_seq_max positions, so
         new_context(64, n_seq_max=2) has two sequences of 32.
 
@@ -127,11 +129,13 @@ class Model:
         graphs: replay steps from CUDA graphs on a GPU.
         kv_write: how cells of the KV cache are named, "set_rows" or "cpy" (`state.kv_cache.KVCache`).
         placement: node -> the name of one of `backends`, or None: all on the model's device.
+        n_rollback: positions that sequences of a recurrent model can be taken back, which takes memory for each. Others go back
+        to any.
         UserError in one line for what cannot be.
         """
         if not n_ctx:
             n_ctx = self.n_ctx_train * n_seq_max
-            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v)
+            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v, n_rollback)
             if n_bytes > MOST_DEFAULT_CONTEXT:
                 raise ParameterError("n_ctx", f"must be given: {self.n_ctx_train} positions, which {self.file.path} says it was "
                                               f"trained for, take {n_bytes:,} bytes for {n_seq_max} sequences; a context of that "
@@ -139,7 +143,8 @@ class Model:
         for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
             if value < 1:
                 raise ParameterError(name, f"must be at least 1, got {value}")
-        return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, placement)
+        return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, placement,
+                       n_rollback)
 
     @property
     def is_of_another_process(self) -> bool:
@@ -183,7 +188,7 @@ class Context:
 
     def __init__(self, model: Model, n_ctx: int, n_ubatch: int, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                  no_fuse: Iterable[str] | str = (), graphs: bool = True, kv_write: str = "set_rows",
-                 placement: Placement | None = None):
+                 placement: Placement | None = None, n_rollback: int = LEAST_ROLLBACK):
         if n_ctx < n_seq_max:
             raise ParameterError("n_ctx", f"{n_ctx} positions do not give each of {n_seq_max} sequences one")
         if n_ctx // n_seq_max > MOST_POSITIONS:
@@ -191,12 +196,14 @@ class Context:
                                           f"{MOST_POSITIONS}")
         self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, n_ubatch, n_ctx // n_seq_max
-        n_bytes, held = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v), model.backend.memory_bytes()
+        n_bytes = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback)
+        held = model.backend.memory_bytes()
         too_large = f"{n_seq_max} sequences of {self.n_ctx} positions take {n_bytes:,} bytes, more than {model.device} has"
         if n_bytes > held:
             raise ParameterError("n_ctx", f"{too_large}, {held:,}")
         try:
-            self.memory = model.architecture.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write)
+            self.memory = model.architecture.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write,
+                                                         n_rollback=n_rollback)
             self.rope_table = model.architecture.new_rope_table(self.n_ctx)
         except MemoryError:
             raise ParameterError("n_ctx", too_large) from None
@@ -309,7 +316,9 @@ class Context:
 
     @contextmanager
     def _undone_if_it_fails(self, starts: list[tuple[int, int]]) -> Iterator[None]:
-        """starts: (sequence, position), from which cells are taken back."""
+        """starts: (sequence, position), to which the sequences are taken back."""
+        for seq_id, start in starts:
+            self.memory.hold(seq_id, start)
         try:
             yield
         except BaseException:
@@ -381,7 +390,10 @@ class Context:
             self.memory.clear()
 
     def seq_rm(self, seq_id: int, p0: int = 0, p1: int = -1) -> None:
-        """Forget positions p0 <= p < p1 of a sequence (p1 < 0: to its end)."""
+        """Forget positions p0 <= p < p1 of a sequence (p1 < 0: to its end).
+
+        UserError for what recurrent layers cannot forget: all but a sequence's end, from a position on of which they hold a state
+        (the last `n_rollback` of them) or that has a checkpoint."""
         self._check_sequence(seq_id)
         with self._turn():
             self._take_back()
@@ -399,6 +411,20 @@ class Context:
                 raise UserError(f"seq_cp: sequence {seq_id} cannot begin with {n} positions of sequence {source}, which has "
                                 f"{length}; allowed: up to {length}, of another sequence")
             self.memory.seq_cp(source, seq_id, length if n < 0 else n)
+
+    def checkpoint(self, seq_id: int = 0) -> None:
+        """Where the sequence is now it can be taken back to, however long it becomes, or copied from. Only recurrent layers need
+        it; it takes the memory of one of their states. It is gone where the sequence becomes shorter."""
+        self._check_sequence(seq_id)
+        with self._turn():
+            self._take_back()
+            self.memory.checkpoint(seq_id)
+
+    def drop_checkpoints(self, seq_id: int = 0) -> None:
+        """Free those of a sequence."""
+        self._check_sequence(seq_id)
+        with self._turn():
+            self.memory.drop_checkpoints(seq_id)
 
     def _check_sequence(self, seq_id: int) -> None:
         if not 0 <= seq_id < self.memory.n_seq_max:

@@ -9,8 +9,12 @@ from .llama import Llama
 from .qwen2 import Qwen2
 from .qwen3 import Qwen3
 from .qwen3moe import Qwen3MoE
+from .qwen3next import Qwen3Next
+from .qwen35 import Qwen35
+from .qwen35moe import Qwen35MoE
 
-ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, GptOss, Deepseek2, Glm4MoE, BailingMoE2)}
+ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE, GptOss, Deepseek2,
+                                                Glm4MoE, BailingMoE2)}
 
 
 def model_class(file):

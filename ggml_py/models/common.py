@@ -10,7 +10,9 @@ from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
 from ..graph.graph import Graph, Tensor
 from ..state.base import Memory
+from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
+from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
 from .hparams import Hparams, Keys, because
 from .weights import Paper, Weights
 
@@ -59,23 +61,35 @@ class Transformer:
             raise UserError(f"{self.file.path}: {self.name} with {n_expert} experts is not supported, only dense layers are")
 
     def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows",
-                   n_block: int | None = None) -> KVCache:
+                   n_block: int | None = None, n_rollback: int = LEAST_ROLLBACK) -> Memory:
         """n_block: of so many blocks; None: of the layers."""
-        return KVCache(self.w.backend, self.cache_sizes()[:n_block or self.hp.n_layer], n_ctx, n_seq_max, type_k, type_v,
-                       kv_write)
+        cache = KVCache(self.w.backend, self.cache_sizes()[:n_block or self.hp.n_layer], n_ctx, n_seq_max, type_k, type_v,
+                        kv_write)
+        sizes = self.state_sizes()
+        return HybridMemory(cache, RecurrentMemory(self.w.backend, sizes, n_ctx, n_seq_max, n_rollback)) if sizes else cache
 
     def cache_sizes(self) -> list[tuple[int, int]]:
         """Columns of K and of V of each block."""
         return [(n * self.hp.n_embd_head_k, n * self.hp.n_embd_head_v) for n in self.hp.n_head_kv]
+
+    def state_sizes(self) -> StateSizes:
+        """Of the layers that are recurrent."""
+        return {}
 
     def cache_bytes(self, n_ctx: int, type_k: str, type_v: str) -> int:
         """Bytes of K and V of all layers for n_ctx positions, as `new_memory` would take them; asks for none."""
         k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_ctx, type_k, type_v)
         return sum(map(n_bytes, k + v))
 
-    def context_bytes(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str) -> int:
-        """Bytes of n_seq_max sequences of n_ctx positions: caches, a mark for each cell, and the table of rotary angles."""
-        return self.cache_bytes(n_ctx * n_seq_max, type_k, type_v) + n_ctx * n_seq_max + n_ctx * self.hp.rope.n_rot * 4
+    def state_bytes(self, n_rollback: int = LEAST_ROLLBACK) -> int:
+        """Bytes of the states of a sequence's recurrent layers."""
+        return sum(map(n_bytes, state_tensors(self.state_sizes(), n_rollback + 1).values()))
+
+    def context_bytes(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, n_rollback: int = LEAST_ROLLBACK) -> int:
+        """Bytes of n_seq_max sequences of n_ctx positions: caches, a mark for each cell, states, and the table of rotary
+        angles."""
+        return (self.cache_bytes(n_ctx * n_seq_max, type_k, type_v) + n_ctx * n_seq_max + n_seq_max * self.state_bytes(n_rollback)
+                + n_ctx * self.hp.rope.n_rot * 4)
 
     def new_rope_table(self, n_ctx: int) -> Tensor:
         table = rope_table(self.hp.rope, n_ctx, self.rope_factors(n_ctx))
@@ -145,10 +159,10 @@ class Transformer:
         this changes no bits."""
         hp, g, p = self.hp, b.g, f"blk.{il}."
         h = g.rms_norm(x, self.w(p + "attn_norm.weight", hp.n_embd), eps=hp.eps, name=f"attn_norm-{il}")
-        h = self.attention(b, il, h)
+        h, out = self.mixed(b, il, h)
         if il == hp.n_layer - 1 and b.n_outputs < b.n_tokens:
             h, x = g.take_rows(h, b.out_ids, name=f"attn_out_rows-{il}"), g.take_rows(x, b.out_ids, name=f"inp_rows-{il}")
-        h = self.linear(b, h, p + "attn_output", hp.n_embd, name=f"attn_out-{il}")
+        h = self.linear(b, h, p + out, hp.n_embd, name=f"attn_out-{il}")
         x = g.add(x, h, name=f"ffn_inp-{il}")
         h = g.rms_norm(x, self.w(f"{p}{self.ffn_norm}.weight", hp.n_embd), eps=hp.eps, name=f"ffn_norm-{il}")
         return g.add(x, self.ffn(b, il, h), name=f"l_out-{il}")
@@ -164,9 +178,15 @@ class Transformer:
         h = b.g.swiglu(gate, up, name=f"ffn_swiglu{kind}-{il}")
         return self.linear(b, h, f"{p}down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
 
+    def mixed(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, str]:
+        """What a token takes from those before it, and the name of the matrix that it is multiplied with."""
+        return self.attention(b, il, h), "attn_output"
+
     def attention(self, b: Batch, il: int, h: Tensor) -> Tensor:
+        return self.attend(b, il, *self.qkv(b, il, h))
+
+    def attend(self, b: Batch, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         hp, g, n_head, n_head_kv = self.hp, b.g, self.hp.n_head[il], self.hp.n_head_kv[il]
-        q, k, v = self.qkv(b, il, h)
         q = self.norm_head(b, q, f"blk.{il}.attn_q_norm.weight", f"Qcur_normed-{il}")
         k = self.norm_head(b, k, f"blk.{il}.attn_k_norm.weight", f"Kcur_normed-{il}")
         q = g.rope(q, b.pos, b.rope_table, n_head=n_head, neox=self.neox, name=f"Qcur-{il}")

@@ -36,7 +36,7 @@ class Experts:
         n_ff = [width or ff // used for width, ff, used in zip(widths, hp.n_ff, n_used)]
         n_group, n_group_used = keys.integer("expert_group_count", 0), keys.integer("expert_group_used_count", 0)
         if routing:
-            (gating, norm), scale, n_dense, n_ff_shared = routing, 0.0, 0, [0] * hp.n_layer
+            (gating, norm), scale, n_dense, n_ff_shared = routing, 0.0, 0, n_ff_shared or [0] * hp.n_block
         else:
             gating = keys.integer("expert_gating_func", *([default_gating] * (default_gating > 0))) or default_gating
             norm, scale = keys.flag("expert_weights_norm", False), keys.real("expert_weights_scale", 0.0, zero=True)
@@ -64,6 +64,7 @@ class MixtureOfExperts(Transformer):
     default_gating = 0  # where the file says none; 0: it must say
     routing: tuple[int, bool] | None = None  # gating and norm where they have no keys, nor scale, dense layers and shared experts
     n_ff_shared: list[int] | None = None  # None: from the number of shared experts
+    gates_shared = False  # the shared expert's output is multiplied by sigmoid of a product with the token
 
     def check(self) -> None:
         self.experts = Experts.read(self.keys, self.hp, self.default_gating, self.routing, self.n_ff_shared)
@@ -73,7 +74,14 @@ class MixtureOfExperts(Transformer):
             return super().ffn(b, il, h)
         routed = self.routed(b, il, h)
         n_ff = self.experts.n_ff_shared[il]
-        return b.g.add(routed, self.gated_ffn(b, il, h, n_ff, "_shexp"), name=f"ffn_out-{il}") if n_ff else routed
+        return b.g.add(routed, self.shared(b, il, h, n_ff), name=f"ffn_out-{il}") if n_ff else routed
+
+    def shared(self, b: Batch, il: int, h: Tensor, n_ff: int) -> Tensor:
+        y = self.gated_ffn(b, il, h, n_ff, "_shexp")
+        if not self.gates_shared:
+            return y
+        gate = self.linear(b, h, f"blk.{il}.ffn_gate_inp_shexp", 1, name=f"ffn_shexp_logit-{il}")
+        return b.g.weighted_sum(y, b.g.sigmoid(gate, name=f"ffn_shexp_gate-{il}"), name=f"ffn_shexp_gated-{il}")
 
     def routed(self, b: Batch, il: int, h: Tensor) -> Tensor:
         """The sum of the chosen experts' outputs by weight, in the order of their rank."""

@@ -41,6 +41,7 @@ class KVCache:
         if kv_write not in KV_WRITES:
             raise ParameterError("kv_write", f"{kv_write!r} is not allowed; allowed: {', '.join(KV_WRITES)}")
         self.n_ctx, self.n_seq_max, self.backend, self.kv_write = n_ctx, n_seq_max, backend, kv_write
+        self.n_rollback = n_ctx  # cells stay where they are
         self.lengths = np.zeros(n_seq_max, np.int32)  # the next positions
         self.present = np.zeros((n_seq_max, n_ctx), np.uint8)
         self.k, self.v = cache_tensors(layers, n_seq_max * n_ctx, type_k, type_v, backend.device)
@@ -56,6 +57,10 @@ class KVCache:
     def n_bytes(self) -> int:
         return sum(n_bytes(t) for t in self.k + self.v)
 
+    @property
+    def bytes_per_position(self) -> float:
+        return self.n_bytes / (self.n_ctx * self.n_seq_max)
+
     def inputs(self, graph: Graph, n_tokens: int) -> None:
         graph.input("seq", "i32", (n_tokens,))
         if self.kv_write == "cpy":
@@ -69,6 +74,18 @@ class KVCache:
         if self.kv_write == "cpy":
             return graph.cpy_rows_indirect(cache, x, graph.inputs["dst"], slot=self.slots[cache], name=name)
         return graph.set_rows(cache, x, graph.inputs["rows"], name=name)
+
+    def state(self, layer: int, part: str) -> Tensor:
+        raise LookupError(f"layer {layer}: no layer of this memory has a state, {part}; allowed: `write`, of K and V")
+
+    def hold(self, seq_id: int, position: int) -> None:
+        pass  # no call writes a cell of another one
+
+    def checkpoint(self, seq_id: int) -> None:
+        pass  # cells stay
+
+    def drop_checkpoints(self, seq_id: int) -> None:
+        pass
 
     def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         self.present[seq, pos] = 1

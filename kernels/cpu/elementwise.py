@@ -47,7 +47,10 @@ def unary_rows(name, function):
             v, o = x[row], out[row]
             for column in range(v.shape[0]):
                 o[column] = function(v[column])
-    return over_rows(rows, (name,))
+    return rows
+
+
+sigmoid_rows, softplus_rows = unary_rows("sigmoid", arith.sigmoid), unary_rows("softplus", arith.softplus)
 
 
 def over_binary(name):
@@ -58,5 +61,5 @@ add = partial(reference.add, kernel=over_binary("add"))
 mul = partial(reference.mul, kernel=over_binary("mul"))
 scale = partial(reference.scale, kernel=over_rows(scale_rows))
 swiglu = partial(reference.swiglu, kernel=over_binary("swiglu"))
-sigmoid = partial(reference.sigmoid, kernel=unary_rows("sigmoid", arith.sigmoid))
-softplus = partial(reference.softplus, kernel=unary_rows("softplus", arith.softplus))
+sigmoid = partial(reference.sigmoid, kernel=over_rows(sigmoid_rows, ("sigmoid",)))
+softplus = partial(reference.softplus, kernel=over_rows(softplus_rows, ("softplus",)))
