@@ -12,6 +12,7 @@ import numpy as np
 from ..base.defaults import N_UBATCH
 from ..base.errors import ParameterError
 from ..graph.fuse import PASSES
+from ..state.recurrent import LEAST_ROLLBACK
 from .noise import Noise
 
 AXES = {
@@ -76,7 +77,8 @@ class Setting:
     def context_settings(self, windows: np.ndarray) -> dict:
         n_seq = 2 if self.prefix else max(1, len(self.order))
         return dict(n_ctx=n_seq * windows.shape[1], n_seq_max=n_seq, n_ubatch=self.n_ubatch, graphs=self.graphs,
-                    kv_write=self.kv_write, no_fuse=self.no_fuse, type_k=self.type_k, type_v=self.type_v)
+                    kv_write=self.kv_write, no_fuse=self.no_fuse, type_k=self.type_k, type_v=self.type_v,
+                    n_rollback=max(self.n_draft + 1, LEAST_ROLLBACK))
 
     @contextmanager
     def conditions(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from .evaluate import make_node
 from .recording import Batch, LiveCapture, RecordedContext, bits_of, one_nan, recompute, rows_on_host
 
 PARTS = "q", "d", "sums"             # of activation blocks
-ADDRESSING = {"seq", "rows", "dst", "present", "out_ids"}  # inputs that differ between settings
+ADDRESSING = {"seq", "rows", "dst", "present", "out_ids", "runs"}  # inputs that differ between settings
 
 
 class _Stop(Exception):
@@ -48,7 +48,8 @@ class FirstDifference:
     patterns: tuple[str, str]
     values: tuple[float, float]
     max_ulps: float | None
-    inputs: dict[str, str]  # operand -> equal, different, or only in one of the two graphs
+    # operand -> equal, different, only in one of the two graphs, or the state behind other tokens
+    inputs: dict[str, str]
     culprits: list[str]  # kernels that do not give what their definition does
     # what each run computed on the way to the node, and the node
     captures: tuple[list[LiveCapture], list[LiveCapture]] = field(repr=False)
@@ -239,7 +240,15 @@ def _state(i: int, a: LiveCapture, b: LiveCapture, key: bytes) -> str:
         return "only in one"
     places = (a, twin), (b, i)
     name, role = list(OPS[b.op].roles.items())[i]
-    if role == "state":
+    if role == "slots":
+        runs = [next(value.arrays[0] for value in each.operands if value.name == "runs") for each in (a, b)]
+        (token_a, row_a), (token_b, row_b) = (each.batch.run(key, run) for each, run in zip((a, b), runs))
+        if token_a != token_b:
+            return "behind other tokens"
+        if min(row_a, row_b) < 0:
+            return "equal" if row_a == row_b else "different"
+        rows = [slice(row, row + 1) for row in (row_a, row_b)]
+    elif role == "state":
         rows = [each.batch.visible(key, each.operands[place].shape[0]) for each, place in places]
         if name in OPS[b.op].results:  # what cells held that are written now is no input
             now = np.concatenate([each.batch.written(key) for each, _ in places])

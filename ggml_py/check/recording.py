@@ -47,12 +47,14 @@ class Batch:
 
     def rows(self, tensor: Tensor) -> np.ndarray | None:
         """The rows of each token, int64 [n, rows a token]: in a state that is written cell by cell its cell, else as many as a
-        result has for each, those of the first token first. None if they are not whole tokens'."""
+        result has for each, those of the first token first. None if they are not whole tokens', as those of slots."""
         n = len(self.keys)
         if len(self.out_ids) != n:
             raise ValueError(f"recording: {tensor.name}: rows are known where all tokens have logits, got {len(self.out_ids)} "
                              f"of {n}")
         if tensor.root.node is None and tensor.maker is not None and tensor.shape == tensor.root.shape:  # a state
+            if role_of(tensor) == "slots":
+                return None
             return (self.seq.astype(np.int64) * self.n_ctx + self.pos)[:, None] if tensor.shape[0] % self.n_ctx == 0 else None
         return np.arange(tensor.shape[0]).reshape(n, -1) if tensor.shape[0] % n == 0 else None
 
@@ -60,6 +62,12 @@ class Batch:
         """Those of one token, int64 [rows a token]; all of the tensor's if they are not whole tokens'."""
         rows = self.rows(tensor)
         return slice(None) if rows is None else rows[self.keys.index(key)]
+
+    def run(self, key: bytes, runs: np.ndarray) -> tuple[bytes, int]:
+        """Of the run of tokens that one is in (`runs` of `ops.primitive`): the key of its first, and the slot before that."""
+        i = self.keys.index(key)
+        first, _, source = next(run[:3] for run in runs if run[0] <= i < run[0] + run[1])
+        return self.keys[first], source
 
     def written(self, key: bytes) -> np.ndarray:
         """The positions in the sequence of a token that the micro-batch computes."""
@@ -72,6 +80,14 @@ class Batch:
             return slice(None)
         i = self.keys.index(key)
         return int(self.seq[i]) * self.n_ctx + np.arange(self.pos[i] + 1)
+
+
+def role_of(state: Tensor) -> str:
+    """Of the operand that a node wrote over, which is `state` now."""
+    node = state.maker
+    assert node is not None, state
+    names = dict(zip(node.results, node.declared.results))
+    return node.declared.roles.get(names.get(state, ""), "state")
 
 
 def one_nan(array: np.ndarray, dtype: str) -> np.ndarray:

@@ -85,7 +85,8 @@ def speculation_of(options, model, n_ctx: int, load_model):
         source: Source | None = NGrams() if kind == "ngram" else None
         if kind == "model":
             draft_model = stack.enter_context(load_on(model_path(options.model_draft), options.device, load_model))
-            source = stack.enter_context(closing(DraftModel(draft_model, model, n_ctx, options.draft_p_min)))
+            source = stack.enter_context(closing(DraftModel(draft_model, model, n_ctx, options.draft_p_min,
+                                                                options.draft_max)))
         yield source and Speculation(source, options.draft_max)
 
 

@@ -23,7 +23,7 @@ def run(options, load_model) -> None:
     from ..engine.settings import new_context
     from ..tokenizer import Detokenizer
     refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
-    draft_source(options)
+    rollback = {"n_rollback": options.draft_max + 1} if draft_source(options) else {}
     choice = sampling_of(options)
     with load(options, load_model) as model:
         tokenizer, prompt = model.tokenizer, encoded_prompt(options, model.tokenizer)
@@ -32,7 +32,7 @@ def run(options, load_model) -> None:
         if space < n_least:
             raise UserError(f"-c: a prompt of {len(prompt)} tokens and {n_least} new ones do not fit into a context of {n_ctx}")
         n_most, text = space if options.n_predict < 0 else options.n_predict, Detokenizer(tokenizer)
-        with (new_context(model, settings_of(options), n_ctx, 1, sys.stderr) as context,
+        with (new_context(model, settings_of(options, **rollback), n_ctx, 1, sys.stderr) as context,
               speculation_of(options, model, n_ctx, load_model) as speculation):
             times = [time.perf_counter()]  # the beginning, then when each token was there
             for token in generate(context, prompt, n_most, choice, tokenizer.is_end_of_generation, speculation):

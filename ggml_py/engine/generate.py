@@ -76,7 +76,8 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
             if speculation is not None:
                 if fed is not text:
                     speculation.learn(len(draft), len(text) - n_before - 1)
-                draft = speculation.draft(text, min(end - len(text) - 1, context.n_ctx - start - len(text)))
+                draft = speculation.draft(text, min(end - len(text) - 1, context.n_ctx - start - len(text),
+                                                    context.memory.n_rollback - 1))
             fed, wanted = [text[-1], *draft], "argmaxes" if only_ids else "all"
     finally:
         if len(text) > len(prompt):

@@ -430,6 +430,13 @@ class Context:
         if not 0 <= seq_id < self.memory.n_seq_max:
             raise UserError(f"seq_id: must be 0 to {self.memory.n_seq_max - 1}, got {seq_id}")
 
+    def reachable(self, seq_id: int, n: int) -> int:
+        """The most positions, n at most, that `keep` can take the sequence back to."""
+        self._check_sequence(seq_id)
+        with self._turn():
+            self._take_back()
+            return self.memory.reachable(seq_id, n)
+
     def keep(self, seq_id: int, n: int) -> None:
         """Take a sequence back to its first n positions. RuntimeError where its memory has others then."""
         with self._turn():

@@ -58,15 +58,17 @@ class DraftModel:
     p_min."""
     name = "model"
 
-    def __init__(self, model, target, n_ctx: int, p_min: float = 0.0):
-        """model, target: `Model`; n_ctx: positions of a text. ParameterError for another vocabulary."""
+    def __init__(self, model, target, n_ctx: int, p_min: float = 0.0, draft_max: int = DRAFT_MAX):
+        """model, target: `Model`; n_ctx: positions of a text; draft_max: tokens of a draft, which recurrent layers can forget.
+        ParameterError for another vocabulary."""
         if not 0 <= p_min <= 1:
             raise ParameterError("draft_p_min", f"must be 0 to 1, got {p_min!r}")
         mine, theirs = (list(each.file.get("tokenizer.ggml.tokens", "arr[str]", [])) for each in (model, target))
         if model.n_vocab != target.n_vocab or mine != theirs:
             raise ParameterError("model_draft", f"{model.file.path} has another vocabulary ({model.n_vocab} tokens) than "
                                                 f"{target.file.path} ({target.n_vocab} tokens); allowed: the same")
-        self.context, self.p_min = model.new_context(min(n_ctx, model.n_ctx_train)), p_min
+        self.context = model.new_context(min(n_ctx, model.n_ctx_train), n_rollback=draft_max + 1)
+        self.p_min = p_min
         self.tokens: list[int] = []  # that the context has
 
     def begin(self) -> None:
@@ -79,6 +81,7 @@ class DraftModel:
         # The last token is decoded again, for what follows it
         same = next((i for i, (a, b) in enumerate(zip(self.tokens, tokens[:-1])) if a != b),
                     min(len(self.tokens), len(tokens) - 1))
+        same = self.context.reachable(0, same)
         self.context.keep(0, same)
         found = list(islice(self._sure(tokens[same:]) if self.p_min else self._likeliest(tokens[same:], n), n))
         self.tokens = [*tokens, *found][:self.context.memory.length(0)]

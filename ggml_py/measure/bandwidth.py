@@ -75,8 +75,3 @@ def weight_bytes_per_token(file) -> float:
             return tensor.n_bytes / tensor.shape[-1]
         return tensor.n_bytes * (share_used if name[-2].endswith("_exps") else 1)
     return sum(map(read, file.tensors.values()))
-
-
-def cache_bytes_per_position(memory) -> float:
-    """Bytes of K and V, all layers together, of one position of a context's memory."""
-    return memory.n_bytes / (memory.n_ctx * memory.n_seq_max)

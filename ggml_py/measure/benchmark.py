@@ -23,7 +23,7 @@ from ..base.defaults import N_BATCH, N_UBATCH
 from ..base.errors import ParameterError, UserError
 from ..base.progress import Progress
 from ..engine.settings import Settings, new_context
-from .bandwidth import cache_bytes_per_position, copy_GB_s, weight_bytes_per_token
+from .bandwidth import copy_GB_s, weight_bytes_per_token
 from .statistics import mean_and_deviation
 
 DEFAULTS = dict(n_batch=N_BATCH, n_ubatch=N_UBATCH, type_k="f16", type_v="f16", no_fuse="", graphs=1, kv_write="set_rows")
@@ -157,6 +157,7 @@ def run_test(context, test: Test, tokens: np.ndarray, n_batch: int, n_repetition
     """ns of each repetition.   tokens: int32 [test.n_ctx]"""
     depth, prompt, generated = np.split(tokens, np.cumsum([test.n_depth, test.n_prompt]))
     decode_prompt(context, depth, n_batch)
+    context.checkpoint()
 
     def repetition() -> int:
         context.seq_rm(0, test.n_depth)
@@ -203,7 +204,7 @@ def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, wa
         n_bytes = None
         if not test.n_prompt:
             n_keys = test.n_depth + (test.n_gen + 1) / 2  # the mean over the generated tokens, each of which sees itself as well
-            n_bytes = weight_bytes_per_token(model.file) + n_keys * cache_bytes_per_position(context.memory)
+            n_bytes = weight_bytes_per_token(model.file) + context.memory.bytes_of_token(n_keys)
     samples_ts = [1e9 * (test.n_prompt + test.n_gen) / ns for ns in samples_ns]
     (avg_ns, stddev_ns), (avg_ts, stddev_ts) = map(mean_and_deviation, (samples_ns, samples_ts))
     tensors, copy = model.file.tensors.values(), copy_GB_s_of(config.device)

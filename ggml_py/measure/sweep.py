@@ -50,7 +50,10 @@ def sweep(model, settings: Settings, n_gen: int, seed: int, warm_up: bool, log) 
         for _ in range(WARM_UPS if warm_up else 0):
             part(decode_prompt, 0, n_prompt, n_prompt)
             part(decode_one_by_one, 0, 1)
+        context.clear()
         for n_kv in range(0, n_ctx - max(n_prompt, n_gen) + 1, n_prompt):
+            context.drop_checkpoints()
+            context.checkpoint()
             t_tg = part(decode_one_by_one, n_kv, n_gen)
             t_pp = part(decode_prompt, n_kv, n_prompt, n_prompt)
             yield Row(n_prompt, n_gen, n_kv, t_pp, n_prompt / t_pp, t_tg, n_gen / t_tg)

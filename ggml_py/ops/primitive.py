@@ -314,7 +314,7 @@ def _recurrent(state, runs) -> None:
     need(is_leaf(runs), "runs must be an input")
 
 
-@op("state:state x:whole w:weight runs:whole", results="out state", overwrites={"state": "state"})
+@op("state:slots x:whole w:weight runs:whole", results="out state", overwrites={"state": "state"})
 def ssm_conv(_, state, x, w, runs):
     """silu of each channel's sum, with weights, of its values at the last tokens; state: those of the tokens before."""
     _recurrent(state, runs)
@@ -324,7 +324,7 @@ def ssm_conv(_, state, x, w, runs):
     return Shape("f32", x.shape), Shape("f32", state.shape)
 
 
-@op("state:state qkv:whole g:whole beta:whole runs:whole", "n_head_k n_head_v tiled", results="out state",
+@op("state:slots qkv:whole g:whole beta:whole runs:whole", "n_head_k n_head_v tiled", results="out state",
     overwrites={"state": "state"})
 def gated_delta_net(params, state, qkv, g, beta, runs):
     """qkv: of each token n_head_k heads of q, as many of k, n_head_v heads of v. tiled: value head j has the key head

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-ROLES = ("rows", "weight", "state", "whole")
+ROLES = ("rows", "weight", "state", "slots", "whole")
 
 
 class ShapeError(ValueError):
@@ -28,7 +28,8 @@ class Op:
     operands: their names. roles: what each is.
         rows     has rows of tokens: row i of the results depends on no other row of it
         weight   never changes while a model is loaded
-        state    what sequences remember: a cache
+        state    what sequences remember of each token: a cache
+        slots    what they remember of all tokens together: rows that are chosen anew for each step (`state.recurrent`)
         whole    read as a whole for every token
     results: their names. A result with an operand's name *is* that operand, which the op writes into.
     scatters: result -> optional operand: where that is given, it names the rows of a state, by number or (parameter slot) by

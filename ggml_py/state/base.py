@@ -14,8 +14,7 @@ class Memory(Protocol):
 
     @property
     def n_bytes(self) -> int: ...
-    @property
-    def bytes_per_position(self) -> float: ...  # of what grows with a sequence
+    def bytes_of_token(self, n_keys: float) -> float: ...  # that a token behind so many positions reads and writes at least
     def inputs(self, graph: Graph, n_tokens: int) -> None: ...  # declares the inputs that its ops need
     # the node that keeps a micro-batch's rows; part: "k" or "v"
     def write(self, graph: Graph, layer: int, part: str, x: Tensor, name: str) -> Tensor: ...
@@ -25,6 +24,8 @@ class Memory(Protocol):
     # of the inputs, for a micro-batch, whose positions it marks
     def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]: ...
     def length(self, seq_id: int) -> int: ...  # the next position
+    # the most positions, n at most, that the sequence can be taken back to
+    def reachable(self, seq_id: int, n: int) -> int: ...
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None: ...  # UserError for what recurrent layers cannot forget
     # the sequence becomes the first n positions of another, which may go on; what it had is gone
     def seq_cp(self, source: int, seq_id: int, n: int) -> None: ...

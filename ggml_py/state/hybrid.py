@@ -17,9 +17,8 @@ class HybridMemory:
     def n_bytes(self) -> int:
         return self.cache.n_bytes + self.states.n_bytes
 
-    @property
-    def bytes_per_position(self) -> float:
-        return self.cache.bytes_per_position
+    def bytes_of_token(self, n_keys: float) -> float:
+        return self.cache.bytes_of_token(n_keys) + self.states.bytes_of_token
 
     def inputs(self, graph: Graph, n_tokens: int) -> None:
         self.cache.inputs(graph, n_tokens)
@@ -39,6 +38,9 @@ class HybridMemory:
 
     def length(self, seq_id: int) -> int:
         return self.cache.length(seq_id)
+
+    def reachable(self, seq_id: int, n: int) -> int:
+        return self.states.reachable(seq_id, n)
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         self.states.seq_rm(seq_id, p0, p1)

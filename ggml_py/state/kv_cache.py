@@ -57,9 +57,8 @@ class KVCache:
     def n_bytes(self) -> int:
         return sum(n_bytes(t) for t in self.k + self.v)
 
-    @property
-    def bytes_per_position(self) -> float:
-        return self.n_bytes / (self.n_ctx * self.n_seq_max)
+    def bytes_of_token(self, n_keys: float) -> float:
+        return n_keys * self.n_bytes / (self.n_ctx * self.n_seq_max)
 
     def inputs(self, graph: Graph, n_tokens: int) -> None:
         graph.input("seq", "i32", (n_tokens,))
@@ -96,6 +95,9 @@ class KVCache:
 
     def length(self, seq_id: int) -> int:
         return int(self.lengths[seq_id])
+
+    def reachable(self, seq_id: int, n: int) -> int:
+        return min(n, self.length(seq_id))
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         self.present[seq_id, p0:p1] = 0

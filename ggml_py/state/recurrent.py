@@ -53,6 +53,11 @@ class RecurrentMemory:
     def n_bytes(self) -> int:
         return sum(map(n_bytes, self.states.values()))
 
+    @property
+    def bytes_of_token(self) -> int:
+        """That a token reads and writes, however many are before it."""
+        return 2 * self.n_bytes // (self.n_seq_max * self.n_slots)
+
     def inputs(self, graph: Graph, n_tokens: int) -> None:
         graph.input("runs", "i32", (min(n_tokens, self.n_seq_max), 3 + self.n_rollback))
 
@@ -108,6 +113,9 @@ class RecurrentMemory:
     def positions(self, seq_id: int) -> list[int]:
         """The lengths that the sequence can go back to."""
         return sorted({0, *self.held[seq_id], *self.checkpoints[seq_id]})
+
+    def reachable(self, seq_id: int, n: int) -> int:
+        return max(length for length in self.positions(seq_id) if length <= n)
 
     def seq_cp(self, source: int, seq_id: int, n: int) -> None:
         if n:

@@ -16,6 +16,7 @@ from ggml_py.models import ARCHITECTURES
 from ggml_py.check.noise import Noise
 from ggml_py.testing import digest
 from ggml_py.check.verify import Verification
+from tiny_delta_net_models import KINDS as RECURRENT, write_delta_net_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES as WITH_EXPERTS, write_moe_model
 
@@ -25,11 +26,13 @@ CACHES = [("f16", "f16"), ("q8_0", "f16"), ("f32", "f32")]
 
 def write(path, kind):
     types = "Q8_0", "Q8_0", "Q4_1", "F16"
+    if kind in RECURRENT:
+        return write_delta_net_model(path, kind, types)
     return (write_moe_model(path, kind, types) if kind in WITH_EXPERTS
             else write_model(path, kind, types, qkv_bias=kind == "qwen2"))
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys([*ARCHITECTURES, *WITH_EXPERTS]))
+@pytest.mark.parametrize("kind", dict.fromkeys([*ARCHITECTURES, *WITH_EXPERTS, *RECURRENT]))
 @pytest.mark.parametrize("types", [CACHES[0], *(pytest.param(types, marks=pytest.mark.slow) for types in CACHES[1:])], ids=str)
 def test_small_models(kind, types, tmp_path):
     path = write(tmp_path / "m.gguf", kind)
@@ -44,8 +47,8 @@ def test_small_models(kind, types, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", WITH_EXPERTS)
-def test_experts_a_hundred_times_under_load(kind, tmp_path):
+@pytest.mark.parametrize("kind", [*WITH_EXPERTS, *RECURRENT])
+def test_a_hundred_times_under_load(kind, tmp_path):
     """100 runs beside other work on the GPU, of one sequence after the other and of all together."""
     if reason := no_gpu():
         pytest.skip(reason)
