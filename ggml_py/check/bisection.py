@@ -11,6 +11,7 @@ not to blame.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -191,9 +192,10 @@ def first_difference(model_a, model_b, windows: np.ndarray, a: Setting, b: Setti
 def _rows(node: Node, batch: Batch, backend) -> Iterator[tuple[str, bytes, bytes]]:
     """(name, key, bytes of the token's rows) for each token and result of a node."""
     for tensor in node.results:
-        if (rows := batch.rows(tensor)) is not None:
-            arrays, n = rows_on_host(backend, tensor, rows.reshape(-1)), rows.shape[1]
-            for i, key in enumerate(batch.keys):
+        rows = batch.rows(tensor)
+        if rows is not None and (has := rows[:, 0] >= 0).any():
+            arrays, n = rows_on_host(backend, tensor, rows[has].reshape(-1)), rows.shape[1]
+            for i, key in enumerate(compress(batch.keys, has)):
                 yield tensor.name, key, bits_of(tensor.dtype, arrays, slice(i * n, (i + 1) * n))
 
 
@@ -220,10 +222,11 @@ def _common(a: LiveCapture, b: LiveCapture, name: str, key: bytes) -> tuple[str,
     token whose rows differ: not the one of the key where what the first run gave comes and goes."""
     rows_a, rows_b = a.batch.rows(a.tensor(name)), b.batch.rows(b.tensor(name))
     assert rows_a is not None and rows_b is not None, f"{name}: its rows were compared"
-    at, dtype = dict(zip(a.batch.keys, rows_a)), b.results[name].dtype
-    tokens = [token for token in b.batch.keys if token in at]
+    at, dtype = {token: rows for token, rows in zip(a.batch.keys, rows_a) if rows[0] >= 0}, b.results[name].dtype
+    both = [(token, rows) for token, rows in zip(b.batch.keys, rows_b) if token in at and rows[0] >= 0]
+    tokens = [token for token, _ in both]
     mine = np.concatenate([at[token] for token in tokens])
-    other = np.concatenate([rows for token, rows in zip(b.batch.keys, rows_b) if token in at])
+    other = np.concatenate([rows for _, rows in both])
     for part, x, y in zip(PARTS, a.results[name].arrays, b.results[name].arrays):
         if diff := difference(one_nan(x[mine], dtype), one_nan(y[other], dtype)):
             i, *place = diff.first
@@ -241,8 +244,7 @@ def _state(i: int, a: LiveCapture, b: LiveCapture, key: bytes) -> str:
     places = (a, twin), (b, i)
     name, role = list(OPS[b.op].roles.items())[i]
     if role == "slots":
-        runs = [next(value.arrays[0] for value in each.operands if value.name == "runs") for each in (a, b)]
-        (token_a, row_a), (token_b, row_b) = (each.batch.run(key, run) for each, run in zip((a, b), runs))
+        (token_a, row_a), (token_b, row_b) = (each.batch.run(key) for each in (a, b))
         if token_a != token_b:
             return "behind other tokens"
         if min(row_a, row_b) < 0:

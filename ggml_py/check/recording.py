@@ -37,36 +37,50 @@ def rows_on_host(backend, tensor: Tensor, rows: np.ndarray) -> Arrays:
 @dataclass
 class Batch:
     """A micro-batch as it runs. keys: of each token, which stands for it and those before it in its sequence.
-    before: operands that the node being visited has written over, as it read them."""
+    before: operands that the node being visited has written over, as it read them. runs: the input of that name."""
     seq: np.ndarray
     pos: np.ndarray
     out_ids: np.ndarray
     keys: list[bytes]
     n_ctx: int
     before: dict[Tensor, Arrays] = field(default_factory=dict)
+    runs: np.ndarray | None = None
 
     def rows(self, tensor: Tensor) -> np.ndarray | None:
         """The rows of each token, int64 [n, rows a token]: in a state that is written cell by cell its cell, else as many as a
-        result has for each, those of the first token first. None if they are not whole tokens', as those of slots."""
+        result has for each, those of the first token first; in slots the one of the state behind it, -1 where it is not kept.
+        None if they are not whole tokens'."""
         n = len(self.keys)
         if len(self.out_ids) != n:
             raise ValueError(f"recording: {tensor.name}: rows are known where all tokens have logits, got {len(self.out_ids)} "
                              f"of {n}")
         if tensor.root.node is None and tensor.maker is not None and tensor.shape == tensor.root.shape:  # a state
             if role_of(tensor) == "slots":
-                return None
+                return self._slots()
             return (self.seq.astype(np.int64) * self.n_ctx + self.pos)[:, None] if tensor.shape[0] % self.n_ctx == 0 else None
         return np.arange(tensor.shape[0]).reshape(n, -1) if tensor.shape[0] % n == 0 else None
+
+    def _slots(self) -> np.ndarray:
+        rows = np.full((len(self.keys), 1), -1)
+        assert self.runs is not None
+        for first, n, _, *slots in self.runs.tolist():
+            kept = slots[:n]
+            rows[first + n - len(kept):first + n, 0] = kept[::-1]
+        return rows
 
     def rows_of(self, tensor: Tensor, key: bytes) -> np.ndarray | slice:
         """Those of one token, int64 [rows a token]; all of the tensor's if they are not whole tokens'."""
         rows = self.rows(tensor)
-        return slice(None) if rows is None else rows[self.keys.index(key)]
+        if rows is None:
+            return slice(None)
+        mine = rows[self.keys.index(key)]
+        return mine[mine >= 0]
 
-    def run(self, key: bytes, runs: np.ndarray) -> tuple[bytes, int]:
+    def run(self, key: bytes) -> tuple[bytes, int]:
         """Of the run of tokens that one is in (`runs` of `ops.primitive`): the key of its first, and the slot before that."""
         i = self.keys.index(key)
-        first, _, source = next(run[:3] for run in runs if run[0] <= i < run[0] + run[1])
+        assert self.runs is not None
+        first, source = next((first, source) for first, n, source, *_ in self.runs.tolist() if first <= i < first + n)
         return self.keys[first], source
 
     def written(self, key: bytes) -> np.ndarray:
@@ -147,6 +161,11 @@ class RecordedContext(Context):
             self.history[s, p + 1] = keys[-1]
         self.batch = Batch(seq, pos, rows, keys, self.n_ctx)
         return super()._queue(tokens, seq, pos, rows, greedy)
+
+    def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
+        values = super()._memory_values(seq, pos)
+        self.batch.runs = values.get("runs")
+        return values
 
     def seq_cp(self, source: int, seq_id: int, n: int = -1) -> None:
         super().seq_cp(source, seq_id, n)

@@ -340,10 +340,13 @@ class Context:
         return ids.astype(np.int32)
 
     def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, greedy: bool) -> Outputs:
-        values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self.memory.values(seq, pos)}
+        values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self._memory_values(seq, pos)}
         shape = len(seq), len(rows), greedy and len(rows) > 0
         with self.model.lock:
             return self.program(*shape).queue(values, self.replays, Key._make((*shape, *self.settings)))
+
+    def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
+        return self.memory.values(seq, pos)
 
     def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound. Those of the SHAPES most recent shapes are kept: launches and

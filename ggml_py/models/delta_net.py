@@ -29,6 +29,8 @@ class DeltaNet:
     @classmethod
     def read(cls, keys: Keys, hp: Hparams) -> "DeltaNet":
         taps, dim = keys.integer("ssm.conv_kernel", least=2), keys.integer("ssm.state_size", least=1)
+        if dim % 8:
+            raise keys.error("ssm.state_size", dim, "a multiple of 8", dim)
         n_k, n_v = keys.integer("ssm.group_count", least=1), keys.integer("ssm.time_step_rank", least=1)
         if n_v % n_k:
             raise keys.error("ssm.time_step_rank", n_v, f"a multiple of the {n_k} key heads", n_k)
@@ -49,7 +51,7 @@ class DeltaNetModel(Transformer):
         hp = super().read_hparams()
         self.delta = DeltaNet.read(self.keys, hp)
         if not any(self.delta.is_recurrent):
-            raise UserError(f"{self.file.path}: {self.name}: no layer is recurrent, at least one must be")
+            raise UserError(f"{self.keys.file.path}: {self.name}: no layer is recurrent, at least one must be")
         return hp
 
     def cache_sizes(self) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The gated delta rule, token by token (numerics, section 11)."""
+"""The gated delta rule, token by token (numerics, section 10)."""
 from functools import partial
 
 import numpy as np

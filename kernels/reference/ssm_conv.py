@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel over time, with its activation (numerics, section 11)."""
+"""A short causal convolution of each channel over time, with its activation (numerics, section 10)."""
 from functools import partial
 
 import numpy as np

@@ -16,7 +16,7 @@ from ggml_py.check.recording import Batch
 from ggml_py.state.kv_cache import KVCache
 from ggml_py.engine.sampling import Sampling
 from fake_model import FakeTokenizer
-from planted_faults import (FAULTS, STAYING_DRAFT, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, norm, norms,
+from planted_faults import (FAULTS, KEPT_FAULTS, FaultyBackend, HastyBackend, StaleGraphsBackend, after, caught_by, norm, norms,
                             tile_across_experts, verify, write)
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
@@ -27,7 +27,7 @@ ON_CPU = [axis for axis in AXES if axis not in ("launch", "noise", "device")]
 def paths(tmp_path_factory):
     """Of the models that faults are planted in."""
     folder = tmp_path_factory.mktemp("models")
-    return {kind: write(folder / f"{kind}.gguf", kind) for kind in {fault.model for fault in FAULTS}}
+    return {kind: write(folder / f"{kind}.gguf", kind) for kind in {fault.model for fault in FAULTS + KEPT_FAULTS}}
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,11 @@ def test_caught_and_named(paths, fault, tmp_path):
     assert {path.name for path in (tmp_path / "dump").iterdir()} >= {"default.npz", "other.npz", "run.py"}
 
 
-def test_a_rejected_draft_that_stays(path):
-    """The only axis on which a cell is written twice sees it."""
-    verification = verify(path, WINDOWS, ON_CPU, {"cpu": STAYING_DRAFT.backend("cpu")})
-    assert caught_by(verification) == STAYING_DRAFT.axes
-    check_named(verification.bisect(verification.first_mismatch()), STAYING_DRAFT)
+@pytest.mark.parametrize("fault", KEPT_FAULTS, ids=lambda fault: fault.name)
+def test_what_sequences_keep(paths, fault):
+    verification = verify(paths[fault.model], WINDOWS, ON_CPU, {"cpu": fault.backend("cpu")})
+    assert fault.axes <= caught_by(verification), caught_by(verification)
+    check_named(verification.bisect(verification.first_mismatch()), fault)
 
 
 def test_a_prefix_that_lacks_a_cell(path, monkeypatch):

@@ -171,6 +171,15 @@ class Clock:
             self.decode([each], "greedy")
             yield each + 1
 
+    def checkpoint(self):
+        pass
+
+    def drop_checkpoints(self):
+        pass
+
+    def clear(self):
+        self.tokens.clear()
+
     def seq_rm(self, seq_id, p0):
         assert seq_id == 0 and p0 <= len(self.tokens)
         del self.tokens[p0:]

@@ -267,8 +267,8 @@ def test_what_a_cache_takes_is_known_without_it(mixed):
 
 
 @pytest.mark.parametrize("arch, settings, message", [
-    ("mamba", {}, "architecture 'mamba' is unknown; known: llama, qwen2, qwen3, qwen3moe, gpt-oss, deepseek2, glm4moe, "
-                  "bailingmoe2"),
+    ("mamba", {}, "architecture 'mamba' is unknown; known: llama, qwen2, qwen3, qwen3moe, qwen3next, qwen35, qwen35moe, "
+                  "gpt-oss, deepseek2, glm4moe, bailingmoe2"),
     ("llama", dict(keys={"expert_count": ("uint32", 8)}), "llama with 8 experts is not supported"),
     ("llama", dict(head=30), "cache_k-0: q8_0 rows must be a multiple of 32 values, got 60"),
     ("llama", dict(keys={"rope.scaling.type": ("string", "magic")}),

@@ -40,7 +40,7 @@ class FakeContext:
     def __init__(self, model, n_ctx, n_batch, n_ubatch, type_k, type_v, n_seq_max):
         self.n_ubatch = n_ubatch
         self.model, self.n_batch, self.n_ctx = model, n_batch, n_ctx // n_seq_max
-        self.memory = self
+        self.memory, self.n_rollback = self, self.n_ctx
         self.clear()
 
     def __enter__(self):
@@ -108,6 +108,6 @@ class FakeModel:
         return "no copies"
 
     def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True,
-                    kv_write="set_rows"):
+                    kv_write="set_rows", n_rollback=2):
         self.open_contexts += 1
         return FakeContext(self, n_ctx, n_batch, min(n_ubatch, n_batch), type_k, type_v, n_seq_max)

@@ -16,12 +16,16 @@ from ggml_py.check.axes import settings_of
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Pending
 from ggml_py.files.gguf import GGUFFile
+from ggml_py.kernels.call import Call
+from ggml_py.kernels.cpu.gated_delta_net import gated_delta_net
+from ggml_py.kernels.cpu.ssm_conv import ssm_conv
 from ggml_py.kernels.cpu.mul_mat_id import mul_mat_heads, mul_mat_id
 from ggml_py.kernels.cpu.parallel import steps
 from ggml_py.kernels.reference.experts import weighted_sum_arrays
 from ggml_py.engine.model import Model
 from ggml_py.ops.compose import FUSED
 from ggml_py.check.verify import Verification
+from tiny_delta_net_models import KINDS, write_delta_net_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES, DEFAULTS, write_moe_model
 
@@ -32,6 +36,8 @@ def write(path, kind: str):
     """A model of a kind: an architecture, or "tied"."""
     if kind == "tied":
         return write_tied_model(path)
+    if kind in KINDS:
+        return write_delta_net_model(path, kind, ("Q8_0",))
     return (write_moe_model(path, kind, ("Q8_0",)) if kind in ARCHITECTURES
             else write_model(path, kind, ("Q8_0",), n_embd=288, n_ff=160))
 
@@ -224,6 +230,65 @@ def of_other_heads(call, step):
     return mul_mat_heads(call.part("mul_mat_heads", w=call.w._replace(data=words), x=call.x, out=call.out))
 
 
+# Recurrent layers
+
+def with_runs(change):
+    """A twin whose kernel has another table of runs: change(runs, call), in place."""
+    def twin(call, step):
+        module = {"ssm_conv": ssm_conv, "gated_delta_net": gated_delta_net}[call.op]
+        changed = np.empty_like(call.runs.data)
+        faulty = module(Call(call.op, call.name, call.device, {**call.values, "runs": call.runs._replace(data=changed)}))
+
+        def run():
+            changed[...] = call.runs.data
+            change(changed, call)
+            faulty()
+        return run
+    return twin
+
+
+def restarted(runs, call):
+    """Each micro-batch begins with an empty state."""
+    runs[:, 2] = -1
+
+
+def neighbours(runs, call):
+    """The slot behind the right one."""
+    runs[:, 2] = np.where(runs[:, 2] < 0, -1, (runs[:, 2] + 1) % len(call.state.data))
+
+
+def late_snapshots(call):
+    """The states before the last token are those of the token behind."""
+    for run in call.runs.data:
+        for i in range(min(run[1], len(run) - 3) - 1, 0, -1):
+            call.state.data[run[3 + i]] = call.state.data[run[2 + i]]
+
+
+def decayed_twice(call, step):
+    """The state that a run begins with."""
+    g = np.empty_like(call.g.data)
+    faulty = gated_delta_net(Call(call.op, call.name, call.device, {**call.values, "g": call.g._replace(data=g)}))
+
+    def run():
+        g[...] = call.g.data
+        g[call.runs.data[call.runs.data[:, 1] > 0, 0]] *= 2
+        faulty()
+    return run
+
+
+def never_taken_back():
+    """The columns that a convolution read last, whatever was taken back since."""
+    last = {}
+
+    def latest(runs, call):
+        for run in runs:
+            if run[1]:
+                state = call.state.data.ctypes.data
+                run[2] = last.get(state, run[2]) if run[2] >= 0 else -1
+                last[state] = run[3]
+    return {"ssm_conv": with_runs(latest)}
+
+
 # Caches
 
 def first_come():
@@ -309,8 +374,15 @@ def in_kernels(name: str, axes: str, twins, model: str = "llama") -> Fault:
     return Fault(name, lambda device: FaultyBackend(make(), device), frozenset(axes.split()), with_parts(make()), model)
 
 
-# no other axis writes a cell twice
-STAYING_DRAFT = in_kernels("a rejected draft that stays in its cell", "speculation", first_come)
+# Of what sequences keep from call to call: where a window is one call, nothing is wrong
+KEPT_FAULTS = [
+    in_kernels("a rejected draft that stays in its cell", "speculation", first_come),  # no other axis writes a cell twice
+    in_kernels("a state that restarts with each micro-batch", "ubatch pieces", {"gated_delta_net": with_runs(restarted)}, "qwen35"),
+    in_kernels("a neighbour's slot", "ubatch pieces", {"gated_delta_net": with_runs(neighbours)}, "qwen35moe"),
+    in_kernels("a snapshot one token late", "speculation", {"gated_delta_net": after(late_snapshots)}, "qwen35"),
+    in_kernels("decay applied twice", "ubatch pieces", {"gated_delta_net": decayed_twice}, "qwen3next"),
+    in_kernels("a convolution that is not taken back", "speculation", never_taken_back, "qwen35"),
+]
 
 FAULTS = [
     in_kernels("a sum in another order for some batch sizes", "ubatch", norms(other_order)),

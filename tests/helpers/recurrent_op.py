@@ -72,6 +72,9 @@ class States:
     def length(self, seq_id):
         return self.lengths[seq_id]
 
+    def hold(self, seq_id, position):
+        pass
+
     def seq_rm(self, seq_id, p0, p1):
         self.lengths[seq_id] = min(self.lengths[seq_id], p0)  # what the state holds is gone all the same
 
@@ -95,10 +98,10 @@ class Recurrent:
     def load(self, nextn):
         pass
 
-    def context_bytes(self, n_ctx, n_seq_max, type_k, type_v):
+    def context_bytes(self, n_ctx, n_seq_max, type_k, type_v, n_rollback):
         return 4 * n_seq_max * self.n_vocab
 
-    def new_memory(self, n_ctx, n_seq_max, type_k, type_v, kv_write):
+    def new_memory(self, n_ctx, n_seq_max, type_k, type_v, kv_write, n_rollback):
         return States(self.backend, n_ctx, n_seq_max, self.n_vocab, kv_write == "cpy")
 
     def new_rope_table(self, n_ctx):
