@@ -23,6 +23,7 @@ from ggml_py.quant.formats import FORMATS, Format
 from random_weights import random_weight
 
 POOL_BYTES = 16 << 20  # of one type and row length
+TAPS = 4               # of the convolution before a gated delta net
 SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
 # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -54,6 +55,9 @@ class Shape:
     kv_lora: int = 0
     n_rot: int = 0
     head_v: int = 0
+    n_head_k: int = 0                # gated delta nets, but for every fourth layer: heads of q and k, of v, and their channels
+    n_head_delta: int = 0
+    delta: int = 0
     keys: dict = field(default_factory=dict)
 
 
@@ -69,6 +73,14 @@ SHAPES = {
                                   "rope.scaling.original_context_length": (4096, "uint32"),
                                   "rope.scaling.yarn_log_multiplier": (0.0707, "float32")}),
 }
+_DELTA_NET = dict(head=256, n_rot=64, n_head_k=16, n_head_delta=32, delta=128, n_expert_shared=1)
+SHAPES |= {
+    "qwen3.6-35b-a3b": Shape("qwen35moe", 40, 2048, 16, 2, n_ff=512, n_vocab=248320, n_ctx=262144, freq_base=1e7, n_expert=256,
+                             n_expert_used=8, n_ff_exp=512, **_DELTA_NET,
+                             keys={"rope.dimension_sections": ([11, 11, 10, 0], "array")}),
+    "qwen3-next-80b-a3b": Shape("qwen3next", 48, 2048, 16, 2, n_ff=512, n_vocab=151936, n_ctx=262144, freq_base=1e7, n_expert=512,
+                                n_expert_used=10, n_ff_exp=512, **_DELTA_NET),
+}
 # Small ones, to try things: a layer or two of the same kinds (deepseek2 tells its forms apart by the number of layers).
 _TINY = dict(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, head=64, n_ff=512, n_vocab=320, n_ctx=1024)
 SHAPES |= {
@@ -78,6 +90,11 @@ SHAPES |= {
     "tiny-deepseek2": replace(SHAPES["deepseek-v2-lite"], **_TINY | dict(n_layer=27, n_head_kv=4), n_expert=8, n_expert_used=2,
                               n_ff_exp=96, kv_lora=64,
                               n_rot=32, head_v=32),
+    "tiny-qwen35moe": replace(SHAPES["qwen3.6-35b-a3b"], **_TINY | dict(n_layer=4, n_rot=32), n_expert=8, n_expert_used=2,
+                              n_ff_exp=256, n_head_k=2, n_head_delta=4, delta=32,
+                              keys={"rope.dimension_sections": ([6, 5, 5, 0], "array")}),
+    "tiny-qwen3next": replace(SHAPES["qwen3-next-80b-a3b"], **_TINY | dict(n_layer=4, n_rot=32), n_expert=8, n_expert_used=2,
+                              n_ff_exp=256, n_head_k=2, n_head_delta=4, delta=32),
 }
 
 
@@ -94,8 +111,9 @@ def tensors(s: Shape) -> Iterator[TensorShape]:
     for i in range(s.n_layer):
         p = f"blk.{i}."
         yield TensorShape(f"{p}attn_norm.weight", (s.n_embd,))
-        yield from (t._replace(name=p + t.name) for t in (mla if s.kv_lora else attention)(s))
-        yield TensorShape(f"{p}ffn_norm.weight", (s.n_embd,))
+        mixer = delta_net if s.delta and (i + 1) % 4 else mla if s.kv_lora else attention
+        yield from (t._replace(name=p + t.name) for t in mixer(s))
+        yield TensorShape(f"{p}{'post_attention' if s.delta else 'ffn'}_norm.weight", (s.n_embd,))
         yield from (t._replace(name=p + t.name)
                     for t in (experts(s) if s.n_expert and i >= s.n_layer_dense else ffn(s, "", s.n_ff)))
     yield TensorShape("output_norm.weight", (s.n_embd,))
@@ -105,10 +123,23 @@ def tensors(s: Shape) -> Iterator[TensorShape]:
 
 def attention(s: Shape) -> Iterator[TensorShape]:
     q, kv = s.n_head * s.head, s.n_head_kv * s.head
-    yield from (TensorShape(f"attn_{part}.weight", (n, s.n_embd)) for part, n in (("q", q), ("k", kv), ("v", kv)))
+    rows = ("q", 2 * q if s.delta else q), ("k", kv), ("v", kv)
+    yield from (TensorShape(f"attn_{part}.weight", (n, s.n_embd)) for part, n in rows)
     if s.arch.startswith("qwen3"):
         yield from (TensorShape(f"attn_{part}_norm.weight", (s.head,)) for part in "qk")
     yield TensorShape("attn_output.weight", (s.n_embd, q))
+
+
+def delta_net(s: Shape) -> Iterator[TensorShape]:
+    n_values = s.n_head_delta * s.delta
+    n_channels = 2 * s.n_head_k * s.delta + n_values
+    yield from (TensorShape(f"attn_{part}.weight", (n, s.n_embd)) for part, n in (("qkv", n_channels), ("gate", n_values)))
+    gates = [("ba", 2)] if s.arch == "qwen3next" else [("beta", 1), ("alpha", 1)]
+    yield from (TensorShape(f"ssm_{part}.weight", (n * s.n_head_delta, s.n_embd)) for part, n in gates)
+    yield TensorShape("ssm_conv1d.weight", (n_channels, TAPS), "F32")
+    yield from (TensorShape(f"ssm_{part}", (n,)) for part, n in (("a", s.n_head_delta), ("dt.bias", s.n_head_delta),
+                                                                 ("norm.weight", s.delta)))
+    yield TensorShape("ssm_out.weight", (s.n_embd, n_values))
 
 
 def mla(s: Shape) -> Iterator[TensorShape]:
@@ -128,6 +159,8 @@ def ffn(s: Shape, kind: str, n_ff: int, *n_expert: int) -> Iterator[TensorShape]
 def experts(s: Shape) -> Iterator[TensorShape]:
     yield TensorShape("ffn_gate_inp.weight", (s.n_expert, s.n_embd), "F32")
     yield from ffn(s, "_exps", s.n_ff_exp, s.n_expert)
+    if s.delta:
+        yield TensorShape("ffn_gate_inp_shexp.weight", (s.n_embd,))
     if s.n_expert_shared:
         yield from ffn(s, "_shexp", s.n_ff_exp * s.n_expert_shared)
 
@@ -145,6 +178,10 @@ def add_metadata(w: GGUFWriter, s: Shape) -> None:
         w.add_kv_lora_rank(
             s.kv_lora); w.add_leading_dense_block_count(s.n_layer_dense); w.add_expert_shared_count(s.n_expert_shared)
         w.add_expert_weights_scale(1.0); w.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    if s.delta:
+        w.add_ssm_conv_kernel(TAPS); w.add_ssm_state_size(s.delta); w.add_ssm_group_count(s.n_head_k)
+        w.add_ssm_time_step_rank(s.n_head_delta); w.add_ssm_inner_size(s.n_head_delta * s.delta)
+        w.add_expert_shared_feed_forward_length(s.n_ff_exp)
     for key, (value, method) in s.keys.items():
         getattr(w, f"add_{method}")(f"{s.arch}.{key}", value)
 
@@ -204,7 +241,8 @@ def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
     for t in tensors(shape):
         fmt, n_cols = FORMATS[tensor_type(t, type_)], t.shape[-1]
         if len(t.shape) == 1:
-            w.add_tensor(t.name, (1 + 0.1 * rng.standard_normal(n_cols)).astype(np.float32))
+            values = (1 + 0.1 * rng.standard_normal(n_cols)).astype(np.float32)
+            w.add_tensor(t.name, -values if t.name.endswith("ssm_a") else values)  # states decay
             continue
         if (fmt.name, n_cols) not in pools:
             pools[fmt.name, n_cols] = pool(fmt, n_cols, rng)

@@ -26,26 +26,29 @@ def run(options, load_model) -> None:
     if options.path is not None and "-m" in options.given.values():
         raise UserError(f"MODEL: got {options.path} and -m {options.model}, one is enough")
     with GGUFFile.open(model_path(options.path or options.model)) as file:
-        cache, trouble = cache_bytes(file, options.n_ctx, options.type_k, options.type_v)
+        parts, trouble = memory_bytes(file, options.n_ctx, options.type_k, options.type_v)
         out = sys.stdout
         console = Console(file=out, width=None if out.isatty() else 200, highlight=False)
         with console.capture() as capture:
-            about = f"{options.n_ctx} positions, {options.type_k} and {options.type_v}"
-            for table in metadata_table(file), tensor_table(file), memory_table(file, cache, about):
+            for table in metadata_table(file), tensor_table(file), memory_table(file, parts):
                 console.print(table)
         out.write(re.sub(r" +$", "", capture.get(), flags=re.MULTILINE))
     if trouble:
         raise trouble
 
 
-def cache_bytes(file, n_ctx: int, type_k: str, type_v: str) -> tuple[int | None, UserError | None]:
-    """Bytes of the KV cache as a context would take them, or why this version cannot run the model. Neither of a file without
-    tensors, a vocabulary."""
+def memory_bytes(file, n_ctx: int, type_k: str, type_v: str) -> tuple[dict[str, int] | None, UserError | None]:
+    """Bytes of what a context of a sequence remembers, as it would take them, or why this version cannot run the model. Neither of a
+    file without tensors, a vocabulary."""
     from ..models import model_class
     if not file.tensors:
         return None, None
     try:
-        return model_class(file)(file, None).cache_bytes(n_ctx, type_k, type_v), None
+        model = model_class(file)(file, None)
+        parts = {f"KV cache, {n_ctx} positions, {type_k} and {type_v}": model.cache_bytes(n_ctx, type_k, type_v)}
+        if n_bytes := model.state_bytes():
+            parts["states of recurrent layers"] = n_bytes
+        return parts, None
     except UserError as error:
         return None, error
 
@@ -106,14 +109,15 @@ def tensor_table(file):
     return table
 
 
-def memory_table(file, cache: int | None, about: str):
+def memory_table(file, parts: dict[str, int] | None):
     weights = sum(tensor.n_bytes for tensor in file.tensors.values())
     table = new_table("memory", right=("bytes",))
     table.add_row("weights, as in the file", size(weights))
-    if cache is None:
+    if parts is None:
         why = "unknown: this version cannot run the model" if file.tensors else "none: the file has no tensors"
         table.add_row("KV cache", why)
     else:
-        table.add_row(f"KV cache, {about}", size(cache))
-        table.add_row("together", size(weights + cache))
+        for name, n_bytes in parts.items():
+            table.add_row(name, size(n_bytes))
+        table.add_row("together", size(weights + sum(parts.values())))
     return table

@@ -21,7 +21,7 @@ import itertools
 TINY = [name for name in synth.SHAPES if name.startswith("tiny-")]
 # of the originals
 N_PARAMS = {"llama-3-8b": 8_030_261_248, "smollm2-135m": 134_515_008, "qwen3-30b-a3b": 30_532_122_624,
-            "deepseek-v2-lite": 15_706_484_224}
+            "deepseek-v2-lite": 15_706_484_224, "qwen3.6-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296}
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if synth.SHAPES[name].arch in ARCHITECTURES])
@@ -39,7 +39,7 @@ def test_logits_are_finite_and_of_ordinary_size(name, type_, tmp_path):
 def test_tensors_are_those_of_the_architecture(name, tmp_path):
     shape = synth.SHAPES[name]
     arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == shape.arch)
-    known = {re.sub(r"\{bid\}", r"\\d+", gguf.TENSOR_NAMES[tensor]) + r"\.weight" for tensor in gguf.MODEL_TENSORS[arch]}
+    known = {re.sub(r"\{bid\}", r"\\d+", gguf.TENSOR_NAMES[tensor]) + r"(\.weight|\.bias|)" for tensor in gguf.MODEL_TENSORS[arch]}
     with GGUFFile.open(synth.write(tmp_path / "m.gguf", shape, "Q4_K")) as file:
         assert all(any(re.fullmatch(pattern, name) for pattern in known) for name in file.tensors)
         found = {t.name: (tuple(reversed(t.shape)), t.type.name) for t in file.tensors.values()}

@@ -8,7 +8,7 @@ import pytest
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import UserError
-from ggml_py.cli.info import cache_bytes
+from ggml_py.cli.info import memory_bytes
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.testing import assert_bitwise_equal
@@ -113,7 +113,9 @@ def test_older_files_have_one_matrix(tokens, tmp_path):
 def test_memory_is_what_was_reckoned(kind, tmp_path):
     path = write_delta_net_model(tmp_path / "m.gguf", kind, TYPES)
     with GGUFFile.open(path) as file, Model.load(path, device="cpu") as model:
-        assert cache_bytes(file, 64, "f16", "q8_0")[0] == model.architecture.cache_bytes(64, "f16", "q8_0")
+        reckoned = memory_bytes(file, 64, "f16", "q8_0")[0]
+        with model.new_context(64, type_v="q8_0") as context:
+            assert len(reckoned) == 2 and sum(reckoned.values()) == context.memory.n_bytes
         with model.new_context(64, n_seq_max=2, type_v="q8_0", n_rollback=4) as context:
             assert context.memory.n_bytes == (model.architecture.cache_bytes(64, "f16", "q8_0")
                                               + 2 * model.architecture.state_bytes(4))

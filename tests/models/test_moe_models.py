@@ -7,7 +7,7 @@ import pytest
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import UserError
-from ggml_py.cli.info import cache_bytes
+from ggml_py.cli.info import memory_bytes
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.engine.model import Model
 from ggml_py.models.deepseek2 import Deepseek2
@@ -229,7 +229,7 @@ def test_cuda_takes_so_many_experts(n_expert, n_used, tmp_path):
 def test_info_knows_the_cache(kind, settings, tmp_path):
     file = GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind, **settings))
     with Model(file, CPUBackend()) as model, model.new_context(n_ctx=64, type_k="f16", type_v="q8_0") as context:
-        assert cache_bytes(file, 64, "f16", "q8_0") == (context.memory.n_bytes, None)
+        assert memory_bytes(file, 64, "f16", "q8_0") == ({"KV cache, 64 positions, f16 and q8_0": context.memory.n_bytes}, None)
 
 
 def test_sections_of_glm4moe(tmp_path):
