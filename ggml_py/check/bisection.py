@@ -243,6 +243,7 @@ def _state(i: int, a: LiveCapture, b: LiveCapture, key: bytes) -> str:
         return "only in one"
     places = (a, twin), (b, i)
     name, role = list(OPS[b.op].roles.items())[i]
+    rows: list[np.ndarray | slice]
     if role == "slots":
         (token_a, row_a), (token_b, row_b) = (each.batch.run(key) for each in (a, b))
         if token_a != token_b:

@@ -38,8 +38,8 @@ def run(options, load_model) -> None:
 
 
 def memory_bytes(file, n_ctx: int, type_k: str, type_v: str) -> tuple[dict[str, int] | None, UserError | None]:
-    """Bytes of what a context of a sequence remembers, as it would take them, or why this version cannot run the model. Neither of a
-    file without tensors, a vocabulary."""
+    """Bytes of what a context of one sequence remembers, as it would take them, or why this version cannot run the model. Neither
+    of a file without tensors, a vocabulary."""
     from ..models import model_class
     if not file.tensors:
         return None, None

@@ -114,8 +114,9 @@ class Model:
         """What its device has copied so far, for --verbose; nothing of the CPU."""
         return self.backend.report()
 
-    def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH, n_ubatch: int = N_UBATCH, type_k: str = "f16",
-                    type_v: str = "f16", n_seq_max: int = 1, no_fuse: Iterable[str] | str = (), graphs: bool = True,
+    def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH,  # noqa: PLR0913 (settings, given by their names)
+                    n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
+                    no_fuse: Iterable[str] | str = (), graphs: bool = True,
                     kv_write: str = "set_rows", placement: Placement | None = None,
                     n_rollback: int = LEAST_ROLLBACK) -> "Context":
         """Memory for n_seq_max sequences, which share n_ctx: each has n_ctx // n_seq_max positions, so
@@ -186,7 +187,8 @@ class Context:
 
     Threads may share it: their calls take turns (see the top of this file)."""
 
-    def __init__(self, model: Model, n_ctx: int, n_ubatch: int, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
+    def __init__(self, model: Model, n_ctx: int, n_ubatch: int,  # noqa: PLR0913 (those of `Model.new_context`)
+                 type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                  no_fuse: Iterable[str] | str = (), graphs: bool = True, kv_write: str = "set_rows",
                  placement: Placement | None = None, n_rollback: int = LEAST_ROLLBACK):
         if n_ctx < n_seq_max:

@@ -191,7 +191,7 @@ def l2_norm(params, x):
     """The first n_head runs of dim columns of each row divided by their lengths; the columns behind them as they are."""
     _rows(x)
     n_head, dim = params["n_head"], params["dim"]
-    need(0 < dim and 0 < n_head * dim <= x.shape[1], f"rows of {x.shape[1]} do not have {n_head} runs of {dim}")
+    need(dim > 0 and 0 < n_head * dim <= x.shape[1], f"rows of {x.shape[1]} do not have {n_head} runs of {dim}")
     return Shape("f32", x.shape)
 
 

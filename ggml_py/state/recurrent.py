@@ -98,8 +98,8 @@ class RecurrentMemory:
         if p0 >= min(p1, length):
             return
         if p1 < length:
-            raise UserError(f"seq_rm: positions {p0} to {p1 - 1} of sequence {seq_id}, which has {length}: recurrent layers cannot "
-                            f"forget positions before others; allowed: to its end")
+            raise UserError(f"seq_rm: positions {p0} to {p1 - 1} of sequence {seq_id}, which has {length}: recurrent layers "
+                            f"cannot forget positions before others; allowed: to its end")
         if p0:
             self._check(seq_id, p0)
         for length in [each for each in held if each > p0]:

@@ -1,5 +1,5 @@
-"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row (numerics, section 5), y = x / sqrt(sum(x^2) + eps) of heads (section
-10), and their tree, sum128."""
+"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row (numerics, section 5), y = x / sqrt(sum(x^2) + eps) of heads
+(section 10), and their tree, sum128."""
 from functools import partial
 
 import numpy as np

@@ -32,6 +32,7 @@ def ssm_conv_arrays(state, x, w, runs, out):
 def ssm_conv(call, kernel=ssm_conv_arrays):
     """out[t] = silu(sum over k of w[k] * x[t - taps + 1 + k]) of each channel, x before a run's first token from the state.
 
-    state: f32 [rows, (taps - 1) * channels], written; x, out: f32 [n, channels]; w: f32 [channels, taps]; runs: i32 [r, 3 + K]."""
+    state: f32 [rows, (taps - 1) * channels], written; x, out: f32 [n, channels]; w: f32 [channels, taps]; runs: i32
+    [r, 3 + K]."""
     state = call.state.data.reshape(len(call.state.data), -1, call.x.n_cols)
     return partial(kernel, state, call.x.data, call.w.data, call.runs.data, call.out.data)

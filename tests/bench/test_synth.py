@@ -39,7 +39,8 @@ def test_logits_are_finite_and_of_ordinary_size(name, type_, tmp_path):
 def test_tensors_are_those_of_the_architecture(name, tmp_path):
     shape = synth.SHAPES[name]
     arch = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == shape.arch)
-    known = {re.sub(r"\{bid\}", r"\\d+", gguf.TENSOR_NAMES[tensor]) + r"(\.weight|\.bias|)" for tensor in gguf.MODEL_TENSORS[arch]}
+    known = {re.sub(r"\{bid\}", r"\\d+", gguf.TENSOR_NAMES[tensor]) + r"(\.weight|\.bias|)"
+             for tensor in gguf.MODEL_TENSORS[arch]}
     with GGUFFile.open(synth.write(tmp_path / "m.gguf", shape, "Q4_K")) as file:
         assert all(any(re.fullmatch(pattern, name) for pattern in known) for name in file.tensors)
         found = {t.name: (tuple(reversed(t.shape)), t.type.name) for t in file.tensors.values()}

@@ -377,7 +377,7 @@ def in_kernels(name: str, axes: str, twins, model: str = "llama") -> Fault:
 # Of what sequences keep from call to call: where a window is one call, nothing is wrong
 KEPT_FAULTS = [
     in_kernels("a rejected draft that stays in its cell", "speculation", first_come),  # no other axis writes a cell twice
-    in_kernels("a state that restarts with each micro-batch", "ubatch pieces", {"gated_delta_net": with_runs(restarted)}, "qwen35"),
+    in_kernels("a state that restarts", "ubatch pieces", {"gated_delta_net": with_runs(restarted)}, "qwen35"),
     in_kernels("a neighbour's slot", "ubatch pieces", {"gated_delta_net": with_runs(neighbours)}, "qwen35moe"),
     in_kernels("a snapshot one token late", "speculation", {"gated_delta_net": after(late_snapshots)}, "qwen35"),
     in_kernels("decay applied twice", "ubatch pieces", {"gated_delta_net": decayed_twice}, "qwen3next"),

@@ -1,4 +1,5 @@
-"""Small random GGUF models with gated delta nets that tests write themselves: every such architecture, weights of several types."""
+"""Small random GGUF models with gated delta nets that tests write themselves: every such architecture, weights of several
+types."""
 from pathlib import Path
 
 import gguf

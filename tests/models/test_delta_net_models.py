@@ -1,5 +1,5 @@
-"""Architectures with gated delta nets: against llama.cpp's logits, one set of bits however the tokens are computed, and files that
-are refused."""
+"""Architectures with gated delta nets: against llama.cpp's logits, one set of bits however the tokens are computed, and files
+that are refused."""
 import subprocess
 import sys
 
@@ -66,7 +66,8 @@ def test_one_set_of_bits(kind, tokens, tmp_path):
             context.decode(tokens[:30])
             context.checkpoint()
             for first, wrong in (30, 4), (35, 5), (40, 1):
-                context.decode(tokens[context.memory.length(0):first], logits="none") if context.memory.length(0) < first else None
+                if (length := context.memory.length(0)) < first:
+                    context.decode(tokens[length:first], logits="none")
                 context.decode((tokens[first:first + wrong] + 1) % 70)
                 context.keep(0, first)
             assert_bitwise_equal(context.decode(tokens[40:], logits="all"), expected[40:], "taken back")
@@ -78,7 +79,7 @@ def test_value_heads_and_their_key_heads(tokens, tmp_path):
     """Heads of v in the order of their key heads, or dealt to them in turn: a model whose v heads are permuted is the same."""
     written: dict[str, np.ndarray] = {}
     path = write_delta_net_model(tmp_path / "a.gguf", "qwen35", tensors=written, n_head_v=4)
-    tiled = {name: x for name, x in written.items()}
+    tiled = dict(written)
     order = [0, 2, 1, 3]  # [r, key head] -> [key head, r] of 2 x 2
     for i in (0, 2):
         p, heads = f"blk.{i}.", lambda x: x.reshape(4, -1, *x.shape[1:])[order].reshape(x.shape)

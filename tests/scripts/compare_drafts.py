@@ -24,7 +24,6 @@ from ggml_py.engine.generate import generate
 from ggml_py.engine.model import Model
 from ggml_py.engine.sampling import Sampling
 from ggml_py.engine.speculation import DraftModel, NGrams, Source, Speculation
-from ggml_py.files.gguf import GGUFFile
 from ggml_py.files.pull import pull
 from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.quantize import quantize
