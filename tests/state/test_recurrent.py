@@ -13,6 +13,7 @@ from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.state.recurrent import RecurrentMemory
 from ggml_py.testing import assert_bitwise_equal
+from queueing_backend import QueueingBackend
 from tiny_delta_net_models import write_delta_net_model
 
 N_CTX, N_SEQ, ROLLBACK = 40, 3, 3
@@ -22,16 +23,25 @@ class Failure(Exception):
     pass
 
 
-class FailingBackend(CPUBackend):
-    """Fails in the step that is `left` runs of nodes ahead, at its last node."""
+class Failing:
+    """A backend whose run of nodes that is `left` ahead fails, behind its first node where nodes are run at once."""
     left = 0
 
     def run(self, steps):
         self.left -= 1
-        for i, step in enumerate(steps):
-            if self.left == 0 and i == len(steps) - 1:
-                raise Failure
-            step()
+        if self.left == 0:
+            if not self.asynchronous:
+                super().run(steps[:1])
+            raise Failure
+        super().run(steps)
+
+
+class FailingCPU(Failing, CPUBackend):
+    pass
+
+
+class FailingQueue(Failing, QueueingBackend):
+    """Greedy's steps run ahead."""
 
 
 @contextmanager
@@ -55,11 +65,11 @@ def new_context(model, **more):
 class Interleavings(RuleBasedStateMachine):
     """Against a model of what each sequence should have: its tokens, and where it can go back to. Logits are compared with those
     of a context that decodes all tokens at once."""
-    path = None
+    path, backend_class = None, None
 
     @initialize()
     def begin(self):
-        self.backend = FailingBackend()
+        self.backend = self.backend_class()
         self.model = Model(GGUFFile.open(self.path), self.backend)
         self.context, self.fresh = new_context(self.model), self.model.new_context(N_CTX)
         self.tokens = [[] for _ in range(N_SEQ)]
@@ -174,10 +184,11 @@ class Interleavings(RuleBasedStateMachine):
             self.model.close()
 
 
-def test_interleavings(path):
+@pytest.mark.parametrize("backend", [FailingCPU, FailingQueue])
+def test_interleavings(path, backend):
     class OfThisFile(Interleavings):
         pass
-    OfThisFile.path = path
+    OfThisFile.path, OfThisFile.backend_class = path, backend
     machine = OfThisFile.TestCase
     machine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None,
                                 suppress_health_check=list(HealthCheck))
