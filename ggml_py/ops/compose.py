@@ -281,6 +281,18 @@ def mul_mat_glu(g, gate, up, x, gate_bias, up_bias, *, act):
     return unit(g, biased(g, a, gate_bias), biased(g, b, up_bias), act)
 
 
+@fused("z x w:weight", "eps", "act")
+def rms_norm_swiglu_act(g, z, x, w, *, eps):
+    """quantize(swiglu(z, rms_norm(x, w))): heads that are normed, times silu of z."""
+    g.need(lambda: is_leaf(w), "w must be a weight")
+    return g.quantize(g.swiglu(z, g.rms_norm(x, w, eps=eps)))
+
+
+@fused("x gate", "", "act")
+def mul_sigmoid_act(g, x, gate):
+    return g.quantize(g.mul(x, g.sigmoid(gate)))
+
+
 @fused("gate up", "", "act")
 def swiglu_act(g, gate, up):
     return g.quantize(g.swiglu(gate, up))
@@ -343,6 +355,12 @@ def topk_moe(g, logits, bias, *, k, gating, norm, factor, n_group, n_group_used)
     if norm:
         weights = g.normalize(weights)
     return (weights if factor == 1.0 else g.scale(weights, factor=factor)), ids
+
+
+@fused("x w y gate", "", "out", module="experts")
+def weighted_sum_gated(g, x, w, y, gate):
+    """weighted_sum(x, w), and y times sigmoid of its gate, one a token."""
+    return g.add(g.weighted_sum(x, w), g.weighted_sum(y, g.sigmoid(gate)))
 
 
 @fused("w:weight x", "", "out")

@@ -47,9 +47,23 @@ def weighted_sum_kernel():
     return Kernel(kernel, (F32, F32, F32, N, N), THREADS)
 
 
+@factory([()])
+def weighted_sum_gated_kernel():
+    def kernel(x, w, y, gate, out, n_used, n_cols):
+        token, column = i64(cuda.blockIdx.x), cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            shared = fma(ld(y, token * n_cols + column), ptx.sigmoid(ld(gate, token)), f32(0))
+            total, j = f32(0), i32(0)
+            while j < n_used:
+                total = fma(ld(x, (token * n_used + j) * n_cols + column), ld(w, token * n_used + j), total)
+                j = i32(j + 1)
+            st(out, token * n_cols + column, ptx.add(total, shared))
+    return Kernel(kernel, (F32, F32, F32, F32, F32, N, N), THREADS)
+
+
 def check(call: Call) -> None:
     check_grid(call.out)
-    if call.op == "weighted_sum":
+    if call.op.startswith("weighted_sum"):
         need(call.w.n_cols >= 1, "n_used", call.w.n_cols, "at least 1")
 
 
@@ -75,3 +89,11 @@ def scale_id(call: Call):
 def weighted_sum(call: Call):
     """out[i] = the sum of x[i u + j] * w[i, j] in the order of j.   x: f32 [n u, m]; w: f32 [n, u]; out: f32 [n, m]."""
     return by_element(call, weighted_sum_kernel(), *addresses(call.x, call.w, call.out), call.w.n_cols, call.out.n_cols)
+
+
+def weighted_sum_gated(call: Call):
+    """out[i] = the sum of x[i u + j] * w[i, j] in the order of j, plus y[i] * sigmoid(gate[i]).
+
+    x: f32 [n u, m]; w: f32 [n, u]; y, out: f32 [n, m]; gate: f32 [n, 1]."""
+    args = addresses(call.x, call.w, call.y, call.gate, call.out)
+    return by_element(call, weighted_sum_gated_kernel(), *args, call.w.n_cols, call.out.n_cols)

@@ -22,19 +22,19 @@ from ggml_py.graph.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
 from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_output, a_product_is_read_elsewhere,
                          a_product_is_read_without_its_bias, a_product_is_scaled, all_of_k_is_read, also_a_float_product,
-                         also_an_output, attention, attention_and_product, attention_is_read_elsewhere, attention_of_a_norm, both,
-                         CELLS, float_and_quantized_products, float_and_quantized_q, float_weights, gated, glu, K,
-                         k_and_v_are_one_product, layer, leaf, likeliest, likeliest_of_biased_logits, likeliest_on_another_device,
-                         logits_of_a_cache_written_before_the_likeliest, matrix, N, norm, norm_and_sum_are_outputs,
-                         norm_is_an_output, norm_of_a_made_weight, norm_of_heads, norm_quantized_on_another_device,
-                         norm_read_before_it_is_quantized, normed, normed_heads, norms_differ, one_gate, one_side_is_no_product,
-                         only_q_is_normed, operand_written_between, product_of_later, product_operand_written_between,
-                         product_with_itself, products_of_two_inputs, products_on_two_devices, q_is_biased_before_k_is_made,
-                         q_is_read_after, q_is_read_before_v_is_written, residual, residual_of_heads, rotated_k_is_read, start,
-                         sum_has_two_norms, sum_is_an_output, sum_on_another_device, sum_read_before_its_norm,
-                         sum_read_before_the_products, sum_with_one_row, term_written_between, the_cache_is_read_between,
-                         the_cache_is_written_before_attention_is_quantized, three_products, two_devices, v_is_made_first,
-                         v_of_another_input, v_on_another_device, vector)
+                         also_an_output, attention, attention_and_product, attention_is_read_elsewhere, attention_of_a_norm,
+                         both, CELLS, float_and_quantized_products, float_and_quantized_q, float_weights, gated, gated_heads,
+                         gated_rows, glu, K, k_and_v_are_one_product, layer, leaf, likeliest, likeliest_of_biased_logits,
+                         likeliest_on_another_device, logits_of_a_cache_written_before_the_likeliest, matrix, N, norm,
+                         norm_and_sum_are_outputs, norm_is_an_output, norm_of_a_made_weight, norm_of_heads,
+                         norm_quantized_on_another_device, norm_read_before_it_is_quantized, normed, normed_heads, norms_differ,
+                         one_gate, one_side_is_no_product, only_q_is_normed, operand_written_between, product_of_later,
+                         product_operand_written_between, product_with_itself, products_of_two_inputs, products_on_two_devices,
+                         q_is_biased_before_k_is_made, q_is_read_after, q_is_read_before_v_is_written, residual,
+                         residual_of_heads, rotated_k_is_read, shared_expert, start, sum_has_two_norms, sum_is_an_output,
+                         sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products, sum_with_one_row,
+                         term_written_between, the_cache_is_read_between, the_cache_is_written_before_attention_is_quantized,
+                         three_products, two_devices, v_is_made_first, v_of_another_input, v_on_another_device, vector)
 from places import ROOT
 from tiny_models import write_model
 
@@ -64,6 +64,9 @@ def run(g, no_fuse=()):
 @pytest.mark.parametrize("build, fused", [
     (normed, ["rms_norm_act", "mul_mat", "mul_mat"]),
     (gated, ["swiglu_act", "mul_mat"]),
+    (gated_heads, ["rms_norm_swiglu_act", "mul_mat"]),
+    (gated_rows, ["mul_sigmoid_act", "mul_mat"]),
+    (shared_expert, ["weighted_sum_gated"]),
     (both, ["rms_norm_act", "mul_mat", "mul_mat", "add", "swiglu_act", "mul_mat", "add"]),
     (layer, ["add_rms_norm_act", "mul_mat_glu", "quantize", "mul_mat", "add_rms_norm_act", "mul_mat"]),
     (lambda: residual("Q8_0", "Q4_1"), ["add_rms_norm_act", "mul_mat", "mul_mat", "mul"]),
@@ -361,8 +364,8 @@ def test_models(arch, types, never, tmp_path):
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
             made |= used
-        # tests/test_moe_models.py, test_elide.py
-        assert made & set(PASSES) == set(PASSES) - never - {"topk_moe", "mul_mat_id_glu", "elide"}
+        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "rms_norm_swiglu_act", "mul_sigmoid_act", "elide"}
+        assert made & set(PASSES) == set(PASSES) - never - elsewhere  # tests/models, test_elide.py
 
 
 def test_unknown_passes_are_named(tmp_path, capsys):

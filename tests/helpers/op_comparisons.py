@@ -78,6 +78,23 @@ def check_swiglu_act(machine, n, k) -> None:
     check_op(machine, name, "swiglu_act", edges(n, k, rng), activations(n, k, rng))
 
 
+def check_rms_norm_swiglu_act(machine, n, n_head, dim) -> None:
+    name, rng = case("rms_norm_swiglu_act", n=n, n_head=n_head, dim=dim)
+    z, x = edges(n, n_head * dim, rng), edges(n, n_head * dim, rng)[::-1]
+    check_op(machine, name, "rms_norm_swiglu_act", z, x, activations(1, dim, rng)[0], eps=EPS)
+
+
+def check_mul_sigmoid_act(machine, n, k) -> None:
+    name, rng = case("mul_sigmoid_act", n=n, k=k)
+    check_op(machine, name, "mul_sigmoid_act", activations(n, k, rng), edges(n, k, rng))
+
+
+def check_weighted_sum_gated(machine, n, n_used, k) -> None:
+    name, rng = case("weighted_sum_gated", n=n, n_used=n_used, k=k)
+    rows = activations(n * n_used, k, rng), activations(n, n_used, rng), edges(n, k, rng), edges(n, 1, rng)
+    check_op(machine, name, "weighted_sum_gated", *rows)
+
+
 def check_argmax(machine, k) -> None:
     """Rows with their largest value twice, of zeros of both signs, of equal, infinite and small values, and with a NaN."""
     name, rng = case("argmax", k=k)

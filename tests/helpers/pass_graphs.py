@@ -46,6 +46,27 @@ def gated():
     return g
 
 
+def gated_heads():
+    g, x, y = start()
+    h = g.rms_norm(y, vector("norm.weight", 32), eps=1e-5, name="norm")
+    g.outputs = [g.mul_mat(matrix("down"), g.swiglu(x, h, name="swiglu"), name="down")]
+    return g
+
+
+def gated_rows():
+    g, x, y = start()
+    g.outputs = [g.mul_mat(matrix("down"), g.mul(x, g.sigmoid(y, name="gate"), name="gated"), name="down")]
+    return g
+
+
+def shared_expert():
+    g, x, y = start(2)
+    routed = g.weighted_sum(x, vector("weights", 2).view((1, 2)), name="routed")
+    gate = g.sigmoid(vector("gate", 2).view((1, 1)), name="gate-sigmoid")
+    g.outputs = [g.add(routed, g.weighted_sum(y.view((1, K)), gate, name="shared"), name="sum")]
+    return g
+
+
 def both():
     """Two gated products of a norm, the second one of sums."""
     g, x, y = start()

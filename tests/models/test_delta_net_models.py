@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from composing_cpu import ComposingCPU
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import UserError
 from ggml_py.cli.info import memory_bytes
@@ -73,6 +74,19 @@ def test_one_set_of_bits(kind, tokens, tmp_path):
             assert_bitwise_equal(context.decode(tokens[40:], logits="all"), expected[40:], "taken back")
             context.keep(0, 30)
             assert_bitwise_equal(context.decode(tokens[30:], logits="all"), expected[30:], "from a checkpoint")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused(kind, tokens, tmp_path):
+    """What a GPU would fuse is made, and changes no bit."""
+    path = write_delta_net_model(tmp_path / "m.gguf", kind, ("Q8_0",))
+    with Model(GGUFFile.open(path), ComposingCPU()) as model:
+        expected, made = run(model, tokens, no_fuse="all"), set()
+        for n_ubatch in 1, 64:
+            with model.new_context(90, n_ubatch=n_ubatch) as context:
+                assert_bitwise_equal(context.decode(tokens, logits="all"), expected, f"micro-batches of {n_ubatch}")
+                made |= {node.op for program in context.programs.values() for node in program.nodes}
+    assert made >= {"rms_norm_swiglu_act", "mul_sigmoid_act"} | ({"weighted_sum_gated"} if kind != "qwen35" else set())
 
 
 def test_value_heads_and_their_key_heads(tokens, tmp_path):

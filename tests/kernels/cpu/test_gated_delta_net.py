@@ -27,8 +27,8 @@ def compute(qkv, g, beta, runs, n_head_k=1):
 def bounded(q, k, v, g, beta):
     """(outputs in float64, a bound of the error of the definition's), [n, channels] each.
 
-    With E the error of a column's state, the exact update turns it into γ (I − β k kᵀ) E, which is no longer than E for a unit k and
-    β <= 1; the rounding of each operation adds to it."""
+    With E the error of a column's state, the exact update turns it into γ (I − β k kᵀ) E, which is no longer than E for a unit k
+    and β <= 1; the rounding of each operation adds to it."""
     s, error = np.zeros((DIM, DIM)), np.zeros(DIM)
     out, bound, sigma = np.empty((N, DIM)), np.empty((N, DIM)), DIM**-0.5
     exp_error, dot_error = 4 * U, (DIM // 8 + 3) * U  # relative; of the sum of |k_i S_ij|

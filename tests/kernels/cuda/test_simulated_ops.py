@@ -23,9 +23,10 @@ from expert_comparisons import check_experts
 from matmul_comparisons import (activations, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu,
                                 check_mul_mat_qkv, seeded)
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_glu, check_heads, check_rms_norm, check_rms_norm_act, check_rope, check_rope_set_rows,
-                            check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k,
-                            check_topk_moe)
+                            check_glu, check_heads, check_mul_sigmoid_act, check_rms_norm, check_rms_norm_act,
+                            check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op, check_scale,
+                            check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
+                            check_weighted_sum_gated)
 from op_runs import MachineBackend, check_op, empty_cache, plain, product_input
 
 
@@ -74,6 +75,21 @@ def simulate_swiglu_act(machine, n, k, monkeypatch):
                          [("add", 2, 257, 2), ("add", 3, 5, 1), ("mul", 1, 256, 1), ("mul", 3, 20, 1)])
 def simulate_binary(machine, op, n_rows, n_cols, y_rows):
     check_binary(machine, op, n_rows, n_cols, y_rows)
+
+
+@pytest.mark.parametrize("n, n_head, dim", [(2, 3, 128), (1, 6, 16), (3, 5, 64), (2, 9, 32)])
+def simulate_rms_norm_swiglu_act(machine, n, n_head, dim):
+    check_rms_norm_swiglu_act(machine, n, n_head, dim)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (4, 255), (2, 576)])
+def simulate_mul_sigmoid_act(machine, n, k):
+    check_mul_sigmoid_act(machine, n, k)
+
+
+@pytest.mark.parametrize("n, n_used, k", [(1, 8, 40), (3, 1, 257)])
+def simulate_weighted_sum_gated(machine, n, n_used, k):
+    check_weighted_sum_gated(machine, n, n_used, k)
 
 
 @pytest.mark.parametrize("op", ["swiglu", "geglu", "reglu"])
