@@ -186,7 +186,7 @@ def rms_norm(_, x, w):
     return Shape("f32", x.shape)
 
 
-@op("x", "n_head dim eps", module="rms_norm")
+@op("x", "n_head dim eps")
 def l2_norm(params, x):
     """The first n_head runs of dim columns of each row divided by their lengths; the columns behind them as they are."""
     _rows(x)

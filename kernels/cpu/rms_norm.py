@@ -1,4 +1,4 @@
-"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row, and l2_norm of heads; sum128's partials are lanes."""
+"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row; sum128's partials are lanes."""
 from functools import partial
 
 import numpy as np
@@ -45,18 +45,4 @@ def rms_norm_rows(first, last, x, w, eps, out):
             y[column] = mul(mul(a[column], r), w[column])
 
 
-@jit
-def l2_norm_rows(first, last, x, n_head, dim, eps, out):
-    partial = np.empty(128, np.float32)
-    for row in range(first, last):
-        for head in range(n_head):
-            a, y = x[row, head * dim:(head + 1) * dim], out[row, head * dim:(head + 1) * dim]
-            r = div(f32(1), sqrt(add(sum128_of_squares(a, partial), eps)))
-            for column in range(dim):
-                y[column] = mul(a[column], r)
-        for column in range(n_head * dim, x.shape[1]):
-            out[row, column] = x[row, column]
-
-
 rms_norm = partial(reference.rms_norm, kernel=over_rows(rms_norm_rows))
-l2_norm = partial(reference.l2_norm, kernel=over_rows(l2_norm_rows))

@@ -1,4 +1,5 @@
-"""add, mul, scale, sigmoid and the gated linear units: one result an element (numerics, section 5), one thread an element.
+"""add, mul, scale, sigmoid, softplus and the gated linear units: one result an element (numerics, section 5), one thread an
+element.
 
 Blocks of the grid: x = row, y = 256 columns. `out` may be the memory of an operand of its shape.
 """
@@ -23,6 +24,7 @@ def gated(activation):
 
 
 BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": gated(silu), "geglu": gated(gelu), "reglu": gated(relu)}
+UNARY = {"sigmoid": ptx.sigmoid, "softplus": ptx.softplus}
 GLU = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # activation -> its gated linear unit
 
 
@@ -48,13 +50,15 @@ def scale_kernel():
     return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
 
 
-@factory([()])
-def sigmoid_kernel():
+@factory([(op,) for op in UNARY])
+def unary_kernel(op):
+    function = UNARY[op]
+
     def kernel(x, out, n_cols):
         column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < n_cols:
             i = i64(cuda.blockIdx.x) * n_cols + column
-            st(out, i, ptx.sigmoid(ld(x, i)))
+            st(out, i, function(ld(x, i)))
     return Kernel(kernel, (F32, F32, N), THREADS)
 
 
@@ -105,6 +109,16 @@ def scale(call):
     return by_element(call, scale_kernel(), *addresses(call.x, call.out), call.out.n_cols, call.factor)
 
 
+def unary(call: Call):
+    """out = op(x), op of UNARY. x, out: f32 [n, k]."""
+    return by_element(call, unary_kernel(call.op), *addresses(call.x, call.out), call.out.n_cols)
+
+
 def sigmoid(call):
     """out = 1 / (1 + exp(-x)). x, out: f32 [n, k]."""
-    return by_element(call, sigmoid_kernel(), *addresses(call.x, call.out), call.out.n_cols)
+    return unary(call)
+
+
+def softplus(call):
+    """out = log(1 + exp(x)), x above 20. x, out: f32 [n, k]."""
+    return unary(call)

@@ -1,5 +1,4 @@
-"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row (numerics, section 5), y = x / sqrt(sum(x^2) + eps) of heads
-(section 10), and their tree, sum128."""
+"""y = x / sqrt(mean(x^2) + eps) * w over the columns of each row (numerics, section 5), and its tree, sum128."""
 from functools import partial
 
 import numpy as np
@@ -47,26 +46,8 @@ def rms_norm_arrays(x, w, eps, out):
             out[token, column] = mul(mul(x[token, column], r), w[column])
 
 
-@jit
-def l2_norm_arrays(x, n_head, dim, eps, out):
-    """x, out: f32 [n, k]."""
-    for token in range(x.shape[0]):
-        for head in range(n_head):
-            channels = slice(head * dim, (head + 1) * dim)
-            r = div(f32(1), sqrt(add(sum128_of_squares(x[token, channels]), eps)))
-            for column in range(head * dim, (head + 1) * dim):
-                out[token, column] = mul(x[token, column], r)
-        for column in range(n_head * dim, x.shape[1]):
-            out[token, column] = x[token, column]
-
-
 def rms_norm(call, kernel=rms_norm_arrays):
     """out = x / sqrt(mean(x^2) + eps) * w over runs of len(w) columns: whole rows, or each head of a row. x, out: f32 [n, k];
     w: f32."""
     k = call.w.shape[0]
     return partial(kernel, call.x.data.reshape(-1, k), call.w.data, f32(call.eps), call.out.data.reshape(-1, k))
-
-
-def l2_norm(call, kernel=l2_norm_arrays):
-    """out = x / sqrt(sum(x^2) + eps) over each of the first n_head runs of dim columns, x behind them. x, out: f32 [n, k]."""
-    return partial(kernel, call.x.data, call.n_head, call.dim, f32(call.eps), call.out.data)

@@ -31,6 +31,15 @@ class Operand(Value):
         return replace(self, shape=shape, arrays=tuple(array.take(chosen, self.axis) for array in self.arrays))
 
 
+class Runs(Operand):
+    """Of each row a run of one token (`ops.primitive`), which is where the row is among those that are computed."""
+
+    def rows(self, chosen) -> "Operand":
+        found = super().rows(chosen)
+        found.arrays[0][:, 0] = np.arange(len(chosen))
+        return found
+
+
 def whole(value: Value) -> Operand:
     return Operand(**vars(value))
 
@@ -82,6 +91,21 @@ class Operands:
 
     def columns(self, k: int, n: int) -> Operand:
         return in_rows(plain("columns", self.rng.integers(0, k, (N, n)).astype(np.int32)))
+
+    def states(self, k: int) -> Operand:
+        """Two for each row: one that is read, or none, and one that is written."""
+        return whole(plain("states", self.floats(2 * N, k)))
+
+    def runs(self) -> Operand:
+        rows = self.rng.permutation(2 * N).reshape(2, N)
+        runs = np.stack([np.arange(N), np.ones(N), np.where(np.arange(N) % 4, rows[0], -1), rows[1]], axis=1)
+        return Runs(**vars(plain("runs", runs.astype(np.int32))), axis=0)
+
+    def decays(self) -> Operand:
+        return in_rows(plain("decays", -self.rng.random((N, HEADS)).astype(np.float32)))
+
+    def taps(self) -> Operand:
+        return whole(plain("taps", self.rng.standard_normal((M, 4)).astype(np.float32)))
 
     def ids(self, most: int = M) -> Operand:
         return in_rows(plain("ids", self.rng.integers(0, most, N).astype(np.int32)))
@@ -175,6 +199,12 @@ CASES = {
     "mul_mat_id_glu": (GATES, lambda o: [o.matrices(), o.matrices(), o.input(), o.experts(), o.biases(), o.biases()],
                        {"act": "swiglu_oai", "alpha": 1.702, "limit": 7.0}),
     "mul_mat_heads": (GATES, lambda o: [o.matrices(1), o.input()], {}),
+    "softplus": (PLAIN, lambda o: [o.x()], {}),
+    "l2_norm": (PLAIN, lambda o: [o.x()], {"n_head": 3, "dim": 32, "eps": 1e-6}),
+    "ssm_conv": (PLAIN, lambda o: [o.states(3 * M), o.x(M), o.taps(), o.runs()], {}),
+    "gated_delta_net": (PLAIN, lambda o: [o.states(HEADS * 16 * 16), o.x((2 * HEADS_KV + HEADS) * 16), o.decays(), o.decays(),
+                                          o.runs()],
+                        {"n_head_k": HEADS_KV, "n_head_v": HEADS, "tiled": False}),
     "add_id": (PLAIN, lambda o: [o.x(M), o.biases(), o.experts()], {}),
     "scale_id": (PLAIN, lambda o: [o.x(M), o.vector(EXPERTS), o.experts()], {}),
     "weighted_sum": (PLAIN, lambda o: [o.x(), o.x(1)], {}),

@@ -18,6 +18,7 @@ from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_ar
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
                             check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
+from recurrent_comparisons import LENGTHS, check_gated_delta_net, check_l2_norm, check_ssm_conv
 
 pytestmark = pytest.mark.gpu
 
@@ -329,3 +330,24 @@ def test_flash_attn_ext_special(machine, type_, value):
     special = (("q", 0, 130, value), ("k", 0, 129, value), ("v", 0, 127, value))
     for each in special:
         check_flash_attn_ext(machine, (type_, type_), one_sequence(4, 127), (3, 1), (64, 64), n_ctx=131, special=(each,))
+
+
+# Recurrent layers
+
+@pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(128, 2, 4, False), (128, 1, 3, True), (64, 2, 2, True),
+                                                            (32, 1, 2, True), (16, 2, 6, True)])
+@pytest.mark.parametrize("columns", [1, 4])
+def test_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
+    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
+    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, (300, 1), 1, columns)
+
+
+@pytest.mark.parametrize("n_channels, taps, n_kept", [(8192, 4, 3), (257, 3, 1), (8, 2, 5)])
+@pytest.mark.parametrize("lengths", [LENGTHS, (1,), (300, 2, 70)])
+def test_ssm_conv(machine, n_channels, taps, n_kept, lengths):
+    check_ssm_conv(machine, n_channels, taps, lengths, n_kept)
+
+
+@pytest.mark.parametrize("n, n_head, dim, n_cols", [(1, 32, 128, 8192), (300, 32, 128, 8192), (3, 9, 40, 361), (2, 1, 512, 512)])
+def test_l2_norm(machine, n, n_head, dim, n_cols):
+    check_l2_norm(machine, n, n_head, dim, n_cols)

@@ -1,11 +1,61 @@
-"""Gated delta nets over thousands of tokens: the error stays within what follows from each rounding, and NaN in its sequence."""
+"""Ops of recurrent layers on the CPU: equal to the definition bit for bit, with one thread and two, whatever the vector
+instructions; gated delta nets over thousands of tokens: the error stays within what follows from each rounding, and NaN in its
+sequence."""
 import numpy as np
 import pytest
-from op_runs import plain
+from cpu_comparisons import compare, numbers, seeded
+from op_runs import plain, values
+from recurrent_comparisons import conv_case, delta_net_case
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.check.evaluate import evaluate
+from ggml_py.kernels.cpu.gated_delta_net import gated_delta_net_arrays
+from ggml_py.kernels.cpu.vector import available_isas
+from ggml_py.kernels.reference import gated_delta_net as reference
 from ggml_py.testing import assert_bitwise_equal
+
+
+@pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(8, 1, 1, False), (16, 2, 6, True), (24, 2, 4, False),
+                                                            (64, 1, 3, True), (128, 2, 4, False)])
+@pytest.mark.parametrize("n_kept", [1, 3, 5])
+def test_gated_delta_net(dim, n_head_k, n_head_v, tiled, n_kept, n_threads):
+    name, params = f"{dim} {n_head_k} {n_head_v} {tiled} {n_kept}", dict(n_head_k=n_head_k, n_head_v=n_head_v, tiled=tiled)
+    compare(name, "gated_delta_net", *delta_net_case(dim, n_head_k, n_head_v, (3, 0, 1, 17), n_kept, seeded(name)), **params)
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_every_instruction_set(isa):
+    operands = values("gated_delta_net", delta_net_case(40, 1, 2, (9, 1), 2, seeded(isa)))
+    params = dict(n_head_k=1, n_head_v=2, tiled=True)
+    expected = evaluate(CPUBackend("reference"), "gated_delta_net", operands, params)
+
+    class OfIsa(CPUBackend):
+        def step(self, call):
+            return reference.gated_delta_net(call, gated_delta_net_arrays(40, isa))
+    for (a,), (b,) in zip(evaluate(OfIsa(), "gated_delta_net", operands, params), expected, strict=True):
+        assert_bitwise_equal(a, b, isa)
+
+
+@pytest.mark.parametrize("n_channels, taps, n_kept", [(40, 4, 3), (257, 3, 1), (8, 2, 5), (20000, 4, 2)])
+def test_ssm_conv(n_channels, taps, n_kept, n_threads):
+    name = f"{n_channels} {taps} {n_kept}"
+    compare(name, "ssm_conv", *conv_case(n_channels, taps, (30, 0, 1, 2, 3), n_kept, seeded(name)))
+
+
+@pytest.mark.parametrize("n_head, dim, k", [(3, 16, 70), (2, 128, 256), (9, 40, 361), (1, 512, 512)])
+def test_l2_norm(n_head, dim, k, n_threads):
+    x = numbers((5, k), seeded(f"{dim}"))
+    compare(f"{n_head} of {dim}", "l2_norm", x, n_head=n_head, dim=dim, eps=1e-6)
+
+
+def test_l2_norm_near_eps():
+    """eps is added to the sum of squares: ggml's op of this name would take the larger of root and eps."""
+    x, eps = np.float32([[1e-3, 0, 0, 0], [0, 3e-4, 0, 4e-4], [0, 0, 0, 0], [2, 0, 0, 0]]), 1e-6
+    (found,), = evaluate(CPUBackend(), "l2_norm", [plain("x", x)], dict(n_head=1, dim=4, eps=eps))
+    exact = x.astype(np.float64)
+    assert np.allclose(found, exact / np.sqrt((exact**2).sum(1, keepdims=True) + eps), rtol=1e-6)
+    assert abs(found[0, 0] - 2**-0.5) < 1e-6 and not found[2].any()
+
 
 N, DIM, U = 8192, 128, 2.0**-24
 DECAYS = {

@@ -1,0 +1,200 @@
+"""The gated delta rule, token by token, with the states of heads in registers (numerics, section 10).
+
+Columns of a state do not depend on one another. Eight lanes share columns: lane p has the rows p, p + 8, p + 16, .. of them,
+which are its partial of dot8, so that a sum is three additions across lanes. A lane has one column where there are many tokens,
+that a head has many warps; or four, that a state is read and written by 16 bytes.
+
+A token takes one pass over the registers: it updates them, and makes the partials of the outputs and of the next token's dot with
+k at once, so that their sums go side by side. Q, K and V of STAGE tokens at a time are brought to shared memory, in the order in
+which lanes take them, while others are computed; of three buffers one is written, one is read, and of one the first token is.
+"""
+from functools import lru_cache
+
+import numpy as np
+from numba import cuda
+
+from .launch import F32, I32, Kernel, N, factory, need
+from .operands import addresses
+from .ptx import (add, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, shuffle, st, st4, sts)
+
+LANES = 8                # that share columns: the partials of dot8
+DIMS = 16, 32, 64, 128   # channels of a head
+STAGE, BUFFERS = 8, 3    # tokens of a buffer
+MOST_WARPS = 8           # of a block
+FEW_TOKENS = 4           # of each run: up to so many are bound by the state's way from and to memory
+
+
+def n_warps(dim: int, n_columns: int) -> int:
+    """Of a block, for lanes of n_columns."""
+    return min(MOST_WARPS, dim // (4 * n_columns))
+
+
+@device
+def sum8(x, lane):
+    """The sum of dot8's partials, those of eight neighbouring lanes, for each of them."""
+    for distance in (4, 2, 1):
+        x = add(x, as_f32(shuffle(as_i32(x), lane ^ distance)))
+    return x
+
+
+@lru_cache(None)
+def row_loader(n_rows, stride):
+    """stride: words from the values of one lane to those of the next."""
+    @device
+    def load_rows(buffer, token, lane, values):
+        """values = those of a lane's rows of a token's head of q or k."""
+        at = i32((token * LANES + (lane & 7)) * stride)
+        if n_rows >= 4:
+            for m in range(0, n_rows, 4):
+                values[m], values[m + 1], values[m + 2], values[m + 3] = lds4(buffer, at + m)
+        else:
+            for m in range(n_rows):
+                values[m] = lds(buffer, at + m)
+    return load_rows
+
+
+@factory([(dim, n_columns) for dim in DIMS for n_columns in (1, 4)])
+def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
+    n_rows = dim // LANES
+    stride = n_rows if n_rows <= 4 else n_rows + 4  # so that the lanes' 16 bytes lie in different banks
+    threads, of_block = 32 * n_warps(dim, n_columns), 4 * n_columns * n_warps(dim, n_columns)  # columns of a block
+    load_rows, n_staged, n_values = row_loader(n_rows, stride), BUFFERS * STAGE * LANES * stride, BUFFERS * STAGE * of_block
+    n_gates, n_state = 2 * BUFFERS * STAGE, n_rows * n_columns  # of a lane
+    scale = np.float32(1) / np.sqrt(np.float32(dim))
+
+    def kernel(state, qkv, g, beta, runs, out, n_head_k, n_head_v, tiled, n_kept):  # noqa: PLR0915 (it is all in registers)
+        ks, qs = cuda.shared.array(n_staged, f32), cuda.shared.array(n_staged, f32)
+        vs, gates = cuda.shared.array(n_values, f32), cuda.shared.array(n_gates, f32)
+        s, k, q = cuda.local.array(n_state, f32), cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32)
+        next_k, seen, y = cuda.local.array(n_rows, f32), cuda.local.array(n_columns, f32), cuda.local.array(n_columns, f32)
+        mine = cuda.local.array(n_columns, f32)
+        tid = i32(cuda.threadIdx.x)
+        lane, at = tid & 31, i64(cuda.blockIdx.y) * (3 + n_kept)
+        first, n, source = ld(runs, at), ld(runs, at + 1), ld(runs, at + 2)
+        if n <= 0:
+            return
+        n_parts = dim // of_block
+        head, first_column = i32(cuda.blockIdx.x // n_parts), i32(cuda.blockIdx.x % n_parts * of_block)
+        head_k = i32(head % n_head_k) if tiled else i32(head // (n_head_v // n_head_k))
+        column = i32((tid >> 3) * n_columns)  # of a lane, in its block
+        row_values, place = i64(n_head_v) * dim * dim, (i64(head) * dim + (lane & 7)) * dim + first_column + column
+        n_channels = i64(2 * n_head_k + n_head_v) * dim
+
+        # The state
+        for m in range(n_rows):
+            where = i64(source) * row_values + place + m * LANES * dim
+            if n_columns == 4:
+                a, b, c, d = f32(0), f32(0), f32(0), f32(0)
+                if source >= 0:
+                    a, b, c, d = ld4(state, where)
+                s[4 * m], s[4 * m + 1], s[4 * m + 2], s[4 * m + 3] = a, b, c, d
+            else:
+                s[m] = ld(state, where) if source >= 0 else f32(0)
+
+        # What this thread brings of each STAGE tokens: four values of q and of k, n_columns of v, a gate
+        staged_token, staged = tid // (dim // 4), i32(tid % (dim // 4) * 4)
+        of_v, value = i32(tid // (of_block // n_columns)), i32(tid % (of_block // n_columns) * n_columns)
+        ka, kb, kc, kd, qa, qb, qc, qd = f32(0), f32(0), f32(0), f32(0), f32(0), f32(0), f32(0), f32(0)
+        log_decay, strength = f32(0), f32(0)
+        n_stages = i32((n + STAGE - 1) // STAGE)
+        stage = i32(-2)
+        while stage < n_stages:
+            # What was on its way is put into the buffer behind that of this stage
+            if stage >= -1 and stage + 1 < n_stages:
+                buffer = i32((stage + 1) % BUFFERS * STAGE)
+                if staged_token < STAGE:
+                    to = i32((buffer + staged_token) * LANES * stride + (staged & 7) * stride + (staged >> 3))
+                    sts(ks, to, ka)
+                    sts(ks, to + stride, kb)
+                    sts(ks, to + 2 * stride, kc)
+                    sts(ks, to + 3 * stride, kd)
+                    sts(qs, to, qa)
+                    sts(qs, to + stride, qb)
+                    sts(qs, to + 2 * stride, qc)
+                    sts(qs, to + 3 * stride, qd)
+                for c in range(n_columns):
+                    sts(vs, (buffer + of_v) * of_block + value + c, mine[c])
+                if tid < STAGE:
+                    sts(gates, 2 * (buffer + tid), exp(log_decay))
+                    sts(gates, 2 * (buffer + tid) + 1, strength)
+            cuda.syncthreads()  # it is there, and the buffer that is written next is read no more
+            if stage + 2 < n_stages:
+                token = i32(min((stage + 2) * STAGE + staged_token, n - 1))
+                if staged_token < STAGE:
+                    where = i64(first + token) * n_channels + i64(head_k) * dim + staged
+                    qa, qb, qc, qd = ld4(qkv, where)
+                    ka, kb, kc, kd = ld4(qkv, where + i64(n_head_k) * dim)
+                token = i32(min((stage + 2) * STAGE + of_v, n - 1))
+                where = i64(first + token) * n_channels + (i64(2 * n_head_k) + head) * dim + first_column + value
+                for c in range(n_columns):
+                    mine[c] = ld(qkv, where + c)
+                if tid < STAGE:
+                    token = i32(min((stage + 2) * STAGE + tid, n - 1))
+                    where = i64(first + token) * n_head_v + head
+                    log_decay, strength = ld(g, where), ld(beta, where)
+            if stage == -1:  # the first token's dot with the state before it
+                load_rows(ks, i32(0), lane, k)
+                for c in range(n_columns):
+                    seen[c] = f32(0)
+                    for m in range(n_rows):
+                        seen[c] = fma(k[m], s[m * n_columns + c], seen[c])
+            if stage >= 0:
+                i = i32(0)
+                while i < STAGE and stage * STAGE + i < n:
+                    token = i32(stage * STAGE + i)
+                    slot = i32(token % (BUFFERS * STAGE))
+                    load_rows(qs, slot, lane, q)
+                    load_rows(ks, i32((token + 1) % (BUFFERS * STAGE)), lane, next_k)
+                    gamma, b = lds(gates, 2 * slot), lds(gates, 2 * slot + 1)
+                    for c in range(n_columns):
+                        delta = mul(b, fma(-gamma, sum8(seen[c], lane), lds(vs, slot * of_block + column + c)))
+                        seen[c], y[c] = f32(0), f32(0)
+                        for m in range(n_rows):
+                            now = fma(k[m], delta, mul(gamma, s[m * n_columns + c]))
+                            s[m * n_columns + c] = now
+                            y[c] = fma(q[m], now, y[c])
+                            seen[c] = fma(next_k[m], now, seen[c])
+                    for m in range(n_rows):
+                        k[m] = next_k[m]
+                    for c in range(n_columns):
+                        y[c] = mul(sum8(y[c], lane), scale)
+                        if lane & 7 == 0:
+                            st(out, (i64(first + token) * n_head_v + head) * dim + first_column + column + c, y[c])
+                    behind = i32(n - 1 - token)
+                    if behind < n_kept:
+                        row = ld(runs, at + 3 + behind)
+                        if row >= 0:
+                            for m in range(n_rows):
+                                where = i64(row) * row_values + place + m * LANES * dim
+                                if n_columns == 4:
+                                    st4(state, where, s[4 * m], s[4 * m + 1], s[4 * m + 2], s[4 * m + 3])
+                                else:
+                                    st(state, where, s[m])
+                    i = i32(i + 1)
+            stage = i32(stage + 1)
+    return Kernel(kernel, (F32, F32, F32, F32, I32, F32, N, N, N, N), threads)
+
+
+def check(call):
+    dim = call.out.n_cols // call.n_head_v
+    need(dim in DIMS, "channels of a head", dim, ", ".join(map(str, DIMS)))
+    need(call.runs.shape[0] < 65536, "runs", call.runs.shape[0], "up to 65535")
+
+
+def plan(call) -> int:
+    """Columns of a lane: four where there are few tokens for each run, or many runs."""
+    n, n_runs = call.out.n_rows, call.runs.shape[0]
+    return 4 if n <= FEW_TOKENS * n_runs or n_runs >= 8 else 1
+
+
+def gated_delta_net(call):
+    """Per value head, with S the state: S = exp(g) S; d = beta (v - S k); S = S + k d; out = S q / sqrt(dim).
+
+    state: f32 [rows, n_head_v * dim * dim], written; qkv: f32 [n, (2 n_head_k + n_head_v) * dim]; g, beta: f32 [n, n_head_v];
+    runs: i32 [r, 3 + K]; out: f32 [n, n_head_v * dim]; state and qkv on 16 bytes."""
+    dim, (n_runs, width) = call.out.n_cols // call.n_head_v, call.runs.shape
+    warps = n_warps(dim, call.plan)
+    grid = call.n_head_v * (dim // (4 * call.plan * warps)), n_runs
+    args = (*addresses(call.state, call.qkv, call.g, call.beta, call.runs, call.out), call.n_head_k, call.n_head_v,
+            int(call.tiled), width - 3)
+    return call.device.launch(gated_delta_net_kernel(dim, call.plan), grid, 32 * warps, args)

@@ -1,0 +1,66 @@
+"""Ops of recurrent layers in the simulator; and what their modules refuse."""
+import pytest
+
+from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.base.errors import UserError
+from ggml_py.check.evaluate import make_node
+from ggml_py.kernels.cuda import ssm_conv
+from matmul_comparisons import seeded
+from op_runs import MachineBackend, values
+from recurrent_comparisons import check_gated_delta_net, check_l2_norm, check_ssm_conv, conv_case, delta_net_case
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+@pytest.fixture
+def machine():
+    return SimulatedMachine()
+
+
+@pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(16, 2, 4, False), (32, 1, 1, True)])
+@pytest.mark.parametrize("columns", [1, 4])
+def simulate_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
+    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def simulate_heads_with_each_others_keys(machine, columns):
+    check_gated_delta_net(machine, 16, 2, 6, True, (9, 1), 1, columns)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def simulate_large_heads(machine, dim):
+    check_gated_delta_net(machine, dim, 1, 1, True, (2, 1), 2, plan=4)
+
+
+def simulate_a_column_a_lane(machine):
+    check_gated_delta_net(machine, 64, 1, 1, True, (10,), 2, plan=1)
+
+
+@pytest.mark.parametrize("tile", [64, 5])
+@pytest.mark.parametrize("n_channels, taps, n_kept", [(40, 4, 3), (257, 3, 1), (8, 2, 5)])
+def simulate_ssm_conv(machine, n_channels, taps, n_kept, tile, monkeypatch):
+    monkeypatch.setattr(ssm_conv, "TILE", tile)
+    ssm_conv.ssm_conv_kernel.cache_clear()
+    check_ssm_conv(machine, n_channels, taps, n_kept=n_kept)
+    ssm_conv.ssm_conv_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("n, n_head, dim, n_cols", [(2, 3, 16, 70), (1, 2, 128, 256), (3, 9, 40, 361), (1, 1, 512, 512)])
+def simulate_l2_norm(machine, n, n_head, dim, n_cols):
+    check_l2_norm(machine, n, n_head, dim, n_cols)
+
+
+@pytest.mark.parametrize("op, operands, params, message", [
+    ("gated_delta_net", delta_net_case(24, 1, 2, (3,), 1, seeded("a")), dict(n_head_k=1, n_head_v=2, tiled=True),
+     "channels of a head is 24, allowed: 16, 32, 64, 128"),
+    ("ssm_conv", conv_case(8, 9, (3,), 1, seeded("b")), {}, "taps is 9, allowed: 2 to 8"),
+    ("l2_norm", [seeded("c").random((2, 520)).astype("f4")], dict(n_head=1, dim=520, eps=1e-6),
+     "channels of a head is 520, allowed: 1..512"),
+])
+def simulate_refusals(machine, op, operands, params, message):
+    backend = MachineBackend(machine)
+    with pytest.raises(UserError, match=message):
+        backend.prepare(make_node(backend, op, values(op, operands), params)[0])
