@@ -53,6 +53,49 @@ def row_loader(n_rows, stride):
     return load_rows
 
 
+@lru_cache(None)
+def token_step(dim, n_columns, of_block, stride):
+    n_rows = dim // LANES
+    load_rows, scale = row_loader(n_rows, stride), np.float32(1) / np.sqrt(np.float32(dim))
+
+    @device
+    def step(s, seen, y, k, next_k, q, buffers, slot, next_slot, lane, column, out, to):
+        """A token, whose q, v and gates are in `slot`, with its k; its outputs go to element `to` of out. next_k: receives that
+        of the next token; seen: the partials of this token's dot with k, then those of the next one's."""
+        ks, qs, vs, gates = buffers
+        load_rows(qs, slot, lane, q)
+        load_rows(ks, next_slot, lane, next_k)
+        decay, beta = lds(gates, 2 * slot), lds(gates, 2 * slot + 1)
+        for c in range(n_columns):
+            delta = mul(beta, fma(-decay, sum8(seen[c], lane), lds(vs, slot * of_block + column + c)))
+            seen[c], y[c] = f32(0), f32(0)
+            for m in range(n_rows):
+                now = fma(k[m], delta, mul(decay, s[m * n_columns + c]))
+                s[m * n_columns + c] = now
+                y[c] = fma(q[m], now, y[c])
+                seen[c] = fma(next_k[m], now, seen[c])
+        for c in range(n_columns):
+            y[c] = mul(sum8(y[c], lane), scale)
+            if lane & 7 == 0:
+                st(out, to + c, y[c])
+    return step
+
+
+@lru_cache(None)
+def state_store(dim, n_columns):
+    @device
+    def store(state, at, s):
+        """Writes a lane's rows and columns, from element `at` on."""
+        for m in range(dim // LANES):
+            where = at + m * LANES * dim
+            if n_columns == 4:
+                st4(state, where, s[4 * m], s[4 * m + 1], s[4 * m + 2], s[4 * m + 3])
+            else:
+                for c in range(n_columns):
+                    st(state, where + c, s[m * n_columns + c])
+    return store
+
+
 @factory([(dim, n_columns) for dim in DIMS for n_columns in (1, 4)])
 def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
     n_rows = dim // LANES
@@ -60,7 +103,7 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
     threads, of_block = 32 * n_warps(dim, n_columns), 4 * n_columns * n_warps(dim, n_columns)  # columns of a block
     load_rows, n_staged, n_values = row_loader(n_rows, stride), BUFFERS * STAGE * LANES * stride, BUFFERS * STAGE * of_block
     n_gates, n_state = 2 * BUFFERS * STAGE, n_rows * n_columns  # of a lane
-    scale = np.float32(1) / np.sqrt(np.float32(dim))
+    step, store = token_step(dim, n_columns, of_block, stride), state_store(dim, n_columns)
 
     def kernel(state, qkv, g, beta, runs, out, n_head_k, n_head_v, tiled, n_kept):  # noqa: PLR0915 (it is all in registers)
         ks, qs = cuda.shared.array(n_staged, f32), cuda.shared.array(n_staged, f32)
@@ -71,6 +114,7 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
         tid = i32(cuda.threadIdx.x)
         lane, at = tid & 31, i64(cuda.blockIdx.y) * (3 + n_kept)
         first, n, source = ld(runs, at), ld(runs, at + 1), ld(runs, at + 2)
+        buffers = ks, qs, vs, gates
         if n <= 0:
             return
         n_parts = dim // of_block
@@ -89,7 +133,8 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
                     a, b, c, d = ld4(state, where)
                 s[4 * m], s[4 * m + 1], s[4 * m + 2], s[4 * m + 3] = a, b, c, d
             else:
-                s[m] = ld(state, where) if source >= 0 else f32(0)
+                for c in range(n_columns):
+                    s[m * n_columns + c] = ld(state, where + c) if source >= 0 else f32(0)
 
         # What this thread brings of each STAGE tokens: four values of q and of k, n_columns of v, a gate
         staged_token, staged = tid // (dim // 4), i32(tid % (dim // 4) * 4)
@@ -139,38 +184,24 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
                     for m in range(n_rows):
                         seen[c] = fma(k[m], s[m * n_columns + c], seen[c])
             if stage >= 0:
-                i = i32(0)
-                while i < STAGE and stage * STAGE + i < n:
-                    token = i32(stage * STAGE + i)
-                    slot = i32(token % (BUFFERS * STAGE))
-                    load_rows(qs, slot, lane, q)
-                    load_rows(ks, i32((token + 1) % (BUFFERS * STAGE)), lane, next_k)
-                    gamma, b = lds(gates, 2 * slot), lds(gates, 2 * slot + 1)
-                    for c in range(n_columns):
-                        delta = mul(b, fma(-gamma, sum8(seen[c], lane), lds(vs, slot * of_block + column + c)))
-                        seen[c], y[c] = f32(0), f32(0)
-                        for m in range(n_rows):
-                            now = fma(k[m], delta, mul(gamma, s[m * n_columns + c]))
-                            s[m * n_columns + c] = now
-                            y[c] = fma(q[m], now, y[c])
-                            seen[c] = fma(next_k[m], now, seen[c])
-                    for m in range(n_rows):
-                        k[m] = next_k[m]
-                    for c in range(n_columns):
-                        y[c] = mul(sum8(y[c], lane), scale)
-                        if lane & 7 == 0:
-                            st(out, (i64(first + token) * n_head_v + head) * dim + first_column + column + c, y[c])
-                    behind = i32(n - 1 - token)
-                    if behind < n_kept:
-                        row = ld(runs, at + 3 + behind)
+                slot, behind = i32(stage % BUFFERS * STAGE), i32((stage + 1) % BUFFERS * STAGE)
+                token, last = i32(stage * STAGE), i32(min(stage * STAGE + STAGE, n))
+                while token < last:  # two at a time, whose k are in each other's place
+                    to = (i64(first + token) * n_head_v + head) * dim + first_column + column
+                    step(s, seen, y, k, next_k, q, buffers, slot, slot + 1, lane, column, out, to)
+                    if n - token <= n_kept:
+                        row = ld(runs, at + 2 + n - token)
                         if row >= 0:
-                            for m in range(n_rows):
-                                where = i64(row) * row_values + place + m * LANES * dim
-                                if n_columns == 4:
-                                    st4(state, where, s[4 * m], s[4 * m + 1], s[4 * m + 2], s[4 * m + 3])
-                                else:
-                                    st(state, where, s[m])
-                    i = i32(i + 1)
+                            store(state, i64(row) * row_values + place, s)
+                    if token + 1 < last:
+                        to = to + i64(n_head_v) * dim
+                        after = i32(slot + 2) if token + 2 < stage * STAGE + STAGE else behind
+                        step(s, seen, y, next_k, k, q, buffers, slot + 1, after, lane, column, out, to)
+                        if n - token - 1 <= n_kept:
+                            row = ld(runs, at + 1 + n - token)
+                            if row >= 0:
+                                store(state, i64(row) * row_values + place, s)
+                    slot, token = i32(slot + 2), i32(token + 2)
             stage = i32(stage + 1)
     return Kernel(kernel, (F32, F32, F32, F32, I32, F32, N, N, N, N), threads)
 
