@@ -134,10 +134,20 @@ def flash_attn_ext():
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
 
 
+def gated_delta_net():
+    """Of Qwen3.6-35B-A3B: n tokens of each of `seqs` sequences; a lane of the kernel has so many columns."""
+    tokens = [(n, 1) for n in (1, 4, 64, 512, 2048)] + [(1, seqs) for seqs in (4, 16, 64)]
+    yield from (Case("gated_delta_net", "f32", dict(n=n, seqs=seqs, columns=columns)) for n, seqs in tokens for columns in (1, 4))
+
+
+def ssm_conv():
+    yield from (Case("ssm_conv", "f32", dict(n=n, seqs=seqs)) for n, seqs in ((1, 1), (512, 1), (2048, 1), (1, 16), (1, 64)))
+
+
 SUITES = {suite.__name__: suite
           for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows,
-                        dequantize,
-                                               quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext)}
+                        dequantize, quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext, ssm_conv,
+                        gated_delta_net)}
 
 
 # Work of a case
@@ -292,6 +302,40 @@ def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
     return Work(made, 2 * keys * cell_bytes + operand_bytes(q, out), 4 * N_HEAD * HEAD * int((pos + 1).sum()))
 
 
+N_HEAD_K, N_HEAD_V, DIM_V = 16, 32, 128  # of Qwen3.6-35B-A3B's gated delta nets
+
+
+def runs_of(gpu, n: int, seqs: int, first_row: int) -> Operand:
+    """Of n tokens of each sequence: its state is read and written in one row, from first_row on."""
+    rows = first_row + np.arange(seqs)
+    runs = np.stack([n * np.arange(seqs), np.full(seqs, n), rows, rows], axis=1).astype(np.int32)
+    return Operand("i32", runs.shape, gpu.upload(runs))
+
+
+def recurrent_work(gpu, op: str, n: int, seqs: int, n_values: int, operands: dict, cache, plan=None) -> Work:
+    """A round of launches on as many states as are not in L2 any more when they come again."""
+    n_copies = copies_of(gpu, 4 * seqs * n_values, cache)
+    state = floats(gpu, n_copies * seqs, n_values)
+    made = launches(gpu, op, [dict(state=state, runs=runs_of(gpu, n, seqs, i * seqs), **operands) for i in range(n_copies)], plan)
+    arrays = [operand for operand in operands.values() if isinstance(operand, Operand)]
+    return Work(made, 2 * 4 * seqs * n_values + operand_bytes(*arrays))
+
+
+def gated_delta_net_work(gpu, kernel, type_, n, seqs, columns, cache) -> Work:
+    rows = n * seqs
+    qkv = floats(gpu, rows, (2 * N_HEAD_K + N_HEAD_V) * DIM_V, change=lambda x: x / np.float32(DIM_V**0.5))  # of length 1
+    g, beta = (floats(gpu, rows, N_HEAD_V, change=change) for change in (lambda x: -np.abs(x), lambda x: 1 / (1 + np.exp(-x))))
+    operands = dict(qkv=qkv, g=g, beta=beta, out=output(gpu, rows, N_HEAD_V * DIM_V), n_head_k=N_HEAD_K, n_head_v=N_HEAD_V,
+                    tiled=True)
+    return recurrent_work(gpu, kernel, n, seqs, N_HEAD_V * DIM_V * DIM_V, operands, cache, columns)
+
+
+def ssm_conv_work(gpu, kernel, type_, n, seqs, cache) -> Work:
+    n_channels = (2 * N_HEAD_K + N_HEAD_V) * DIM_V
+    operands = dict(x=floats(gpu, n * seqs, n_channels), w=floats(gpu, n_channels, 4), out=output(gpu, n * seqs, n_channels))
+    return recurrent_work(gpu, kernel, n, seqs, 3 * n_channels, operands, cache)
+
+
 WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work,
         "mul_mat_qkv": mul_mat_qkv_work,
         "mul_mat_argmax": mul_mat_argmax_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work,
@@ -300,7 +344,7 @@ WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_wor
         "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work,
         "quantize": quantize_work, "rms_norm": rms_norm_work,
         "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work,
-        "flash_attn_ext": flash_attn_ext_work}
+        "flash_attn_ext": flash_attn_ext_work, "gated_delta_net": gated_delta_net_work, "ssm_conv": ssm_conv_work}
 
 
 def work(gpu, case: Case) -> Work:

@@ -186,13 +186,14 @@ class DryRun:
 
 # Launches of ops
 
-def launches(gpu, op: str, rounds: list[dict]) -> list[Callable]:
+def launches(gpu, op: str, rounds: list[dict], plan=None) -> list[Callable]:
     """A launch of an op for each round, made as backends make them. rounds: operands, results and parameters by name; those that
-    are optional may be missing. All have one scratch memory."""
+    are optional may be missing. All have one scratch memory. plan: in the place of what the kernel's module would choose."""
     module, made, memory = KernelBackend("cuda").module(op), [], 0
     for values in rounds:
         call = Call(op, op, gpu.target, {**dict.fromkeys(OPS[op].operands), **OPS[op].defaults, **values})
         module.decide(call)
+        call.plan = call.plan if plan is None else plan
         scratch = module.scratch(call) if module.scratch else None
         if scratch is not None:
             memory = memory or gpu.empty(bytes_of(*scratch))
@@ -201,9 +202,9 @@ def launches(gpu, op: str, rounds: list[dict]) -> list[Callable]:
     return made
 
 
-def floats(gpu, *shape: int) -> Operand:
-    """f32, normal."""
-    row = np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32)
+def floats(gpu, *shape: int, change: Callable = lambda x: x) -> Operand:
+    """f32, normal. change: what becomes of them."""
+    row = change(np.random.default_rng(0).standard_normal(1 << 16, dtype=np.float32))
     return Operand("f32", shape, gpu.filled(row, 4 * int(np.prod(shape))).first)
 
 
