@@ -23,6 +23,7 @@ class Key(NamedTuple):
     type_k: str
     type_v: str
     kv_write: str
+    hidden: bool = False
 
 
 @dataclass

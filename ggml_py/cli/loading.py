@@ -22,19 +22,20 @@ def model_path(name: str) -> Path:
     return existing(resolve(name, sys.stderr))
 
 
-def load_on(path: Path, device: str, load_model):
+def load_on(path: Path, device: str, load_model, **more):
     if load_model is None:
         from ..engine.model import Model
         load_model = Model.load
-    return load_model(path, device=device)
+    return load_model(path, device=device, **more)
 
 
 @contextmanager
-def load(options, load_model):
-    """The model of -m on the device of --device, with the threads of -t; --verbose tells at the end what its device copied."""
+def load(options, load_model, **more):
+    """The model of -m on the device of --device, with the threads of -t; --verbose tells at the end what its device copied.
+    more: for `Model.load`."""
     path = model_path(options.model)
     set_threads(options.n_threads)
-    with load_on(path, options.device, load_model) as model:
+    with load_on(path, options.device, load_model, **more) as model:
         yield model
         if options.verbose and (report := model.report()):
             print(report, file=sys.stderr)
@@ -70,7 +71,8 @@ def draft_source(options) -> str | None:
     """What --draft-source and -md ask for; UserError for options that do not go together."""
     kind = options.draft_source or ("model" if options.model_draft else None)
     refuse(options, ("--draft-max",) * (kind is None), "needs --draft-source")
-    refuse(options, ("-md", "--draft-p-min") * (kind != "model"), "is of --draft-source model")
+    refuse(options, ("-md",) * (kind != "model"), "is of --draft-source model")
+    refuse(options, ("--draft-p-min",) * (kind not in ("model", "mtp")), "is of --draft-source model and mtp")
     if kind == "model" and not options.model_draft:
         raise UserError("--draft-source model: needs -md")
     return kind
@@ -79,6 +81,7 @@ def draft_source(options) -> str | None:
 @contextmanager
 def speculation_of(options, model, n_ctx: int, load_model):
     """How a text of n_ctx positions is guessed ahead, or None."""
+    from ..engine.mtp import MTP
     from ..engine.speculation import DraftModel, NGrams, Source, Speculation
     kind = draft_source(options)
     with ExitStack() as stack:
@@ -87,6 +90,8 @@ def speculation_of(options, model, n_ctx: int, load_model):
             draft_model = stack.enter_context(load_on(model_path(options.model_draft), options.device, load_model))
             source = stack.enter_context(closing(DraftModel(draft_model, model, n_ctx, options.draft_p_min,
                                                                 options.draft_max)))
+        elif kind == "mtp":
+            source = stack.enter_context(closing(MTP(model, n_ctx, options.draft_p_min, options.type_k, options.type_v)))
         yield source and Speculation(source, options.draft_max)
 
 

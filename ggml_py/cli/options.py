@@ -107,15 +107,16 @@ def sampling(p: Parser) -> None:
 
 
 def drafts(p: Parser) -> None:
-    p.add_argument("--draft-source", dest="draft_source", type=one_of("ngram", "model"), default=None, metavar="ngram|model",
-                   help="guess tokens and check several in a step: what followed the last tokens before, or what the model of "
-                        f"-md holds for likeliest; {WHATEVER}")
+    p.add_argument("--draft-source", dest="draft_source", type=one_of("ngram", "model", "mtp"), default=None,
+                   metavar="ngram|model|mtp",
+                   help="guess tokens and check several in a step: what followed the last tokens before, what the model of -md "
+                        f"holds for likeliest, or what the model's own block for it (NextN, MTP) does; {WHATEVER}")
     p.add_argument("-md", "--model-draft", dest="model_draft", default=None, metavar="MODEL",
                    help="a GGUF file of the same vocabulary; --draft-source model by default")
     p.add_argument("--draft-max", dest="draft_max", type=at_least(1), default=DRAFT_MAX, metavar="N",
                    help="guesses of a step at most")
     p.add_argument("--draft-p-min", dest="draft_p_min", type=number(0, 1), default=0.0, metavar="P",
-                   help="a draft of a model ends before a token of a probability below P")
+                   help="a draft of a model or its block ends before a token of a probability below P")
 
 
 def random_tokens(p: Parser) -> None:

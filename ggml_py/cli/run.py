@@ -23,9 +23,10 @@ def run(options, load_model) -> None:
     from ..engine.settings import new_context
     from ..tokenizer import Detokenizer
     refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
-    rollback = {"n_rollback": options.draft_max + 1} if draft_source(options) else {}
+    source = draft_source(options)
+    rollback = {"n_rollback": options.draft_max + 1} if source else {}
     choice = sampling_of(options)
-    with load(options, load_model) as model:
+    with load(options, load_model, **({"nextn": True} if source == "mtp" else {})) as model:
         tokenizer, prompt = model.tokenizer, encoded_prompt(options, model.tokenizer)
         n_ctx = options.n_ctx or (model.n_ctx_train if options.n_predict < 0 else len(prompt) + options.n_predict)
         space, n_least = n_ctx - len(prompt), max(1, options.n_predict)

@@ -56,7 +56,7 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
             yield token
 
     if speculation is not None:
-        speculation.begin()
+        speculation.begin(context)
     start, text = context.memory.length(0), [int(token) for token in prompt]
     draft: list[int] = []
     end = len(text) + n_tokens
@@ -80,5 +80,7 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
                                                     context.memory.n_rollback - 1))
             fed, wanted = [text[-1], *draft], "argmaxes" if only_ids else "all"
     finally:
+        if speculation is not None:
+            speculation.source.end()
         if len(text) > len(prompt):
             context.keep(0, start + len(text) - 1)

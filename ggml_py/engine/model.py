@@ -15,7 +15,7 @@ loaded it: its contexts are refused in a forked one.
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -69,13 +69,14 @@ class Model:
         self.lock = RLock()  # for queueing a micro-batch: on a GPU a model's contexts share a stream and what its kernels leave
         self.pid = os.getpid()
         lock_holders.add(self)
+        self.has_nextn = nextn  # a block that predicts tokens further on
         self.architecture.load(nextn)
 
     @classmethod
     def load(cls, path: str | Path, device: str = "auto", nextn: bool = False) -> Self:
         """path: a GGUF file (the first part of a split one), or "smollm2", which is fetched when it is missing (`ggml-py pull`).
         device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that predict tokens further
-        on (NextN, MTP; of glm4moe) are loaded, that is checked and on the device; nothing drafts with them yet.
+        on (NextN, MTP) are loaded, that is checked and on the device: they draft (`engine.mtp`).
 
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
@@ -174,6 +175,11 @@ Tokens = Sequence[int] | np.ndarray
 MOST_POSITIONS = 2**31 - 1  # of a sequence; kernels take them as 32-bit numbers
 
 
+# Is told of each micro-batch that was decoded: tokens, sequences and positions, i32 [n], and the results of the model's last
+# norm, f32 [n, n_embd].
+Observer = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+
+
 class Step(NamedTuple):
     """A greedy step of one token that is queued: the token's sequence and position, and the id to come."""
     seq_id: int
@@ -211,12 +217,13 @@ class Context:
             raise ParameterError("n_ctx", too_large) from None
         self.placement = placement
         self.arenas = Arenas(model.backends)
-        self.programs: OrderedDict[tuple[int, int, bool], Program] = OrderedDict()
+        self.programs: OrderedDict[tuple, Program] = OrderedDict()
         self.cuda_graphs = {device: cache for device, backend in model.backends.items()
                             if graphs and (cache := backend.new_graphs()) is not None}
         self.replays: dict[str, Any] = self.cuda_graphs  # what takes the steps of a device
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
         self.is_closed = False
+        self.observer: Observer | None = None
         self.ahead: Step | None = None  # queued before anybody asked for it, and taken back when something else is asked for
         self.lock, self.is_half_done = RLock(), False
         lock_holders.add(self)
@@ -265,8 +272,11 @@ class Context:
         with self._undone_if_it_fails(starts):
             for first in range(0, len(tokens), self.n_ubatch):
                 part = slice(first, first + self.n_ubatch)
-                parts += self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]),
-                                     logits in ("argmax", "argmaxes")).result()
+                rows = self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]),
+                                   logits in ("argmax", "argmaxes")).result()
+                if self.observer is not None:
+                    self.observer(tokens[part], seq[part], pos[part], rows.pop())
+                parts += rows
         out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
         return [out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))]
 
@@ -291,7 +301,7 @@ class Context:
                         self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids)
                         runs_ahead = left > 1 and position + 1 < self.n_ctx and step.outputs.program.runs_ahead
                         ahead = self._greedy_step(seq_id, position + 1, step.outputs) if runs_ahead else None
-                        (token,), = step.outputs.result()
+                        (token,), *_ = step.outputs.result()
                         self.ahead = ahead
                 if token < 0:
                     raise not_a_number(position + 1)
@@ -344,16 +354,18 @@ class Context:
     def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, greedy: bool) -> Outputs:
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self._memory_values(seq, pos)}
         shape = len(seq), len(rows), greedy and len(rows) > 0
+        hidden = self.observer is not None
         with self.model.lock:
-            return self.program(*shape).queue(values, self.replays, Key._make((*shape, *self.settings)))
+            return self.program(*shape, hidden).queue(values, self.replays, Key(*shape, *self.settings, hidden))
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos)
 
-    def program(self, n_tokens: int, n_outputs: int, greedy: bool = False) -> Program:
-        """The graph for batches of this shape, planned and bound. Those of the SHAPES most recent shapes are kept: launches and
-        inputs on the host, about a megabyte for 32 layers, and nothing on the device."""
-        key = n_tokens, n_outputs, greedy
+    def program(self, n_tokens: int, n_outputs: int, greedy: bool = False, hidden: bool = False) -> Program:
+        """The graph for batches of this shape, planned and bound. hidden: what `observer` is told is an output too. Those of the
+        SHAPES most recent shapes are kept: launches and inputs on the host, about a megabyte for 32 layers, and nothing on the
+        device."""
+        key = n_tokens, n_outputs, greedy, *([hidden] * hidden)
         with self._turn():
             if self.is_closed:
                 raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")

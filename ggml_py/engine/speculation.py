@@ -23,8 +23,9 @@ LONGEST_REST = 64  # steps without a draft behind drafts that were wrong
 class Source(Protocol):
     """Where drafts come from."""
     name: str
-    def begin(self) -> None: ...  # another text
+    def begin(self, context) -> None: ...  # another text, which the context continues
     def draft(self, tokens: list[int], n: int) -> list[int]: ...  # at most n that may follow the text so far, n >= 1
+    def end(self) -> None: ...  # of the text
     def close(self) -> None: ...
 
 
@@ -33,7 +34,7 @@ class NGrams:
     last place."""
     name = "ngram"
 
-    def begin(self) -> None:
+    def begin(self, context) -> None:
         self.followed: dict[tuple[int, ...], int] = {}  # tokens -> where the one behind them is
         self.n_seen = 0
 
@@ -48,6 +49,9 @@ class NGrams:
             return []
         period = len(tokens) - at  # a text that repeats itself goes on doing so
         return [tokens[at + i % period] for i in range(n)]
+
+    def end(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -71,8 +75,11 @@ class DraftModel:
         self.p_min = p_min
         self.tokens: list[int] = []  # that the context has
 
-    def begin(self) -> None:
+    def begin(self, context) -> None:
         pass  # what the texts have in common is kept
+
+    def end(self) -> None:
+        pass
 
     def draft(self, tokens: list[int], n: int) -> list[int]:
         n = min(n, self.context.n_ctx - len(tokens) + 1)
@@ -120,11 +127,11 @@ class Speculation:
             raise ParameterError("draft_max", f"must be 1 to {MOST_DRAFTS}, got {most}")
         self.source, self.most = source, most
         self.n_steps = self.n_drafted = self.n_accepted = 0  # of all texts
-        self.begin()
+        self.n, self.rest, self.pause = most, 0, 0
 
-    def begin(self) -> None:
-        """Another text."""
-        self.source.begin()
+    def begin(self, context) -> None:
+        """Another text, which the context continues."""
+        self.source.begin(context)
         self.n = self.most
         self.rest = self.pause = 0  # steps without a draft: still to come; behind the next one of which nothing is right
 

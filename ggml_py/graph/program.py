@@ -165,15 +165,16 @@ class Program:
         return self.queue(values, graphs, key).result()
 
     def queue(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = ()) -> Outputs:
-        """values: one array for each input, of its dtype and shape, or the Outputs of the last run in these arenas, whose first
-        has that dtype and shape and, where it is of this program, is copied on the device. graphs: by device, what replays the
-        steps, under the key and the number of the run."""
+        """values: one array for each input, of its dtype and shape; or (Outputs, i) of the last run in these arenas, whose output
+        i has that dtype and shape and, where it is of this program, is copied on the device; Outputs alone: the first. graphs: by
+        device, what replays the steps, under the key and the number of the run."""
         backend, copied = self.backends[self.input_device], []
         for tensor, staged in self.staged:
             value = values[tensor.name]
-            if isinstance(value, Outputs):
-                mine = value.program is self and self.outputs[0].root.device == self.input_device
-                value = self.outputs[0] if mine else value.result()[0]  # the memory of another program may be gone
+            if isinstance(value, (tuple, Outputs)):
+                outputs, i = value if isinstance(value, tuple) else (value, 0)
+                mine = outputs.program is self and self.outputs[i].root.device == self.input_device
+                value = self.outputs[i] if mine else outputs.result()[i]  # the memory of another program may be gone
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
             if isinstance(value, Tensor):

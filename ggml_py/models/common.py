@@ -27,6 +27,7 @@ class Batch:
     n_outputs: int
     pos: Tensor
     out_ids: Tensor
+    all_rows: bool = False  # all tokens go on behind the last layer
 
 
 class Transformer:
@@ -37,6 +38,7 @@ class Transformer:
     """
     name = ""
     neox = True  # rotary pairs (i, i + R/2); else (2i, 2i + 1)
+    has_nextn = False  # its files may have a block behind the layers that predicts a token further on
     ffn_norm = "ffn_norm"  # what files call the norm before the feed-forward block
 
     def __init__(self, file: GGUFFile, backend):
@@ -91,8 +93,19 @@ class Transformer:
         return (self.cache_bytes(n_ctx * n_seq_max, type_k, type_v) + n_ctx * n_seq_max + n_seq_max * self.state_bytes(n_rollback)
                 + n_ctx * self.hp.rope.n_rot * 4)
 
+    def new_nextn_memory(self, n_ctx: int, type_k: str, type_v: str) -> Memory:
+        """Of a sequence's NextN blocks, whose attention is plain."""
+        sizes = [(0, 0)] * self.hp.n_layer + self.cache_sizes()[self.hp.n_layer:]
+        return KVCache(self.w.backend, sizes, n_ctx, 1, type_k, type_v)
+
     def new_rope_table(self, n_ctx: int) -> Tensor:
-        table = rope_table(self.hp.rope, n_ctx, self.rope_factors(n_ctx))
+        return self.upload_rope_table(n_ctx, self.rope_factors(n_ctx))
+
+    def new_nextn_rope_table(self, n_ctx: int) -> Tensor:
+        return self.new_rope_table(n_ctx)
+
+    def upload_rope_table(self, n_ctx: int, factors: np.ndarray | None) -> Tensor:
+        table = rope_table(self.hp.rope, n_ctx, factors)
         backend = self.w.backend
         return Tensor("rope_table", "f32", table.shape, backend.device, buffer=backend.upload(table))
 
@@ -133,26 +146,57 @@ class Transformer:
         self.rope_factors(1)
         self.w.check_bytes()
 
-    def build(self, memory: Memory, table: Tensor, n_tokens: int, n_outputs: int, greedy: bool = False) -> Graph:
+    def build(self, memory: Memory, table: Tensor, n_tokens: int, n_outputs: int, greedy: bool = False,
+              hidden: bool = False) -> Graph:
         """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if
-        any; greedy: only the ids of the largest, i32 [n_outputs]."""
+        any; greedy: only the ids of the largest, i32 [n_outputs]. hidden: behind them the results of the last norm of all tokens,
+        f32 [n_tokens, n_embd], from which a NextN block goes on."""
         hp, g = self.hp, Graph(self.w.backend.device)
         x = g.get_rows(self.w("token_embd.weight", self.n_vocab, hp.n_embd), g.input("tokens", "i32", (n_tokens,)),
                        name="inp_embd")
         b = Batch(g, memory, table, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
-                  g.input("out_ids", "i32", (n_outputs,)))
+                  g.input("out_ids", "i32", (n_outputs,)), hidden)
         memory.inputs(g, n_tokens)
         for il in range(hp.n_layer):
             x = self.layer(b, il, x)
         x = g.rms_norm(x, self.w("output_norm.weight", hp.n_embd), eps=hp.eps, name="result_norm")
-        head = "output" if "output.weight" in self.w else "token_embd"
-        logits = self.linear(b, x, head, self.n_vocab, name="result_output")
+        rows = g.take_rows(x, b.out_ids, name="result_rows") if hidden and n_outputs < n_tokens else x
+        logits = self.linear(b, rows, self.head, self.n_vocab, name="result_output")
         g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
+        g.outputs += [x] * hidden
         return g
 
-    def build_nextn(self, memory: Memory, table: Tensor, n_tokens: int, il: int) -> Graph:
-        """The NextN block il behind the layers, in architectures that have one."""
-        raise UserError(f"{self.file.path}: nextn: {self.name} is not supported, allowed: glm4moe")
+    @property
+    def head(self) -> str:
+        """The output head, or the embedding, to which it is tied."""
+        return "output" if "output.weight" in self.w else "token_embd"
+
+    def build_nextn(self, memory: Memory, table: Tensor, n_tokens: int, il: int, logits: str = "all") -> Graph:
+        """The NextN block il behind the layers. Inputs: tokens, pos, memory's, and hidden f32 [n, n_embd]: of each token the
+        result of the last norm at the position before, of the model or of this graph. Outputs: the logits of the tokens behind
+        (logits "argmax": the ids of the largest), and the results of the block's last norm; "none": nothing, only its memory is
+        written."""
+        if not self.has_nextn:
+            from . import ARCHITECTURES
+            known = ", ".join(name for name, model in ARCHITECTURES.items() if model.has_nextn)
+            raise UserError(f"{self.file.path}: nextn: {self.name} is not supported, allowed: {known}")
+        hp, g, p = self.hp, Graph(self.w.backend.device), f"blk.{il}.nextn."
+        own = lambda name, otherwise: p + name if f"{p}{name}.weight" in self.w else otherwise
+        norm = lambda x, base, name: g.rms_norm(x, self.w(f"{base}.weight", hp.n_embd), eps=hp.eps, name=f"{name}-{il}")
+        tokens, hidden = g.input("tokens", "i32", (n_tokens,)), g.input("hidden", "f32", (n_tokens, hp.n_embd))
+        b = Batch(g, memory, table, n_tokens, n_tokens, g.input("pos", "i32", (n_tokens,)),
+                  g.input("out_ids", "i32", (n_tokens,)))
+        memory.inputs(g, n_tokens)
+        x = g.get_rows(self.w(own("embed_tokens", "token_embd") + ".weight", self.n_vocab, hp.n_embd), tokens,
+                       name=f"nextn_embd-{il}")
+        x = g.concat_heads(norm(x, p + "enorm", "nextn_enorm"), norm(hidden, p + "hnorm", "nextn_hnorm"), n_head=1, n_head_y=1,
+                           name=f"nextn_inp-{il}")
+        x = self.layer(b, il, self.linear(b, x, p + "eh_proj", hp.n_embd, name=f"nextn_eh_proj-{il}"))
+        x = norm(x, own("shared_head_norm", "output_norm"), "nextn_norm")
+        y = self.linear(b, x, own("shared_head_head", self.head), self.n_vocab, name=f"nextn_output-{il}")
+        if logits != "none":
+            g.outputs = [g.argmax(y, name=f"nextn_argmax-{il}") if logits == "argmax" else y, x]
+        return g
 
     def layer(self, b: Batch, il: int, x: Tensor) -> Tensor:
         """x + Attn(norm x), then x + FFN(norm x). On the last layer only the wanted rows go on after attention;
@@ -160,7 +204,7 @@ class Transformer:
         hp, g, p = self.hp, b.g, f"blk.{il}."
         h = g.rms_norm(x, self.w(p + "attn_norm.weight", hp.n_embd), eps=hp.eps, name=f"attn_norm-{il}")
         h, out = self.mixed(b, il, h)
-        if il == hp.n_layer - 1 and b.n_outputs < b.n_tokens:
+        if il == hp.n_layer - 1 and b.n_outputs < b.n_tokens and not b.all_rows:
             h, x = g.take_rows(h, b.out_ids, name=f"attn_out_rows-{il}"), g.take_rows(x, b.out_ids, name=f"inp_rows-{il}")
         h = self.linear(b, h, p + out, hp.n_embd, name=f"attn_out-{il}")
         x = g.add(x, h, name=f"ffn_inp-{il}")

@@ -16,6 +16,7 @@ from .hparams import Hparams
 
 class Deepseek2(MixtureOfExperts):
     name = "deepseek2"
+    has_nextn = True
     neox = False
 
     def read_hparams(self) -> Hparams:

@@ -45,6 +45,7 @@ class DeltaNet:
 class DeltaNetModel(Transformer):
     """Base of the architectures."""
     ffn_norm = "post_attention_norm"
+    has_nextn = True
     tiled = False  # value head j has the key head j % n_head_k; else j / (n_head_v / n_head_k)
 
     def read_hparams(self) -> Hparams:

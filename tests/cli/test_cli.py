@@ -225,8 +225,8 @@ def periodic(tokens):
 @pytest.mark.parametrize("argv, said", [
     (["--draft-max", 4], "--draft-max: needs --draft-source"), (["--draft-source", "model"], "--draft-source model: needs -md"),
     (["--draft-source", "ngram", "-md", "x"], "-md: is of --draft-source model"),
-    (["--draft-p-min", 0.5], "--draft-p-min: is of --draft-source model"),
-    (["--draft-source", "mtp"], "argument --draft-source: must be ngram, model, got 'mtp' (see ggml-py run --help)"),
+    (["--draft-p-min", 0.5], "--draft-p-min: is of --draft-source model and mtp"),
+    (["--draft-source", "tea"], "argument --draft-source: must be ngram, model, mtp, got 'tea' (see ggml-py run --help)"),
     (["-md", "x", "--draft-max", 0], "argument --draft-max: must be at least 1, got 0 (see ggml-py run --help)"),
     (["-md", "nowhere.gguf"], "nowhere.gguf: no such file")])
 def test_drafts_that_cannot_be(capsys, files, argv, said):

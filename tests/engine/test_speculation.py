@@ -3,6 +3,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from tiny_delta_net_models import KINDS, write_delta_net_model
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
 
@@ -27,8 +28,11 @@ class Script:
     def __init__(self, text, right=None):
         self.text, self.right = text, right
 
-    def begin(self):
+    def begin(self, context):
         self.turn = 0
+
+    def end(self):
+        pass
 
     def draft(self, tokens, n):
         n_right = self.turn % (n + 1) if self.right is None else self.right
@@ -52,9 +56,10 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3moe", "deepseek2-mla"])
+@pytest.fixture(scope="module", params=["llama", "qwen3moe", "deepseek2-mla", "qwen35", "qwen3next"])
 def model(request, folder):
     write, types = (write_model, ("Q8_0", "F16")) if request.param == "llama" else (write_moe_model, ("Q8_0",))
+    write = write_delta_net_model if request.param in KINDS else write
     with Model(GGUFFile.open(write(folder / f"{request.param}.gguf", request.param, types)), CPUBackend()) as model:
         yield model
 
@@ -99,7 +104,7 @@ def check(model, sampling, speculation, **settings):
 def test_rejected_at_every_index(model, sampling, most):
     text = PROMPT + run(model, sampling)[0]
     speculation = Eager(Script(text), most)
-    check(model, sampling, speculation)
+    check(model, sampling, speculation, n_rollback=most + 1)
     assert 0 < speculation.n_accepted < speculation.n_drafted
 
 
@@ -140,13 +145,13 @@ def test_a_draft_model_of_fewer_positions(llama, other):
 
 def test_ngrams():
     source = NGrams()
-    source.begin()
+    source.begin(None)
     assert source.draft([1, 2, 3], 4) == []
     assert source.draft([1, 2, 3, 4, 1, 2], 4) == [3, 4, 1, 2]
     assert source.draft([1, 2, 3, 4, 1, 2, 9, 1, 2], 2) == [9, 1]      # the last place
     assert source.draft([1, 2, 3, 4, 1, 2, 9, 1, 2, 3], 1) == [4]      # the longest run
     assert source.draft([1, 2, 3, 4, 1, 2, 9, 1, 2, 3, 5, 5, 5], 3) == [5, 5, 5]
-    source.begin()
+    source.begin(None)
     assert source.draft([4, 1, 2], 4) == []
 
 

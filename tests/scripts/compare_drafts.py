@@ -61,7 +61,10 @@ class WrongFrom:
     def __init__(self, n_vocab: int):
         self.n_vocab, self.at = n_vocab, 0
 
-    def begin(self) -> None:
+    def begin(self, context) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
     def draft(self, tokens: list[int], n: int) -> list[int]:
