@@ -3,8 +3,8 @@ made of those before it.
 
 The block has a memory of its own, which follows the model's: behind each micro-batch of the context it runs over the same
 tokens, each with the result of the model's last norm at the position before. To draft, it is given the last token, which the
-model has not seen yet, and goes on from its own results. Ids and results go from one step of a draft to the next on the device, as
-in `Context.greedy`; what a draft wrote to the block's memory is taken back before the model's own results come.
+model has not seen yet, and goes on from its own results. Ids and results go from one step of a draft to the next on the device,
+as in `Context.greedy`; what a draft wrote to the block's memory is taken back before the model's own results come.
 """
 from collections import OrderedDict
 

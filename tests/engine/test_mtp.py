@@ -5,6 +5,8 @@ import sys
 import numpy as np
 import pytest
 
+from fake_model import FakeTokenizer
+from ggml_py.__main__ import main
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import ParameterError
 from ggml_py.engine.generate import generate
@@ -159,6 +161,21 @@ def test_unlikely_tokens_end_a_draft(paths, p_min, drafts):
         assert run(model, Sampling(), speculation)[0] == expected
         assert (speculation.n_drafted > 0) == drafts
         speculation.source.close()
+
+
+def test_the_command_line(paths, capsys):
+    """The same text, and what came of the drafts."""
+    def load_model(path, device, nextn=False):
+        model = Model(GGUFFile.open(path), CPUBackend(), nextn)
+        model._tokenizer = FakeTokenizer()
+        return model
+    argv, out = ["run", "-m", str(paths["qwen35moe"]), "-p", "abc", "-n", "30"], []
+    for more in [], ["--draft-source", "mtp"], ["--draft-source", "mtp", "--draft-max", "2", "--draft-p-min", "0.001"]:
+        assert main([*argv, *more], load_model) == 0
+        captured = capsys.readouterr()
+        out.append(captured.out)
+        assert ("run: drafts of mtp: " in captured.err) == bool(more)
+    assert out[0] == out[1] == out[2]
 
 
 def test_refused(paths, tmp_path):
