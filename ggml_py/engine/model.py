@@ -356,7 +356,7 @@ class Context:
         shape = len(seq), len(rows), greedy and len(rows) > 0
         hidden = self.observer is not None
         with self.model.lock:
-            return self.program(*shape, hidden).queue(values, self.replays, Key(*shape, *self.settings, hidden))
+            return self.program(*shape, hidden).queue(values, self.replays, Key._make((*shape, *self.settings, hidden)))
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos)

@@ -13,6 +13,7 @@ import numpy as np
 from ..backends.cuda_graphs import SHAPES
 from ..base.errors import ParameterError
 from ..graph.program import Arenas, Outputs, Program
+from .model import Context, Model
 from .speculation import probability_of_best
 
 SEQ = 0  # whose text it follows
@@ -22,8 +23,8 @@ class MTP:
     """A source of drafts (`speculation.Source`). A draft ends at a token to which the block gives a probability below p_min."""
     name = "mtp"
 
-    def __init__(self, model, n_ctx: int, p_min: float = 0.0, type_k: str = "f16", type_v: str = "f16"):
-        """model: `Model` that was loaded with nextn; n_ctx: positions of a text. ParameterError for one without such a block."""
+    def __init__(self, model: Model, n_ctx: int, p_min: float = 0.0, type_k: str = "f16", type_v: str = "f16"):
+        """model: one that was loaded with nextn; n_ctx: positions of a text. ParameterError for one without such a block."""
         if not 0 <= p_min <= 1:
             raise ParameterError("draft_p_min", f"must be 0 to 1, got {p_min!r}")
         if not model.has_nextn:
@@ -37,9 +38,9 @@ class MTP:
         self.programs: OrderedDict[tuple[int, str], Program] = OrderedDict()
         self.replays = {device: cache for device, backend in model.backends.items()
                         if (cache := backend.new_graphs()) is not None}
-        self.context = None
+        self.context: Context | None = None
 
-    def begin(self, context) -> None:
+    def begin(self, context: Context) -> None:
         """Of a text that the context continues."""
         if context.model is not self.model:
             raise ParameterError("draft_source", "mtp: the context is of another model")
@@ -71,12 +72,13 @@ class MTP:
         return self.hidden[i:i + 1] if 0 <= i < len(self.hidden) else np.zeros((1, self.hidden.shape[1]), np.float32)
 
     def draft(self, tokens: list[int], n: int) -> list[int]:
+        assert self.context is not None, "draft is called behind begin"
         position = self.context.memory.length(SEQ)  # of the last token
         n = min(n, self.n_ctx - position)
         if n < 1 or not self.first <= position - 1 < self.first + len(self.hidden):
             return []
         self.memory.seq_rm(0, position, self.n_ctx)
-        token, hidden = np.int32([tokens[-1]]), self._at(position - 1)
+        token, hidden = np.array([tokens[-1]], np.int32), self._at(position - 1)
         found = self._sure(token, hidden, position, n) if self.p_min else self._likeliest(token, hidden, position, n)
         self.memory.seq_rm(0, position, self.n_ctx)
         return found
@@ -84,7 +86,7 @@ class MTP:
     def _likeliest(self, token, hidden, position: int, n: int) -> list[int]:
         steps: list[Outputs] = []
         for i in range(n):
-            steps.append(self._queue("argmax", token, hidden, np.int32([position + i])))
+            steps.append(self._queue("argmax", token, hidden, np.array([position + i], np.int32)))
             token, hidden = (steps[-1], 0), (steps[-1], 1)
         ids = [int(step.result()[0][0]) for step in steps]
         return ids[:ids.index(-1)] if -1 in ids else ids  # behind a NaN nothing is likely
@@ -92,10 +94,10 @@ class MTP:
     def _sure(self, token, hidden, position: int, n: int) -> list[int]:
         found: list[int] = []
         for i in range(n):
-            logits, hidden = self._queue("all", token, hidden, np.int32([position + i])).result()
+            logits, hidden = self._queue("all", token, hidden, np.array([position + i], np.int32)).result()
             if probability_of_best(logits[0]) < self.p_min:
                 break
-            token = np.int32([logits[0].argmax()])
+            token = np.array([logits[0].argmax()], np.int32)
             found.append(int(token[0]))
         return found
 

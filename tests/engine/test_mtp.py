@@ -167,7 +167,7 @@ def test_the_command_line(paths, capsys):
     """The same text, and what came of the drafts."""
     def load_model(path, device, nextn=False):
         model = Model(GGUFFile.open(path), CPUBackend(), nextn)
-        model._tokenizer = FakeTokenizer()
+        model._tokenizer = FakeTokenizer(False)
         return model
     argv, out = ["run", "-m", str(paths["qwen35moe"]), "-p", "abc", "-n", "30"], []
     for more in [], ["--draft-source", "mtp"], ["--draft-source", "mtp", "--draft-max", "2", "--draft-p-min", "0.001"]:
