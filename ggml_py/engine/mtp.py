@@ -47,12 +47,14 @@ class MTP:
         self.end()
         self.memory.clear()
         self.first, self.hidden = 0, np.zeros((0, self.model.architecture.hp.n_embd), np.float32)
-        self.context, context.observer = context, self._see
+        context.observer = self._see
+        self.context = context
 
     def end(self) -> None:
         """The text goes no further: the context has no more to tell."""
         if self.context is not None:
-            self.context.observer = self.context = None
+            self.context.observer = None
+            self.context = None
 
     def _see(self, tokens: np.ndarray, seq: np.ndarray, pos: np.ndarray, hidden: np.ndarray) -> None:
         """What a micro-batch computed. hidden: float32 [n, n_embd]."""
