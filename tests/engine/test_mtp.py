@@ -18,6 +18,7 @@ from ggml_py.files.gguf import GGUFFile
 from ggml_py.testing import assert_bitwise_equal
 from places import REFERENCE
 from queueing_backend import QueueingBackend
+from tiny_delta_net_models import write_delta_net_model
 from tiny_models import write_model
 
 ARCHITECTURES = ["qwen3next", "qwen35", "qwen35moe", "glm4moe", "deepseek2"]
@@ -103,13 +104,22 @@ class Fixed(Speculation):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("backend", [CPUBackend, QueueingBackend])
 def test_text_and_logits_are_those_without(arch, backend, paths):
+    check_texts(paths[arch], backend)
+
+
+@pytest.mark.parametrize("kind", ["qwen3next", "qwen35", "qwen35moe"])
+def test_quantized(kind, tmp_path):
+    check_texts(write_delta_net_model(tmp_path / "m.gguf", kind, ("Q8_0", "Q4_1"), nextn=1), CPUBackend, type_k="q8_0")
+
+
+def check_texts(path, backend, **settings):
     accepted = rejected = 0
-    with load(paths[arch], backend) as model:
+    with load(path, backend) as model:
         for sampling in Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.5, top_k=0, seed=2):
-            expected = run(model, sampling)
+            expected = run(model, sampling, **settings)
             for kind, most in (Fixed, 1), (Fixed, 3), (Speculation, 4):
-                speculation = kind(MTP(model, 64), most)
-                found = run(model, sampling, speculation, n_rollback=5, n_ubatch=3 if most == 1 else 512)
+                speculation = kind(MTP(model, 64, **settings), most)
+                found = run(model, sampling, speculation, n_rollback=5, n_ubatch=3 if most == 1 else 512, **settings)
                 assert found[0] == expected[0] and found[2] == expected[2]
                 assert_bitwise_equal(found[1], expected[1], "logits")
                 assert_bitwise_equal(found[3], expected[3], "behind them")

@@ -8,7 +8,8 @@ import numpy as np
 from tiny_moe_models import Tensors
 
 DEFAULTS = dict(n_layer=3, n_embd=64, n_head=4, n_head_kv=2, head=32, n_rot=16, n_ff=96, n_vocab=70, n_ctx=256, interval=2,
-                taps=4, dim=16, n_head_k=2, n_head_v=4, n_expert=6, n_used=2, n_ff_exp=64, sections=(3, 2, 2, 0), legacy=False)
+                taps=4, dim=16, n_head_k=2, n_head_v=4, n_expert=6, n_used=2, n_ff_exp=64, sections=(3, 2, 2, 0), legacy=False,
+                nextn=0)
 KINDS = {"qwen3next": {}, "qwen3next-legacy": dict(arch="qwen3next", legacy=True, dim=32), "qwen35": dict(n_head_v=6),
          "qwen35moe": {}}
 
@@ -28,11 +29,15 @@ def write_delta_net_model(path: Path, kind: str, types: tuple[str, ...] = ("F32"
     t.matrix("token_embd.weight", c["n_vocab"], e, std=1.0)
     t.vector("output_norm.weight", e, mean=1)
     t.matrix("output.weight", c["n_vocab"], e)
-    for i in range(c["n_layer"]):
-        p = f"blk.{i}."
+    for i in range(c["n_layer"] + c["nextn"]):
+        p, is_nextn = f"blk.{i}.", i >= c["n_layer"]
+        if is_nextn:
+            t.matrix(p + "nextn.eh_proj.weight", e, 2 * e)
+            for name in "enorm", "hnorm", "shared_head_norm":
+                t.vector(f"{p}nextn.{name}.weight", e, mean=1)
         t.vector(p + "attn_norm.weight", e, mean=1)
         t.vector(p + "post_attention_norm.weight", e, mean=1)
-        (write_delta_net if (i + 1) % c["interval"] else write_gated_attention)(t, p, arch, c)
+        (write_delta_net if (i + 1) % c["interval"] and not is_nextn else write_gated_attention)(t, p, arch, c)
         if arch == "qwen35":
             write_ffn(t, p, e, c["n_ff"])
         else:
@@ -46,7 +51,7 @@ def write_delta_net_model(path: Path, kind: str, types: tuple[str, ...] = ("F32"
 
 
 def write_keys(w: gguf.GGUFWriter, arch: str, c: dict) -> None:
-    w.add_block_count(c["n_layer"]); w.add_context_length(c["n_ctx"])
+    w.add_block_count(c["n_layer"] + c["nextn"]); w.add_nextn_predict_layers(c["nextn"]); w.add_context_length(c["n_ctx"])
     w.add_embedding_length(c["n_embd"]); w.add_feed_forward_length(c["n_ff"])
     w.add_head_count(c["n_head"]); w.add_head_count_kv(c["n_head_kv"])
     w.add_key_length(c["head"]); w.add_value_length(c["head"])

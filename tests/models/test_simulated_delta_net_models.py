@@ -17,12 +17,14 @@ def test_in_the_simulator():
 def simulate_a_model(tmp_path):
     from ggml_py.backends.cpu import CPUBackend
     from ggml_py.engine.model import Model
+    from ggml_py.engine.mtp import MTP
     from ggml_py.files.gguf import GGUFFile
     from ggml_py.testing import assert_bitwise_equal
     from simulated_backend import simulated_backend
-    path = write_delta_net_model(tmp_path / "m.gguf", "qwen35moe", ("Q8_0",), **SIZES)
+    path = write_delta_net_model(tmp_path / "m.gguf", "qwen35moe", ("Q8_0",), nextn=1, **SIZES)
     tokens = np.random.default_rng(0).integers(0, 16, 14)
-    with Model(GGUFFile.open(path), CPUBackend()) as on_cpu, Model(GGUFFile.open(path), simulated_backend()) as on_gpu:
+    with (Model(GGUFFile.open(path), CPUBackend(), nextn=True) as on_cpu,
+          Model(GGUFFile.open(path), simulated_backend(), nextn=True) as on_gpu):
         found = []
         for model in on_cpu, on_gpu:
             with model.new_context(2 * 32, n_seq_max=2, n_rollback=4) as context:
@@ -35,6 +37,12 @@ def simulate_a_model(tmp_path):
                 context.seq_cp(0, 1)
                 rows += context.decode_batch([(0, tokens[10:11]), (1, tokens[10:11])], logits="all")
                 rows.append(np.array([*context.greedy(int(tokens[11]), 3, seq_id=1)]))
+                context.clear()
+                source = MTP(model, 32)
+                source.begin(context)
+                token = int(context.decode(tokens[:3], logits="argmax")[0])
+                rows += [np.array(source.draft([*tokens[:3].tolist(), token], 3)), source.hidden]
+                source.close()
                 found.append(rows)
         for i, (a, b) in enumerate(zip(*found, strict=True)):
             assert_bitwise_equal(np.asarray(a), np.asarray(b), f"call {i}")
