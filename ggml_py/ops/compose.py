@@ -281,6 +281,15 @@ def mul_mat_glu(g, gate, up, x, gate_bias, up_bias, *, act):
     return unit(g, biased(g, a, gate_bias), biased(g, b, up_bias), act)
 
 
+@fused("state:slots qkv:whole a:whole dt:weight of_head:weight b:whole runs:whole", "n_head_k n_head_v tiled", "out state",
+       overwrites={"state": "state"}, module="gated_delta_net")
+def gated_delta_net_gates(g, state, qkv, a, dt, of_head, b, runs, **params):
+    """gated_delta_net with the gates softplus(a + dt) * of_head and sigmoid(b)."""
+    g.need(lambda: dt.shape == of_head.shape == a.shape[1:], "dt and of_head must be one row")
+    g_ = g.mul(g.softplus(g.add(a, dt)), of_head)
+    return g.gated_delta_net(state, qkv, g_, g.sigmoid(b), runs, **params)
+
+
 @fused("z x w:weight", "eps", "act")
 def rms_norm_swiglu_act(g, z, x, w, *, eps):
     """quantize(swiglu(z, rms_norm(x, w))): heads that are normed, times silu of z."""

@@ -15,7 +15,8 @@ from numba import cuda
 
 from .launch import F32, I32, Kernel, N, factory, need
 from .operands import addresses
-from .ptx import (add, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, shuffle, st, st4, sts)
+from .ptx import (add, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, shuffle, sigmoid, softplus, st,
+                  st4, sts)
 
 LANES = 8                # that share columns: the partials of dot8
 DIMS = 16, 32, 64, 128   # channels of a head
@@ -96,8 +97,21 @@ def state_store(dim, n_columns):
     return store
 
 
-@factory([(dim, n_columns) for dim in DIMS for n_columns in (1, 4)])
-def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
+# (g, beta, dt, of_head, i, head) -> (logarithm of the decay, beta) of element i of a [tokens, heads] array
+@device
+def given(g, beta, dt, of_head, i, head):
+    return ld(g, i), ld(beta, i)
+
+
+@device
+def made(a, b, dt, of_head, i, head):
+    return mul(softplus(add(ld(a, i), ld(dt, head))), ld(of_head, head)), sigmoid(ld(b, i))
+
+
+@factory([(dim, n_columns, makes) for dim in DIMS for n_columns in (1, 4) for makes in (False, True)])
+def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
+    """makes: the gates too."""
+    gates_of = made if makes else given
     n_rows = dim // LANES
     stride = n_rows if n_rows <= 4 else n_rows + 4  # so that the lanes' 16 bytes lie in different banks
     threads, of_block = 32 * n_warps(dim, n_columns), 4 * n_columns * n_warps(dim, n_columns)  # columns of a block
@@ -105,7 +119,7 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
     n_gates, n_state = 2 * BUFFERS * STAGE, n_rows * n_columns  # of a lane
     step, store = token_step(dim, n_columns, of_block, stride), state_store(dim, n_columns)
 
-    def kernel(state, qkv, g, beta, runs, out, n_head_k, n_head_v, tiled, n_kept):  # noqa: PLR0915 (it is all in registers)
+    def kernel(state, qkv, g, beta, dt, of_head, runs, out, n_head_k, n_head_v, tiled, n_kept):  # noqa: PLR0915 (it is all in registers)
         ks, qs = cuda.shared.array(n_staged, f32), cuda.shared.array(n_staged, f32)
         vs, gates = cuda.shared.array(n_values, f32), cuda.shared.array(n_gates, f32)
         s, k, q = cuda.local.array(n_state, f32), cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32)
@@ -175,8 +189,7 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
                     mine[c] = ld(qkv, where + c)
                 if tid < STAGE:
                     token = i32(min((stage + 2) * STAGE + tid, n - 1))
-                    where = i64(first + token) * n_head_v + head
-                    log_decay, strength = ld(g, where), ld(beta, where)
+                    log_decay, strength = gates_of(g, beta, dt, of_head, i64(first + token) * n_head_v + head, head)
             if stage == -1:  # the first token's dot with the state before it
                 load_rows(ks, i32(0), lane, k)
                 for c in range(n_columns):
@@ -203,7 +216,7 @@ def gated_delta_net_kernel(dim, n_columns):  # noqa: PLR0915 (the same)
                                 store(state, i64(row) * row_values + place, s)
                     slot, token = i32(slot + 2), i32(token + 2)
             stage = i32(stage + 1)
-    return Kernel(kernel, (F32, F32, F32, F32, I32, F32, N, N, N, N), threads)
+    return Kernel(kernel, (F32, F32, F32, F32, F32, F32, I32, F32, N, N, N, N), threads)
 
 
 def check(call):
@@ -223,9 +236,20 @@ def gated_delta_net(call):
 
     state: f32 [rows, n_head_v * dim * dim], written; qkv: f32 [n, (2 n_head_k + n_head_v) * dim]; g, beta: f32 [n, n_head_v];
     runs: i32 [r, 3 + K]; out: f32 [n, n_head_v * dim]; state and qkv on 16 bytes."""
+    return by_head(call, False, call.g, call.beta, call.g, call.g)
+
+
+def gated_delta_net_gates(call):
+    """gated_delta_net with g = softplus(a + dt) * of_head and beta = sigmoid(b).
+
+    a, b: f32 [n, n_head_v]; dt, of_head: f32 [n_head_v]; all else as there."""
+    return by_head(call, True, call.a, call.b, call.dt, call.of_head)
+
+
+def by_head(call, makes: bool, *gates):
     dim, (n_runs, width) = call.out.n_cols // call.n_head_v, call.runs.shape
     warps = n_warps(dim, call.plan)
     grid = call.n_head_v * (dim // (4 * call.plan * warps)), n_runs
-    args = (*addresses(call.state, call.qkv, call.g, call.beta, call.runs, call.out), call.n_head_k, call.n_head_v,
-            int(call.tiled), width - 3)
-    return call.device.launch(gated_delta_net_kernel(dim, call.plan), grid, 32 * warps, args)
+    args = (*addresses(call.state, call.qkv, *gates, call.runs, call.out), call.n_head_k, call.n_head_v, int(call.tiled),
+            width - 3)
+    return call.device.launch(gated_delta_net_kernel(dim, call.plan, makes), grid, 32 * warps, args)

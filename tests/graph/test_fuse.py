@@ -364,7 +364,8 @@ def test_models(arch, types, never, tmp_path):
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
             made |= used
-        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "rms_norm_swiglu_act", "mul_sigmoid_act", "elide"}
+        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "rms_norm_swiglu_act", "mul_sigmoid_act", "elide",
+                     "gated_delta_net_gates"}
         assert made & set(PASSES) == set(PASSES) - never - elsewhere  # tests/models, test_elide.py
 
 

@@ -39,6 +39,16 @@ def check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, lengths=LENGT
     check_op(machine, name, "gated_delta_net", *operands, n_head_k=n_head_k, n_head_v=n_head_v, tiled=tiled, plan=plan)
 
 
+def check_gated_delta_net_gates(machine, dim, n_head_v, lengths=LENGTHS, n_kept=3) -> None:
+    name = f"gated_delta_net_gates[{dim}, {n_head_v}, {lengths}, {n_kept}]"
+    rng = seeded(name)
+    state, qkv, a, b, runs = delta_net_case(dim, 1, n_head_v, lengths, n_kept, rng)
+    dt, of_head = rng.standard_normal((2, n_head_v)).astype(np.float32)
+    a, b = (rng.standard_normal(a.shape).astype(np.float32) for _ in range(2))
+    check_op(machine, name, "gated_delta_net_gates", state, qkv, a, dt, -np.exp(of_head), b, runs, n_head_k=1, n_head_v=n_head_v,
+             tiled=True)
+
+
 def conv_case(n_channels: int, taps: int, lengths, n_kept: int, rng) -> list[np.ndarray]:
     """state, x, w, runs."""
     x = activations(sum(lengths), n_channels, rng)

@@ -48,6 +48,6 @@ def simulate_a_model(tmp_path):
             assert_bitwise_equal(np.asarray(a), np.asarray(b), f"call {i}")
         context = on_gpu.new_context(32)
         ops = {node.op for node in context.program(1, 1).nodes}
-        assert ops >= {"ssm_conv", "gated_delta_net", "rms_norm_swiglu_act", "mul_sigmoid_act", "weighted_sum_gated"}
+        assert ops >= {"ssm_conv", "gated_delta_net_gates", "rms_norm_swiglu_act", "mul_sigmoid_act", "weighted_sum_gated"}
         assert not ops & {"cpy", "cpy_rows"}
         context.close()

@@ -18,7 +18,7 @@ from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_ar
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
                             check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
-from recurrent_comparisons import LENGTHS, check_gated_delta_net, check_l2_norm, check_ssm_conv
+from recurrent_comparisons import LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv
 
 pytestmark = pytest.mark.gpu
 
@@ -340,6 +340,12 @@ def test_flash_attn_ext_special(machine, type_, value):
 def test_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
     check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
     check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, (300, 1), 1, columns)
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+def test_gated_delta_net_gates(machine, dim):
+    check_gated_delta_net_gates(machine, dim, 4)
+    check_gated_delta_net_gates(machine, dim, 3, (70, 1))
 
 
 @pytest.mark.parametrize("n_channels, taps, n_kept", [(8192, 4, 3), (257, 3, 1), (8, 2, 5)])

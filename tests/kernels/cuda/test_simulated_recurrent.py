@@ -7,7 +7,8 @@ from ggml_py.check.evaluate import make_node
 from ggml_py.kernels.cuda import ssm_conv
 from matmul_comparisons import seeded
 from op_runs import MachineBackend, values
-from recurrent_comparisons import check_gated_delta_net, check_l2_norm, check_ssm_conv, conv_case, delta_net_case
+from recurrent_comparisons import (check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv, conv_case,
+                                    delta_net_case)
 
 
 def test_in_the_simulator():
@@ -37,6 +38,10 @@ def simulate_large_heads(machine, dim):
 
 def simulate_a_column_a_lane(machine):
     check_gated_delta_net(machine, 64, 1, 1, True, (10,), 2, plan=1)
+
+
+def simulate_gated_delta_net_gates(machine):
+    check_gated_delta_net_gates(machine, 16, 2, (9, 1, 2))
 
 
 @pytest.mark.parametrize("tile", [64, 5])
