@@ -58,6 +58,7 @@ class Shape:
     n_head_k: int = 0                # gated delta nets, but for every fourth layer: heads of q and k, of v, and their channels
     n_head_delta: int = 0
     delta: int = 0
+    n_nextn: int = 0                 # NextN (MTP) blocks behind the layers, with attention
     keys: dict = field(default_factory=dict)
 
 
@@ -108,10 +109,13 @@ class TensorShape(NamedTuple):
 def tensors(s: Shape) -> Iterator[TensorShape]:
     """In the order of the file."""
     yield TensorShape("token_embd.weight", (s.n_vocab, s.n_embd), s.embedding)
-    for i in range(s.n_layer):
-        p = f"blk.{i}."
+    for i in range(s.n_layer + s.n_nextn):
+        p, is_nextn = f"blk.{i}.", i >= s.n_layer
+        if is_nextn:
+            yield TensorShape(f"{p}nextn.eh_proj.weight", (s.n_embd, 2 * s.n_embd))
+            yield from (TensorShape(f"{p}nextn.{name}.weight", (s.n_embd,)) for name in ("enorm", "hnorm", "shared_head_norm"))
         yield TensorShape(f"{p}attn_norm.weight", (s.n_embd,))
-        mixer = delta_net if s.delta and (i + 1) % 4 else mla if s.kv_lora else attention
+        mixer = delta_net if s.delta and (i + 1) % 4 and not is_nextn else mla if s.kv_lora else attention
         yield from (t._replace(name=p + t.name) for t in mixer(s))
         yield TensorShape(f"{p}{'post_attention' if s.delta else 'ffn'}_norm.weight", (s.n_embd,))
         yield from (t._replace(name=p + t.name)
@@ -167,7 +171,7 @@ def experts(s: Shape) -> Iterator[TensorShape]:
 
 def add_metadata(w: GGUFWriter, s: Shape) -> None:
     w.add_block_count(
-        s.n_layer); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd); w.add_feed_forward_length(s.n_ff)
+        s.n_layer + s.n_nextn); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd); w.add_feed_forward_length(s.n_ff)
     w.add_head_count(s.n_head); w.add_head_count_kv(s.n_head_kv); w.add_key_length(s.head); w.add_value_length(s.head_v or s.head)
     w.add_layer_norm_rms_eps(1e-6 if s.n_expert
                              else 1e-5); w.add_rope_dimension_count(s.n_rot or s.head); w.add_rope_freq_base(s.freq_base)
@@ -182,6 +186,8 @@ def add_metadata(w: GGUFWriter, s: Shape) -> None:
         w.add_ssm_conv_kernel(TAPS); w.add_ssm_state_size(s.delta); w.add_ssm_group_count(s.n_head_k)
         w.add_ssm_time_step_rank(s.n_head_delta); w.add_ssm_inner_size(s.n_head_delta * s.delta)
         w.add_expert_shared_feed_forward_length(s.n_ff_exp)
+    if s.n_nextn:
+        w.add_nextn_predict_layers(s.n_nextn)
     for key, (value, method) in s.keys.items():
         getattr(w, f"add_{method}")(f"{s.arch}.{key}", value)
 
@@ -262,6 +268,7 @@ def main() -> int:
     p.add_argument("type", choices=TYPES)
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.gguf")
     p.add_argument("--layers", type=int, help="another number of layers")
+    p.add_argument("--nextn", type=int, default=0, help="NextN (MTP) blocks behind the layers")
     p.add_argument("--seed", type=int, default=0)
     options = p.parse_args()
     shape = SHAPES[options.shape]
@@ -269,6 +276,9 @@ def main() -> int:
         if options.layers < 1:
             p.error(f"--layers: must be at least 1, got {options.layers}")
         shape = replace(shape, n_layer=options.layers)
+    if options.nextn < 0:
+        p.error(f"--nextn: must not be negative, got {options.nextn}")
+    shape = replace(shape, n_nextn=options.nextn)
     start = time.perf_counter()
     write(options.output, shape, options.type, options.seed)
     seconds, n_bytes = time.perf_counter() - start, options.output.stat().st_size

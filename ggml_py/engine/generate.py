@@ -69,13 +69,13 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
                 yield token
                 if token != guess:
                     break
+            if speculation is not None and fed is not text:
+                speculation.learn(len(draft), len(text) - n_before - 1)
             if len(text) == end:
                 return
             if len(text) - n_before <= len(draft):
                 context.keep(0, start + len(text) - 1)  # without the wrong guess and those behind it
             if speculation is not None:
-                if fed is not text:
-                    speculation.learn(len(draft), len(text) - n_before - 1)
                 draft = speculation.draft(text, min(end - len(text) - 1, context.n_ctx - start - len(text),
                                                     context.memory.n_rollback - 1))
             fed, wanted = [text[-1], *draft], "argmaxes" if only_ids else "all"

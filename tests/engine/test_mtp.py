@@ -5,9 +5,11 @@ import sys
 import numpy as np
 import pytest
 
+from cuda_simulator import no_gpu
 from fake_model import FakeTokenizer
 from ggml_py.__main__ import main
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.cuda import CUDABackend
 from ggml_py.base.errors import ParameterError
 from ggml_py.engine.generate import generate
 from ggml_py.engine.model import Model
@@ -105,6 +107,19 @@ class Fixed(Speculation):
 @pytest.mark.parametrize("backend", [CPUBackend, QueueingBackend])
 def test_text_and_logits_are_those_without(arch, backend, paths):
     check_texts(paths[arch], backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_on_a_gpu(arch, paths):
+    """The same text and logits there, which are the CPU's."""
+    if reason := no_gpu():
+        pytest.skip(reason)
+    check_texts(paths[arch], CUDABackend)
+    with load(paths[arch]) as on_cpu, load(paths[arch], CUDABackend) as on_gpu:
+        expected, found = (run(model, Sampling(), Fixed(MTP(model, 64), 3), n_rollback=5) for model in (on_cpu, on_gpu))
+    assert found[0] == expected[0]
+    assert_bitwise_equal(found[1], expected[1], "logits")
 
 
 @pytest.mark.parametrize("kind", ["qwen3next", "qwen35", "qwen35moe"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from composing_cpu import ComposingCPU
+from ggml_py.backends import present_devices
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import UserError
 from ggml_py.cli.info import memory_bytes
@@ -35,19 +36,24 @@ def test_logits_are_those_of_llama_cpp(arch, nextn, tmp_path):
                     f"nextn={nextn}"], check=True)
     expected = (np.load(REFERENCE / f"logits/{arch}-mtp.npz")["logits"] if nextn
                 else np.load(REFERENCE / f"logits/{arch}.npy"))
-    with Model.load(tmp_path / "m.gguf", device="cpu") as model:
-        found = run(model, np.load(REFERENCE / "logits/tokens.npy"), type_k="f32", type_v="f32")
-    assert np.abs(found - expected).max() < 1e-4 * expected.std()
+    found = {}
+    for device in present_devices():
+        with Model.load(tmp_path / "m.gguf", device=device) as model:
+            found[device] = run(model, np.load(REFERENCE / "logits/tokens.npy"), type_k="f32", type_v="f32")
+    assert np.abs(found["cpu"] - expected).max() < 1e-4 * expected.std()
+    for device, logits in found.items():
+        assert_bitwise_equal(logits, found["cpu"], device)
 
 
+@pytest.mark.parametrize("device", present_devices())
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_set_of_bits(kind, tokens, tmp_path):
-    """By the definition and by the CPU's kernels; in micro-batches and pieces of all sizes; three sequences of different lengths
+def test_one_set_of_bits(kind, device, tokens, tmp_path):
+    """By the definition and by the device's kernels; in micro-batches and pieces of all sizes; three sequences of different lengths
     together; taken back and gone on; restored from a checkpoint; begun with another sequence."""
     path = write_delta_net_model(tmp_path / "m.gguf", kind, TYPES)
     with Model(GGUFFile.open(path), CPUBackend("reference")) as model:
         expected = run(model, tokens)
-    with Model.load(path, device="cpu") as model:
+    with Model.load(path, device=device) as model:
         for n_ubatch in 1, 7, 32, 512:
             assert_bitwise_equal(run(model, tokens, n_ubatch=n_ubatch), expected, f"micro-batches of {n_ubatch}")
         for piece in 1, 2, 3, 17, 89:

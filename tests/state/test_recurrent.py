@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.backends.cuda import CUDABackend
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.state.recurrent import RecurrentMemory
 from ggml_py.testing import assert_bitwise_equal
+from cuda_simulator import no_gpu
 from queueing_backend import QueueingBackend
 from tiny_delta_net_models import write_delta_net_model
 
@@ -42,6 +44,10 @@ class FailingCPU(Failing, CPUBackend):
 
 class FailingQueue(Failing, QueueingBackend):
     """Greedy's steps run ahead."""
+
+
+class FailingGPU(Failing, CUDABackend):
+    pass
 
 
 @contextmanager
@@ -184,8 +190,10 @@ class Interleavings(RuleBasedStateMachine):
             self.model.close()
 
 
-@pytest.mark.parametrize("backend", [FailingCPU, FailingQueue])
+@pytest.mark.parametrize("backend", [FailingCPU, FailingQueue, pytest.param(FailingGPU, marks=pytest.mark.gpu)])
 def test_interleavings(path, backend):
+    if backend is FailingGPU and (reason := no_gpu()):
+        pytest.skip(reason)
     class OfThisFile(Interleavings):
         pass
     OfThisFile.path, OfThisFile.backend_class = path, backend
