@@ -48,8 +48,8 @@ def test_logits_are_those_of_llama_cpp(arch, nextn, tmp_path):
 @pytest.mark.parametrize("device", present_devices())
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_set_of_bits(kind, device, tokens, tmp_path):
-    """By the definition and by the device's kernels; in micro-batches and pieces of all sizes; three sequences of different lengths
-    together; taken back and gone on; restored from a checkpoint; begun with another sequence."""
+    """By the definition and by the device's kernels; in micro-batches and pieces of all sizes; three sequences of different
+    lengths together; taken back and gone on; restored from a checkpoint; begun with another sequence."""
     path = write_delta_net_model(tmp_path / "m.gguf", kind, TYPES)
     with Model(GGUFFile.open(path), CPUBackend("reference")) as model:
         expected = run(model, tokens)
