@@ -106,26 +106,30 @@ def octet_loader(octets: Octets, dim: int):
     return load_octet
 
 
-def key_loader(octets: Octets, dim: int):
-    """(p, row, t, raw, first): the octets of a key that lane t of four takes, two of each 64 channels."""
-    load_octet, n_words, n_blocks = octet_loader(octets, dim), octets.n_words, -(-dim // CHANNELS)
+def key_loader(octets: Octets, dim: int, begin: int = 0, end: int | None = None):
+    """(p, row, t, raw, first): the octets of a key that lane t of four takes, two of each 64 channels; of the blocks of 64 from
+    `begin` to `end`, all by default."""
+    load_octet, n_words = octet_loader(octets, dim), octets.n_words
+    n_blocks = (-(-dim // CHANNELS) if end is None else end) - begin
 
     @device
     def load_key(p, row, t, raw, first):
         for b in range(n_blocks):
             for half in range(2):
-                load_octet(p, row, 8 * b + 4 * half + t, raw, first + (2 * b + half) * n_words)
+                load_octet(p, row, 8 * (begin + b) + 4 * half + t, raw, first + (2 * b + half) * n_words)
     return load_key
 
 
-def value_loader(octets: Octets, dim: int):
-    """(p, row, g, raw, first): the octets of a value that lane g of eight takes, one of each 64 channels."""
-    load_octet, n_words, n_slabs = octet_loader(octets, dim), octets.n_words, -(-dim // CHANNELS)
+def value_loader(octets: Octets, dim: int, begin: int = 0, end: int | None = None):
+    """(p, row, g, raw, first): the octets of a value that lane g of eight takes, one of each 64 channels; of these from `begin`
+    to `end`, all by default."""
+    load_octet, n_words = octet_loader(octets, dim), octets.n_words
+    n_slabs = (-(-dim // CHANNELS) if end is None else end) - begin
 
     @device
     def load_value(p, row, g, raw, first):
         for b in range(n_slabs):
-            load_octet(p, row, 8 * b + g, raw, first + b * n_words)
+            load_octet(p, row, 8 * (begin + b) + g, raw, first + b * n_words)
     return load_value
 
 

@@ -80,7 +80,7 @@ def plan(call: Call) -> AttentionShape:
         return -(-n // (n_warps * tile.ROWS // heads)) * parts
 
     def fits(n_warps):
-        return 4 * tile.shared_layout(dim_k, dim_v, n_warps).n_words <= call.device.shared_limit
+        return 4 * tile.shared_layout(dim_k, dim_v, n_warps, split).n_words <= call.device.shared_limit
     if is_few:
         if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
             n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, heads,

@@ -27,12 +27,12 @@ from .flash_attn_ext_combine import PIECE, addresses, first_piece, sink, sizes, 
 from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2,
-                  lds4, mma32, mul, shuffle, st, st4, sts, sub, u32)
+                  lds4, mma32, mul, shuffle, st, st4, sts, sts4, sub, syncwarp,
+                  u32)
 from .set_rows import larger
 
 ROWS = 16           # of a warp
-MOST_CHANNELS_K, MOST_CHANNELS = 192, 128  # of K, of V
-KEYS_STRIDE = PIECE // 4 + 4  # words of a channel
+MOST_CHANNELS_K, MOST_CHANNELS = 256, 256  # of K, of V
 Q_WORDS = 512       # of a warp's queries in a block of channels
 ONE, MINUS_ZERO, NEVER = f32(1), f32(-0.0), i32(0x7fffffff)
 
@@ -41,13 +41,15 @@ class Shared(NamedTuple):
     """Words of shared memory; multiples of four."""
     k_hi: int   # [key][k_stride]
     k_lo: int
-    v_hi: int   # [channel][KEYS_STRIDE]
+    v_hi: int   # [channel][keys_stride]
     v_lo: int
     d_k: int    # f32 [block][128]
     d_v: int    # f32 [128]
     seen: int   # i32 [128]: the positions from which the keys are seen
     q: int      # words of A [warp][block][hi, lo][half][lane][4]
     q_d: int    # f32 [warp][block][16 rows]: d_q * scale
+    kept: int   # f32 [warp][n_kept / 4][lane][4], [warp][lane][2]: of O what does not stay in registers, and L
+    kept_l: int
     n_words: int
 
 
@@ -56,10 +58,28 @@ def k_stride(dim_k: int) -> int:
     return -(-dim_k // CHANNELS) * CHANNELS // 4 + 4
 
 
-def shared_layout(dim_k: int, dim_v: int, n_warps: int) -> Shared:
+def n_kept(dim_v: int, split: bool) -> int:
+    """Outputs of a lane that wait in shared memory while scores need the registers, with its pair L: of four slabs the last."""
+    return 24 if dim_v > 3 * CHANNELS and not split else 0
+
+
+def keys_stride(n_slabs: int) -> int:
+    """Words of a channel. Where shared memory has none to spare, 16-byte pieces are exchanged instead (`piece_of_keys`)."""
+    return PIECE // 4 + (4 if n_slabs < 3 else 0)
+
+
+def piece_of_keys(n_slabs: int):
+    """Device function (row, i) -> word, from a row's first one on, of its i-th 16 keys."""
+    if n_slabs < 3:
+        return device(lambda row, i: i * 4)
+    return device(lambda row, i: i32(4 * (i ^ (row & 7))))
+
+
+def shared_layout(dim_k: int, dim_v: int, n_warps: int, split: bool) -> Shared:
     n_blocks, n_slabs = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
-    k, v = PIECE * k_stride(dim_k), n_slabs * CHANNELS * KEYS_STRIDE
-    sizes = k, k, v, v, n_blocks * PIECE, PIECE, PIECE, n_warps * n_blocks * Q_WORDS, n_warps * n_blocks * ROWS
+    k, v = PIECE * k_stride(dim_k), n_slabs * CHANNELS * keys_stride(n_slabs)
+    sizes = (k, k, v, v, n_blocks * PIECE, PIECE, PIECE, n_warps * n_blocks * Q_WORDS, n_warps * n_blocks * ROWS,
+             n_warps * 32 * n_kept(dim_v, split), n_warps * 64 * (n_kept(dim_v, split) > 0))
     return Shared(*accumulate(sizes, initial=0))
 
 
@@ -92,7 +112,7 @@ class Constants(NamedTuple):
 
 def constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there) -> Constants:
     return Constants(OCTETS[type_k], OCTETS[type_v], dim_k, dim_v, heads, n_warps, split, sinks_there, -(-dim_k // CHANNELS),
-                     -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps))
+                     -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps, split))
 
 
 # The stages. s: the shared memory of the block, int32, laid out as `Shared`. Lane l = 4 g + t of a warp has rows g and g + 8 of
@@ -169,8 +189,9 @@ def query_loader(const: Constants):
 # 1. Limbs of keys and values in shared memory
 
 def key_splitter(const: Constants):
-    """(raw0, raw1, b, key, lane, s): limbs and scale of block b (64 channels) of keys `key` and key + 8 of the piece. raw0, raw1:
-    u32 arrays, what the lane has read of either key: of each block the channels 8 t .. and 32 + 8 t ...
+    """(raw0, raw1, first, b, key, lane, s): limbs and scale of block b (64 channels) of keys `key` and key + 8 of the piece.
+    raw0, raw1: u32 arrays, what the lane has read of either key: of each block the channels 8 t .. and 32 + 8 t .., those of
+    block b from word `first` on.
 
     d_k, 16256 / amax = scales(amax of the block), limbs of lifted(mul(k, 16256 / amax)). Written: int8 limbs to `k_hi`, `k_lo`
     [key][k_stride words], f32 to `d_k` [b][key]. A key lies with four lanes, which exchange their amaxes: two lanes divide for
@@ -193,8 +214,8 @@ def key_splitter(const: Constants):
         sts(s, where.k_lo + at + 12, f[1])
 
     @device
-    def split_keys(raw0, raw1, b, key, lane, s):
-        first, at = 2 * b * k_words, key * k_row + b * 16 + (lane & 3)
+    def split_keys(raw0, raw1, first, b, key, lane, s):
+        at = key * k_row + b * 16 + (lane & 3)
         one = amax_of(amax_of(z, raw0, first), raw0, first + k_words)
         two = amax_of(amax_of(z, raw1, first), raw1, first + k_words)
         state = merge(two if lane & 2 else one, shuffle(one if lane & 2 else two, lane ^ 2))
@@ -207,28 +228,34 @@ def key_splitter(const: Constants):
 
 
 def value_splitter(const: Constants):
-    """(raw0, raw1, raw2, raw3, key, g, t, lane, s): limbs and scales of the values of 16 keys of the piece, from `key` on. raw0
-    .. raw3: u32 arrays, what the lane has read of the values of keys key + 2 t, + 2 t + 1, + 8 + 2 t, + 9 + 2 t: of each 64
-    channels those from 8 g on.
+    """(amaxes, exchange_scales, split_values): limbs and scales of the values of 16 keys of the piece, from `key` on, some slabs
+    at a time. raw0 .. raw3: u32 arrays, what the lane has read of the values of keys key + 2 t, + 2 t + 1, + 8 + 2 t, + 9 + 2 t:
+    of each 64 channels those from 8 g on. First amaxes of all slabs (states: those of slabs before), then the scales, then limbs.
 
     d_v, 16256 / amax = scales(amax of all channels of a value), limbs of lifted(mul(v, 16256 / amax)). Written: int8 limbs to
-    `v_hi`, `v_lo` [row][KEYS_STRIDE words], a word the limbs of the lane's four keys and row 8 e + g the channel 8 g + e of each
+    `v_hi`, `v_lo` [row][keys_stride words], a word the limbs of the lane's four keys and row 8 e + g the channel 8 g + e of each
     64; f32 to `d_v` [key]. A value lies with the eight lanes of one t, which exchange their amaxes: each divides for one of four
     keys."""
-    where, n_slabs, v_words, z = const.where, const.n_slabs, const.V.n_words, i32(0)
+    where, v_words, n_slabs = const.where, const.V.n_words, const.n_slabs
+    stride, piece_of = keys_stride(n_slabs), piece_of_keys(n_slabs)
     amax_of, merge, pattern, values = const.V[3:]
 
     @device
-    def amax_state(raw):
-        state = amax_of(z, raw, 0)
-        if n_slabs > 1:
+    def amax(state, raw, n):
+        state = amax_of(state, raw, 0)
+        if n > 1:
             state = amax_of(state, raw, v_words)
         return state
 
     @device
-    def exchange_scales(raw0, raw1, raw2, raw3, key, lane, s):
+    def amaxes(states, raw0, raw1, raw2, raw3, n):
+        """Of n slabs, one or two."""
+        return amax(states[0], raw0, n), amax(states[1], raw1, n), amax(states[2], raw2, n), amax(states[3], raw3, n)
+
+    @device
+    def exchange_scales(states, key, lane, s):
         """16256 / amax of the lane's four keys, of which it divides for number g & 3."""
-        a, b, c, d = amax_state(raw0), amax_state(raw1), amax_state(raw2), amax_state(raw3)
+        a, b, c, d = states
         a, b = (merge(c if lane & 8 else a, shuffle(a if lane & 8 else c, lane ^ 8)),
                 merge(d if lane & 8 else b, shuffle(b if lane & 8 else d, lane ^ 8)))
         state = merge(b if lane & 4 else a, shuffle(a if lane & 4 else b, lane ^ 4))
@@ -246,24 +273,157 @@ def value_splitter(const: Constants):
 
     @device
     def split_slab(raw0, raw1, raw2, raw3, b, inv, at, s):
-        """The lane's eight channels of slab b. at: word of channel 8 g of the slab."""
+        """The lane's eight channels of a slab, the b-th that was read. at: word of channel 8 g of the slab."""
         x, y, u, w = values(raw0, b * v_words), values(raw1, b * v_words), values(raw2, b * v_words), values(raw3, b * v_words)
         split_channel(x[0], y[0], u[0], w[0], inv, at, s)
-        split_channel(x[1], y[1], u[1], w[1], inv, at + 8 * KEYS_STRIDE, s)
-        split_channel(x[2], y[2], u[2], w[2], inv, at + 16 * KEYS_STRIDE, s)
-        split_channel(x[3], y[3], u[3], w[3], inv, at + 24 * KEYS_STRIDE, s)
-        split_channel(x[4], y[4], u[4], w[4], inv, at + 32 * KEYS_STRIDE, s)
-        split_channel(x[5], y[5], u[5], w[5], inv, at + 40 * KEYS_STRIDE, s)
-        split_channel(x[6], y[6], u[6], w[6], inv, at + 48 * KEYS_STRIDE, s)
-        split_channel(x[7], y[7], u[7], w[7], inv, at + 56 * KEYS_STRIDE, s)
+        split_channel(x[1], y[1], u[1], w[1], inv, at + 8 * stride, s)
+        split_channel(x[2], y[2], u[2], w[2], inv, at + 16 * stride, s)
+        split_channel(x[3], y[3], u[3], w[3], inv, at + 24 * stride, s)
+        split_channel(x[4], y[4], u[4], w[4], inv, at + 32 * stride, s)
+        split_channel(x[5], y[5], u[5], w[5], inv, at + 40 * stride, s)
+        split_channel(x[6], y[6], u[6], w[6], inv, at + 48 * stride, s)
+        split_channel(x[7], y[7], u[7], w[7], inv, at + 56 * stride, s)
 
     @device
-    def split_values(raw0, raw1, raw2, raw3, key, g, t, lane, s):
-        inv, to = exchange_scales(raw0, raw1, raw2, raw3, key, lane, s), g * KEYS_STRIDE + (key >> 2) + t
+    def split_values(raw0, raw1, raw2, raw3, first, n, key, g, t, inv, s):
+        """n slabs, one or two, from number `first` on."""
+        to = (first * CHANNELS + g) * stride + piece_of(g, key >> 4) + t
         split_slab(raw0, raw1, raw2, raw3, 0, inv, to, s)
-        if n_slabs > 1:
-            split_slab(raw0, raw1, raw2, raw3, 1, inv, to + CHANNELS * KEYS_STRIDE, s)
-    return split_values
+        if n > 1:
+            split_slab(raw0, raw1, raw2, raw3, 1, inv, to + CHANNELS * stride, s)
+    return amaxes, exchange_scales, split_values
+
+
+class CacheRows(NamedTuple):
+    """Device functions of 16 keys of a piece, from `key` on, that a warp takes. Positions behind `last`, the last one that a row
+    of the block may see, are read there."""
+    mark_seen: object  # (present, cell, first, last, key, lane, s): writes `seen`, the position from which a key is seen
+    key: object        # (cell, position, last, n_head_kv, head_kv) -> first octet of a key in k
+    value: object      # (cell, position, last, row_v, head_kv) -> first octet of a value in v
+
+
+def cache_rows(const: Constants) -> CacheRows:
+    seen, dim_k, dim_v = const.where.seen, const.dim_k, const.dim_v
+
+    @device
+    def mark_seen(present, cell, first, last, key, lane, s):
+        if lane < ROWS:
+            position = i32(first + key + lane)
+            sts(s, seen + key + lane, position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
+
+    @device
+    def row_of_key(cell, position, last, n_head_kv, head_kv):
+        return ((cell + min(position, last)) * n_head_kv + head_kv) * (dim_k // 8)
+
+    @device
+    def row_of_value(cell, position, last, row_v, head_kv):
+        return (cell + min(position, last)) * (row_v >> 3) + head_kv * (dim_v // 8)
+    return CacheRows(mark_seen, row_of_key, row_of_value)
+
+
+def stager(const: Constants):
+    """(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s): keys key .. key + 15 of the piece and their
+    values, by a warp, of heads up to 192 channels of K and 128 of V. The arguments are those of `piece_stager`."""
+    n_blocks, n_slabs, z = const.n_blocks, const.n_slabs, i32(0)
+    mark_seen, row_of_key, row_of_value = cache_rows(const)
+    block_words = 2 * const.K.n_words
+    n_k_raw, n_v_raw = n_blocks * block_words, n_slabs * const.V.n_words
+    load_key, load_value = key_loader(const.K, const.dim_k), value_loader(const.V, const.dim_v)
+    split_keys, (amaxes, exchange_scales, split_values) = key_splitter(const), value_splitter(const)
+
+    @device
+    def load_pair(v, cell, position, last, row_v, head_kv, g, raw0, raw1):
+        """Values of two keys."""
+        load_value(v, row_of_value(cell, position, last, row_v, head_kv), g, raw0, 0)
+        load_value(v, row_of_value(cell, position + 1, last, row_v, head_kv), g, raw1, 0)
+
+    @device
+    def stage(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
+        k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
+        v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
+        v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
+        g, t = lane >> 2, lane & 3
+        mark_seen(present, cell, first, last, key, lane, s)
+        if first + key <= last:
+            at, even = first + key + g, first + key + 2 * t
+            load_key(k, row_of_key(cell, at, last, n_head_kv, head_kv), t, k0, 0)
+            load_key(k, row_of_key(cell, at + 8, last, n_head_kv, head_kv), t, k1, 0)
+            load_pair(v, cell, even, last, row_v, head_kv, g, v0, v1)
+            if n_blocks < 3:  # of more, registers are not enough
+                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
+            split_keys(k0, k1, 0, 0, key + g, lane, s)
+            if n_blocks > 1:
+                split_keys(k0, k1, block_words, 1, key + g, lane, s)
+            if n_blocks > 2:
+                split_keys(k0, k1, 2 * block_words, 2, key + g, lane, s)
+                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
+            inv = exchange_scales(amaxes((z, z, z, z), v0, v1, v2, v3, n_slabs), key, lane, s)
+            split_values(v0, v1, v2, v3, 0, n_slabs, key, g, t, inv, s)
+    return stage
+
+
+def stagers_of_large_heads(const: Constants):
+    """(stage_keys, stage_values), of 16 keys by a warp, where registers are not enough for `stager`: two blocks of keys, then the
+    others; all slabs of values for their amaxes, and again, two by two. The arguments are those of `piece_stager`."""
+    n_blocks, n_slabs, z = const.n_blocks, const.n_slabs, i32(0)
+    mark_seen, row_of_key, row_of_value = cache_rows(const)
+    block_words, n_first, n_second = 2 * const.K.n_words, min(n_slabs, 2), n_slabs - 2  # slabs
+    n_k_raw, n_v_raw = 2 * block_words, 2 * const.V.n_words
+    load_keys, load_more_keys = key_loader(const.K, const.dim_k, end=min(n_blocks, 2)), key_loader(const.K, const.dim_k, begin=2)
+    load_values, load_more_values = value_loader(const.V, const.dim_v, end=n_first), value_loader(const.V, const.dim_v, begin=2)
+    split_keys, (amaxes, exchange_scales, split_values) = key_splitter(const), value_splitter(const)
+
+    def four(load):
+        """Values of a lane's four keys."""
+        @device
+        def load_four(v, cell, even, last, row_v, head_kv, g, raw0, raw1, raw2, raw3):
+            load(v, row_of_value(cell, even, last, row_v, head_kv), g, raw0, 0)
+            load(v, row_of_value(cell, even + 1, last, row_v, head_kv), g, raw1, 0)
+            load(v, row_of_value(cell, even + 8, last, row_v, head_kv), g, raw2, 0)
+            load(v, row_of_value(cell, even + 9, last, row_v, head_kv), g, raw3, 0)
+        return load_four
+    load_four, load_more_of_four = four(load_values), four(load_more_values)
+
+    @device
+    def stage_keys(k, present, cell, first, last, key, n_head_kv, head_kv, lane, s):
+        k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
+        g, t = lane >> 2, lane & 3
+        mark_seen(present, cell, first, last, key, lane, s)
+        if first + key <= last:
+            row0 = row_of_key(cell, first + key + g, last, n_head_kv, head_kv)
+            row1 = row_of_key(cell, first + key + g + 8, last, n_head_kv, head_kv)
+            load_keys(k, row0, t, k0, 0)
+            load_keys(k, row1, t, k1, 0)
+            split_keys(k0, k1, 0, 0, key + g, lane, s)
+            if n_blocks > 1:
+                split_keys(k0, k1, block_words, 1, key + g, lane, s)
+            if n_blocks > 2:
+                load_more_keys(k, row0, t, k0, 0)
+                load_more_keys(k, row1, t, k1, 0)
+                split_keys(k0, k1, 0, 2, key + g, lane, s)
+            if n_blocks > 3:
+                split_keys(k0, k1, block_words, 3, key + g, lane, s)
+
+    @device
+    def stage_values(v, cell, row_v, first, last, key, head_kv, lane, s):
+        v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
+        v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
+        g, t = lane >> 2, lane & 3
+        if first + key <= last:
+            even = first + key + 2 * t
+            load_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+            states = amaxes((z, z, z, z), v0, v1, v2, v3, n_first)
+            if n_slabs > 2:
+                load_more_of_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+                states = amaxes(states, v0, v1, v2, v3, n_second)
+            inv = exchange_scales(states, key, lane, s)
+            even = afresh(even)  # else the compiler keeps what it has read and widened before
+            if n_slabs > 2:
+                load_more_of_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+                split_values(v0, v1, v2, v3, 2, n_second, key, g, t, inv, s)
+            load_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+            split_values(v0, v1, v2, v3, 0, n_first, key, g, t, inv, s)
+    return stage_keys, stage_values
 
 
 def piece_stager(const: Constants):
@@ -275,53 +435,31 @@ def piece_stager(const: Constants):
     k: cache [cells][n_head_kv][dim_k]; v: cache [cells][row_v], dim_v channels a KV head; present: u8 [cells]; cell: the first
     one of the sequence; first: position at which the piece begins; last: position of the last key that a row of the block may
     see. Keys behind it are read there or not at all."""
-    where, n_blocks, dim_k, dim_v, n_warps = const.where, const.n_blocks, const.dim_k, const.dim_v, const.n_warps
-    # Words of a key and of a value that a lane holds
-    n_k_raw, n_v_raw = 2 * n_blocks * const.K.n_words, const.n_slabs * const.V.n_words
-    load_key, load_value = key_loader(const.K, dim_k), value_loader(const.V, dim_v)
-    split_keys, split_values = key_splitter(const), value_splitter(const)
-
-    @device
-    def load_pair(v, cell, position, last, row_v, head_kv, g, raw0, raw1):
-        """Values of two keys."""
-        load_value(v, (cell + min(position, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw0, 0)
-        load_value(v, (cell + min(position + 1, last)) * (row_v >> 3) + head_kv * (dim_v // 8), g, raw1, 0)
-
-    @device
-    def stage_keys(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
-        """Keys key .. key + 15 of the piece, by a warp."""
-        k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
-        v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
-        v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
-        g, t = lane >> 2, lane & 3
-        if lane < ROWS:
-            position = i32(first + key + lane)
-            sts(s, where.seen + key + lane,
-                position if position <= last and ld(present, cell + min(position, last)) != 0 else NEVER)
-        if first + key <= last:
-            at, even = first + key + g, first + key + 2 * t
-            load_key(k, ((cell + min(at, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k0, 0)
-            load_key(k, ((cell + min(at + 8, last)) * n_head_kv + head_kv) * (dim_k // 8), t, k1, 0)
-            load_pair(v, cell, even, last, row_v, head_kv, g, v0, v1)
-            if n_blocks < 3:  # of more, registers are not enough
-                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
-            split_keys(k0, k1, 0, key + g, lane, s)
-            if n_blocks > 1:
-                split_keys(k0, k1, 1, key + g, lane, s)
-            if n_blocks > 2:
-                split_keys(k0, k1, 2, key + g, lane, s)
-                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
-            split_values(v0, v1, v2, v3, key, g, t, lane, s)
+    n_warps, is_large = const.n_warps, const.n_blocks > 3 or const.n_slabs > 2
+    stage, stage_keys, stage_values = (None, *stagers_of_large_heads(const)) if is_large else (stager(const), None, None)
 
     @device
     def stage_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
         cuda.syncthreads()  # all are done with the piece before
         part = i32(tid >> 5)
         while part < PIECE // ROWS:
-            stage_keys(k, v, present, cell, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
+            stage(k, v, present, cell, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
             part = i32(part + n_warps)
         cuda.syncthreads()  # the limbs are there
-    return stage_piece
+
+    @device
+    def stage_large_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
+        cuda.syncthreads()
+        part = i32(tid >> 5)
+        while part < PIECE // ROWS:
+            stage_keys(k, present, cell, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
+            part = i32(part + n_warps)
+        part = i32(tid >> 5)
+        while part < PIECE // ROWS:
+            stage_values(v, cell, row_v, first, last, i32(part * ROWS), head_kv, lane, s)
+            part = i32(part + n_warps)
+        cuda.syncthreads()
+    return stage_large_piece if is_large else stage_piece
 
 
 # 2. Scores
@@ -330,6 +468,34 @@ def piece_stager(const: Constants):
 def sees(bound, at, window):
     """Whether a query at position `bound` sees a key that is seen from `at` on: 0 <= bound - at < window."""
     return u32(i32(bound - at)) < u32(window)
+
+
+def fence(const: Constants):
+    """(s, i, window, scores): the scores before, [4 i ..], are there before those behind are computed: beside outputs of four
+    slabs, registers are not enough for more at a time. No window is negative, but the compiler does not know."""
+    n_blocks = const.n_blocks
+
+    @device
+    def between(s, i, window, scores):
+        apart()
+        if n_blocks > 3 and window < 0:
+            for k in range(4):
+                put(s, k, scores[4 * i + k])
+    return between
+
+
+def max_over_seen(const: Constants):
+    """(tid, s, i, bound, window, scores, m) -> m, f32 pair, of the lane's two rows: also over the scores [4 i ..] that count."""
+    where = const.where
+
+    @device
+    def max_of(tid, s, i, bound, window, scores, m):
+        at = lds2(s, where.seen + 8 * i + 2 * (tid & 3))
+        m0 = larger_float(m[0], scores[4 * i] if sees(bound[0], at[0], window) else MINUS_INFINITY)
+        m1 = larger_float(m[1], scores[4 * i + 2] if sees(bound[1], at[0], window) else MINUS_INFINITY)
+        return (larger_float(m0, scores[4 * i + 1] if sees(bound[0], at[1], window) else MINUS_INFINITY),
+                larger_float(m1, scores[4 * i + 3] if sees(bound[1], at[1], window) else MINUS_INFINITY))
+    return max_of
 
 
 def scorer(const: Constants):
@@ -341,6 +507,7 @@ def scorer(const: Constants):
     bound: positions of the two rows' queries. Read: `q` and `q_d` of the warp, `k_hi`, `k_lo`, `d_k`, `seen`. reach: the last key
     of the piece that a row of the warp may see; scores of pairs of eights beyond are not computed."""
     where, n_blocks, k_row, z = const.where, const.n_blocks, k_stride(const.dim_k), i32(0)
+    between, max_of = fence(const), max_over_seen(const)
 
     @device
     def add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores):
@@ -365,7 +532,7 @@ def scorer(const: Constants):
         scores[4 * i + 3] = fma(mul(fixed_point(hh[3], rest(mid[3], ll[3])), q_d[1]), d1, scores[4 * i + 3])
 
     @device
-    def add_block4(tid, s, i, b, reach, scores):
+    def add_block4(tid, s, i, b, window, reach, scores):
         """Of four eights of keys."""
         tid = afresh(tid)
         at, d = (where.q + ((tid >> 5) * n_blocks + b) * Q_WORDS + 4 * (tid & 31),
@@ -373,21 +540,14 @@ def scorer(const: Constants):
         q_hi, u_hi, q_lo, u_lo = lds4(s, at), lds4(s, at + 128), lds4(s, at + 256), lds4(s, at + 384)
         q_d = get(s, d), get(s, d + 8)
         add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
-        apart()
+        between(s, i, window, scores)
         add_block(tid, s, i + 1, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
         if 8 * i + 16 <= reach:
             add_block(tid, s, i + 2, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
-            apart()
+            between(s, i + 2, window, scores)
             add_block(tid, s, i + 3, b, q_hi, q_lo, u_hi, u_lo, q_d, scores)
-
-    @device
-    def max_of(tid, s, i, bound, window, scores, m):
-        """m: of the lane's two rows."""
-        at = lds2(s, where.seen + 8 * i + 2 * (tid & 3))
-        m0 = larger_float(m[0], scores[4 * i] if sees(bound[0], at[0], window) else MINUS_INFINITY)
-        m1 = larger_float(m[1], scores[4 * i + 2] if sees(bound[1], at[0], window) else MINUS_INFINITY)
-        return (larger_float(m0, scores[4 * i + 1] if sees(bound[0], at[1], window) else MINUS_INFINITY),
-                larger_float(m1, scores[4 * i + 3] if sees(bound[1], at[1], window) else MINUS_INFINITY))
+            if n_blocks > 3:
+                between(s, i + 3, window, scores)
 
     @device
     def scores4(tid, s, i, bound, window, reach, scores, m):
@@ -395,11 +555,13 @@ def scorer(const: Constants):
         for j in range(16):
             scores[4 * i + j] = ZERO
         if 8 * i <= reach:
-            add_block4(tid, s, i, 0, reach, scores)
+            add_block4(tid, s, i, 0, window, reach, scores)
             if n_blocks > 1:
-                add_block4(tid, s, i, 1, reach, scores)
+                add_block4(tid, s, i, 1, window, reach, scores)
             if n_blocks > 2:
-                add_block4(tid, s, i, 2, reach, scores)
+                add_block4(tid, s, i, 2, window, reach, scores)
+            if n_blocks > 3:
+                add_block4(tid, s, i, 3, window, reach, scores)
             m = max_of(tid, s, i, bound, window, scores, m)
             m = max_of(tid, s, i + 1, bound, window, scores, m)
             m = max_of(tid, s, i + 2, bound, window, scores, m)
@@ -507,16 +669,60 @@ def store_statistics(out, statistics, row, lane, m, l):
         st(out, statistics + 2 * i64(row) + 1, l)
 
 
+def keeper(const: Constants):
+    """(keep, fetch), each (tid, s, L, O): L and the last `n_kept` of a lane's outputs to shared memory and from there. A lane
+    reads what it wrote."""
+    where, n_words = const.where, n_kept(const.dim_v, const.split)
+    first = 32 * const.n_slabs - n_words
+
+    @device
+    def keep(tid, s, L, O):
+        at = where.kept + (tid >> 5) * 32 * n_words + 4 * (tid & 31)
+        for j in range(n_words // 4):
+            i = first + 4 * j
+            sts4(s, at + 128 * j, as_i32(O[i]), as_i32(O[i + 1]), as_i32(O[i + 2]), as_i32(O[i + 3]))
+        if n_words:
+            put(s, where.kept_l + 2 * tid, L[0])
+            put(s, where.kept_l + 2 * tid + 1, L[1])
+
+    @device
+    def fetch(tid, s, L, O):
+        at = where.kept + (tid >> 5) * 32 * n_words + 4 * (tid & 31)
+        for j in range(n_words // 4):
+            i, x = first + 4 * j, lds4(s, at + 128 * j)
+            O[i], O[i + 1], O[i + 2], O[i + 3] = as_f32(x[0]), as_f32(x[1]), as_f32(x[2]), as_f32(x[3])
+        if n_words:
+            L[0], L[1] = get(s, where.kept_l + 2 * tid), get(s, where.kept_l + 2 * tid + 1)
+    return keep, fetch
+
+
+def piece_row_writer(const: Constants):
+    """(out, row, t, i, O, second): o of four channels of the columns 8 i + 2 t and 8 i + 2 t + 1 to a row's piece. row: its
+    number, -1 where nothing is to be stored; O: as of `weigher`, from index `second` on."""
+    dim_v = const.dim_v
+
+    @device
+    def store_row(out, row, t, i, O, second):
+        channel = (i >> 3) * CHANNELS + 16 * t + (i & 4)
+        if row >= 0:
+            if dim_v % CHANNELS == 0 or channel < dim_v:
+                st4(out, i64(row) * dim_v + channel, O[second], O[4 + second], O[8 + second], O[12 + second])
+            if dim_v % CHANNELS == 0 or channel + 8 < dim_v:
+                st4(out, i64(row) * dim_v + channel + 8, O[second + 1], O[5 + second], O[9 + second], O[13 + second])
+    return store_row
+
+
 def weigher(const: Constants):
-    """(lane, s, reach, p_hi, p_lo, d_p, a, b, O, out, rows): the piece's o of a lane's two rows. With exact sums HH, MID, LL over
-    the keys (`mma32`): o = mul(fixed_point, d_p). One block for all pieces: O = fma(O, a, mul(o, b)); where blocks share them, o
-    goes to `out`.
+    """(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows): the piece's o of a lane's two rows. With exact sums HH, MID,
+    LL over the keys (`mma32`): o = mul(fixed_point, d_p). One block for all pieces: O = fma(O, a, mul(o, b)); where blocks share
+    them, o goes to `out`.
 
     O: f32 [32 slabs], [4 i + j] of row g (j < 2) or g + 8 and column 8 i + 2 t + j % 2 of V, of which column 8 e + g of each 64
     is the channel 8 g + e; of shared pieces [16], half a slab at a time. p_hi, p_lo: u32 [16], of `quantize_p`; d_p, a, b: f32
     pairs; rows: i32 pair, the numbers of the rows' pieces in out, f32 [piece][dim_v], -1 for none. Read: `v_hi`, `v_lo`. reach:
     as of `scorer`."""
-    where, split, n_slabs, dim_v, z = const.where, const.split, const.n_slabs, const.dim_v, i32(0)
+    where, split, n_slabs, z = const.where, const.split, const.n_slabs, i32(0)
+    stride, piece_of, (_, fetch), store_row = keys_stride(n_slabs), piece_of_keys(n_slabs), keeper(const), piece_row_writer(const)
 
     @device
     def multiply_half(s, at, p_hi, p_lo, o, hh, mid, ll):
@@ -549,29 +755,20 @@ def weigher(const: Constants):
         """Columns 8 i + 2 t, 8 i + 2 t + 1 and those 8 further of two rows: two products side by side, but no more, or they take
         all registers. What keeps them apart is the branch."""
         lane = afresh(lane)
-        at, none = (8 * i + (lane & 7)) * KEYS_STRIDE + (lane >> 3) * 4, (z, z, z, z)
+        at, none = (8 * i + (lane & 7)) * stride + piece_of(lane & 7, lane >> 3), (z, z, z, z)
         hh0, mid0, ll0 = multiply_half(s, at, p_hi, p_lo, 0, none, none, none)
         apart()
-        hh1, mid1, ll1 = multiply_half(s, at + 8 * KEYS_STRIDE, p_hi, p_lo, 0, none, none, none)
+        hh1, mid1, ll1 = multiply_half(s, at + 8 * stride, p_hi, p_lo, 0, none, none, none)
         if reach >= PIECE // 2:
-            hh0, mid0, ll0 = multiply_half(s, at + 16, p_hi, p_lo, 8, hh0, mid0, ll0)
-            hh1, mid1, ll1 = multiply_half(s, at + 8 * KEYS_STRIDE + 16, p_hi, p_lo, 8, hh1, mid1, ll1)
+            at = at + 16 if n_slabs < 3 else at ^ 16
+            hh0, mid0, ll0 = multiply_half(s, at, p_hi, p_lo, 8, hh0, mid0, ll0)
+            hh1, mid1, ll1 = multiply_half(s, at + 8 * stride, p_hi, p_lo, 8, hh1, mid1, ll1)
         add_outputs(O, to, hh0, mid0, ll0, d_p, a, b)
         add_outputs(O, to + 4, hh1, mid1, ll1, d_p, a, b)
         # It never is, but the compiler does not know: it does not put the outputs off until all sums are there
-        if not (before_blackwell() or split) and reach < 0:
+        if (n_slabs > 2 or not before_blackwell()) and not split and reach < 0:
             for k in range(8):
                 put(s, k, O[to + k])
-
-    @device
-    def store_row(out, row, t, i, O, second):
-        """o of four channels of either column to a row's piece; row: its number, -1 where nothing is to be stored."""
-        channel = (i >> 3) * CHANNELS + 16 * t + (i & 4)
-        if row >= 0:
-            if dim_v % CHANNELS == 0 or channel < dim_v:
-                st4(out, i64(row) * dim_v + channel, O[second], O[4 + second], O[8 + second], O[12 + second])
-            if dim_v % CHANNELS == 0 or channel + 8 < dim_v:
-                st4(out, i64(row) * dim_v + channel + 8, O[second + 1], O[5 + second], O[9 + second], O[13 + second])
 
     @device
     def weigh4(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O, out, rows):
@@ -582,26 +779,35 @@ def weigher(const: Constants):
         if split:
             store_row(out, rows[0], lane & 3, i, O, 0)
             store_row(out, rows[1], lane & 3, i, O, 2)
+        if n_slabs > 2:
+            syncwarp()  # one after the other: of all, registers are not enough
 
     @device
-    def weigh(lane, s, reach, p_hi, p_lo, d_p, a, b, O, out, rows):
+    def weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows):
         weigh4(lane, s, 0, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
         weigh4(lane, s, 4, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
         if n_slabs > 1:
             weigh4(lane, s, 8, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
             weigh4(lane, s, 12, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+        if n_slabs > 2:
+            weigh4(lane, s, 16, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+            weigh4(lane, s, 20, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+        if n_slabs > 3:
+            fetch(tid, s, L, O)
+            weigh4(lane, s, 24, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+            weigh4(lane, s, 28, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
     return weigh
 
 
 # A warp and a piece: 2., 3. and 4.
 
 def piece_worker(const: Constants):
-    """(tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> (M, L): a warp's rows with the piece in shared memory.
+    """(tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> M: a warp's rows with the piece in shared memory.
 
-    bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M, L: f32 pairs, O: f32 array, of all
+    bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M: f32 pair, L, O: f32 arrays, of all
     pieces before, brought up to date. Where blocks share pieces, (m, l, o) of this one goes to numbers `rows` of `out` instead,
     -1 for none. The warp's 32 lanes work together; it writes no shared memory, so warps need no barrier between them."""
-    split, score, soften, weigh = const.split, scorer(const), exponentials(const), weigher(const)
+    split, score, soften, weigh, (keep, _) = const.split, scorer(const), exponentials(const), weigher(const), keeper(const)
 
     @device
     def work(tid, s, bound, window, reach, M, L, O, out, rows, statistics):
@@ -615,8 +821,10 @@ def piece_worker(const: Constants):
             store_statistics(out, statistics, rows[0], lane, m[0], l[0])
             store_statistics(out, statistics, rows[1], lane, m[1], l[1])
         M, a, b = rescaling(m, l, M)
-        weigh(lane, s, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
-        return M, (fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1])))
+        weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows)
+        L[0], L[1] = fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1]))
+        keep(tid, s, L, O)
+        return M
     return work
 
 
@@ -677,6 +885,8 @@ def positions_of_warp(bound, lane):
 @factory([("f16", "f16", 64, 64, 3, 4, False, False), ("f16", "f16", 128, 128, 4, 8, False, False),
           ("f16", "f16", 64, 64, 8, 8, False, True), ("q8_0", "f16", 128, 72, 8, 4, False, True),
           ("f16", "f16", 192, 128, 1, 8, False, False), ("q8_0", "q8_0", 128, 128, 1, 8, False, False),
+          ("f16", "f16", 256, 256, 8, 8, False, False), ("q8_0", "q8_0", 256, 256, 8, 8, False, True),
+          ("q8_0", "f16", 256, 200, 4, 4, False, False), ("f16", "q8_0", 256, 256, 8, 4, True, False),
           ("f16", "f16", 64, 64, 3, 4, True, False), ("f16", "q8_0", 128, 128, 4, 4, True, False),
           ("q8_0", "f16", 192, 72, 8, 4, True, False)])
 def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there):
@@ -686,6 +896,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
     const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there)
     tokens, n_outputs = ROWS * n_warps // heads, 16 if split else 32 * const.n_slabs
     load_query, stage_piece, work, write_row = query_loader(const), piece_stager(const), piece_worker(const), row_writer(const)
+    keep, fetch = keeper(const)
     row_of, index, row_of_piece = rows_of(const)
 
     @device
@@ -697,7 +908,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
 
     def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale, n_falling):
         s = cuda.shared.array(0, types.int32)
-        O = cuda.local.array(n_outputs, f32)
+        O, L = cuda.local.array(n_outputs, f32), cuda.local.array(2, f32)
         tid = i32(cuda.threadIdx.x)
         first_token = i32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * tokens)
         if n_warps == 4 and not split and cuda.blockIdx.y >= n_falling:
@@ -709,7 +920,8 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         load_query(q, first_token, n_tokens, token, head, 1, tid, scale, s)
         for i in range(n_outputs):
             O[i] = ZERO
-        M, L = (MINUS_INFINITY, MINUS_INFINITY), (ZERO, ZERO)
+        M, L[0], L[1] = (MINUS_INFINITY, MINUS_INFINITY), ZERO, ZERO
+        keep(tid, s, L, O)
 
         run = i32(0)
         while run < n_tokens:
@@ -734,11 +946,12 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
                     if split:
                         rows = rows_of_piece(first_token, n_ctx, first, bound, tid)
                         statistics = statistics_at(n, cuda.gridDim.x * heads, n_ctx, dim_v)
-                    M, L = work(tid, s, bound, window, i32(warp_last - first), M, L, O, out, rows, statistics)
+                    M = work(tid, s, bound, window, i32(warp_last - first), M, L, O, out, rows, statistics)
                 first = i32(first + (PIECE * cuda.gridDim.z if split else PIECE))
             run = end
         if not split:
             tid, first_token = afresh(tid), afresh(first_token)
+            fetch(tid, s, L, O)
             token, head = row_of(tid, 0)
             if token < n_tokens:
                 write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3,
@@ -763,5 +976,5 @@ def flash_attn_ext_tile(call):
     kernel = flash_attn_ext_tile_kernel(*of, split, sinks is not None)
     args = (*addresses(call), (sinks or call.q).data, out.data, size.n, size.n_ctx, size.n_head_kv, size.row_v, size.window,
             call.scale, (n_tiles + 1) // 2 if together else n_tiles)
-    n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.n_warps).n_words
+    n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.n_warps, split).n_words
     return call.device.launch(kernel, (parts, n_tiles, plan.n_splits or 1), 32 * plan.n_warps, args, n_bytes)

@@ -317,6 +317,18 @@ def test_flash_attn_ext_of_192_channels(machine, type_, tokens):
     check_flash_attn_ext(machine, (type_, type_), tokens, (16, 16), (192, 128), n_ctx=550)
 
 
+@pytest.mark.parametrize("types", list(product(("f16", "q8_0"), ("f16", "q8_0"))), ids=str)
+@pytest.mark.parametrize("heads, dims", [((16, 2), (256, 256)), ((4, 2), (256, 192)), ((3, 1), (64, 256)), ((2, 2), (224, 160))],
+                         ids=str)
+def test_flash_attn_ext_of_256_channels(machine, types, heads, dims):
+    group = heads[0] // heads[1]
+    for n_splits, n_warps in product((None, 1, 3), (4, 8)):
+        check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES,
+                             shape=AttentionShape("tile", group, n_splits, n_warps))
+    check_flash_attn_ext(machine, types, one_sequence(300, 450), heads, dims, n_ctx=750)
+    check_flash_attn_ext(machine, types, one_sequence(100, 450), heads, dims, n_ctx=750, window=130, sinks=True)
+
+
 @pytest.mark.parametrize("types, dims",
                          [(("f16", "f16"), (65, 63)), (("f32", "f32"), (3, 7)), (("f16", "f32"), (1, 1)),
                           (("f32", "f16"), (127, 129))], ids=str)

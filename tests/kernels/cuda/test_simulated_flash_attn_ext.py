@@ -136,6 +136,16 @@ def simulate_tile_without_a_piece(machine, n_splits):
                          shape=AttentionShape("tile", 8, n_splits, n_warps=8))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("types, heads, dims, n_splits, sinks", [
+    (("f16", "f16"), (8, 1), (256, 256), None, False), (("q8_0", "f16"), (2, 1), (256, 200), None, True),
+    (("f16", "q8_0"), (2, 1), (136, 160), None, False), (("q8_0", "q8_0"), (2, 2), (256, 256), 2, False)], ids=str)
+def simulate_large_heads(machine, types, heads, dims, n_splits, sinks):
+    """Of which registers do not hold everything at once."""
+    check_flash_attn_ext(machine, types, [(0, 129), (1, 0), (0, 2)], heads, dims, n_ctx=131, holes=[(0, 5)], sinks=sinks,
+                         shape=AttentionShape("tile", heads[0] // heads[1], n_splits, n_warps=4))
+
+
 SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
 
 
@@ -308,7 +318,10 @@ def test_heads_together(group, heads):
     (("f16", "f16"), 512, (16, 16), (192, 128), 4096, AttentionShape("tile", 1, n_warps=4)),
     (("f16", "f16"), 1, (4, 4), (65, 64), 128, AttentionShape("any", 1, 1)),
     (("f32", "f16"), 33, (32, 8), (128, 128), 4096, AttentionShape("any", 4, 2)),
-    (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),       # too many floats
+    (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("tile", 2, n_warps=4)),  # too many floats
+    (("f16", "f16"), 2048, (16, 2), (256, 256), 4096, AttentionShape("tile", 8, n_warps=8)),
+    (("f32", "f32"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),
+    (("f16", "f16"), 512, (8, 4), (264, 256), 4096, AttentionShape("any", 2)),
     (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, 33, 4)),
     (("f16", "f16"), 256, (32, 8), (128, 128), 4096, AttentionShape("tile", 4, n_warps=4)),
     (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
@@ -405,6 +418,7 @@ def test_attention_that_is_quantized_apart(n, n_head, n_ctx, window, declined):
 def test_tiles_of_small_devices():
     assert attention.plan(attention_call(n=2048, heads=(32, 8), dims=(128, 128), n_ctx=4096, device=SMALL)).n_warps == 4
     assert attention.plan(attention_call(n=2048, heads=(16, 16), dims=(192, 128), n_ctx=4096, device=SMALL)).kernel == "any"
+    assert attention.plan(attention_call(n=2048, heads=(16, 2), dims=(256, 256), n_ctx=4096, device=SMALL)).kernel == "any"
 
 
 def test_rows_that_are_not_octets():
@@ -423,7 +437,7 @@ def test_pieces_that_a_window_reaches(window):
     *((lambda dim, heads, types=types: any_kernel.shared_layout(*types, dim, dim, heads), MOST_CHANNELS)
       for types in product(TYPES, TYPES)),
     (lambda dim, heads: few_kernel.shared_layout(dim, dim, heads, 16), few_kernel.MOST_CHANNELS),
-    (lambda dim, heads: tile_kernel.shared_layout(dim, dim, 4), tile_kernel.MOST_CHANNELS)])
+    (lambda dim, heads: tile_kernel.shared_layout(dim, dim, 4, False), 128)])
 def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
     """99 KiB a block are the least that devices of compute capability 8.0 or later give. Parts begin on 16 bytes, in order,
     apart."""
