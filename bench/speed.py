@@ -48,6 +48,8 @@ TABLE = {
                                Figure(Test(4096, 0), 58600, 70000, 120000)],
     ("qwen3-30b-a3b", "Q4_K"): [Figure(GENERATION, 312, 450, 800, 237), Figure(Test(512, 0), 12282, 14000, 20000, 6417),
                                 Figure(Test(4096, 0), 11675, 13500, 25000, 6890)],
+    ("qwen3.6-35b-a3b", "Q4_K"): [Figure(GENERATION, 244, 400, 700), Figure(Test(512, 0), 8474, 11000, 16000),
+                                  Figure(Test(4096, 0), 11260, 13500, 20000)],
 }
 
 
@@ -88,7 +90,7 @@ def results_of(model: Model, path: Path, tests: list[Test], n_ubatch: int, n_rep
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--models", type=Path, required=True, help="a folder with room for 31 GB; /dev/shm keeps them in memory")
+    p.add_argument("--models", type=Path, required=True, help="a folder with room for 51 GB; /dev/shm keeps them in memory")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", help="models, such as llama-3-8b:Q4_K,smollm2-135m:Q4_1")
     p.add_argument("--device", default="cuda:0")

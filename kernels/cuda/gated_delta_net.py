@@ -1,12 +1,13 @@
 """The gated delta rule, token by token, with the states of heads in registers (numerics, section 10).
 
 Columns of a state do not depend on one another. Eight lanes share columns: lane p has the rows p, p + 8, p + 16, .. of them,
-which are its partial of dot8, so that a sum is three additions across lanes. A lane has one column where there are many tokens,
-that a head has many warps; or four, that a state is read and written by 16 bytes.
+which are its partial of dot8, so that a sum is three additions across lanes. A lane has one or two columns where there are many
+tokens, that a head has many warps; or four, that a state is read and written by 16 bytes.
 
 A token takes one pass over the registers: it updates them, and makes the partials of the outputs and of the next token's dot with
-k at once, so that their sums go side by side. Q, K and V of STAGE tokens at a time are brought to shared memory, in the order in
-which lanes take them, while others are computed; of three buffers one is written, one is read, and of one the first token is.
+k at once. Their sums go side by side, at the beginning of the next token's step: nothing but these sums and the pass waits for
+another. Q, K and V of some tokens at a time (a stage) are brought to shared memory, in the order in which lanes take them, while
+others are computed; of three buffers one is written, one is read, and of one the first token is.
 """
 from functools import lru_cache
 
@@ -20,14 +21,21 @@ from .ptx import (add, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4,
 
 LANES = 8                # that share columns: the partials of dot8
 DIMS = 16, 32, 64, 128   # channels of a head
-STAGE, BUFFERS = 8, 3    # tokens of a buffer
-MOST_WARPS = 8           # of a block
+BUFFERS = 3              # of stages
+MOST_STAGED = 8          # tokens of a stage
+MOST_WARPS = {1: 8, 2: 4, 4: 8}  # of a block, by a lane's columns
+NOWHERE = -(1 << 62)     # negative, as many tokens as there may be further on
 FEW_TOKENS = 4           # of each run: up to so many are bound by the state's way from and to memory
 
 
 def n_warps(dim: int, n_columns: int) -> int:
     """Of a block, for lanes of n_columns."""
-    return min(MOST_WARPS, dim // (4 * n_columns))
+    return min(MOST_WARPS[n_columns], dim // (4 * n_columns))
+
+
+def n_staged(dim: int, n_columns: int) -> int:
+    """Tokens of a stage: a thread brings four values of q and of k."""
+    return min(MOST_STAGED, 32 * n_warps(dim, n_columns) // (dim // 4))
 
 
 @device
@@ -56,17 +64,20 @@ def row_loader(n_rows, stride):
 
 @lru_cache(None)
 def token_step(dim, n_columns, of_block, stride):
+    """(step, finish)."""
     n_rows = dim // LANES
     load_rows, scale = row_loader(n_rows, stride), np.float32(1) / np.sqrt(np.float32(dim))
 
     @device
     def step(s, seen, y, k, next_k, q, buffers, slot, next_slot, lane, column, out, to):
-        """A token, whose q, v and gates are in `slot`, with its k; its outputs go to element `to` of out. next_k: receives that
-        of the next token; seen: the partials of this token's dot with k, then those of the next one's."""
+        """A token, whose q, v and gates are in `slot`, with its k. next_k: receives that of the next token; seen, y: the partials
+        of this token's dot with k and of the outputs of the token before, which go to element `to` of out, if that is not
+        negative; then those of the next token's dot, and of this one's outputs."""
         ks, qs, vs, gates = buffers
         load_rows(qs, slot, lane, q)
         load_rows(ks, next_slot, lane, next_k)
         decay, beta = lds(gates, 2 * slot), lds(gates, 2 * slot + 1)
+        finish(y, lane, out, to)
         for c in range(n_columns):
             delta = mul(beta, fma(-decay, sum8(seen[c], lane), lds(vs, slot * of_block + column + c)))
             seen[c], y[c] = f32(0), f32(0)
@@ -75,11 +86,15 @@ def token_step(dim, n_columns, of_block, stride):
                 s[m * n_columns + c] = now
                 y[c] = fma(q[m], now, y[c])
                 seen[c] = fma(next_k[m], now, seen[c])
+
+    @device
+    def finish(y, lane, out, to):
+        """The outputs of a token, from their partials."""
         for c in range(n_columns):
-            y[c] = mul(sum8(y[c], lane), scale)
-            if lane & 7 == 0:
-                st(out, to + c, y[c])
-    return step
+            x = mul(sum8(y[c], lane), scale)
+            if to >= 0:
+                st(out, to + c, x)
+    return step, finish
 
 
 @lru_cache(None)
@@ -108,19 +123,20 @@ def made(a, b, dt, of_head, i, head):
     return mul(softplus(add(ld(a, i), ld(dt, head))), ld(of_head, head)), sigmoid(ld(b, i))
 
 
-@factory([(dim, n_columns, makes) for dim in DIMS for n_columns in (1, 4) for makes in (False, True)])
+@factory([(dim, n_columns, makes) for dim in DIMS for n_columns in (1, 2, 4) for makes in (False, True)])
 def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
     """makes: the gates too."""
     gates_of = made if makes else given
     n_rows = dim // LANES
     stride = n_rows if n_rows <= 4 else n_rows + 4  # so that the lanes' 16 bytes lie in different banks
     threads, of_block = 32 * n_warps(dim, n_columns), 4 * n_columns * n_warps(dim, n_columns)  # columns of a block
-    load_rows, n_staged, n_values = row_loader(n_rows, stride), BUFFERS * STAGE * LANES * stride, BUFFERS * STAGE * of_block
-    n_gates, n_state = 2 * BUFFERS * STAGE, n_rows * n_columns  # of a lane
-    step, store = token_step(dim, n_columns, of_block, stride), state_store(dim, n_columns)
+    of_stage, load_rows = n_staged(dim, n_columns), row_loader(n_rows, stride)
+    n_words, n_values = BUFFERS * of_stage * LANES * stride, BUFFERS * of_stage * of_block
+    n_gates, n_state = 2 * BUFFERS * of_stage, n_rows * n_columns  # of a lane
+    (step, finish), store = token_step(dim, n_columns, of_block, stride), state_store(dim, n_columns)
 
     def kernel(state, qkv, g, beta, dt, of_head, runs, out, n_head_k, n_head_v, tiled, n_kept):  # noqa: PLR0915 (it is all in registers)
-        ks, qs = cuda.shared.array(n_staged, f32), cuda.shared.array(n_staged, f32)
+        ks, qs = cuda.shared.array(n_words, f32), cuda.shared.array(n_words, f32)
         vs, gates = cuda.shared.array(n_values, f32), cuda.shared.array(n_gates, f32)
         s, k, q = cuda.local.array(n_state, f32), cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32)
         next_k, seen, y = cuda.local.array(n_rows, f32), cuda.local.array(n_columns, f32), cuda.local.array(n_columns, f32)
@@ -138,6 +154,13 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
         row_values, place = i64(n_head_v) * dim * dim, (i64(head) * dim + (lane & 7)) * dim + first_column + column
         n_channels = i64(2 * n_head_k + n_head_v) * dim
 
+        # Where a token's outputs and those before them go: a lane of eight stores, and before the first token there are none
+        output, before = i64(NOWHERE), i64(NOWHERE)
+        if lane & 7 == 0:
+            output = (i64(first) * n_head_v + head) * dim + first_column + column
+        for c in range(n_columns):
+            y[c] = f32(0)
+
         # The state
         for m in range(n_rows):
             where = i64(source) * row_values + place + m * LANES * dim
@@ -150,18 +173,18 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
                 for c in range(n_columns):
                     s[m * n_columns + c] = ld(state, where + c) if source >= 0 else f32(0)
 
-        # What this thread brings of each STAGE tokens: four values of q and of k, n_columns of v, a gate
+        # What this thread brings of each stage: four values of q and of k, n_columns of v, a gate
         staged_token, staged = tid // (dim // 4), i32(tid % (dim // 4) * 4)
         of_v, value = i32(tid // (of_block // n_columns)), i32(tid % (of_block // n_columns) * n_columns)
         ka, kb, kc, kd, qa, qb, qc, qd = f32(0), f32(0), f32(0), f32(0), f32(0), f32(0), f32(0), f32(0)
         log_decay, strength = f32(0), f32(0)
-        n_stages = i32((n + STAGE - 1) // STAGE)
+        n_stages = i32((n + of_stage - 1) // of_stage)
         stage = i32(-2)
         while stage < n_stages:
             # What was on its way is put into the buffer behind that of this stage
             if stage >= -1 and stage + 1 < n_stages:
-                buffer = i32((stage + 1) % BUFFERS * STAGE)
-                if staged_token < STAGE:
+                buffer = i32((stage + 1) % BUFFERS * of_stage)
+                if staged_token < of_stage:
                     to = i32((buffer + staged_token) * LANES * stride + (staged & 7) * stride + (staged >> 3))
                     sts(ks, to, ka)
                     sts(ks, to + stride, kb)
@@ -171,24 +194,26 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
                     sts(qs, to + stride, qb)
                     sts(qs, to + 2 * stride, qc)
                     sts(qs, to + 3 * stride, qd)
-                for c in range(n_columns):
-                    sts(vs, (buffer + of_v) * of_block + value + c, mine[c])
-                if tid < STAGE:
+                if of_v < of_stage:
+                    for c in range(n_columns):
+                        sts(vs, (buffer + of_v) * of_block + value + c, mine[c])
+                if tid < of_stage:
                     sts(gates, 2 * (buffer + tid), exp(log_decay))
                     sts(gates, 2 * (buffer + tid) + 1, strength)
             cuda.syncthreads()  # it is there, and the buffer that is written next is read no more
             if stage + 2 < n_stages:
-                token = i32(min((stage + 2) * STAGE + staged_token, n - 1))
-                if staged_token < STAGE:
+                token = i32(min((stage + 2) * of_stage + staged_token, n - 1))
+                if staged_token < of_stage:
                     where = i64(first + token) * n_channels + i64(head_k) * dim + staged
                     qa, qb, qc, qd = ld4(qkv, where)
                     ka, kb, kc, kd = ld4(qkv, where + i64(n_head_k) * dim)
-                token = i32(min((stage + 2) * STAGE + of_v, n - 1))
-                where = i64(first + token) * n_channels + (i64(2 * n_head_k) + head) * dim + first_column + value
-                for c in range(n_columns):
-                    mine[c] = ld(qkv, where + c)
-                if tid < STAGE:
-                    token = i32(min((stage + 2) * STAGE + tid, n - 1))
+                token = i32(min((stage + 2) * of_stage + of_v, n - 1))
+                if of_v < of_stage:
+                    where = i64(first + token) * n_channels + (i64(2 * n_head_k) + head) * dim + first_column + value
+                    for c in range(n_columns):
+                        mine[c] = ld(qkv, where + c)
+                if tid < of_stage:
+                    token = i32(min((stage + 2) * of_stage + tid, n - 1))
                     log_decay, strength = gates_of(g, beta, dt, of_head, i64(first + token) * n_head_v + head, head)
             if stage == -1:  # the first token's dot with the state before it
                 load_rows(ks, i32(0), lane, k)
@@ -197,25 +222,34 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
                     for m in range(n_rows):
                         seen[c] = fma(k[m], s[m * n_columns + c], seen[c])
             if stage >= 0:
-                slot, behind = i32(stage % BUFFERS * STAGE), i32((stage + 1) % BUFFERS * STAGE)
-                token, last = i32(stage * STAGE), i32(min(stage * STAGE + STAGE, n))
-                while token < last:  # two at a time, whose k are in each other's place
-                    to = (i64(first + token) * n_head_v + head) * dim + first_column + column
-                    step(s, seen, y, k, next_k, q, buffers, slot, slot + 1, lane, column, out, to)
+                slot, behind = i32(stage % BUFFERS * of_stage), i32((stage + 1) % BUFFERS * of_stage)
+                token, last = i32(stage * of_stage), i32(min(stage * of_stage + of_stage, n))
+                # Two at a time, whose k are in each other's place; most of them are not kept
+                while token < last and stage * of_stage + of_stage <= n - n_kept:
+                    step(s, seen, y, k, next_k, q, buffers, slot, slot + 1, lane, column, out, before)
+                    before, output = output, output + i64(n_head_v) * dim
+                    after = i32(slot + 2) if token + 2 < last else behind
+                    step(s, seen, y, next_k, k, q, buffers, slot + 1, after, lane, column, out, before)
+                    before, output = output, output + i64(n_head_v) * dim
+                    slot, token = i32(slot + 2), i32(token + 2)
+                while token < last:
+                    step(s, seen, y, k, next_k, q, buffers, slot, slot + 1, lane, column, out, before)
+                    before, output = output, output + i64(n_head_v) * dim
                     if n - token <= n_kept:
                         row = ld(runs, at + 2 + n - token)
                         if row >= 0:
                             store(state, i64(row) * row_values + place, s)
                     if token + 1 < last:
-                        to = to + i64(n_head_v) * dim
-                        after = i32(slot + 2) if token + 2 < stage * STAGE + STAGE else behind
-                        step(s, seen, y, next_k, k, q, buffers, slot + 1, after, lane, column, out, to)
+                        after = i32(slot + 2) if token + 2 < stage * of_stage + of_stage else behind
+                        step(s, seen, y, next_k, k, q, buffers, slot + 1, after, lane, column, out, before)
+                        before, output = output, output + i64(n_head_v) * dim
                         if n - token - 1 <= n_kept:
                             row = ld(runs, at + 1 + n - token)
                             if row >= 0:
                                 store(state, i64(row) * row_values + place, s)
                     slot, token = i32(slot + 2), i32(token + 2)
             stage = i32(stage + 1)
+        finish(y, lane, out, before)
     return Kernel(kernel, (F32, F32, F32, F32, F32, F32, I32, F32, N, N, N, N), threads)
 
 

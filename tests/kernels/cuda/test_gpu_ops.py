@@ -317,9 +317,9 @@ def test_flash_attn_ext_of_192_channels(machine, type_, tokens):
     check_flash_attn_ext(machine, (type_, type_), tokens, (16, 16), (192, 128), n_ctx=550)
 
 
-@pytest.mark.parametrize("types", list(product(("f16", "q8_0"), ("f16", "q8_0"))), ids=str)
-@pytest.mark.parametrize("heads, dims", [((16, 2), (256, 256)), ((4, 2), (256, 192)), ((3, 1), (64, 256)), ((2, 2), (224, 160))],
-                         ids=str)
+@pytest.mark.parametrize("types, heads, dims", [
+    (("f16", "f16"), (16, 2), (256, 256)), (("q8_0", "q8_0"), (16, 2), (256, 256)), (("q8_0", "f16"), (16, 2), (256, 256)),
+    (("f16", "q8_0"), (4, 2), (256, 192)), (("f16", "f16"), (3, 1), (64, 256)), (("q8_0", "f16"), (2, 2), (224, 160))], ids=str)
 def test_flash_attn_ext_of_256_channels(machine, types, heads, dims):
     group = heads[0] // heads[1]
     for n_splits, n_warps in product((None, 1, 3), (4, 8)):
@@ -348,7 +348,7 @@ def test_flash_attn_ext_special(machine, type_, value):
 
 @pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(128, 2, 4, False), (128, 1, 3, True), (64, 2, 2, True),
                                                             (32, 1, 2, True), (16, 2, 6, True)])
-@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("columns", [1, 2, 4])
 def test_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
     check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
     check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, (300, 1), 1, columns)

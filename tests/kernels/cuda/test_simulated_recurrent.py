@@ -21,12 +21,12 @@ def machine():
 
 
 @pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(16, 2, 4, False), (32, 1, 1, True)])
-@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("columns", [1, 2, 4])
 def simulate_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
     check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
 
 
-@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("columns", [1, 2, 4])
 def simulate_heads_with_each_others_keys(machine, columns):
     check_gated_delta_net(machine, 16, 2, 6, True, (9, 1), 1, columns)
 
