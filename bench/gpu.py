@@ -137,7 +137,8 @@ def flash_attn_ext():
 def gated_delta_net():
     """Of Qwen3.6-35B-A3B: n tokens of each of `seqs` sequences; a lane of the kernel has so many columns."""
     tokens = [(n, 1) for n in (1, 4, 64, 512, 2048)] + [(1, seqs) for seqs in (4, 16, 64)]
-    yield from (Case("gated_delta_net", "f32", dict(n=n, seqs=seqs, columns=columns)) for n, seqs in tokens for columns in (1, 2, 4))
+    yield from (Case("gated_delta_net", "f32", dict(n=n, seqs=seqs, columns=columns))
+                for n, seqs in tokens for columns in (1, 2, 4))
 
 
 def ssm_conv():

@@ -6,7 +6,7 @@ tokens, that a head has many warps; or four, that a state is read and written by
 
 A token takes one pass over the registers: it updates them, and makes the partials of the outputs and of the next token's dot with
 k at once. Their sums go side by side, at the beginning of the next token's step: nothing but these sums and the pass waits for
-another. Q, K and V of some tokens at a time (a stage) are brought to shared memory, in the order in which lanes take them, while
+another. Q, K and V of some tokens at a time (a stage) are copied to shared memory, in the order in which lanes take them, while
 others are computed; of three buffers one is written, one is read, and of one the first token is.
 """
 from functools import lru_cache
@@ -16,14 +16,14 @@ from numba import cuda
 
 from .launch import F32, I32, Kernel, N, factory, need
 from .operands import addresses
-from .ptx import (add, as_f32, as_i32, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, shuffle, sigmoid, softplus, st,
-                  st4, sts)
+from .ptx import (add, as_f32, as_i32, copies_wait, copy1, device, exp, f32, fma, i32, i64, ld, ld4, lds, lds4, mul, shuffle,
+                  sigmoid, softplus, st, st4, sts, u32)
 
 LANES = 8                # that share columns: the partials of dot8
 DIMS = 16, 32, 64, 128   # channels of a head
 BUFFERS = 3              # of stages
 MOST_STAGED = 8          # tokens of a stage
-MOST_WARPS = {1: 8, 2: 4, 4: 8}  # of a block, by a lane's columns
+MOST_WARPS = {1: 8, 2: 4, 4: 4}  # of a block, by a lane's columns
 NOWHERE = -(1 << 62)     # negative, as many tokens as there may be further on
 FEW_TOKENS = 4           # of each run: up to so many are bound by the state's way from and to memory
 
@@ -112,15 +112,15 @@ def state_store(dim, n_columns):
     return store
 
 
-# (g, beta, dt, of_head, i, head) -> (logarithm of the decay, beta) of element i of a [tokens, heads] array
+# (g, beta, dt, of_head) -> (logarithm of the decay, beta), of a token and head
 @device
-def given(g, beta, dt, of_head, i, head):
-    return ld(g, i), ld(beta, i)
+def given(g, beta, dt, of_head):
+    return g, beta
 
 
 @device
-def made(a, b, dt, of_head, i, head):
-    return mul(softplus(add(ld(a, i), ld(dt, head))), ld(of_head, head)), sigmoid(ld(b, i))
+def made(a, b, dt, of_head):
+    return mul(softplus(add(a, dt)), of_head), sigmoid(b)
 
 
 @factory([(dim, n_columns, makes) for dim in DIMS for n_columns in (1, 2, 4) for makes in (False, True)])
@@ -140,7 +140,6 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
         vs, gates = cuda.shared.array(n_values, f32), cuda.shared.array(n_gates, f32)
         s, k, q = cuda.local.array(n_state, f32), cuda.local.array(n_rows, f32), cuda.local.array(n_rows, f32)
         next_k, seen, y = cuda.local.array(n_rows, f32), cuda.local.array(n_columns, f32), cuda.local.array(n_columns, f32)
-        mine = cuda.local.array(n_columns, f32)
         tid = i32(cuda.threadIdx.x)
         lane, at = tid & 31, i64(cuda.blockIdx.y) * (3 + n_kept)
         first, n, source = ld(runs, at), ld(runs, at + 1), ld(runs, at + 2)
@@ -149,7 +148,8 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
             return
         n_parts = dim // of_block
         head, first_column = i32(cuda.blockIdx.x // n_parts), i32(cuda.blockIdx.x % n_parts * of_block)
-        head_k = i32(head % n_head_k) if tiled else i32(head // (n_head_v // n_head_k))
+        heads_k, heads_v = u32(n_head_k), u32(n_head_v)
+        head_k = i32(u32(head) % heads_k) if tiled else i32(u32(head) // u32(heads_v // heads_k))
         column = i32((tid >> 3) * n_columns)  # of a lane, in its block
         row_values, place = i64(n_head_v) * dim * dim, (i64(head) * dim + (lane & 7)) * dim + first_column + column
         n_channels = i64(2 * n_head_k + n_head_v) * dim
@@ -173,48 +173,40 @@ def gated_delta_net_kernel(dim, n_columns, makes):  # noqa: PLR0915 (the same)
                 for c in range(n_columns):
                     s[m * n_columns + c] = ld(state, where + c) if source >= 0 else f32(0)
 
-        # What this thread brings of each stage: four values of q and of k, n_columns of v, a gate
+        # What this thread brings of each stage: four values of q and of k, n_columns of v, the gates of a token
         staged_token, staged = tid // (dim // 4), i32(tid % (dim // 4) * 4)
         of_v, value = i32(tid // (of_block // n_columns)), i32(tid % (of_block // n_columns) * n_columns)
-        ka, kb, kc, kd, qa, qb, qc, qd = f32(0), f32(0), f32(0), f32(0), f32(0), f32(0), f32(0), f32(0)
-        log_decay, strength = f32(0), f32(0)
+        per_head, per_head_too = f32(0), f32(0)
+        if makes:
+            per_head, per_head_too = ld(dt, head), ld(of_head, head)
         n_stages = i32((n + of_stage - 1) // of_stage)
         stage = i32(-2)
         while stage < n_stages:
-            # What was on its way is put into the buffer behind that of this stage
-            if stage >= -1 and stage + 1 < n_stages:
-                buffer = i32((stage + 1) % BUFFERS * of_stage)
-                if staged_token < of_stage:
-                    to = i32((buffer + staged_token) * LANES * stride + (staged & 7) * stride + (staged >> 3))
-                    sts(ks, to, ka)
-                    sts(ks, to + stride, kb)
-                    sts(ks, to + 2 * stride, kc)
-                    sts(ks, to + 3 * stride, kd)
-                    sts(qs, to, qa)
-                    sts(qs, to + stride, qb)
-                    sts(qs, to + 2 * stride, qc)
-                    sts(qs, to + 3 * stride, qd)
-                if of_v < of_stage:
-                    for c in range(n_columns):
-                        sts(vs, (buffer + of_v) * of_block + value + c, mine[c])
-                if tid < of_stage:
-                    sts(gates, 2 * (buffer + tid), exp(log_decay))
-                    sts(gates, 2 * (buffer + tid) + 1, strength)
-            cuda.syncthreads()  # it is there, and the buffer that is written next is read no more
+            copies_wait()
+            if stage >= -1 and stage + 1 < n_stages and tid < of_stage:  # its own copies are there
+                at_gates = 2 * ((stage + 1) % BUFFERS * of_stage + tid)
+                log_decay, strength = gates_of(lds(gates, at_gates), lds(gates, at_gates + 1), per_head, per_head_too)
+                sts(gates, at_gates, exp(log_decay))
+                sts(gates, at_gates + 1, strength)
+            cuda.syncthreads()  # the next stage is there, and the buffer that is written now is read no more
             if stage + 2 < n_stages:
+                buffer = i32((stage + 2) % BUFFERS * of_stage)
                 token = i32(min((stage + 2) * of_stage + staged_token, n - 1))
                 if staged_token < of_stage:
                     where = i64(first + token) * n_channels + i64(head_k) * dim + staged
-                    qa, qb, qc, qd = ld4(qkv, where)
-                    ka, kb, kc, kd = ld4(qkv, where + i64(n_head_k) * dim)
+                    to = i32((buffer + staged_token) * LANES * stride + (staged & 7) * stride + (staged >> 3))
+                    for i in range(4):
+                        copy1(qs, to + i * stride, qkv, where + i)
+                        copy1(ks, to + i * stride, qkv, where + i64(n_head_k) * dim + i)
                 token = i32(min((stage + 2) * of_stage + of_v, n - 1))
                 if of_v < of_stage:
                     where = i64(first + token) * n_channels + (i64(2 * n_head_k) + head) * dim + first_column + value
                     for c in range(n_columns):
-                        mine[c] = ld(qkv, where + c)
+                        copy1(vs, (buffer + of_v) * of_block + value + c, qkv, where + c)
                 if tid < of_stage:
-                    token = i32(min((stage + 2) * of_stage + tid, n - 1))
-                    log_decay, strength = gates_of(g, beta, dt, of_head, i64(first + token) * n_head_v + head, head)
+                    where = i64(first + min((stage + 2) * of_stage + tid, n - 1)) * n_head_v + head
+                    copy1(gates, 2 * (buffer + tid), g, where)
+                    copy1(gates, 2 * (buffer + tid) + 1, beta, where)
             if stage == -1:  # the first token's dot with the state before it
                 load_rows(ks, i32(0), lane, k)
                 for c in range(n_columns):

@@ -443,15 +443,14 @@ else:
 # Copies from global to shared memory that run on while the thread does
 
 def _copy_async(name, width, n=1):
-    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words; n times, 128 words on each time: so
-    a warp copies n * 512 bytes. Done behind `copies_wait` and a barrier."""
+    """(array, index, pointer, index of it): copies an element, or four on 16 bytes, of words or float32; n times, 128 elements on
+    each time: so a warp copies n * 512 bytes. Done behind `copies_wait` and a barrier."""
     if SIMULATED:
         return simulator.copy(name, width, n)
 
     def typed(typingctx, array, index, pointer, first):
-        _shared(name, width)[0](array, index)
-        if _pointer(name, pointer, 4)[1].llvm != ir.IntType(32):
-            raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
+        if _pointer(name, pointer, 4)[1].llvm != _shared(name, width)[0](array, index).llvm:
+            raise TypeError(f"ptx.{name}: expected a pointer to elements of {array}, got {pointer}")
         _check(name, "l", first)
         text = " ".join(f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global [$0 + {512 * i}], [$1 + {512 * i}], {4 * width};"
                         for i in range(n))

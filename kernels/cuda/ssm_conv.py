@@ -49,10 +49,10 @@ def keeper(taps):
 @factory([(taps, keeps) for taps in TAPS for keeps in (True, False)])
 def ssm_conv_kernel(taps, keeps):
     """keeps: a run has one block of each channel, and the states are written too."""
-    keep, n_before = keeper(taps), taps - 1
+    keep, n_before, n_read = keeper(taps), taps - 1, taps - 1 + TILE
 
     def kernel(state, x, w, runs, out, n_channels, n_kept):
-        values, weights = cuda.local.array(n_before + TILE, f32), cuda.local.array(taps, f32)
+        values, weights = cuda.local.array(n_read, f32), cuda.local.array(taps, f32)
         channel = i32(cuda.blockIdx.x * THREADS + cuda.threadIdx.x)
         at = i64(cuda.blockIdx.z) * (3 + n_kept)
         first, n, source = ld(runs, at), ld(runs, at + 1), ld(runs, at + 2)
