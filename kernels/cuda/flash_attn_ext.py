@@ -86,7 +86,7 @@ def plan(call: Call) -> AttentionShape:
             n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, heads,
                                       n * parts * most_pieces(n_ctx, window) / n_multiprocessors)
             return AttentionShape("few", heads, n_splits(few.RESIDENT[n_warps], n * parts), n_warps)
-    elif fast and dim_k <= tile.MOST_CHANNELS_K and dim_v <= tile.MOST_CHANNELS and fits(4):
+    elif fast and max(dim_k, dim_v) <= tile.MOST_CHANNELS and fits(4):
         if split:
             return AttentionShape("tile", heads, n_splits(TILES, n_tiles(4)), 4)
         return AttentionShape("tile", heads, n_warps=8 if fits(8) and 4 * n_tiles(8) >= 3 * n_multiprocessors else 4)

@@ -32,7 +32,7 @@ from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, 
 from .set_rows import larger
 
 ROWS = 16           # of a warp
-MOST_CHANNELS_K, MOST_CHANNELS = 256, 256  # of K, of V
+MOST_CHANNELS = 256  # of a head of K or of V
 Q_WORDS = 512       # of a warp's queries in a block of channels
 ONE, MINUS_ZERO, NEVER = f32(1), f32(-0.0), i32(0x7fffffff)
 

@@ -26,6 +26,7 @@ MOST_STAGED = 8          # tokens of a stage
 MOST_WARPS = {1: 8, 2: 4, 4: 4}  # of a block, by a lane's columns
 NOWHERE = -(1 << 62)     # negative, as many tokens as there may be further on
 FEW_TOKENS = 4           # of each run: up to so many are bound by the state's way from and to memory
+SEVERAL_RUNS, MANY_RUNS = 4, 8
 
 
 def n_warps(dim: int, n_columns: int) -> int:
@@ -252,9 +253,9 @@ def check(call):
 
 
 def plan(call) -> int:
-    """Columns of a lane: four where there are few tokens for each run, or many runs."""
+    """Columns of a lane: four where several runs have few tokens each, or there are many runs (docs/kernels-log.md)."""
     n, n_runs = call.out.n_rows, call.runs.shape[0]
-    return 4 if n <= FEW_TOKENS * n_runs or n_runs >= 8 else 1
+    return 4 if n_runs >= MANY_RUNS or (n_runs >= SEVERAL_RUNS and n <= FEW_TOKENS * n_runs) else 1
 
 
 def gated_delta_net(call):
