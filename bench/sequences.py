@@ -12,11 +12,9 @@ from pathlib import Path
 import checkout  # noqa: F401
 import numpy as np
 
-from ggml_py.backends import open_backend
-from ggml_py.base.errors import UserError
 from ggml_py.engine.model import Model
-from records import conditions, dump
-from speed import written
+from records import dump
+from whole_models import begun_record, chosen, written
 
 N_SEQUENCES = 4, 16, 64
 # (shape, type) -> t/s of llama.cpp on one H200, by the number of sequences
@@ -49,18 +47,11 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=32)
     options = p.parse_args()
     keys = {f"{shape}:{type_}": (shape, type_) for shape, type_ in LLAMA_CPP}
-    chosen = options.only.split(",") if options.only else list(keys)
-    if unknown := [name for name in chosen if name not in keys]:
-        p.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(keys)}")
-    try:
-        backend = open_backend(options.device)
-    except UserError as error:
-        p.error(str(error))
-    record = {"command": " ".join(["bench/sequences.py", *sys.argv[1:]]), **conditions(backend)}
-    backend.close()
+    names = chosen(p, options.only, keys)
+    record, device = begun_record(p, "sequences.py", options.device)
     rows = []
-    for name in chosen:
-        with Model.load(str(written(options.models, *keys[name])), options.device) as model:
+    for name in names:
+        with Model.load(str(written(options.models, *keys[name])), device) as model:
             for n in map(int, options.sequences.split(",")):
                 seconds = statistics.median(steps_together(model, n, options.behind, options.steps))
                 rows.append({"model": name, "sequences": n, "behind": options.behind, "avg_ts": round(n / seconds, 1),

@@ -9,21 +9,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import checkout  # noqa: F401
 
-import synth
-from ggml_py.backends import open_backend
-from ggml_py.base.errors import UserError
+from fixed_drafts import Fixed
 from ggml_py.engine.generate import generate
 from ggml_py.engine.model import Model
 from ggml_py.engine.mtp import MTP
 from ggml_py.engine.sampling import Sampling
 from ggml_py.engine.speculation import Source, Speculation
-from records import conditions, dump
+from records import dump
+from whole_models import begun_record, chosen, verdict, written
 
 N_PROMPT, N_DRAFT = 32, 3
 
@@ -69,14 +67,6 @@ class Forced:
         pass
 
 
-class Fixed(Speculation):
-    """Drafts of the same length, whatever came of those before."""
-
-    def learn(self, n_drafted: int, n_accepted: int) -> None:
-        super().learn(n_drafted, n_accepted)
-        self.n, self.rest = self.most, 0
-
-
 def timed(context, prompt: list[int], n: int, speculation: Speculation | None, clock: Callable = time.perf_counter):
     """Ids, and tokens a second from the first one on."""
     context.clear()
@@ -117,18 +107,6 @@ def measure(model: Model, figures: list[Figure], n: int, n_repetitions: int) -> 
     return rows
 
 
-def verdict(found: float, figure: Figure) -> str:
-    return "goal" if found >= figure.goal else "met" if found >= figure.must else "missed"
-
-
-def written(folder: Path, shape: str, type_: str, n_nextn: int) -> Path:
-    path = folder / f"{shape}-{type_.lower()}{'-nextn' * (n_nextn > 0)}.gguf"
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        synth.write(partial, replace(synth.SHAPES[shape], n_nextn=n_nextn), type_).rename(path)
-    return path
-
-
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--models", type=Path, required=True, help="a folder with room for 26 GB; /dev/shm keeps them in memory")
@@ -138,21 +116,14 @@ def main() -> int:
     p.add_argument("-n", type=int, default=128, help="tokens of a text")
     p.add_argument("-r", type=int, default=5, help="repetitions")
     options = p.parse_args()
-    chosen = options.only.split(",") if options.only else [shape for shape, *_ in TABLE]
-    if unknown := set(chosen) - {shape for shape, *_ in TABLE}:
-        p.error(f"--only: unknown {', '.join(sorted(unknown))}; known: {', '.join(shape for shape, *_ in TABLE)}")
-    try:
-        backend = open_backend(options.device)
-    except UserError as error:
-        p.error(str(error))
-    record = {"command": " ".join(["bench/speculation.py", *sys.argv[1:]]), **conditions(backend)}
-    backend.close()
+    names = chosen(p, options.only, [shape for shape, *_ in TABLE])
+    record, device = begun_record(p, "speculation.py", options.device)
     rows = []
     for (shape, type_, n_nextn), figures in TABLE.items():
-        if shape not in chosen:
+        if shape not in names:
             continue
         path = written(options.models, shape, type_, n_nextn)
-        with Model.load(str(path), options.device, nextn=n_nextn > 0) as model:
+        with Model.load(str(path), device, nextn=n_nextn > 0) as model:
             for row in measure(model, figures, options.n, options.r):
                 rows.append({"model": f"{shape}:{type_}", **row})
                 print(", ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)

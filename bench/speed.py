@@ -17,13 +17,11 @@ from typing import NamedTuple
 import checkout  # noqa: F401
 import numba
 
-import synth
-from ggml_py.backends import open_backend
 from ggml_py.measure.benchmark import DEFAULTS, Test, bench, configs_of, copy_GB_s_of, unusual
-from ggml_py.base.errors import UserError
 from ggml_py.engine.model import Model
 from ggml_py.measure.result_formats import Markdown
-from records import conditions, dump
+from records import dump
+from whole_models import begun_record, chosen, verdict, written
 
 
 class Figure(NamedTuple):
@@ -65,18 +63,6 @@ class Record(Markdown):
         self.results.append(result)
 
 
-def verdict(ts: float, figure: Figure) -> str:
-    return "goal" if ts >= figure.goal else "met" if ts >= figure.must else "missed"
-
-
-def written(folder: Path, shape: str, type_: str) -> Path:
-    path = folder / f"{shape}-{type_.lower()}.gguf"
-    if not path.exists():
-        partial = path.with_suffix(".partial")
-        synth.write(partial, synth.SHAPES[shape], type_).rename(path)
-    return path
-
-
 def results_of(model: Model, path: Path, tests: list[Test], n_ubatch: int, n_repetitions: int, **settings) -> list:
     """What `ggml-py bench` measures of a loaded model; prints its table. settings: graphs and kv_write, as of `configs_of`."""
     if not tests:
@@ -98,23 +84,16 @@ def main() -> int:
     p.add_argument("-r", type=int, default=5, help="repetitions")
     options = p.parse_args()
     keys = {f"{shape}:{type_}": (shape, type_) for shape, type_ in TABLE}
-    chosen = options.only.split(",") if options.only else list(keys)
-    if unknown := [name for name in chosen if name not in keys]:
-        p.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(keys)}")
-    try:
-        backend = open_backend(options.device)
-    except UserError as error:
-        p.error(str(error))
-    record = {"command": " ".join(["bench/speed.py", *sys.argv[1:]]), **conditions(backend)}
-    backend.close()
+    names = chosen(p, options.only, keys)
+    record, device = begun_record(p, "speed.py", options.device)
 
     rows = []
-    copy_GB_s_of(backend.device)  # before a model takes the memory
-    for name in chosen:
+    copy_GB_s_of(device)  # before a model takes the memory
+    for name in names:
         path, figures = written(options.models, *keys[name]), TABLE[keys[name]]
         tests = [figure.test for figure in figures]
         longer = [test for test in tests if min(test.n_prompt, options.ub) > OTHERS_UBATCH]
-        with Model.load(str(path), backend.device) as model:
+        with Model.load(str(path), device) as model:
             results = results_of(model, path, tests, options.ub, options.r)
             others = results_of(model, path, longer, OTHERS_UBATCH, options.r)
             for settings in {"kv_write": "cpy"}, {"graphs": 0}:

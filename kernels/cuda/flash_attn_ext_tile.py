@@ -27,8 +27,7 @@ from .flash_attn_ext_combine import PIECE, addresses, first_piece, sink, sizes, 
 from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2,
-                  lds4, mma32, mul, shuffle, st, st4, sts, sts4, sub, syncwarp,
-                  u32)
+                  lds4, mma32, mul, shuffle, st, st4, sts, sts4, sub, syncwarp, u32)
 from .set_rows import larger
 
 ROWS = 16           # of a warp
@@ -806,7 +805,8 @@ def piece_worker(const: Constants):
 
     bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M: f32 pair, L, O: f32 arrays, of all
     pieces before, brought up to date. Where blocks share pieces, (m, l, o) of this one goes to numbers `rows` of `out` instead,
-    -1 for none. The warp's 32 lanes work together; it writes no shared memory, so warps need no barrier between them."""
+    -1 for none. The warp's 32 lanes work together; in shared memory it writes what only its own lanes read (`keeper`), so
+    warps need no barrier between them."""
     split, score, soften, weigh, (keep, _) = const.split, scorer(const), exponentials(const), weigher(const), keeper(const)
 
     @device

@@ -534,11 +534,11 @@ def test_speed(tmp_path, monkeypatch, capsys):
 
 
 def test_speed_has_every_row_of_the_table():
-    speed = pytest.importorskip("speed", reason="needs the checkout")
+    speed, synth = (pytest.importorskip(name, reason="needs the checkout") for name in ("speed", "synth"))
     assert sum(map(len, speed.TABLE.values())) == 17
     assert all(figure.llama_cpp < figure.must < figure.goal for figures in speed.TABLE.values() for figure in figures)
     for (shape, _), figures in speed.TABLE.items():
-        assert all(figure.test.n_ctx <= speed.synth.SHAPES[shape].n_ctx for figure in figures)
+        assert all(figure.test.n_ctx <= synth.SHAPES[shape].n_ctx for figure in figures)
 
 
 def test_speed_refuses_an_unknown_model(tmp_path, monkeypatch, capsys):

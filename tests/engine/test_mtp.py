@@ -7,6 +7,7 @@ import pytest
 
 from cuda_simulator import no_gpu
 from fake_model import FakeTokenizer
+from fixed_drafts import Fixed
 from ggml_py.__main__ import main
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.cuda import CUDABackend
@@ -94,13 +95,6 @@ def run(model, sampling, speculation=None, **settings):
         tokens = list(generate(context, PROMPT, N, sampling, lambda token: False, speculation,
                                lambda row: seen.append(row.copy())))
         return tokens, np.array(seen), context.memory.length(0), context.decode([7])
-
-
-class Fixed(Speculation):
-    """Drafts at every step, always as long as they may be."""
-    def learn(self, n_drafted, n_accepted):
-        super().learn(n_drafted, n_accepted)
-        self.n, self.rest = self.most, 0
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -1,0 +1,46 @@
+"""What the benchmarks of whole models share: the synthetic models of a table, and the beginning of a record."""
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import checkout  # noqa: F401
+
+import synth
+from ggml_py.backends import open_backend
+from ggml_py.base.errors import UserError
+from records import conditions
+
+
+def written(folder: Path, shape: str, type_: str, n_nextn: int = 0) -> Path:
+    """The model's file, which is written where it is missing."""
+    path = folder / f"{shape}-{type_.lower()}{'-nextn' * (n_nextn > 0)}.gguf"
+    if not path.exists():
+        partial = path.with_suffix(".partial")
+        synth.write(partial, replace(synth.SHAPES[shape], n_nextn=n_nextn), type_).rename(path)
+    return path
+
+
+def verdict(found: float, figure) -> str:
+    """figure: what must and should be reached, `must` and `goal`."""
+    return "goal" if found >= figure.goal else "met" if found >= figure.must else "missed"
+
+
+def chosen(p: argparse.ArgumentParser, only: str | None, known: Iterable[str]) -> list[str]:
+    """The names of --only, all that are known without it."""
+    names = only.split(",") if only else list(known)
+    if unknown := [name for name in names if name not in known]:
+        p.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(known)}")
+    return names
+
+
+def begun_record(p: argparse.ArgumentParser, program: str, device: str) -> tuple[dict, str]:
+    """(a record that has no rows yet, the name of the device)."""
+    try:
+        backend = open_backend(device)
+    except UserError as error:
+        p.error(str(error))
+    record = {"command": " ".join([f"bench/{program}", *sys.argv[1:]]), **conditions(backend)}
+    backend.close()
+    return record, backend.device
