@@ -21,6 +21,7 @@ import numpy as np
 from figures import EXPERTS, K, M, MUL_MAT_ID, Row, limits, verdict
 from ggml_py.base.storage import bytes_of
 from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.cuda.gated_delta_net import MANY_TOKENS
 from ggml_py.quant.formats import FORMATS, format_of
 from ggml_py.quant.tile import ROWS, Tiling
 from gpu_timing import GPU, DryRun, blocks, copies_of, floats, launches, matrices, output
@@ -135,10 +136,11 @@ def flash_attn_ext():
 
 
 def gated_delta_net():
-    """Of Qwen3.6-35B-A3B: n tokens of each of `seqs` sequences; a lane of the kernel has so many columns."""
-    tokens = [(n, 1) for n in (1, 4, 64, 512, 2048)] + [(1, seqs) for seqs in (4, 16, 64)]
-    yield from (Case("gated_delta_net", "f32", dict(n=n, seqs=seqs, columns=columns))
-                for n, seqs in tokens for columns in (1, 2, 4))
+    """Of Qwen3.6-35B-A3B: n tokens of each of `seqs` sequences, by the kernel for many tokens, and few by the one for few too,
+    whose lanes have 1, 2 or 4 columns."""
+    tokens = [(n, 1) for n in (1, 4, 16, 64, 512, 2048)] + [(1, seqs) for seqs in (4, 16, 64)] + [(512, 4)]
+    yield from (Case("gated_delta_net", "f32", dict(n=n, seqs=seqs, plan=plan))
+                for n, seqs in tokens for plan in ((MANY_TOKENS, 1, 2, 4) if n <= 16 else (MANY_TOKENS,)))
 
 
 def ssm_conv():
@@ -322,13 +324,13 @@ def recurrent_work(gpu, op: str, n: int, seqs: int, n_values: int, operands: dic
     return Work(made, 2 * 4 * seqs * n_values + operand_bytes(*arrays))
 
 
-def gated_delta_net_work(gpu, kernel, type_, n, seqs, columns, cache) -> Work:
+def gated_delta_net_work(gpu, kernel, type_, n, seqs, plan, cache) -> Work:
     rows = n * seqs
     qkv = floats(gpu, rows, (2 * N_HEAD_K + N_HEAD_V) * DIM_V, change=lambda x: x / np.float32(DIM_V**0.5))  # of length 1
     g, beta = (floats(gpu, rows, N_HEAD_V, change=change) for change in (lambda x: -np.abs(x), lambda x: 1 / (1 + np.exp(-x))))
     operands = dict(qkv=qkv, g=g, beta=beta, out=output(gpu, rows, N_HEAD_V * DIM_V), n_head_k=N_HEAD_K, n_head_v=N_HEAD_V,
                     tiled=True)
-    return recurrent_work(gpu, kernel, n, seqs, N_HEAD_V * DIM_V * DIM_V, operands, cache, columns)
+    return recurrent_work(gpu, kernel, n, seqs, N_HEAD_V * DIM_V * DIM_V, operands, cache, plan)
 
 
 def ssm_conv_work(gpu, kernel, type_, n, seqs, cache) -> Work:

@@ -172,7 +172,7 @@ def _pointer(name, pointer, width):
     """(suffix, register) of an access through a pointer type."""
     if not isinstance(pointer, types.CPointer) or pointer.dtype not in _ACCESS:
         raise TypeError(f"ptx.{name}: expected a pointer to one of {', '.join(map(str, _ACCESS))}, got {pointer}")
-    if width == 4 and pointer.dtype.bitwidth != 32:
+    if width > 1 and pointer.dtype.bitwidth != 32:
         raise TypeError(f"ptx.{name}: expected a pointer to 32-bit elements, got {pointer}")
     suffix, register = _ACCESS[pointer.dtype]
     return suffix, _REGISTERS[register]
@@ -183,7 +183,7 @@ def _address(builder, pointer, index):
 
 
 def _load(name, width, constant):
-    """(pointer, index) -> element, or (pointer, index) -> four elements from there."""
+    """(pointer, index) -> element, or (pointer, index) -> two or four elements from there."""
     if SIMULATED:
         return simulator.load(name, width)
 
@@ -192,7 +192,8 @@ def _load(name, width, constant):
         _check(name, "l", index)
         result = register.numba if width == 1 else types.UniTuple(register.numba, width)
         space = "global.nc" if constant else "global"
-        text = f"ld.{space}.{suffix} $0, [$1];" if width == 1 else f"ld.{space}.v4.{suffix} {{$0, $1, $2, $3}}, [$4];"
+        values = ", ".join(f"${i}" for i in range(width))
+        text = f"ld.{space}.{suffix} $0, [$1];" if width == 1 else f"ld.{space}.v{width}.{suffix} {{{values}}}, [${width}];"
         constraints = ",".join([f"={register.constraint}"] * width + ["l"] + ([] if constant else ["~{memory}"]))
         returned = register.llvm if width == 1 else ir.LiteralStructType([register.llvm] * width)
         assembly = ir.InlineAsm(ir.FunctionType(returned, [ir.IntType(64)]), text, constraints, side_effect=not constant)
@@ -206,7 +207,7 @@ def _load(name, width, constant):
 
 
 def _store(name, width):
-    """(pointer, index, value) or (pointer, index, four values)."""
+    """(pointer, index, value) or (pointer, index, two or four values)."""
     if SIMULATED:
         return simulator.store(name, width)
 
@@ -216,7 +217,8 @@ def _store(name, width):
         for v in values:
             _check(name, "f" if pointer.dtype == types.float32 else "r", v)
         suffix = suffix.replace("s", "b").replace("u", "b") if pointer.dtype.bitwidth < 32 else suffix
-        text = f"st.global.{suffix} [$0], $1;" if width == 1 else f"st.global.v4.{suffix} [$0], {{$1, $2, $3, $4}};"
+        put = ", ".join(f"${i + 1}" for i in range(width))
+        text = f"st.global.{suffix} [$0], $1;" if width == 1 else f"st.global.v{width}.{suffix} [$0], {{{put}}};"
         constraints = ",".join(["l"] + [register.constraint] * width + ["~{memory}"])
         kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] + [register.llvm] * width)
         assembly = ir.InlineAsm(kind, text, constraints, True)
@@ -225,9 +227,9 @@ def _store(name, width):
     return intrinsic(_named(name, 2 + width)(typed))
 
 
-ld, ld4 = _load("ld", 1, False), _load("ld4", 4, False)
+ld, ld2, ld4 = (_load(name, width, False) for name, width in (("ld", 1), ("ld2", 2), ("ld4", 4)))
 ldc, ldc4 = _load("ldc", 1, True), _load("ldc4", 4, True)
-st, st4 = _store("st", 1), _store("st4", 4)
+st, st2, st4 = (_store(name, width) for name, width in (("st", 1), ("st2", 2), ("st4", 4)))
 
 
 def _pointer_at():

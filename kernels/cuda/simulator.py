@@ -174,8 +174,9 @@ class Pointer:
         index = int(index)
         if not 0 <= index <= len(self.elements) - width:
             raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(self.elements)} ({self.elements.dtype})")
-        if width > 1 and (self.address + index * self.elements.itemsize) % 16:
-            raise ValueError(f"{name}: element {index} does not lie on 16 bytes")
+        n_bytes = width * self.elements.itemsize
+        if (self.address + index * self.elements.itemsize) % n_bytes:
+            raise ValueError(f"{name}: element {index} does not lie on {n_bytes} bytes")
         return slice(index, index + width)
 
 

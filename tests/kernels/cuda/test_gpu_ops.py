@@ -7,6 +7,7 @@ import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
+from ggml_py.kernels.cuda.gated_delta_net import MANY_TOKENS
 from ggml_py.kernels.cuda.mmq import block_shape, hopper_blocks
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops.compose import GATINGS
@@ -348,10 +349,11 @@ def test_flash_attn_ext_special(machine, type_, value):
 
 @pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(128, 2, 4, False), (128, 1, 3, True), (64, 2, 2, True),
                                                             (32, 1, 2, True), (16, 2, 6, True)])
-@pytest.mark.parametrize("columns", [1, 2, 4])
-def test_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
-    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
-    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, (300, 1), 1, columns)
+def test_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled):
+    """By either kernel, whatever the number of tokens."""
+    for plan in (MANY_TOKENS, *(columns for columns in (1, 2, 4) if 32 * columns <= max(32, dim))):
+        check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=plan)
+        check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, (300, 1), 1, plan)
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])

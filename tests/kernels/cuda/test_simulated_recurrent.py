@@ -5,6 +5,7 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.base.errors import UserError
 from ggml_py.check.evaluate import make_node
 from ggml_py.kernels.cuda import ssm_conv
+from ggml_py.kernels.cuda.gated_delta_net import MANY_TOKENS
 from matmul_comparisons import seeded
 from op_runs import MachineBackend, values
 from recurrent_comparisons import (check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv, conv_case,
@@ -21,27 +22,31 @@ def machine():
 
 
 @pytest.mark.parametrize("dim, n_head_k, n_head_v, tiled", [(16, 2, 4, False), (32, 1, 1, True)])
-@pytest.mark.parametrize("columns", [1, 2, 4])
-def simulate_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, columns):
-    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=columns)
+@pytest.mark.parametrize("plan", [MANY_TOKENS, 1])
+def simulate_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan):
+    check_gated_delta_net(machine, dim, n_head_k, n_head_v, tiled, plan=plan)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 4])
-def simulate_heads_with_each_others_keys(machine, columns):
-    check_gated_delta_net(machine, 16, 2, 6, True, (9, 1), 1, columns)
+@pytest.mark.parametrize("plan", [MANY_TOKENS, 1])
+def simulate_heads_with_each_others_keys(machine, plan):
+    check_gated_delta_net(machine, 16, 2, 6, True, (9, 1), 1, plan)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def simulate_large_heads(machine, dim):
-    check_gated_delta_net(machine, dim, 1, 1, True, (2, 1), 2, plan=4)
+@pytest.mark.parametrize("dim, plan", [(64, MANY_TOKENS), (64, 1), (64, 2), (128, MANY_TOKENS), (128, 1), (128, 2), (128, 4)])
+def simulate_large_heads(machine, dim, plan):
+    check_gated_delta_net(machine, dim, 1, 1, True, (2, 1), 2, plan)
 
 
-def simulate_a_column_a_lane(machine):
-    check_gated_delta_net(machine, 64, 1, 1, True, (10,), 2, plan=1)
+@pytest.mark.parametrize("n", [7, 8, 9, 31, 32, 33, 70])
+def simulate_many_stages(machine, n):
+    """As many as there are buffers, and more; with the last ones full and not."""
+    check_gated_delta_net(machine, 16, 1, 1, True, (n,), 2, MANY_TOKENS)
 
 
-def simulate_gated_delta_net_gates(machine):
-    check_gated_delta_net_gates(machine, 16, 2, (9, 1, 2))
+@pytest.mark.parametrize("lengths", [(9, 1, 2), (2, 1, 4)])
+def simulate_gated_delta_net_gates(machine, lengths):
+    """By either kernel."""
+    check_gated_delta_net_gates(machine, 16, 2, lengths)
 
 
 @pytest.mark.parametrize("tile", [64, 5])
