@@ -3,6 +3,7 @@ import os as _os
 
 TYPE_CHECKING = False  # of typing, which takes longer to import than all of this; type checkers know the name
 if TYPE_CHECKING:
+    from .base.placement import ExpertsOnHost as ExpertsOnHost, Override as Override, PlacementOptions as PlacementOptions
     from .engine.model import Context as Context, Model as Model
     from .files.gguf import GGUFError as GGUFError
     from .tokenizer import Tokenizer as Tokenizer
@@ -15,8 +16,9 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_o
     __path__.append(_root)  # a bare checkout: ggml_py.kernels and ggml_py.quant lie beside this folder
 
 # Public names are imported when first asked for: numba and tokenizers take a second, and `import ggml_py` should not.
-_HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf"}
-__all__ = ["Context", "GGUFError", "Model", "Tokenizer", "__version__"]
+_HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf",
+         "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement"}
+__all__ = ["Context", "ExpertsOnHost", "GGUFError", "Model", "Override", "PlacementOptions", "Tokenizer", "__version__"]
 
 
 def __getattr__(name: str) -> object:

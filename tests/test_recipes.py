@@ -176,10 +176,10 @@ def simulate_a_type(type_):
 
 # An architecture: a class in a file of models/, and its name in the list.
 
-def logits(path, backend, placement=None, *others):
+def logits(path, backend, device_of=None, *others):
     with Model(GGUFFile.open(path), backend) as model:
         model.backends |= {other.device: other for other in others}
-        return model.new_context(64, placement=placement).decode(TOKENS)
+        return model.new_context(64, device_of=device_of).decode(TOKENS)
 
 
 class Loud(Llama):

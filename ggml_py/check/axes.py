@@ -12,6 +12,7 @@ import numpy as np
 from ..base.defaults import N_UBATCH
 from ..base.errors import ParameterError
 from ..graph.fuse import PASSES
+from ..base.placement import HOST, Override, PlacementOptions
 from ..state.recurrent import LEAST_ROLLBACK
 from .noise import Noise
 
@@ -27,6 +28,7 @@ AXES = {
     "kv_write": "cells of the KV cache by number or by address",
     "fusion": "graph passes left out",
     "noise": "a second stream keeps the GPU busy",
+    "placement": "weights, caches and nodes on several devices",
     "device": "every other device",
 }
 CPU_MICRO_BATCHES = 64  # of a setting at most on a CPU: fewer tokens a micro-batch, shorter a text
@@ -54,6 +56,7 @@ class Setting:
     n_tokens: int = 0              # only so many of the first window; 0: all windows
     type_k: str = "f16"
     type_v: str = "f16"
+    placement: PlacementOptions | None = None  # of a model that is loaded so; None: all on the device
     reason: str = ""               # why it cannot be run here
 
     def windows(self, windows: np.ndarray) -> np.ndarray:
@@ -182,3 +185,15 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield setting("without any, 8 at a time", no_fuse=("all",), n_ubatch=8)
             case "noise" if on_gpu:
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))
+            case "placement":
+                yield from (setting(name, placement=options) for name, options in _placements(device, devices))
+
+
+def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, PlacementOptions]]:
+    """The logits come from `device`."""
+    for other in [f"{HOST}:1" if device == HOST else HOST, *(each for each in devices if each not in (device, HOST))]:
+        yield f"half of the layers on {other}", PlacementOptions((other, device))
+        for what, pattern in ("feed-forward blocks", r"\.ffn_(up|down|gate)"), ("attention's weights", r"\.attn_"):
+            yield f"{what} on {other}", PlacementOptions((device,), overrides=(Override(pattern, other),))
+    if device != HOST:
+        yield f"caches on {HOST}", PlacementOptions((device,), kv_offload=False)

@@ -51,7 +51,7 @@ class FirstDifference:
     max_ulps: float | None
     # operand -> equal, different, only in one of the two graphs, or the state behind other tokens
     inputs: dict[str, str]
-    culprits: list[str]  # kernels that do not give what their definition does
+    culprits: list[str]  # kernels that do not give what their definition does; copies that are not what they are of
     # what each run computed on the way to the node, and the node
     captures: tuple[list[LiveCapture], list[LiveCapture]] = field(repr=False)
 
@@ -205,10 +205,12 @@ def _report(side_a: _Side, side_b: _Side, name: str, key: bytes) -> FirstDiffere
     inputs = {value.name: _state(i, a, b, key) for i, value in enumerate(b.operands) if value.name not in ADDRESSING}
     culprits = []
     for side in (side_a, side_b):
+        run = f"in: {side.setting.axis}, {side.setting.name}"
         for capture in side.captures:
             if (inside := fault(capture, key)) is not None:
-                where_run = f"on {capture.device}, in: {side.setting.axis}, {side.setting.name}"
+                where_run = f"on {capture.device}, {run}"
                 culprits.append("; ".join([f"{capture.name}, {capture.kernel} {where_run}", *[inside] * bool(inside)]))
+            culprits += [f"the copy of {stale}, {run}" for stale in capture.stale]
     default, other = (f"{side.setting.axis}, {side.setting.name} on {side.setting.device}" for side in (side_a, side_b))
     definition, (x, y) = _definition(b), diff.values
     parts = [part.op for part in definition.primitives()] if definition.parts else []

@@ -227,11 +227,23 @@ class Capture:
                    {value.name: value for value in values[n:]}, about["kernel"], about["device"])
 
 
+def _stale(node: Node, program: Program) -> list[str]:
+    """Operands that the node's run brought from other devices, and that are something else there."""
+    run = next(run for run in program.runs if node in run.nodes)
+    crossed = [(copy.src[0], copy.results[0]) for copy in run.copies if copy.results[0] in node.src]
+    everything = slice(None)
+    return [f"{there.name} from {there.root.device} to {here.device}" for there, here in crossed
+            if bits_of(there.dtype, arrays_on_host(program.backends[there.root.device], there), everything)
+            != bits_of(here.dtype, arrays_on_host(program.backends[here.device], here), everything)]
+
+
 @dataclass
 class LiveCapture(Capture):
     """Of a node whose run is not over yet. A weight or state that is not read yet (`load`) has no arrays. passing: of each
-    operand, whether its memory is others' later, as that of inputs and of results."""
+    operand, whether its memory is others' later, as that of inputs and of results. stale: which of them were brought from another
+    device and are not what they are there."""
     passing: list[bool]
+    stale: list[str]
     batch: Batch
     node: Node
     backend: Any
@@ -260,7 +272,7 @@ class LiveCapture(Capture):
         params = {**node.params, "slot": None} if rows and "slot" in node.params else node.params
         results = {tensor.name: _given(node, tensor, rows.get(tensor), backend) for tensor in node.results}
         return cls(node.name, node.op, params, operands, results, backend.kernel_name(node), backend.device,
-                   [tensor.root in passing for tensor in sources], batch, node, backend)
+                   [tensor.root in passing for tensor in sources], _stale(node, program), batch, node, backend)
 
     def tensor(self, name: str) -> Tensor:
         """The result of this name, of the node that was captured, or what stands for the rows of it that the node gave."""

@@ -7,8 +7,8 @@ setting.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,21 +62,25 @@ def compute(model, windows: np.ndarray, setting: Setting, lengths=()) -> WindowD
     with setting.conditions(), model.new_context(**setting.context_settings(windows)) as context:
         for window, first, logits in play(context, windows, setting):
             digests.update(window, first, logits)
-        digests.elsewhere = ran_elsewhere(context, setting.device)
+        digests.elsewhere = ran_elsewhere(context, setting.placement.needed if setting.placement else [setting.device])
     return digests
 
 
-def ran_elsewhere(context, device: str) -> str:
-    """The first node of a context's programs on another device, and how many there are; "" if there is none."""
-    found = [node for program in context.programs.values() for node in program.nodes if node.device != device]
-    return f"{found[0].name} and {len(found) - 1} more nodes ran on {found[0].device}" if found else ""
+def ran_elsewhere(context, devices: list[str]) -> str:
+    """The first node of a context's programs on another device, and how many there are; or a device that has none; "" if all is
+    as it should be."""
+    nodes = [node for program in context.programs.values() for node in program.nodes]
+    if found := [node for node in nodes if node.device not in devices]:
+        return f"{found[0].name} and {len(found) - 1} more nodes ran on {found[0].device}"
+    idle = [device for device in devices if not any(node.device == device for node in nodes)]
+    return f"no node ran on {idle[0]}" if nodes and idle else ""
 
 
 class Verification:
-    """Runs settings; the first is the default one. load: device -> model,
-    opened at most once each and closed at the end of the block."""
+    """Runs settings; the first is the default one. load: device -> model, opened at most once each and closed at the end of the
+    block; (device, placement) -> model, opened for one setting."""
 
-    def __init__(self, load: Callable[[str], Any], windows: np.ndarray, settings: list[Setting],
+    def __init__(self, load: Callable[..., Any], windows: np.ndarray, settings: list[Setting],
                  on_change: Callable[[list[Result]], None] = lambda results: None):
         self.load, self.windows, self.on_change = load, windows, on_change
         self.results = [Result(setting) for setting in settings]
@@ -89,10 +93,15 @@ class Verification:
     def __exit__(self, *exception) -> None:
         self._stack.close()
 
-    def model(self, device: str) -> Any:
-        if device not in self.models:
-            self.models[device] = self._stack.enter_context(self.load(device))
-        return self.models[device]
+    @contextmanager
+    def model(self, setting: Setting) -> Iterator[Any]:
+        if setting.placement:
+            with self.load(setting.device, setting.placement) as model:
+                yield model
+            return
+        if setting.device not in self.models:
+            self.models[setting.device] = self._stack.enter_context(self.load(setting.device))
+        yield self.models[setting.device]
 
     def run(self) -> None:
         lengths = sorted({result.setting.n_tokens for result in self.results} - {0})
@@ -101,9 +110,10 @@ class Verification:
             self.on_change(self.results)
             if result.setting.reason:
                 continue
-            model, start = self.model(result.setting.device), time.perf_counter()
-            found = compute(model, self.windows, result.setting, () if expected else lengths)
-            result.seconds, result.windows = time.perf_counter() - start, found.hexdigests()
+            with self.model(result.setting) as model:
+                start = time.perf_counter()
+                found = compute(model, self.windows, result.setting, () if expected else lengths)
+                result.seconds, result.windows = time.perf_counter() - start, found.hexdigests()
             result.digest, result.elsewhere = merkle_root(result.windows), found.elsewhere
             expected = expected or {0: result.digest, **{n: merkle_root([head.hexdigest()]) for n, head in found.heads.items()}}
             result.expected = expected[result.setting.n_tokens]
@@ -121,8 +131,8 @@ class Verification:
         default = self.results[0]
         window = (0 if result.setting.n_tokens
                   else next(i for i, (a, b) in enumerate(zip(default.windows, result.windows)) if a != b))
-        model_a, model_b = (self.model(each.setting.device) for each in (default, result))
-        return first_difference(model_a, model_b, self.windows, default.setting, result.setting, window)
+        with self.model(default.setting) as model_a, self.model(result.setting) as model_b:
+            return first_difference(model_a, model_b, self.windows, default.setting, result.setting, window)
 
     def verdict(self) -> str:
         """One line."""

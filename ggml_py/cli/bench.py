@@ -1,7 +1,7 @@
 """ggml-py bench: how fast prompts and generation are."""
 import sys
 
-from .loading import checked_threads, load_on, model_path
+from .loading import checked_threads, load_on, model_path, placement_of, typed
 from .options import add, batches, cache_types, execution, model, random_tokens
 from .values import at_least, numbers, one_of, prompt_and_generation
 
@@ -32,10 +32,12 @@ def run(options, load_model) -> None:
     from ..measure.result_formats import WRITERS
     tests = tests_of(options.n_prompt or [512], options.n_gen or [128], options.n_pg or [], options.n_depth or [0])
     models = [str(model_path(name)) for name in options.model or [MODEL]]
-    devices = [device_of(name) for name in options.device or ["auto"]]
+    groups = [tuple(map(device_of, names.split("/"))) for names in options.device or ["auto"]]
+    placements = {"/".join(devices): placement_of(options, devices) for devices in groups}
     n_threads = [checked_threads(n) for n in options.n_threads or [numba.get_num_threads()]]
-    configs = configs_of(models, devices, n_threads, options.n_batch, options.n_ubatch, options.type_k, options.type_v,
-                         ",".join(options.no_fuse), int(options.graphs), options.kv_write)
+    configs = configs_of(models, list(placements), n_threads, options.n_batch, options.n_ubatch, options.type_k, options.type_v,
+                         ",".join(options.no_fuse), int(options.graphs), options.kv_write,
+                         next(map(typed, placements.values())))
     writer = WRITERS[options.output](sys.stdout, unusual(configs))
-    load = lambda path, device: load_on(path, device, load_model)
+    load = lambda path, devices: load_on(path, devices.split("/")[0], load_model, placements[devices])
     bench(configs, tests, load, writer, sys.stderr, options.repetitions, options.seed, options.warm_up, options.verbose)

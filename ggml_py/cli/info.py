@@ -5,8 +5,9 @@ import sys
 from collections import Counter
 
 from ..base.errors import UserError
-from .loading import model_path
-from .options import cache_types, context_size, model
+from .loading import devices_of, model_path, placement_of, typed
+from .options import cache_types, context_size, model, placement
+from .values import device, listed
 
 SHOWN = 6  # elements of an array
 MAX_CHARACTERS = 100  # of a string
@@ -17,10 +18,14 @@ def options(p) -> None:
     model(p)
     context_size(p, "positions that the KV cache is reckoned for", 4096)
     cache_types(p)
+    p.add_argument("--device", "-dev", dest="device", type=listed(device), metavar="DEVICE[,DEVICE]",
+                   help="what each would hold by the options of a placement; none need be here")
+    placement(p)
 
 
 def run(options, load_model) -> None:
-    """Prints three tables, and the last of them before it complains of a model that this version cannot run."""
+    """Prints three tables, and the last of them before it complains of a model that this version cannot run; a fourth of a
+    placement."""
     from rich.console import Console
     from ..files.gguf import GGUFFile
     if options.path is not None and "-m" in options.given.values():
@@ -32,6 +37,8 @@ def run(options, load_model) -> None:
         with console.capture() as capture:
             for table in metadata_table(file), tensor_table(file), memory_table(file, parts):
                 console.print(table)
+            if asked := placement_of(options, devices_of(options), name=lambda device: "cpu" if device == "auto" else device):
+                console.print(placement_table(file, asked, options))
         out.write(re.sub(r" +$", "", capture.get(), flags=re.MULTILINE))
     if trouble:
         raise trouble
@@ -41,10 +48,11 @@ def memory_bytes(file, n_ctx: int, type_k: str, type_v: str) -> tuple[dict[str, 
     """Bytes of what a context of one sequence remembers, as it would take them, or why this version cannot run the model. Neither
     of a file without tensors, a vocabulary."""
     from ..models import model_class
+    from ..base.placement import HOST, PlacementOptions
     if not file.tensors:
         return None, None
     try:
-        model = model_class(file)(file, None)
+        model = model_class(file)(file, PlacementOptions((HOST,)))
         parts = {f"KV cache, {n_ctx} positions, {type_k} and {type_v}": model.cache_bytes(n_ctx, type_k, type_v)}
         if n_bytes := model.state_bytes():
             parts["states of recurrent layers"] = n_bytes
@@ -79,6 +87,22 @@ def new_table(*columns: str, title: str | None = None, right: tuple[str, ...] = 
     table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
     for column in right:
         table.add_column(column, justify="right")
+    return table
+
+
+def placement_table(file, asked, options):
+    """What each device holds: weights as tiles, and a context of one sequence."""
+    from rich.text import Text
+    from ..models import model_class
+    model = model_class(file)(file, asked)
+    model.check_tensors(nextn=False)
+    weights = model.w.bytes_by_device()
+    context = model.context_bytes(options.n_ctx, 1, options.type_k, options.type_v)
+    table = new_table("device", title=None, right=("weights", f"{options.n_ctx} positions", "together"))
+    table.title = Text(typed(asked) or "one device")
+    for name in model.placement.devices:
+        if weights[name] + context[name]:
+            table.add_row(name, *(f"{n:,}" for n in (weights[name], context[name], weights[name] + context[name])))
     return table
 
 

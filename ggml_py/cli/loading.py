@@ -2,9 +2,11 @@
 prompt's tokens."""
 import sys
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ..base.errors import UserError
+from ..base.placement import Override, PlacementOptions
 from .parser import refuse
 
 
@@ -22,20 +24,58 @@ def model_path(name: str) -> Path:
     return existing(resolve(name, sys.stderr))
 
 
-def load_on(path: Path, device: str, load_model, **more):
+def load_on(path: Path, device: str, load_model, placement=None, **more):
+    """placement: in the place of the device; None: all is on it."""
     if load_model is None:
         from ..engine.model import Model
         load_model = Model.load
-    return load_model(path, device=device, **more)
+    return load_model(path, device=device, **({"placement": placement} if placement else {}), **more)
+
+
+def devices_of(options) -> tuple[str, ...]:
+    """Those of --device that share a model."""
+    return tuple(options.device or ["auto"])
+
+
+def present(device: str) -> str:
+    """The name of a device that is here."""
+    from ..backends import device_of
+    return device_of(device)
+
+
+def placement_of(options, devices: tuple[str, ...], name=present):
+    """What the options of `options.placement` ask for, or None: all on one device. name: of a device as it was typed -> as it
+    is."""
+    asked = PlacementOptions(devices, options.n_gpu_layers, tuple(options.overrides or ()), options.split_mode,
+                             tuple(options.tensor_split), options.main_gpu, options.kv_offload)
+    if asked == PlacementOptions(devices[:1]):
+        return None
+    return replace(asked, devices=tuple(dict.fromkeys(map(name, devices))))
+
+
+def typed(placement) -> str:
+    """What was asked for as options, but for the devices; "" for None."""
+    if placement is None:
+        return ""
+    words = [f"-ngl {placement.n_gpu_layers}"] * (placement.n_gpu_layers is not None)
+    words += [f"-sm {placement.split_mode} -mg {placement.main_gpu}"] * (placement.split_mode != "layer")
+    words += [f"-ts {','.join(f'{part:g}' for part in placement.tensor_split)}"] * bool(placement.tensor_split)
+    words += ["-nkvo"] * (not placement.kv_offload)
+    for asked in placement.overrides:
+        if isinstance(asked, Override):
+            words.append(f"-ot {asked.pattern}={asked.device}")
+        else:
+            words.append("-cmoe" if asked.n is None else f"{'--ncmoe-last' if asked.last else '-ncmoe'} {asked.n}")
+    return " ".join(words)
 
 
 @contextmanager
 def load(options, load_model, **more):
-    """The model of -m on the device of --device, with the threads of -t; --verbose tells at the end what its device copied.
-    more: for `Model.load`."""
-    path = model_path(options.model)
+    """The model of -m where -dev and the other options of its placement say, with the threads of -t; --verbose tells at the end
+    what its devices copied. more: for `Model.load`."""
+    path, placement = model_path(options.model), placement_of(options, devices_of(options))
     set_threads(options.n_threads)
-    with load_on(path, options.device, load_model, **more) as model:
+    with load_on(path, devices_of(options)[0], load_model, placement, **more) as model:
         yield model
         if options.verbose and (report := model.report()):
             print(report, file=sys.stderr)
@@ -87,7 +127,7 @@ def speculation_of(options, model, n_ctx: int, load_model):
     with ExitStack() as stack:
         source: Source | None = NGrams() if kind == "ngram" else None
         if kind == "model":
-            draft_model = stack.enter_context(load_on(model_path(options.model_draft), options.device, load_model))
+            draft_model = stack.enter_context(load_on(model_path(options.model_draft), devices_of(options)[0], load_model))
             source = stack.enter_context(closing(DraftModel(draft_model, model, n_ctx, options.draft_p_min,
                                                                 options.draft_max)))
         elif kind == "mtp":

@@ -6,8 +6,10 @@ several: lists, for commands that measure all combinations; such an option may b
 from pathlib import Path
 
 from ..base.defaults import CHAT_DATE, DRAFT_MAX, MODEL, N_BATCH, N_UBATCH, TEXT
+from ..base.placement import ExpertsOnHost, Override
 from .parser import Parser
-from .values import all_or_at_least_one, at_least, day, device, flash_attention, listed, number, numbers, one_of, pass_names
+from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
+                     one_of, overrides, pass_names, proportions)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
 WHATEVER = "changes the speed, never a bit"
@@ -57,9 +59,16 @@ def attention(p: Parser) -> None:
 
 
 def execution(p: Parser, several: bool = False) -> None:
-    """On what, and how: nothing of it changes a bit."""
-    add(p, "--device", dest="device", type=listed(device) if several else device, default="auto", several=several,
-        metavar="LIST" if several else "DEVICE", help="auto, which is the first GPU if there is one, cpu, cuda or cuda:N")
+    """On what, and how: nothing of it changes a bit. several: runs on each of the devices by itself."""
+    kinds = "auto, which is the first GPU if there is one, cpu, cpu:N, cuda or cuda:N; auto by default; several"
+    if several:
+        p.add_argument("--device", "-dev", dest="device", type=listed(devices), action="extend",
+                       metavar="DEVICE[/DEVICE][,DEVICE]",
+                       help=f"{kinds} with / between share the layers, with commas they are measured one by one")
+    else:
+        p.add_argument("--device", "-dev", dest="device", type=listed(device), metavar="DEVICE[,DEVICE]",
+                       help=f"{kinds} share the layers")
+    placement(p)
     threads(p, several)
     attention(p)
     p.add_argument("--no-fuse", dest="no_fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
@@ -72,12 +81,37 @@ def execution(p: Parser, several: bool = False) -> None:
                    help="describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr")
 
 
+def placement(p: Parser) -> None:
+    """What lies on which device. The names are those of `base.placement.PlacementOptions`, and llama.cpp's options."""
+    p.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", dest="n_gpu_layers", type=layers, metavar="N|all",
+                   help=f"the last N layers lie on the devices of -dev, the others on the CPU; the output is one; {WHATEVER}")
+    p.add_argument("-sm", "--split-mode", dest="split_mode", default="layer", metavar="none|layer",
+                   help="several devices: neighbouring layers on each, or all on that of -mg")
+    p.add_argument("-ts", "--tensor-split", dest="tensor_split", type=proportions, default=(), metavar="X,Y[,Z]",
+                   help="in which proportion they share the layers; equally by default")
+    p.add_argument("-mg", "--main-gpu", dest="main_gpu", type=at_least(0), default=0, metavar="I",
+                   help="number of the device among those of -dev, from 0, for -sm none")
+    p.add_argument("-nkvo", "--no-kv-offload", dest="kv_offload", action="store_false",
+                   help="caches and states of all layers lie on the CPU, and attention runs there")
+    host = dict(dest="overrides", action="append")
+    p.add_argument("-cmoe", "--cpu-moe", dest="overrides", action="append_const", const=ExpertsOnHost(),
+                   help="the experts of all layers lie on the CPU; this and the next two are -ot at their place on the line")
+    p.add_argument("-ncmoe", "--n-cpu-moe", type=lambda text: ExpertsOnHost(at_least(1)(text)), metavar="N", **host,
+                   help="those of the first N layers")
+    p.add_argument("--ncmoe-last", type=lambda text: ExpertsOnHost(at_least(1)(text), last=True), metavar="N", **host,
+                   help="those of the last N layers")
+    p.add_argument("-ot", "--override-tensor", dest="overrides", action="extend", metavar="REGEX=DEVICE[,REGEX=DEVICE]",
+                   type=lambda text: [Override(*pair) for pair in overrides(text)],
+                   help="weights in whose names the pattern is found lie on the device; the first pattern that is found decides, "
+                        f"before -ngl; {WHATEVER}")
+
+
 def context_size(p: Parser, help: str, default: int | None = None, least: int = 1) -> None:
     p.add_argument("-c", "--ctx-size", dest="n_ctx", type=at_least(least), default=default, metavar="N", help=help)
 
 
 def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
-    """What a command needs that runs one model on one device. context: help of -c."""
+    """What a command needs that runs one model. context: help of -c."""
     model(p)
     context_size(p, context)
     batches(p, n_ubatch=n_ubatch)

@@ -6,6 +6,16 @@ import sys
 from ..base.errors import UserError
 
 
+# Options of llama.cpp and ik_llama.cpp that have no meaning here, and why
+REPACK = "weights are packed into tiles whenever they are loaded"
+FUSED = "fused wherever a device has a kernel for it; --no-fuse leaves it out"
+LATENT, SCORES = "latent attention is one definition, that of the file", "attention keeps no scores in memory"
+OFFLOAD = "ops have names here, not numbers, which would mean others in the next version; nothing is offloaded yet"
+NOT_HERE = {"-rtr": REPACK, "--run-time-repack": REPACK, "-fmoe": FUSED, "--fused-moe": FUSED, "-mla": LATENT,
+            "--mla-use": LATENT, "-amb": SCORES, "--attention-max-batch": SCORES, "-op": OFFLOAD, "--offload-policy": OFFLOAD,
+            "-gp": "generation behind a prompt is -n with -d"}
+
+
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that say something: not None, nor an empty list of names, nor that a switch is off or on."""
 
@@ -52,6 +62,8 @@ class Parser(argparse.ArgumentParser):
             name = word if word in self.known else word.partition("=")[0]
             if name in self.known:
                 given[name] = self.known[name].option_strings[0]
+            elif name in NOT_HERE:
+                self.error(f"{name}: {NOT_HERE[name]}")
             elif is_option(word):
                 hint = f"; a value that begins with - is written {waiting.option_strings[-1]}={word}" if waiting else ""
                 self.error(f"{word}: unknown option{hint}")

@@ -2,7 +2,7 @@
 import sys
 
 from .. import __version__
-from .loading import load, settings_of
+from .loading import devices_of, load, placement_of, settings_of, typed
 from .options import one_model, random_tokens
 from .values import at_least, one_of
 
@@ -21,11 +21,12 @@ def run(options, load_model) -> None:
     from ..measure.sweep import print_sweep, sweep
     with load(options, load_model) as model:
         settings = settings_of(options, n_ctx=options.n_ctx or min(8192, model.n_ctx_train))
-        about = dict(version=__version__, model=options.model, device=model.device, device_name=model.backend.name,
+        placement = placement_of(options, devices_of(options))
+        about = dict(version=__version__, model=options.model, device="/".join(model.backends), device_name=model.backend.name,
                      n_kv_max=settings.n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k,
                      type_v=settings.type_v, flash_attn=options.flash_attn, no_fuse=",".join(settings.no_fuse),
-                     graphs=int(settings.graphs), kv_write=settings.kv_write, n_threads=numba.get_num_threads(),
-                     seed=options.seed)
+                     graphs=int(settings.graphs), kv_write=settings.kv_write, placement=typed(placement),
+                     n_threads=numba.get_num_threads(), seed=options.seed)
         print("sweep-bench:", ", ".join(f"{name} = {value}" for name, value in about.items()), file=sys.stderr)
         rows = sweep(model, settings, options.n_gen or max(1, settings.n_ubatch // 4), options.seed, options.warm_up, sys.stderr)
         print_sweep(rows, about, sys.stdout, options.output_format)

@@ -70,9 +70,33 @@ def output(check: Callable[[Path], None]) -> Callable[[str], Path]:
 
 
 def device(text: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", text):
-        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {text!r}")
-    return "cuda:0" if text == "cuda" else text
+    """Its name here; CPU and CUDA0 are llama.cpp's."""
+    if not (found := re.fullmatch(r"(auto|cpu|cuda):?([0-9]*)", text.lower())) or (found[1] == "auto" and text != "auto"):
+        raise ValueError(f"must be auto, cpu, cpu:N, cuda or cuda:N, got {text!r}")
+    kind, number = found[1], int(found[2] or 0)
+    return f"cuda:{number}" if kind == "cuda" else f"{kind}:{number}" if number else kind
+
+
+def devices(text: str) -> str:
+    """Of several that share a model, with / between."""
+    return "/".join(device(part) for part in text.split("/"))
+
+
+def overrides(text: str) -> list[tuple[str, str]]:
+    """REGEX=DEVICE[,REGEX=DEVICE]; a comma ends a pattern only behind a device."""
+    found = re.findall(r"(.+?)=((?:auto|cpu|cuda):?[0-9]*)(?:,|$)", text, re.IGNORECASE)
+    if not found or ",".join(f"{pattern}={name}" for pattern, name in found) != text:
+        raise ValueError(f"must be REGEX=DEVICE[,REGEX=DEVICE], with devices cpu, cpu:N, cuda or cuda:N, got {text!r}")
+    return [(pattern, device(name)) for pattern, name in found]
+
+
+def proportions(text: str) -> list[float]:
+    return [number(0, 1e9)(part) for part in re.split("[,/]", text)]
+
+
+def layers(text: str) -> int | None:
+    """None stands for all."""
+    return None if text in ("all", "-1") else at_least(0)(text)
 
 
 def flash_attention(text: str) -> int:

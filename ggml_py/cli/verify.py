@@ -27,8 +27,8 @@ def options(p) -> None:
     threads(p)
     attention(p)
     p.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
-                   help="of rerun, ubatch, pieces, sequences, threads, launch, kv_write, fusion, noise and device, all by "
-                        "default; one must run here")
+                   help="of rerun, ubatch, pieces, sequences, prefix, speculation, threads, launch, kv_write, fusion, noise, "
+                        "placement, which loads the weights a second time, and device, all by default; one must run here")
     p.add_argument("--reruns", type=at_least(1), default=2, metavar="N", help="of the default setting")
     p.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")
     p.add_argument("--dump", type=output(check_folder), metavar="DIR",
@@ -64,7 +64,8 @@ def verify(options, load_model) -> int:
                                options.type_k, options.type_v)
         check_some_run(axes, settings)
         difference, table = None, LiveTable(sys.stdout, windows)
-        with Verification(lambda device: load_on(path, device, load_model), windows, settings, table) as verification:
+        load = lambda device, placement=None: load_on(path, device, load_model, placement)
+        with Verification(load, windows, settings, table) as verification:
             verification.models[devices[0]] = model
             with table:
                 verification.run()

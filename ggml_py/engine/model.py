@@ -33,9 +33,10 @@ from ..base.errors import ParameterError, UserError
 from ..files.gguf import GGUFFile
 from ..files.pull import resolve
 from ..graph.fuse import switched_off
-from ..graph.place import Placement
+from ..graph.place import DeviceOf
 from ..graph.program import Arenas, Outputs, Program
 from ..models import model_class
+from ..base.placement import PlacementOptions
 from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from .sampling import not_a_number
@@ -57,14 +58,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class Model:
-    """Weights on one device. Use as a context manager, or call close() to free device memory.
+    """Weights on one device, or on several. Use as a context manager, or call close() to free device memory.
 
     Threads may share it and its tokenizer (see the top of this file)."""
 
-    def __init__(self, file: GGUFFile, backend: Backend, nextn: bool = False):
-        self.file, self.backend = file, backend
-        self.backends = {backend.device: backend}  # that contexts may place nodes on
-        self.architecture = model_class(file)(file, backend)
+    def __init__(self, file: GGUFFile, *backends: Backend, nextn: bool = False, placement: PlacementOptions | None = None):
+        """backends: those that the placement needs. Without one, all is on the first; `new_context(device_of=)` may use others.
+        """
+        self.file = file
+        self.backends = {backend.device: backend for backend in backends}
+        self.architecture = model_class(file)(file, placement or PlacementOptions((backends[0].device,)), self.backends)
+        self.backend = self.backends[self.architecture.placement.output]
         self._tokenizer: Tokenizer | None = None
         self.lock = RLock()  # for queueing a micro-batch: on a GPU a model's contexts share a stream and what its kernels leave
         self.pid = os.getpid()
@@ -73,17 +77,20 @@ class Model:
         self.architecture.load(nextn)
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "auto", nextn: bool = False) -> Self:
+    def load(cls, path: str | Path, device: str = "auto", nextn: bool = False,
+             placement: PlacementOptions | None = None) -> Self:
         """path: a GGUF file (the first part of a split one), or "smollm2", which is fetched when it is missing (`ggml-py pull`).
         device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that predict tokens further
-        on (NextN, MTP) are loaded, that is checked and on the device: they draft (`engine.mtp`).
+        on (NextN, MTP) are loaded, that is checked and on the device: they draft (`engine.mtp`). placement: of weights, caches
+        and nodes on several devices, in the place of `device`.
 
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
         with ExitStack() as to_close:  # unless the model has them
-            backend = to_close.enter_context(closing(open_backend(device)))
+            backends = [to_close.enter_context(closing(open_backend(each)))
+                        for each in (placement.needed if placement else [device])]
             file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr)))
-            model = cls(file, backend, nextn)
+            model = cls(file, *backends, nextn=nextn, placement=placement)
             to_close.pop_all()
         return model
 
@@ -109,16 +116,21 @@ class Model:
         hp = self.architecture.hp
         return (f"{self.file.path}: {self.architecture.name}, {hp.n_layer} layers of {hp.n_embd}, {hp.n_head[0]} heads, "
                 f"{hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k}, vocabulary {self.n_vocab}, trained for {self.n_ctx_train} "
-                f"positions; {self.architecture.w.n_bytes:,} bytes of weights on {self.device}")
+                f"positions; {', '.join(f'{n:,} bytes of weights on {device}' for device, n in self.weight_bytes().items())}")
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Of each device, the model's own first."""
+        found = self.architecture.w.bytes_by_device()
+        return {device: found[device] for device in self.architecture.placement.devices if found[device]}
 
     def report(self) -> str:
-        """What its device has copied so far, for --verbose; nothing of the CPU."""
-        return self.backend.report()
+        """What its devices have copied so far, for --verbose; nothing of the CPU."""
+        return "\n".join(filter(None, (backend.report() for backend in self.backends.values())))
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH,  # noqa: PLR0913 (settings, given by their names)
                     n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                     no_fuse: Iterable[str] | str = (), graphs: bool = True,
-                    kv_write: str = "set_rows", placement: Placement | None = None,
+                    kv_write: str = "set_rows", device_of: DeviceOf | None = None,
                     n_rollback: int = LEAST_ROLLBACK) -> "Context":
         """Memory for n_seq_max sequences, which share n_ctx: each has n_ctx // n_seq_max positions, so
         new_context(64, n_seq_max=2) has two sequences of 32.
@@ -130,14 +142,14 @@ class Model:
         no_fuse: names of graph passes to leave out (`graph.fuse.PASSES`), or "all".
         graphs: replay steps from CUDA graphs on a GPU.
         kv_write: how cells of the KV cache are named, "set_rows" or "cpy" (`state.kv_cache.KVCache`).
-        placement: node -> the name of one of `backends`, or None: all on the model's device.
+        device_of: node -> the name of one of `backends`, in the place of the model's placement.
         n_rollback: positions that sequences of a recurrent model can be taken back, which takes memory for each. Others go back
         to any.
         UserError in one line for what cannot be.
         """
         if not n_ctx:
             n_ctx = self.n_ctx_train * n_seq_max
-            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v, n_rollback)
+            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v, n_rollback).total()
             if n_bytes > MOST_DEFAULT_CONTEXT:
                 raise ParameterError("n_ctx", f"must be given: {self.n_ctx_train} positions, which {self.file.path} says it was "
                                               f"trained for, take {n_bytes:,} bytes for {n_seq_max} sequences; a context of that "
@@ -145,20 +157,21 @@ class Model:
         for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
             if value < 1:
                 raise ParameterError(name, f"must be at least 1, got {value}")
-        return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, placement,
+        return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, device_of,
                        n_rollback)
 
     @property
     def is_of_another_process(self) -> bool:
         """Whether this process was forked from the one that loaded the model on a GPU: it cannot use that memory."""
-        return self.backend.asynchronous and os.getpid() != self.pid
+        return any(backend.asynchronous for backend in self.backends.values()) and os.getpid() != self.pid
 
     def close(self) -> None:
         if self.is_of_another_process:
             return
         self.architecture.w.close()
         self.file.close()
-        self.backend.close()
+        for backend in self.backends.values():
+            backend.close()
 
     def __repr__(self) -> str:
         return (f"<Model {str(self.file.path)!r}: {self.architecture.name}, {self.architecture.hp.n_layer} layers, "
@@ -196,7 +209,7 @@ class Context:
     def __init__(self, model: Model, n_ctx: int, n_ubatch: int,  # noqa: PLR0913 (those of `Model.new_context`)
                  type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                  no_fuse: Iterable[str] | str = (), graphs: bool = True, kv_write: str = "set_rows",
-                 placement: Placement | None = None, n_rollback: int = LEAST_ROLLBACK):
+                 device_of: DeviceOf | None = None, n_rollback: int = LEAST_ROLLBACK):
         if n_ctx < n_seq_max:
             raise ParameterError("n_ctx", f"{n_ctx} positions do not give each of {n_seq_max} sequences one")
         if n_ctx // n_seq_max > MOST_POSITIONS:
@@ -204,18 +217,18 @@ class Context:
                                           f"{MOST_POSITIONS}")
         self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, n_ubatch, n_ctx // n_seq_max
-        n_bytes = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback)
-        held = model.backend.memory_bytes()
-        too_large = f"{n_seq_max} sequences of {self.n_ctx} positions take {n_bytes:,} bytes, more than {model.device} has"
-        if n_bytes > held:
-            raise ParameterError("n_ctx", f"{too_large}, {held:,}")
+        taken = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback)
+        take = f"{n_seq_max} sequences of {self.n_ctx} positions take"
+        for device, n_bytes in taken.items():
+            if n_bytes > (held := model.backends[device].memory_bytes()):
+                raise ParameterError("n_ctx", f"{take} {n_bytes:,} bytes, more than {device} has, {held:,}")
         try:
             self.memory = model.architecture.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write,
                                                          n_rollback=n_rollback)
-            self.rope_table = model.architecture.new_rope_table(self.n_ctx)
+            self.rope_tables = model.architecture.new_rope_tables(self.n_ctx)
         except MemoryError:
-            raise ParameterError("n_ctx", too_large) from None
-        self.placement = placement
+            raise ParameterError("n_ctx", f"{take} {taken.total():,} bytes, more than {', '.join(taken)} has") from None
+        self.device_of = device_of
         self.arenas = Arenas(model.backends)
         self.programs: OrderedDict[tuple, Program] = OrderedDict()
         self.cuda_graphs = {device: cache for device, backend in model.backends.items()
@@ -371,8 +384,8 @@ class Context:
                 raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")
             program = self.programs.get(key)
             if program is None or program.generation != self.arenas.generation:
-                graph = self.model.architecture.build(self.memory, self.rope_table, *key)
-                program = self.programs[key] = Program(graph, self.arenas, self.no_fuse, self.placement)
+                graph = self.model.architecture.build(self.memory, self.rope_tables, *key)
+                program = self.programs[key] = Program(graph, self.arenas, self.no_fuse, self.device_of)
             self.programs.move_to_end(key)
             while len(self.programs) > SHAPES:
                 self.programs.popitem(last=False)
@@ -476,9 +489,8 @@ class Context:
         self.programs.clear()
         self.arenas.close()
         self.memory.close()
-        if self.rope_table.buffer is not None:
-            self.model.backend.free(self.rope_table.buffer)
-            self.rope_table.buffer = None
+        self.model.architecture.free_rope_tables(self.rope_tables)
+        self.rope_tables = {}
 
     def __enter__(self) -> Self:
         return self

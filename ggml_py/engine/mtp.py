@@ -33,7 +33,7 @@ class MTP:
         architecture = model.architecture
         self.model, self.p_min, self.n_ctx = model, p_min, n_ctx
         self.memory = architecture.new_nextn_memory(n_ctx, type_k, type_v)
-        self.table = architecture.new_nextn_rope_table(n_ctx)
+        self.tables = architecture.new_nextn_rope_tables(n_ctx)
         self.arenas = Arenas(model.backends)
         self.programs: OrderedDict[tuple[int, str], Program] = OrderedDict()
         self.replays = {device: cache for device, backend in model.backends.items()
@@ -114,7 +114,7 @@ class MTP:
         program = self.programs.get(key)
         if program is None or program.generation != self.arenas.generation:
             architecture = self.model.architecture
-            graph = architecture.build_nextn(self.memory, self.table, n_tokens, architecture.hp.n_layer, logits)
+            graph = architecture.build_nextn(self.memory, self.tables, n_tokens, architecture.hp.n_layer, logits)
             program = self.programs[key] = Program(graph, self.arenas)
         self.programs.move_to_end(key)
         while len(self.programs) > SHAPES:
@@ -128,4 +128,4 @@ class MTP:
         self.programs.clear()
         self.arenas.close()
         self.memory.close()
-        self.model.backend.free(self.table.buffer)
+        self.model.architecture.free_rope_tables(self.tables)

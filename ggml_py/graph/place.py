@@ -1,17 +1,23 @@
-"""The pass `place`: every node gets a device, and every result the layout of activations that its device has."""
+"""The pass `place`: every node gets a device, and every result the layout of activations that its device has.
+
+Nodes follow what is large and stays: the largest of the weights, tables and states that they read. Other nodes run where the
+fewest bytes must be brought, of equals where they were made, which is where their layer is. So between the devices of a layer
+whose experts lie elsewhere, hidden states and the choice of experts cross, and nothing else."""
 from collections.abc import Callable, Mapping
 
 from ..backends.base import Backend
-from .graph import Graph, GraphError, Node
+from ..base.storage import n_bytes
+from .graph import Graph, GraphError, Node, Tensor
 
-Placement = Callable[[Node], str]  # node -> the name of its device
+DeviceOf = Callable[[Node], str]  # node -> the name of its device
 
 
-def place(graph: Graph, backends: Mapping[str, Backend], placement: Placement | None = None) -> None:
-    """placement: None leaves nodes where they were made. A node that writes into a state runs where the state lies, whatever the
-    placement says. GraphError for a device without a backend."""
+def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | None = None) -> None:
+    """device_of: decides in the place of the rule above. A node that writes into a state runs where the state lies, whatever it
+    says. GraphError for a device without a backend."""
+    inputs = {*graph.inputs.values()}
     for node in graph.nodes:
-        device = placement(node) if placement else node.device
+        device = device_of(node) if device_of else _followed(node, inputs)
         for root in node.written:
             device = root.device
         if device not in backends:
@@ -22,7 +28,39 @@ def place(graph: Graph, backends: Mapping[str, Backend], placement: Placement | 
                 if result.base is None:
                     result.device = device
                     result.layout = backends[device].activations.name if result.dtype == "act" else ""
+    if device_of is None:
+        _quantize_where_read(graph, backends)
 
 
 def _inside(node: Node) -> list[Node]:
     return [each for part in node.parts for each in (part, *_inside(part))]
+
+
+def _followed(node: Node, inputs: set[Tensor]) -> str:
+    sources = [tensor for tensor in dict.fromkeys(node.src) if tensor.root not in inputs]  # those are on every device
+    roots = dict.fromkeys(tensor.root for tensor in sources)
+    if lasting := [root for root in roots if root.node is None]:
+        return max(lasting, key=lambda root: (n_bytes(root), root.device == node.device)).device
+    brought = {device: sum(n_bytes(tensor) for tensor in sources if tensor.root.device != device)
+               for device in dict.fromkeys([node.device, *(root.device for root in roots)])}
+    return min(brought, key=brought.__getitem__)
+
+
+def _quantize_where_read(graph: Graph, backends: Mapping[str, Backend]) -> None:
+    """Floats cross, not activation blocks, whose layout is their device's: they are quantized again, to the same bits."""
+    again: dict[tuple[Node, str], Tensor] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        for act in [tensor for tensor in node.src if tensor.dtype == "act" and tensor.root.device != node.device]:
+            made = act.node
+            if made is None or made.op != "quantize":
+                continue
+            key = made, node.device
+            if key not in again:
+                result = again[key] = Tensor(f"{act.name}@{node.device}", "act", act.shape, node.device,
+                                             layout=backends[node.device].activations.name)
+                result.node = Node(result.name, "quantize", made.src, {}, node.device, (result,))
+                nodes.append(result.node)
+            node.read_instead(act, again[key])
+        nodes.append(node)
+    graph.nodes[:] = nodes

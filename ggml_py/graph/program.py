@@ -14,7 +14,7 @@ from .elide import elide
 from ..ops.compose import FUSED
 from .fuse import fuse, lower
 from .graph import Graph, Node, Tensor
-from .place import Placement, place
+from .place import DeviceOf, place
 from .plan import ALIGNMENT, plan_memory
 from .split import Run, split
 
@@ -85,14 +85,13 @@ class Program:
     Inputs and intermediate results share the arenas; the inputs lie side by side on the first device and are written in one
     transfer."""
 
-    def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), placement: Placement | None = None):
-        """no_fuse: names of passes that are left out, or "all". placement: node -> device;
-        None: every node runs where it was made."""
+    def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), device_of: DeviceOf | None = None):
+        """no_fuse: names of passes that are left out, or "all". device_of: node -> device; None: as `place` has it."""
         self.backends = arenas.backends
         self.outputs, self.inputs = graph.outputs, list(graph.inputs.values())
         self.input_device = self.inputs[0].device
         backend_of = lambda node: self.backends[node.device]
-        place(graph, self.backends, placement)
+        place(graph, self.backends, device_of)
         ops = [op for op in FUSED if any(backend.has_kernel(op) for backend in self.backends.values())]
         nodes = lower(fuse(graph, no_fuse, lambda node: backend_of(node).accepts(node), ops),
                       lambda node: backend_of(node).has_kernel(node.op))
@@ -120,6 +119,7 @@ class Program:
             arenas.ensure(device, size + (self.input_bytes if device == self.input_device else 0))
         self.staging = np.zeros(self.input_bytes, np.uint8)
         self.staged: list[tuple[Tensor, np.ndarray]] = []  # the inputs and where their values go
+        self.copied: dict[Tensor, Tensor] = {}  # of this run, inputs whose values are an output on the device
         for tensor, start in zip(self.inputs, starts):
             tensor.buffer, tensor.offset = arenas.buffers[self.input_device], start
             self.staged.append((tensor,
@@ -133,10 +133,12 @@ class Program:
         return sum(len(run.nodes) for run in self.runs if run.device != self.input_device), len(self.crossings)
 
     def report(self) -> str:
-        """What runs where, and the memory plan, in a few lines."""
+        """What runs where, what is brought from other devices, and the memory plan, in a few lines."""
         computed, copied = self.off_device()
+        brought = sum(n_bytes(copy.src[0]) for copy in self.crossings)
         runs = ", ".join(f"{len(run.nodes)} on {run.device}" for run in self.runs)
-        return f"nodes: {runs}; off {self.input_device}: {computed} nodes, {copied} copies\n{self.plan.report()}"
+        return (f"nodes: {runs}; off {self.input_device}: {computed} nodes; {copied} copies between devices, {brought:,} bytes\n"
+                f"{self.plan.report()}")
 
     @cached_property
     def parts(self) -> list[Part]:
@@ -146,11 +148,15 @@ class Program:
                 for run in self.runs]
 
     def _transfer(self, node: Node) -> Callable[[], None]:
-        """Brings an operand from another device, in the layout that its own device has."""
+        """Brings an operand from another device, in the layout that its own device has; an input from the host."""
         source, to = node.src[0], node.results[0]
         source_backend, backend, size = self.backends[source.root.device], self.backends[to.device], n_bytes(source)
+        staged = dict(self.staged).get(source)
 
         def transfer() -> None:
+            if staged is not None and source not in self.copied:
+                backend.write(*to.memory, staged.reshape(-1).view(np.uint8))
+                return
             if source.layout == to.layout and type(source_backend) is type(backend):
                 backend.copy(*to.memory, source_backend, *source.memory, size)
                 return
@@ -168,7 +174,8 @@ class Program:
         """values: one array for each input, of its dtype and shape; or (Outputs, i) of the last run in these arenas, whose output
         i has that dtype and shape and, where it is of this program, is copied on the device; Outputs alone: the first. graphs: by
         device, what replays the steps, under the key and the number of the run."""
-        backend, copied = self.backends[self.input_device], []
+        backend = self.backends[self.input_device]
+        self.copied.clear()
         for tensor, staged in self.staged:
             value = values[tensor.name]
             if isinstance(value, (tuple, Outputs)):
@@ -178,11 +185,11 @@ class Program:
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
             if isinstance(value, Tensor):
-                copied.append((tensor, value))
+                self.copied[tensor] = value
             else:
                 staged[...] = value
         backend.write(*self.inputs[0].memory, self.staging)
-        for tensor, output in copied:
+        for tensor, output in self.copied.items():
             backend.copy(*tensor.memory, backend, *output.memory, n_bytes(tensor))
         parts = self.parts
         for late in self.late:

@@ -26,7 +26,8 @@ from ..engine.settings import Settings, new_context
 from .bandwidth import copy_GB_s, weight_bytes_per_token
 from .statistics import mean_and_deviation
 
-DEFAULTS = dict(n_batch=N_BATCH, n_ubatch=N_UBATCH, type_k="f16", type_v="f16", no_fuse="", graphs=1, kv_write="set_rows")
+DEFAULTS = dict(n_batch=N_BATCH, n_ubatch=N_UBATCH, type_k="f16", type_v="f16", no_fuse="", graphs=1, kv_write="set_rows",
+                placement="")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Test:
 
 @dataclass(frozen=True)
 class Config:
-    """What a test runs on and with. no_fuse: names of graph passes left out, with commas between."""
+    """What a test runs on and with. device: or several that share the model, with / between. no_fuse: names of graph passes left
+    out, with commas between. placement: what lies on which, as options."""
     model: str
     device: str
     n_threads: int
@@ -59,6 +61,7 @@ class Config:
     no_fuse: str
     graphs: int               # 1: steps are replayed from CUDA graphs
     kv_write: str
+    placement: str
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Result:
     no_fuse: str
     graphs: int
     kv_write: str
+    placement: str
     seed: int
     n_prompt: int
     n_gen: int
@@ -111,14 +115,14 @@ def tests_of(n_prompt: list[int], n_gen: list[int], n_pg: list[tuple[int, int]],
     return list(dict.fromkeys(tests))
 
 
-def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(), no_fuse: str = "", graphs: int = 1,
-               kv_write: str = "set_rows") -> list[Config]:
+def configs_of(models, devices, n_threads, n_batch=(), n_ubatch=(), type_k=(), type_v=(),  # noqa: PLR0913 (settings)
+               no_fuse: str = "", graphs: int = 1, kv_write: str = "set_rows", placement: str = "") -> list[Config]:
     """All combinations of these lists, those of one model on one device side by side; the default for an empty one.
     A micro-batch is at most a batch."""
     others = (values or [DEFAULTS[name]]
               for name, values in dict(n_batch=n_batch, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v).items())
     combinations = itertools.product(models, devices, n_threads, *others)
-    return list(dict.fromkeys(Config(m, d, t, b, min(ub, b), k, v, no_fuse, graphs, kv_write)
+    return list(dict.fromkeys(Config(m, d, t, b, min(ub, b), k, v, no_fuse, graphs, kv_write, placement)
                               for m, d, t, b, ub, k, v in combinations))
 
 
@@ -188,8 +192,8 @@ def in_short(n: int) -> str:
 
 @lru_cache(None)
 def copy_GB_s_of(device: str) -> float:
-    """Measured before a model takes the memory."""
-    with closing(open_backend(device)) as backend:
+    """Measured before a model takes the memory. device: of several the first."""
+    with closing(open_backend(device.split("/")[0])) as backend:
         return copy_GB_s(backend)
 
 
@@ -213,7 +217,8 @@ def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, wa
         model_filename=config.model, model_type=model_type(model.file), model_size=sum(t.n_bytes for t in tensors),
         model_n_params=sum(math.prod(t.shape) for t in tensors),
         n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v, flash_attn=1,
-        no_fuse=config.no_fuse, graphs=config.graphs, kv_write=config.kv_write, seed=seed,
+        no_fuse=config.no_fuse, graphs=config.graphs, kv_write=config.kv_write,
+        placement=config.placement, seed=seed,
         n_prompt=test.n_prompt, n_gen=test.n_gen, n_depth=test.n_depth, test_time=began,
         avg_ns=avg_ns, stddev_ns=stddev_ns, avg_ts=avg_ts, stddev_ts=stddev_ts, copy_GB_s=copy, bytes_per_token=n_bytes,
         memory_share=n_bytes and n_bytes * avg_ts / (1e9 * copy), samples_ns=samples_ns, samples_ts=samples_ts)

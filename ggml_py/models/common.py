@@ -1,6 +1,9 @@
 """What architectures share: attention and feed-forward blocks, whose weights and sizes follow from the hyperparameters."""
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -9,12 +12,16 @@ from ..base.rope_table import rope_table
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
 from ..graph.graph import Graph, Tensor
+from ..graph.place import place
 from ..state.base import Memory
 from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
 from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
 from .hparams import Hparams, Keys, because
+from ..base.placement import PlacementOptions
 from .weights import Paper, Weights
+
+RopeTables = Mapping[str, Tensor]  # by device
 
 
 @dataclass
@@ -22,12 +29,17 @@ class Batch:
     """A graph being built for one micro-batch, and what every layer of it reads."""
     g: Graph
     memory: Memory
-    rope_table: Tensor
+    rope_tables: RopeTables
     n_tokens: int
     n_outputs: int
     pos: Tensor
     out_ids: Tensor
     all_rows: bool = False  # all tokens go on behind the last layer
+
+    @property
+    def rope_table(self) -> Tensor:
+        """Of the device where the layer is that is being built."""
+        return self.rope_tables[self.g.device]
 
 
 class Transformer:
@@ -41,15 +53,18 @@ class Transformer:
     has_nextn = False  # its files may have a block behind the layers that predicts a token further on
     ffn_norm = "ffn_norm"  # what files call the norm before the feed-forward block
 
-    def __init__(self, file: GGUFFile, backend):
-        """backend: of a device, or `Paper`."""
-        is_paper = isinstance(backend, Paper)
+    def __init__(self, file: GGUFFile, options: PlacementOptions, backends: Mapping | None = None):
+        """backends: of the devices that the options need; None: what is built is checked on `Paper`."""
+        is_paper = backends is None
         # The one on paper comes first: its errors name the keys that a bound follows from.
-        self.on_paper = self if is_paper else type(self)(file, Paper())
+        self.on_paper = self if is_paper else type(self)(file, options)
         self.keys = Keys(file, is_paper)
-        self.file, self.hp, self.w = file, self.read_hparams(), Weights(file, backend)
-        if "token_embd.weight" not in self.w:
+        self.file, self.hp = file, self.read_hparams()
+        if "token_embd.weight" not in file.tensors:
             raise UserError(f"{file.path}: tensor token_embd.weight is missing")
+        self.placement = options.place(self.hp.n_layer, self.hp.n_block, "output.weight" not in file.tensors, file.tensors)
+        self.backends: Mapping[str, Any] = backends or {device: Paper(device) for device in self.placement.devices}
+        self.w = Weights(file, self.backends, self.placement)
         self.n_vocab = file.tensors["token_embd.weight"].shape[-1]
         self.check()
 
@@ -65,10 +80,17 @@ class Transformer:
     def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows",
                    n_block: int | None = None, n_rollback: int = LEAST_ROLLBACK) -> Memory:
         """n_block: of so many blocks; None: of the layers."""
-        cache = KVCache(self.w.backend, self.cache_sizes()[:n_block or self.hp.n_layer], n_ctx, n_seq_max, type_k, type_v,
-                        kv_write)
+        cache = KVCache(self.backends, self.cache_sizes()[:n_block or self.hp.n_layer], self.memory_devices, n_ctx, n_seq_max,
+                        type_k, type_v, kv_write)
         sizes = self.state_sizes()
-        return HybridMemory(cache, RecurrentMemory(self.w.backend, sizes, n_ctx, n_seq_max, n_rollback)) if sizes else cache
+        if not sizes:
+            return cache
+        return HybridMemory(cache, RecurrentMemory(self.backends, sizes, self.memory_devices, n_ctx, n_seq_max, n_rollback))
+
+    @property
+    def memory_devices(self) -> list[str]:
+        """Where caches and states of each block lie."""
+        return [self.placement.memory(il) for il in range(self.hp.n_block)]
 
     def cache_sizes(self) -> list[tuple[int, int]]:
         """Columns of K and of V of each block."""
@@ -80,60 +102,79 @@ class Transformer:
 
     def cache_bytes(self, n_ctx: int, type_k: str, type_v: str) -> int:
         """Bytes of K and V of all layers for n_ctx positions, as `new_memory` would take them; asks for none."""
-        k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_ctx, type_k, type_v)
-        return sum(map(n_bytes, k + v))
+        return sum(map(n_bytes, self._caches(n_ctx, type_k, type_v)))
 
     def state_bytes(self, n_rollback: int = LEAST_ROLLBACK) -> int:
         """Bytes of the states of a sequence's recurrent layers."""
-        return sum(map(n_bytes, state_tensors(self.state_sizes(), n_rollback + 1).values()))
+        return sum(map(n_bytes, self._states(n_rollback)))
 
-    def context_bytes(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, n_rollback: int = LEAST_ROLLBACK) -> int:
-        """Bytes of n_seq_max sequences of n_ctx positions: caches, a mark for each cell, states, and the table of rotary
-        angles."""
-        return (self.cache_bytes(n_ctx * n_seq_max, type_k, type_v) + n_ctx * n_seq_max + n_seq_max * self.state_bytes(n_rollback)
-                + n_ctx * self.hp.rope.n_rot * 4)
+    def _caches(self, n_ctx: int, type_k: str, type_v: str) -> list[Tensor]:
+        k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_ctx, type_k, type_v, self.memory_devices)
+        return k + v
+
+    def _states(self, n_rollback: int) -> list[Tensor]:
+        return [*state_tensors(self.state_sizes(), n_rollback + 1, self.memory_devices).values()]
+
+    def context_bytes(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str,
+                      n_rollback: int = LEAST_ROLLBACK) -> Counter[str]:
+        """Bytes on each device of n_seq_max sequences of n_ctx positions: caches, a mark for each cell, states, and tables of
+        rotary angles."""
+        found = Counter({self.placement.output: n_ctx * n_seq_max})
+        for tensor in self._caches(n_ctx * n_seq_max, type_k, type_v):
+            found[tensor.device] += n_bytes(tensor)
+        for tensor in self._states(n_rollback):
+            found[tensor.device] += n_seq_max * n_bytes(tensor)
+        for device in {*self.placement.layers}:
+            found[device] += n_ctx * self.hp.rope.n_rot * 4
+        return found
 
     def new_nextn_memory(self, n_ctx: int, type_k: str, type_v: str) -> Memory:
         """Of a sequence's NextN blocks, whose attention is plain."""
         sizes = [(0, 0)] * self.hp.n_layer + self.cache_sizes()[self.hp.n_layer:]
-        return KVCache(self.w.backend, sizes, n_ctx, 1, type_k, type_v)
+        return KVCache(self.backends, sizes, self.memory_devices, n_ctx, 1, type_k, type_v)
 
-    def new_rope_table(self, n_ctx: int) -> Tensor:
-        return self.upload_rope_table(n_ctx, self.rope_factors(n_ctx))
+    def new_rope_tables(self, n_ctx: int) -> RopeTables:
+        """One on each device that has layers."""
+        return self.upload_rope_tables(n_ctx, self.rope_factors(n_ctx))
 
-    def new_nextn_rope_table(self, n_ctx: int) -> Tensor:
-        return self.new_rope_table(n_ctx)
+    def new_nextn_rope_tables(self, n_ctx: int) -> RopeTables:
+        return self.new_rope_tables(n_ctx)
 
-    def upload_rope_table(self, n_ctx: int, factors: np.ndarray | None) -> Tensor:
+    def upload_rope_tables(self, n_ctx: int, factors: np.ndarray | None) -> RopeTables:
         table = rope_table(self.hp.rope, n_ctx, factors)
-        backend = self.w.backend
-        return Tensor("rope_table", "f32", table.shape, backend.device, buffer=backend.upload(table))
+        return {device: Tensor("rope_table", "f32", table.shape, device, buffer=self.backends[device].upload(table))
+                for device in dict.fromkeys(self.placement.layers)}
+
+    def free_rope_tables(self, tables: RopeTables) -> None:
+        for device, table in tables.items():
+            self.backends[device].free(table.buffer)
 
     def rope_factors(self, n_ctx: int) -> np.ndarray | None:
         """Frequency divisors [R/2] in contexts of n_ctx positions."""
         return None
 
     def load(self, nextn: bool = False) -> None:
-        """Puts every weight on the device, by building the graphs that read them: on paper first, where each tensor must have the
+        """Puts every weight on its device, by building the graphs that read them: on paper first, where each tensor must have the
         shape that follows from the hyperparameters. nextn: also those of the NextN blocks."""
         if nextn and self.hp.n_block == self.hp.n_layer:
             raise UserError(f"{self.file.path}: nextn: {self.name}.nextn_predict_layers is 0 or missing, must be positive for "
                             "blocks to load")
         self.on_paper.check_tensors(nextn)
-        needed, backend = self.on_paper.w.n_bytes, self.w.backend
-        if needed > backend.memory_bytes():
-            raise UserError(f"{self.file.path}: the weights take {needed:,} bytes, more than {backend.device} has, "
-                            f"{backend.memory_bytes():,}")
-        memory, table = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block), self.new_rope_table(1)
-        for node in (node for graph in self.graphs_of_one_token(memory, table, nextn) for node in graph.live()):
-            backend.prepare(node)
-        backend.free(table.buffer)
+        for device, needed in self.on_paper.w.bytes_by_device().items():
+            if needed > (held := self.backends[device].memory_bytes()):
+                raise UserError(f"{self.file.path}: the weights take {needed:,} bytes, more than {device} has, {held:,}")
+        memory, tables = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block), self.new_rope_tables(1)
+        for graph in self.graphs_of_one_token(memory, tables, nextn):
+            place(graph, self.backends)
+            for node in graph.live():
+                self.backends[node.device].prepare(node)
+        self.free_rope_tables(tables)
         memory.close()
 
-    def graphs_of_one_token(self, memory: Memory, table: Tensor, nextn: bool) -> list[Graph]:
+    def graphs_of_one_token(self, memory: Memory, tables: RopeTables, nextn: bool) -> list[Graph]:
         """They read every weight."""
         behind = range(self.hp.n_layer, self.hp.n_block) if nextn else ()
-        return [self.build(memory, table, 1, 1), *(self.build_nextn(memory, table, 1, il) for il in behind)]
+        return [self.build(memory, tables, 1, 1), *(self.build_nextn(memory, tables, 1, il) for il in behind)]
 
     def check_tensors(self, nextn: bool) -> None:
         """On paper: the hyperparameters and the tensors, against each other."""
@@ -141,24 +182,27 @@ class Transformer:
             raise UserError(f"{self.file.path}: token_embd.weight has {self.n_vocab} rows, must have one for each of "
                             f"{self.hp.n_vocab} tokens{because(self.hp.n_vocab)}")
         memory = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block)
-        table = Tensor("rope_table", "f32", (1, self.hp.rope.n_rot // 2, 2), self.w.backend.device)
-        self.graphs_of_one_token(memory, table, nextn)
+        shape = 1, self.hp.rope.n_rot // 2, 2
+        tables = {device: Tensor("rope_table", "f32", shape, device) for device in self.placement.layers}
+        self.graphs_of_one_token(memory, tables, nextn)
         self.rope_factors(1)
         self.w.check_bytes()
 
-    def build(self, memory: Memory, table: Tensor, n_tokens: int, n_outputs: int, greedy: bool = False,
+    def build(self, memory: Memory, tables: RopeTables, n_tokens: int, n_outputs: int, greedy: bool = False,
               hidden: bool = False) -> Graph:
         """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if
         any; greedy: only the ids of the largest, i32 [n_outputs]. hidden: behind them the results of the last norm of all tokens,
         f32 [n_tokens, n_embd], from which a NextN block goes on."""
-        hp, g = self.hp, Graph(self.w.backend.device)
+        hp, g = self.hp, Graph(self.placement.output)
         x = g.get_rows(self.w("token_embd.weight", self.n_vocab, hp.n_embd), g.input("tokens", "i32", (n_tokens,)),
                        name="inp_embd")
-        b = Batch(g, memory, table, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
+        b = Batch(g, memory, tables, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
                   g.input("out_ids", "i32", (n_outputs,)), hidden)
         memory.inputs(g, n_tokens)
         for il in range(hp.n_layer):
+            g.device = self.placement.layers[il]
             x = self.layer(b, il, x)
+        g.device = self.placement.output
         x = g.rms_norm(x, self.w("output_norm.weight", hp.n_embd), eps=hp.eps, name="result_norm")
         rows = g.take_rows(x, b.out_ids, name="result_rows") if hidden and n_outputs < n_tokens else x
         logits = self.linear(b, rows, self.head, self.n_vocab, name="result_output")
@@ -171,7 +215,7 @@ class Transformer:
         """The output head, or the embedding, to which it is tied."""
         return "output" if "output.weight" in self.w else "token_embd"
 
-    def build_nextn(self, memory: Memory, table: Tensor, n_tokens: int, il: int, logits: str = "all") -> Graph:
+    def build_nextn(self, memory: Memory, tables: RopeTables, n_tokens: int, il: int, logits: str = "all") -> Graph:
         """The NextN block il behind the layers. Inputs: tokens, pos, memory's, and hidden f32 [n, n_embd]: of each token the
         result of the last norm at the position before, of the model or of this graph. Outputs: the logits of the tokens behind
         (logits "argmax": the ids of the largest), and the results of the block's last norm; "none": nothing, only its memory is
@@ -180,11 +224,11 @@ class Transformer:
             from . import ARCHITECTURES
             known = ", ".join(name for name, model in ARCHITECTURES.items() if model.has_nextn)
             raise UserError(f"{self.file.path}: nextn: {self.name} is not supported, allowed: {known}")
-        hp, g, p = self.hp, Graph(self.w.backend.device), f"blk.{il}.nextn."
+        hp, g, p = self.hp, Graph(self.placement.output), f"blk.{il}.nextn."
         own = lambda name, otherwise: p + name if f"{p}{name}.weight" in self.w else otherwise
         norm = lambda x, base, name: g.rms_norm(x, self.w(f"{base}.weight", hp.n_embd), eps=hp.eps, name=f"{name}-{il}")
         tokens, hidden = g.input("tokens", "i32", (n_tokens,)), g.input("hidden", "f32", (n_tokens, hp.n_embd))
-        b = Batch(g, memory, table, n_tokens, n_tokens, g.input("pos", "i32", (n_tokens,)),
+        b = Batch(g, memory, tables, n_tokens, n_tokens, g.input("pos", "i32", (n_tokens,)),
                   g.input("out_ids", "i32", (n_tokens,)))
         memory.inputs(g, n_tokens)
         x = g.get_rows(self.w(own("embed_tokens", "token_embd") + ".weight", self.n_vocab, hp.n_embd), tokens,

@@ -5,7 +5,7 @@ The NextN block behind the layers rotates without sections, whatever the file sa
 import numpy as np
 
 from ..graph.graph import Tensor
-from .common import Batch
+from .common import Batch, RopeTables
 from .experts import SIGMOID, MixtureOfExperts
 
 
@@ -30,5 +30,5 @@ class Glm4MoE(MixtureOfExperts):
         pairs = np.arange(self.hp.rope.n_rot // 2) % sum(sections)
         return np.where(pairs < sum(sections[:3]), 1, np.inf).astype(np.float32)
 
-    def new_nextn_rope_table(self, n_ctx: int) -> Tensor:
-        return self.upload_rope_table(n_ctx, None)
+    def new_nextn_rope_tables(self, n_ctx: int) -> RopeTables:
+        return self.upload_rope_tables(n_ctx, None)

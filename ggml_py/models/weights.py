@@ -1,4 +1,6 @@
-"""The tensors of a model file on a device, each checked by name, type and shape."""
+"""The tensors of a model file on its devices, each checked by name, type and shape."""
+from collections import Counter
+from collections.abc import Mapping
 from itertools import dropwhile
 from math import prod
 
@@ -11,6 +13,7 @@ from ..graph.graph import Tensor
 from ..quant import tile
 from ..quant.formats import CHUNK, FORMATS
 from .hparams import because
+from ..base.placement import Placement
 
 MATRIX_TYPES = tuple(name for name, format in FORMATS.items() if format.planes)  # those that have a tile layout
 VECTOR_TYPES = tuple(name for name, format in FORMATS.items() if format.values)  # floats
@@ -21,23 +24,25 @@ MOST_TIMES, SPARE_BYTES = 4, 32 << 20
 
 class Paper:
     """A device without memory. What is built on it is checked, and neither read nor computed."""
-    device = "cpu"
+
+    def __init__(self, device: str):
+        self.device = device
 
     def empty(self, n_bytes: int) -> None: ...
     def free(self, buffer) -> None: ...
 
 
 class Weights:
-    """The tensors of a file by name, put on a device when first asked for: matrices as tiles, vectors as float32.
+    """The tensors of a file by name, put on their devices when first asked for: matrices as tiles, vectors as float32.
 
     On `Paper` they have no memory, and vectors for the host are ones.
     """
 
-    def __init__(self, file: GGUFFile, backend):
-        """backend: of a device, or `Paper`."""
-        self.file, self.backend = file, backend
+    def __init__(self, file: GGUFFile, backends: Mapping, placement: Placement):
+        """backends: by device, or `Paper` for each."""
+        self.file, self.backends, self.placement = file, backends, placement
         self.loaded: dict[tuple, Tensor] = {}
-        self.on_paper = isinstance(backend, Paper)
+        self.on_paper = any(isinstance(backend, Paper) for backend in backends.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self.file.tensors
@@ -75,8 +80,9 @@ class Weights:
         return info
 
     def _leaf(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray | None) -> Tensor:
-        """A tensor whose memory on the device holds the array; on paper it has none."""
-        return Tensor(name, dtype, shape, self.backend.device, buffer=None if self.on_paper else self.backend.upload(array))
+        """A tensor whose memory on its device holds the array; on paper it has none."""
+        device = self.placement.weight(name)
+        return Tensor(name, dtype, shape, device, buffer=None if self.on_paper else self.backends[device].upload(array))
 
     def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         from ..quant.dequantize import dequantize
@@ -102,7 +108,13 @@ class Weights:
 
     @property
     def n_bytes(self) -> int:
-        return sum(n_bytes(t) for t in self.loaded.values())
+        return sum(self.bytes_by_device().values())
+
+    def bytes_by_device(self) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for tensor in self.loaded.values():
+            found[tensor.device] += n_bytes(tensor)
+        return found
 
     def check_bytes(self) -> None:
         """Refuses weights whose tiles are mostly padding."""
@@ -114,5 +126,5 @@ class Weights:
 
     def close(self) -> None:
         for tensor in self.loaded.values():
-            self.backend.free(tensor.buffer)
+            self.backends[tensor.device].free(tensor.buffer)
         self.loaded = {}

@@ -3,6 +3,8 @@
 Each sequence owns n_ctx cells; position p of sequence s is cell s * n_ctx + p, so a sequence's bits cannot depend on its
 neighbours.
 """
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ..backends.base import Backend
@@ -14,19 +16,19 @@ KV_WRITES = "set_rows", "cpy"
 
 
 def cache_tensors(layers: list[tuple[int, int]], n_cells: int, type_k: str, type_v: str,
-                  device: str = "cpu") -> tuple[list[Tensor], list[Tensor]]:
+                  devices: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
     """K and V of each layer, [n_cells, columns] in their cache types, without memory.
-    layers: (columns of K, columns of V) each."""
+    layers: (columns of K, columns of V) each; devices: of each."""
     for parameter, type_ in ("type_k", type_k), ("type_v", type_v):
         if type_ not in CACHE_TYPES:
             raise ParameterError(parameter, f"{type_!r} is not a cache type; allowed: {', '.join(CACHE_TYPES)}")
 
-    def tensor(name: str, dtype: str, n_cols: int) -> Tensor:
+    def tensor(name: str, dtype: str, n_cols: int, device: str) -> Tensor:
         if n_cols % CACHE_TYPES[dtype][0]:
             raise UserError(f"{name}: {dtype} rows must be a multiple of {CACHE_TYPES[dtype][0]} values, got {n_cols}")
         return Tensor(name, dtype, (n_cells, n_cols), device)
-    return ([tensor(f"cache_k-{i}", type_k, k) for i, (k, _) in enumerate(layers)],
-            [tensor(f"cache_v-{i}", type_v, v) for i, (_, v) in enumerate(layers)])
+    return ([tensor(f"cache_k-{i}", type_k, k, device) for i, ((k, _), device) in enumerate(zip(layers, devices))],
+            [tensor(f"cache_v-{i}", type_v, v, device) for i, ((_, v), device) in enumerate(zip(layers, devices))])
 
 
 class KVCache:
@@ -35,22 +37,22 @@ class KVCache:
     kv_write: "set_rows" takes the numbers of the cells as data, "cpy" their addresses (copy indirection): `cpy_rows_indirect`
     copies to where a table says, a row of it for each cache. Same bits."""
 
-    def __init__(self, backend: Backend, layers: list[tuple[int, int]], n_ctx: int, n_seq_max: int, type_k: str, type_v: str,
-                 kv_write: str = "set_rows"):
-        """layers: (columns of K, columns of V) each."""
+    def __init__(self, backends: Mapping[str, Backend], layers: list[tuple[int, int]], devices: Sequence[str], n_ctx: int,
+                 n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows"):
+        """layers: (columns of K, columns of V) each; devices: of each."""
         if kv_write not in KV_WRITES:
             raise ParameterError("kv_write", f"{kv_write!r} is not allowed; allowed: {', '.join(KV_WRITES)}")
-        self.n_ctx, self.n_seq_max, self.backend, self.kv_write = n_ctx, n_seq_max, backend, kv_write
+        self.n_ctx, self.n_seq_max, self.backends, self.kv_write = n_ctx, n_seq_max, backends, kv_write
         self.n_rollback = n_ctx  # cells stay where they are
         self.lengths = np.zeros(n_seq_max, np.int32)  # the next positions
         self.present = np.zeros((n_seq_max, n_ctx), np.uint8)
-        self.k, self.v = cache_tensors(layers, n_seq_max * n_ctx, type_k, type_v, backend.device)
+        self.k, self.v = cache_tensors(layers, n_seq_max * n_ctx, type_k, type_v, devices)
         for tensor in self.k + self.v:
-            tensor.buffer = backend.empty(n_bytes(tensor))
+            tensor.buffer = backends[tensor.device].empty(n_bytes(tensor))
         if kv_write == "cpy":
             caches = [*self.k, *self.v]
             self.slots = {cache: slot for slot, cache in enumerate(caches)}
-            self.addresses = np.array([[backend.address(cache)] for cache in caches], np.int64)
+            self.addresses = np.array([[backends[cache.device].address(cache)] for cache in caches], np.int64)
             self.row_bytes = np.array([[n_bytes(cache) // cache.shape[0]] for cache in caches], np.int64)
 
     @property
@@ -107,8 +109,9 @@ class KVCache:
     def seq_cp(self, source: int, seq_id: int, n: int) -> None:
         for tensor in self.k + self.v:
             row_bytes = n_bytes(tensor) // tensor.shape[0]
-            self.backend.copy(tensor.buffer, seq_id * self.n_ctx * row_bytes, self.backend, tensor.buffer,
-                              source * self.n_ctx * row_bytes, n * row_bytes)
+            backend = self.backends[tensor.device]
+            backend.copy(tensor.buffer, seq_id * self.n_ctx * row_bytes, backend, tensor.buffer, source * self.n_ctx * row_bytes,
+                         n * row_bytes)
         self.present[seq_id] = 0
         self.present[seq_id, :n] = self.present[source, :n]
         self.lengths[seq_id] = n
@@ -119,5 +122,5 @@ class KVCache:
 
     def close(self) -> None:
         for tensor in self.k + self.v:
-            self.backend.free(tensor.buffer)
+            self.backends[tensor.device].free(tensor.buffer)
         self.k, self.v = [], []

@@ -8,6 +8,8 @@ fails, and a step that greedy queued in vain, are taken back exactly. Which slot
 
 Checkpoints are copies of a slot, and reach back further.
 """
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,9 @@ LEAST_ROLLBACK = 2  # greedy's step ahead, and the step before it, which may fai
 StateSizes = dict[int, dict[str, int]]  # layer -> name of a part of its state -> float32 values of a sequence
 
 
-def state_tensors(sizes: StateSizes, n_rows: int, device: str = "cpu") -> dict[tuple[int, str], Tensor]:
-    """f32 [n_rows, values] for each part of each layer's state, without memory."""
-    return {(il, part): Tensor(f"{part}_state-{il}", "f32", (n_rows, n), device)
+def state_tensors(sizes: StateSizes, n_rows: int, devices: Sequence[str]) -> dict[tuple[int, str], Tensor]:
+    """f32 [n_rows, values] for each part of each layer's state, without memory. devices: of each layer."""
+    return {(il, part): Tensor(f"{part}_state-{il}", "f32", (n_rows, n), devices[il])
             for il, parts in sizes.items() for part, n in parts.items()}
 
 
@@ -32,14 +34,16 @@ class RecurrentMemory:
     """States of recurrent layers, as `state.base.Memory`. n_rollback: positions that a sequence goes back without a
     checkpoint."""
 
-    def __init__(self, backend: Backend, sizes: StateSizes, n_ctx: int, n_seq_max: int, n_rollback: int = LEAST_ROLLBACK):
+    def __init__(self, backends: Mapping[str, Backend], sizes: StateSizes, devices: Sequence[str], n_ctx: int, n_seq_max: int,
+                 n_rollback: int = LEAST_ROLLBACK):
+        """devices: of each layer."""
         if n_rollback < LEAST_ROLLBACK:
             raise ParameterError("n_rollback", f"must be at least {LEAST_ROLLBACK}, got {n_rollback}")
-        self.backend, self.n_ctx, self.n_seq_max, self.n_rollback = backend, n_ctx, n_seq_max, n_rollback
+        self.backends, self.n_ctx, self.n_seq_max, self.n_rollback = backends, n_ctx, n_seq_max, n_rollback
         self.n_slots = n_rollback + 1
-        self.states = state_tensors(sizes, n_seq_max * self.n_slots, backend.device)
+        self.states = state_tensors(sizes, n_seq_max * self.n_slots, devices)
         for tensor in self.states.values():
-            tensor.buffer = backend.empty(n_bytes(tensor))
+            tensor.buffer = backends[tensor.device].empty(n_bytes(tensor))
         self.clear_marks()
 
     def clear_marks(self) -> None:
@@ -47,7 +51,7 @@ class RecurrentMemory:
         self.lengths = [0] * self.n_seq_max
         self.held: list[dict[int, int]] = [{} for _ in range(self.n_seq_max)]  # of a sequence: length -> the slot of its state
         self.kept = [0] * self.n_seq_max  # the length whose state is not written over
-        self.checkpoints: list[dict[int, Any]] = [{} for _ in range(self.n_seq_max)]  # length -> a buffer, part after part
+        self.checkpoints: list[dict[int, Any]] = [{} for _ in range(self.n_seq_max)]  # length -> by device, a buffer
 
     @property
     def n_bytes(self) -> int:
@@ -105,7 +109,7 @@ class RecurrentMemory:
         for length in [each for each in held if each > p0]:
             del held[length]
         for length in [each for each in self.checkpoints[seq_id] if each > p0]:
-            self.backend.free(self.checkpoints[seq_id].pop(length))
+            self._free(self.checkpoints[seq_id].pop(length))
         if p0 and p0 not in held:
             self._restore(seq_id, p0, seq_id)
         self.lengths[seq_id] = p0
@@ -123,9 +127,8 @@ class RecurrentMemory:
         self.seq_rm(seq_id, 0, self.n_ctx)
         if n in self.held[source]:
             self.held[seq_id][n], rows = 0, (source * self.n_slots + self.held[source][n], seq_id * self.n_slots)
-            for tensor in self.states.values():
-                row = n_bytes(tensor) // tensor.shape[0]
-                self.backend.copy(tensor.buffer, rows[1] * row, self.backend, tensor.buffer, rows[0] * row, row)
+            for backend, state, row, _ in self._parts():
+                backend.copy(state, rows[1] * row, backend, state, rows[0] * row, row)
         elif n:
             self._restore(source, n, seq_id)
         self.lengths[seq_id] = n
@@ -139,27 +142,35 @@ class RecurrentMemory:
         n = self.lengths[seq_id]
         if not n or n in self.checkpoints[seq_id]:
             return
-        buffer, at = self.backend.empty(self.n_bytes // (self.n_seq_max * self.n_slots)), 0
-        for tensor in self.states.values():
-            row = n_bytes(tensor) // tensor.shape[0]
-            self.backend.copy(buffer, at, self.backend, tensor.buffer, (seq_id * self.n_slots + self.held[seq_id][n]) * row, row)
-            at += row
-        self.checkpoints[seq_id][n] = buffer
+        sizes = {backend.device: at + row for backend, _, row, at in self._parts()}
+        buffers, slot = {device: self.backends[device].empty(size) for device, size in sizes.items()}, self.held[seq_id][n]
+        for backend, state, row, at in self._parts():
+            backend.copy(buffers[backend.device], at, backend, state, (seq_id * self.n_slots + slot) * row, row)
+        self.checkpoints[seq_id][n] = buffers
 
     def _restore(self, source: int, n: int, seq_id: int) -> None:
         """The state behind n positions of `source`, of its checkpoint, into a free slot of a sequence."""
-        held, at = self.held[seq_id], 0
+        held, buffers = self.held[seq_id], self.checkpoints[source][n]
         slot = next(slot for slot in range(self.n_slots) if slot not in held.values())
+        for backend, state, row, at in self._parts():
+            backend.copy(state, (seq_id * self.n_slots + slot) * row, backend, buffers[backend.device], at, row)
+        held[n] = slot
+
+    def _parts(self) -> Iterator[tuple[Backend, Any, int, int]]:
+        """Of each part: its backend, its memory, the bytes of a row, and where it is in a checkpoint's buffer of that device."""
+        ends: Counter[str] = Counter()
         for tensor in self.states.values():
             row = n_bytes(tensor) // tensor.shape[0]
-            self.backend.copy(tensor.buffer, (seq_id * self.n_slots + slot) * row, self.backend, self.checkpoints[source][n], at,
-                              row)
-            at += row
-        held[n] = slot
+            yield self.backends[tensor.device], tensor.buffer, row, ends[tensor.device]
+            ends[tensor.device] += row
+
+    def _free(self, checkpoint: dict[str, Any]) -> None:
+        for device, buffer in checkpoint.items():
+            self.backends[device].free(buffer)
 
     def drop_checkpoints(self, seq_id: int) -> None:
         while self.checkpoints[seq_id]:
-            self.backend.free(self.checkpoints[seq_id].popitem()[1])
+            self._free(self.checkpoints[seq_id].popitem()[1])
 
     def clear(self) -> None:
         for seq_id in range(self.n_seq_max):
@@ -168,6 +179,6 @@ class RecurrentMemory:
 
     def close(self) -> None:
         self.clear()
-        for tensor in self.states.values():
-            self.backend.free(tensor.buffer)
+        for backend, state, _, _ in self._parts():
+            backend.free(state)
         self.states = {}

@@ -166,7 +166,7 @@ def test_each_run_of_a_device_is_a_graph_of_its_own(open_model):
     """A layer on another device: the GPU's runs before and behind it are captured, copies are made between them."""
     model = open_model()
     model.backends["cpu"] = CPUBackend()
-    with model.new_context(n_ctx=256, placement=lambda node: "cpu" if node.name == "ffn_out-0" else "cuda:0") as context:
+    with model.new_context(n_ctx=256, device_of=lambda node: "cpu" if node.name == "ffn_out-0" else "cuda:0") as context:
         for i in range(4):
             context.decode(TOKENS[i:i + 1])
         runs = context.program(1, 1).runs

@@ -210,7 +210,7 @@ class Layer1Here(Setting):
         return "cpu" if node.name.split("-act")[0].endswith("-1") or node.name.startswith("result") else "cpu:1"
 
     def context_settings(self, windows):
-        return {**super().context_settings(windows), "placement": self.device_of}
+        return {**super().context_settings(windows), "device_of": self.device_of}
 
 
 class NothingHere(Layer1Here):

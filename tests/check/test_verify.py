@@ -280,7 +280,7 @@ def test_a_silent_fall_back_is_no_pass(path, text, capsys):
     (["--axes", "device"], "device (no device but cpu)"),
     (["--axes", "sequences", "--chunks", "1"], "--axes: none of these can be run here: sequences (the text is one window)"),
     (["--axes", "speed"], "--axes: 'speed' is not an axis; allowed: rerun"), (["-f", "missing"], "missing: no such file"),
-    (["--devices", "tpu"], "argument --devices/--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    (["--devices", "tpu"], "argument --devices/--device: must be auto, cpu, cpu:N, cuda or cuda:N, got 'tpu'"),
     (["-c", "100000"], "-c: a context of 100000 tokens is too long"),
     (["--dump", "x", "--no-bisect"], "--dump: saves the first node that differs, which --no-bisect does not look for"),
     (["--axes", "ubatch,pieces", "--reruns", "2"], "--reruns: is of the axis rerun, which is not among --axes"),

@@ -112,7 +112,7 @@ def test_tests_in_order():
 
 def test_configs_by_default():
     assert benchmark.configs_of(["a"], ["cpu"],
-                                [2]) == [benchmark.Config("a", "cpu", 2, 2048, 2048, "f16", "f16", "", 1, "set_rows")]
+                                [2]) == [benchmark.Config("a", "cpu", 2, 2048, 2048, "f16", "f16", "", 1, "set_rows", "")]
 
 
 def test_configs_are_all_combinations_model_by_model():
@@ -385,7 +385,7 @@ def test_defaults(capsys, path, monkeypatch):
     configs, tests, _, writer, _, n_repetitions, seed, warm_up, verbose = seen[0]
     assert [test.name for test in tests] == ["pp512", "tg128"] and (n_repetitions, seed, warm_up, verbose) == (5, 0, True, False)
     assert configs == [benchmark.Config(str(path), "cpu", numba.get_num_threads(), 2048, 2048, "f16", "f16", "", 1,
-                                        "set_rows")] and isinstance(writer, result_formats.Markdown)
+                                        "set_rows", "")] and isinstance(writer, result_formats.Markdown)
 
 
 def test_models_are_loaded_once_each(capsys, path, tmp_path, monkeypatch):
@@ -436,8 +436,8 @@ def test_sweep(capsys, path, format):
         assert list(rows[0])[-len(measured):] == measured
         about = dict(version=__version__, model=str(path), device="cpu", device_name=name, n_kv_max=70, n_batch=2048, n_ubatch=16,
                      type_k="f16", type_v="q8_0",
-                     flash_attn=1, no_fuse="swiglu_act,rms_norm_act", graphs=0, kv_write="cpy", n_threads=numba.get_num_threads(),
-                     seed=0)
+                     flash_attn=1, no_fuse="swiglu_act,rms_norm_act", graphs=0, kv_write="cpy", placement="",
+                     n_threads=numba.get_num_threads(), seed=0)
         assert [{key: row[key] for key in row if key not in measured} for row in rows] == 4 * [about]
         assert set(about) - {"model", "n_kv_max"} <= set(FIELDS)
         assert [(row["pp"], row["tg"], row["n_kv"]) for row in rows] == [(16, 5, n_kv) for n_kv in (0, 16, 32, 48)]
@@ -474,10 +474,10 @@ MISTAKES = [
     ([*BENCH, "-r", "0"], "argument -r/--repetitions: must be at least 1, got 0"),
     ([*BENCH, "-ctk", "f16,q4_0"], "argument -ctk/--cache-type-k: must be f32, f16, q8_0, got 'q4_0'"),
     ([*BENCH, "-t", "1,100000"], "-t: this machine has"),
-    ([*BENCH, "--device", "cpu,gpu"], "must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    ([*BENCH, "--device", "cpu,gpu"], "must be auto, cpu, cpu:N, cuda or cuda:N, got 'gpu'"),
     ([*BENCH, "--device", "cuda:99"], "--device: cuda:99: "),
     ([*BENCH, "-o", "xml"], "argument -o/--output: must be md, csv, json, jsonl, sql, got 'xml'"),
-    ([*BENCH, "--n-gpu-layers", "99"], "--n-gpu-layers: unknown option (see ggml-py bench --help)"),
+    ([*BENCH, "--n-gpu-layer", "99"], "--n-gpu-layer: unknown option (see ggml-py bench --help)"),
     ([*BENCH, "--no-fuse", "speed"], "'speed' is not a graph pass"),
     ([*BENCH, "--device", "cpu", "-p", "200", "-d", "57"],
      "bench: pp200 @ d57 takes a context of 257 tokens, {} was trained on at most 256"),

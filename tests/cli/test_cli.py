@@ -311,7 +311,7 @@ MISTAKES = [
     (["perplexity", "-c", "0"], "must be at least 1, got 0"),
     (["perplexity", "--chunks", "0"], "must be at least 1, got 0"),
     (["perplexity", "-ctk", "q4_0"], "argument -ctk/--cache-type-k: must be f32, f16, q8_0, got 'q4_0'"),
-    (["perplexity", "--device", "gpu"], "must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    (["perplexity", "--device", "gpu"], "must be auto, cpu, cpu:N, cuda or cuda:N, got 'gpu'"),
     (["run", *NO_MODEL], "the following arguments are required: -p/--prompt"),
     (["run", *NO_MODEL, "-p", "x", "--temp", "-1"], "must be 0 to 1e+06, got -1"),
     (["run", *NO_MODEL, "-p", "x", "--temp", "nan"], "must be 0 to 1e+06, got nan"),

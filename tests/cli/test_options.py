@@ -34,7 +34,7 @@ def call(capsys, *argv, load_model=None):
 
 # Unknown options
 
-WORDS = ["-hf", "-pmode", "-otx", "-ngl", "-t4", "-c512", "-fa1", "-mx", "-ctkf16", "-x", "--chunk", "--Model", "--mode",
+WORDS = ["-hf", "-pmode", "-otx", "-ngl9", "-t4", "-c512", "-fa1", "-mx", "-ctkf16", "-x", "--chunk", "--Model", "--mode",
          "--model-path", "--no-such=3", "-hm"]
 
 
@@ -108,7 +108,7 @@ def test_an_option_is_the_same_everywhere():
     assert all(names[option] == {dest} for dest, option in SHARED.items())
     several = {option: found for option, found in defaults.items() if len(found) > 1}
     assert several == {"-c": {512, 4096}, "-ub": {2048, 512}, "--chunks": {-1, 4}}
-    assert defaults["-m"] == {"smollm2"} and defaults["-fa"] == {1} and defaults["--device"] == {"auto"}
+    assert defaults["-m"] == {"smollm2"} and defaults["-fa"] == {1} and "--device" not in defaults
     assert defaults["-ctk"] == defaults["-ctv"] == {"f16"}
 
 
@@ -117,7 +117,7 @@ def test_what_every_command_takes_that_runs_a_model(command):
     parser = parsers()[command]
     assert {"-m", "--device", "-t", "-fa", "-ctk", "-ctv"} <= set(parser.known) and not parser.known["-m"].required
     options = parser.parse([*REQUIRED.get(command, [])])
-    assert options.model in ("smollm2", None) and options.device in ("auto", None)
+    assert options.model in ("smollm2", None) and options.device is None
     assert options.flash_attn == 1 and options.n_threads is None
 
 

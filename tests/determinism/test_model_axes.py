@@ -37,7 +37,8 @@ def write(path, kind):
 def test_small_models(kind, types, tmp_path):
     path = write(tmp_path / "m.gguf", kind)
     settings = settings_of(list(AXES), present_devices(), WINDOWS.shape, type_k=types[0], type_v=types[1])
-    with Verification(lambda device: Model.load(path, device=device), WINDOWS, settings) as verification:
+    load = lambda device, placement=None: Model.load(path, device=device, placement=placement)
+    with Verification(load, WINDOWS, settings) as verification:
         verification.run()
         mismatch = verification.first_mismatch()
         assert mismatch is None, f"{mismatch.setting}\n{verification.bisect(mismatch)}"

@@ -222,8 +222,8 @@ def test_bad_contexts(mixed, settings, message):
 
 
 @pytest.mark.parametrize("device, message", [
-    ("gpu", "^device: 'gpu' is not a device; allowed: auto, cpu, cuda, cuda:N$"), ("cuda:99", "^device: cuda:99: "),
-    ("cpu:1", "is not a device"), ("cuda:x", "is not a device")])
+    ("gpu", "^device: 'gpu' is not a device; allowed: auto, cpu, cpu:N, cuda, cuda:N$"), ("cuda:99", "^device: cuda:99: "),
+    ("cpu:x", "is not a device"), ("cuda:x", "is not a device")])
 def test_bad_devices(device, message):
     with pytest.raises(ParameterError, match=message) as error:
         Model.load("none.gguf", device=device)

@@ -185,7 +185,7 @@ def test_unlikely_tokens_end_a_draft(paths, p_min, drafts):
 def test_the_command_line(paths, capsys):
     """The same text, and what came of the drafts."""
     def load_model(path, device, nextn=False):
-        model = Model(GGUFFile.open(path), CPUBackend(), nextn)
+        model = Model(GGUFFile.open(path), CPUBackend(), nextn=nextn)
         model._tokenizer = FakeTokenizer(False)
         return model
     argv, out = ["run", "-m", str(paths["qwen35moe"]), "-p", "abc", "-n", "30"], []

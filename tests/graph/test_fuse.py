@@ -56,7 +56,7 @@ def run(g, no_fuse=()):
     x["x"][1] *= np.float32(2.0**-120)
     x["x"][2, 7] = np.inf
     arenas = Arenas({device: ComposingCPU(device) for device in ("cpu", "other")})
-    program = Program(g, arenas, no_fuse)
+    program = Program(g, arenas, no_fuse, lambda node: node.device)
     return (program.run({name: np.resize(x[name], tensor.shape) for name, tensor in g.inputs.items()}),
             [node.op for node in program.nodes if node not in program.crossings])
 

@@ -50,7 +50,7 @@ def test_nodes_anywhere(case, home, seed):
     with Model(GGUFFile.open(path), open_backend(home)) as model:
         model.backends[other] = CPUBackend() if other == "cpu" else open_backend(other)
         found, found_ids, devices, copies = logits(
-            model, placement=lambda node: chosen.setdefault(node.name, rng.choice((home, other))), no_fuse=("all",)
+            model, device_of=lambda node: chosen.setdefault(node.name, rng.choice((home, other))), no_fuse=("all",)
             if seed % 2 else (),
             kv_write="cpy" if seed > 1 else "set_rows", graphs=seed != 3)
         model.backends[other].close()

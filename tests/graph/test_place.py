@@ -34,12 +34,12 @@ def layer_of(node) -> int:
     return int(last) if last.isdecimal() else -1
 
 
-def decoded(path, placement, no_fuse=(), **settings):
+def decoded(path, device_of, no_fuse=(), **settings):
     """(logits of some steps, nodes on each device, copies between them)."""
     main, other = two_devices()
     with Model(GGUFFile.open(path), main) as model:
         model.backends[other.device] = other
-        with model.new_context(n_ctx=64, placement=placement, no_fuse=no_fuse, **settings) as context:
+        with model.new_context(n_ctx=64, device_of=device_of, no_fuse=no_fuse, **settings) as context:
             logits = np.concatenate([context.decode(tokens, logits="all") for tokens in TOKENS])
             ids = list(context.greedy(7, 3))
             runs = [run for program in context.programs.values() for run in program.runs]
@@ -93,7 +93,7 @@ def test_activations_cross_in_the_layout_of_their_device(files):
     main, other = two_devices()
     with Model(GGUFFile.open(files["llama"]), main) as model:
         model.backends[other.device] = other
-        with model.new_context(n_ctx=8, placement=device_of) as context:
+        with model.new_context(n_ctx=8, device_of=device_of) as context:
             context.decode([1, 2])
             crossing = [node for program in context.programs.values() for run in program.runs for node in run.copies
                         if node.results[0].dtype == "act"]
@@ -113,7 +113,7 @@ def graph_with_a_state():
 def test_a_node_that_writes_a_state_runs_where_the_state_lies():
     g, kept, _state = graph_with_a_state()
     g.outputs = [g.scale(kept, factor=1.0)]
-    program = Program(g, Arenas({"cpu": CPUBackend(), "cpu:1": CPUBackend(device="cpu:1")}), placement=lambda node: "cpu:1")
+    program = Program(g, Arenas({"cpu": CPUBackend(), "cpu:1": CPUBackend(device="cpu:1")}), device_of=lambda node: "cpu:1")
     assert [(node.op, node.device) for node in program.nodes] == [("set_rows", "cpu"), ("cpy", "cpu:1"), ("scale", "cpu:1")]
 
 
@@ -133,7 +133,7 @@ def test_a_state_is_copied_anew_when_it_was_written_in_between():
     after = g.scale(state, factor=1.0, name="after")
     g.outputs = [before, after]
     backends = {"cpu": CPUBackend(), "cpu:1": CPUBackend(device="cpu:1")}
-    program = Program(g, Arenas(backends), placement=lambda node: "cpu:1" if node.op == "scale" else "cpu")
+    program = Program(g, Arenas(backends), device_of=lambda node: "cpu:1" if node.op == "scale" else "cpu")
     old, new = program.run({"x": np.ones((2, 8), np.float32), "rows": np.int64([0, 3])})
     assert not old.any() and new[[0, 3]].all() and not new[[1, 2]].any()
 
@@ -142,7 +142,7 @@ def test_an_unknown_device_is_named():
     g, _kept, _state = graph_with_a_state()
     g.outputs = [g.scale(g.inputs["x"], factor=2.0, name="doubled")]
     with pytest.raises(GraphError, match=r"^doubled: scale is placed on tpu; allowed: cpu$"):
-        Program(g, Arenas({"cpu": CPUBackend()}), placement=lambda node: "tpu")
+        Program(g, Arenas({"cpu": CPUBackend()}), device_of=lambda node: "tpu")
 
 
 def test_an_operand_of_another_device_is_not_bound():

@@ -117,7 +117,13 @@ class GuardedCPU(CPUBackend):
                 assert _mprotect(address, size, mode) == 0, ctypes.get_errno()
 
 
-def two_devices() -> tuple[GuardedCPU, GuardedCPU]:
-    """cpu, and cpu:1, which holds activations in another layout."""
+def guarded_devices(n: int) -> list[GuardedCPU]:
+    """cpu, cpu:1 and so on; every second one holds activations in another layout."""
     devices: list[GuardedCPU] = []
-    return GuardedCPU("cpu", devices), GuardedCPU("cpu:1", devices, REVERSED)
+    for i in range(n):
+        GuardedCPU(f"cpu:{i}" if i else "cpu", devices, REVERSED if i % 2 else LEVELS)
+    return devices
+
+
+def two_devices() -> list[GuardedCPU]:
+    return guarded_devices(2)

@@ -1,5 +1,6 @@
 """A recurrent op for tests, with two results, of which the second is a new state, and a model of one layer of it."""
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from types import ModuleType
 from unittest.mock import patch
@@ -90,8 +91,9 @@ class Recurrent:
     """Logits of a token are twice the output of a recurrent layer. What models need of an architecture."""
     n_vocab = 8
 
-    def __init__(self, file, backend):
-        self.backend = backend
+    def __init__(self, file, options, backends):
+        self.placement = options.place(1, 1, is_tied=False)
+        self.backend = backend = backends[self.placement.output]
         table = np.random.default_rng(0).standard_normal((self.n_vocab, self.n_vocab)).astype(np.float32)
         self.table = Tensor("table", "f32", table.shape, backend.device, buffer=backend.upload(table))
 
@@ -99,15 +101,18 @@ class Recurrent:
         pass
 
     def context_bytes(self, n_ctx, n_seq_max, type_k, type_v, n_rollback):
-        return 4 * n_seq_max * self.n_vocab
+        return Counter({self.backend.device: 4 * n_seq_max * self.n_vocab})
 
     def new_memory(self, n_ctx, n_seq_max, type_k, type_v, kv_write, n_rollback):
         return States(self.backend, n_ctx, n_seq_max, self.n_vocab, kv_write == "cpy")
 
-    def new_rope_table(self, n_ctx):
-        return Tensor("rope_table", "f32", (1, 1, 2), self.backend.device)
+    def new_rope_tables(self, n_ctx):
+        return {}
 
-    def build(self, memory, rope_table, n_tokens, n_outputs, greedy):
+    def free_rope_tables(self, tables):
+        pass
+
+    def build(self, memory, rope_tables, n_tokens, n_outputs, greedy):
         g = Graph(self.backend.device)
         x = g.take_rows(self.table, g.input("tokens", "i32", (n_tokens,)), name="inp")
         out, new = g.recur(memory.state, x, g.input("ids", "i32", (n_tokens,)), name="recur-0")

@@ -69,7 +69,7 @@ def test_layers_that_draft_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("type_k, type_v, n_bytes", [("f16", "f16", 2 * 2 * 64 * 2), ("q8_0", "f32", 2 * (68 + 256))])
 def test_cache_bytes_of_a_token(type_k, type_v, n_bytes):
-    memory = KVCache(open_backend("cpu"), [(64, 64)] * 2, 10, 3, type_k, type_v)
+    memory = KVCache({"cpu": open_backend("cpu")}, [(64, 64)] * 2, ["cpu"] * 2, 10, 3, type_k, type_v)
     assert memory.bytes_of_token(1.5) == 1.5 * n_bytes
 
 

@@ -15,7 +15,7 @@ from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.models import ARCHITECTURES as CLASSES
 from ggml_py.models.hparams import Stated, because
-from ggml_py.models.weights import Paper
+from ggml_py.base.placement import PlacementOptions
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES as MOE, write_moe_model
 
@@ -210,7 +210,7 @@ def test_an_original_context_of_0_is_that_of_the_key(tmp_path):
         path = write_model(tmp_path / f"{n_ctx_orig}.gguf", "qwen3", n_ctx=256,
                            keys={**YARN["keys"], "rope.scaling.original_context_length": ("uint32", n_ctx_orig)})
         with Model.load(path, device="cpu") as model:
-            tables.append(model.backend.data(model.architecture.new_rope_table(20)))
+            tables.append(model.backend.data(model.architecture.new_rope_tables(20)["cpu"]))
     assert np.array_equal(*tables) and np.isfinite(tables[0]).all()
 
 
@@ -312,7 +312,7 @@ def test_nothing_is_read_before_everything_fits(tmp_path, monkeypatch):
 def test_a_model_on_paper_asks_for_what_the_loaded_one_holds(kind, tmp_path):
     path = write(tmp_path / "m.gguf", kind, types=("F32", "Q8_0"))
     with GGUFFile.open(path) as file, Model.load(path, device="cpu") as model:
-        paper = CLASSES[model.architecture.name](file, Paper())
+        paper = CLASSES[model.architecture.name](file, PlacementOptions(("cpu",)))
         paper.check_tensors(nextn=False)
         described = lambda weights: {key: (t.dtype, t.shape) for key, t in weights.loaded.items()}
         assert described(paper.w) == described(model.architecture.w) and len(paper.w.loaded) > 10
@@ -324,7 +324,7 @@ def test_a_model_on_paper_asks_for_what_the_loaded_one_holds(kind, tmp_path):
 def test_a_context_that_memory_cannot_hold(tmp_path, monkeypatch):
     """512 bytes of f16 a position, 128 of the table, a mark."""
     with Model.load(write_model(tmp_path / "m.gguf"), device="cpu") as model:
-        assert model.architecture.context_bytes(1000, 1, "f16", "f16") == 1000 * (2 * 2 * 64 * 2 + 128 + 1)
+        assert model.architecture.context_bytes(1000, 1, "f16", "f16").total() == 1000 * (2 * 2 * 64 * 2 + 128 + 1)
         held = CPUBackend.memory_bytes(model.backend)
         assert GIB / 4 < held < 2**60
         with pytest.raises(UserError,

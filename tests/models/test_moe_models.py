@@ -12,6 +12,7 @@ from ggml_py.files.gguf import GGUFFile
 from ggml_py.engine.model import Model
 from ggml_py.models.deepseek2 import Deepseek2
 from ggml_py.models.glm4moe import Glm4MoE
+from ggml_py.base.placement import PlacementOptions
 from ggml_py.graph.fuse import PASSES
 from ggml_py.graph.program import Arenas, Program
 from ggml_py.testing import assert_bitwise_equal
@@ -183,9 +184,9 @@ def test_yarn_of_deepseek2(yarn, magnitude, scale, tmp_path):
     """With a log multiplier rotated channels keep their magnitude and the attention's scale takes it up;
     without one both have it."""
     path = write_moe_model(tmp_path / "m.gguf", "deepseek2-mla", yarn=yarn)
-    model = Deepseek2(GGUFFile.open(path), CPUBackend())
-    table = model.new_rope_table(4)
-    cos, sin = np.moveaxis(model.w.backend.data(table), 2, 0)
+    model = Deepseek2(GGUFFile.open(path), PlacementOptions(("cpu",)), {"cpu": CPUBackend()})
+    table = model.new_rope_tables(4)["cpu"]
+    cos, sin = np.moveaxis(model.backends["cpu"].data(table), 2, 0)
     assert np.allclose(np.hypot(cos, sin), magnitude, rtol=1e-6)
     assert model.scale == pytest.approx(scale / 64**0.5, rel=1e-6)
 
@@ -237,8 +238,8 @@ def test_sections_of_glm4moe(tmp_path):
     for sections, turning in (([2, 2, 2, 2], [1] * 6 + [0] * 2), ([1, 1, 1, 1], [1, 1, 1, 0] * 2), ([4, 2, 2, 0], [1] * 8),
                               ([0, 0, 0, 0], [1] * 8)):
         path = write_moe_model(tmp_path / "m.gguf", "glm4moe", keys={"rope.dimension_sections": ("array", sections)})
-        model = Glm4MoE(GGUFFile.open(path), CPUBackend())
-        sin = model.w.backend.data(model.new_rope_table(3))[2, :, 1]
+        model = Glm4MoE(GGUFFile.open(path), PlacementOptions(("cpu",)), {"cpu": CPUBackend()})
+        sin = model.backends["cpu"].data(model.new_rope_tables(3)["cpu"])[2, :, 1]
         assert ((sin != 0) == turning).all()
 
 
@@ -278,7 +279,7 @@ def test_nextn_blocks_on_request(without, tokens, tmp_path):
         assert more == {name for name in model.file.tensors if "blk.2." in name}
         assert len(model.architecture.new_memory(8, 1, "f16", "f16").k) == 2
         memory, pos = model.architecture.new_memory(8, 1, "f16", "f16", n_block=3), np.arange(3, dtype=np.int32)
-        program = Program(model.architecture.build_nextn(memory, model.architecture.new_rope_table(8), 3, 2),
+        program = Program(model.architecture.build_nextn(memory, model.architecture.new_rope_tables(8), 3, 2),
                           Arenas({"cpu": model.backend}))
         logits = lambda ids, hidden: program.run({"tokens": ids, "hidden": np.full((3, 64), hidden, np.float32), "pos": pos,
                                                   "out_ids": pos,

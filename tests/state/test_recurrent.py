@@ -251,7 +251,7 @@ def test_sizes(path):
 
 def test_runs():
     """Which slots a micro-batch of three sequences reads and writes."""
-    memory = RecurrentMemory(CPUBackend(), {0: {"conv": 4}}, 50, 3, 2)
+    memory = RecurrentMemory({"cpu": CPUBackend()}, {0: {"conv": 4}}, ["cpu"], 50, 3, 2)
     seq, pos = np.repeat(np.int32([2, 0, 1]), [3, 1, 2]), np.int32([0, 1, 2, 0, 0, 1])
     runs = memory.values(seq, pos)["runs"]
     assert runs[:, :3].tolist() == [[0, 3, -1], [3, 1, -1], [4, 2, -1]]

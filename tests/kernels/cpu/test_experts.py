@@ -260,7 +260,7 @@ def test_neighbours_on_two_devices():
     for devices in product(("cpu", "cpu:1"), repeat=len(PARTS)):
         places = dict(zip(PARTS, devices))
         for no_fuse in "all", ():
-            program = Program(layer_of_experts(backends, tensors, places), arenas, no_fuse)
+            program = Program(layer_of_experts(backends, tensors, places), arenas, no_fuse, lambda node: node.device)
             ops, glu_is_one = {node.op for node in program.nodes}, places["gate"] == places["up"] == places["act"]
             assert {"topk_moe", "mul_mat_id_glu", "swiglu_act"} & ops == (set() if no_fuse else {
                 "topk_moe", *["mul_mat_id_glu"] * glu_is_one,

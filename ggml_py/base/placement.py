@@ -1,0 +1,136 @@
+"""Which device has which weight, and which layer's caches and states: chosen by a few options, before anything is loaded. No bit
+depends on it. Nodes follow (`graph.place`)."""
+import re
+from bisect import bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from .errors import ParameterError
+
+HOST = "cpu"
+SPLIT_MODES = "none", "layer"
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch)?exps"  # in the names of tensors; shared experts are not among them
+
+
+class Override(NamedTuple):
+    """Tensors in whose names a pattern is found lie on a device."""
+    pattern: str
+    device: str
+
+
+class ExpertsOnHost(NamedTuple):
+    """The experts of n layers lie on the host: of the first ones, of the last ones; None: of all. Shared experts do not."""
+    n: int | None = None
+    last: bool = False
+
+
+def override_of(asked: Override | ExpertsOnHost, n_layer: int) -> Override:
+    if isinstance(asked, Override):
+        return asked
+    n = n_layer if asked.n is None else min(asked.n, n_layer)
+    layers = range(n_layer - n, n_layer) if asked.last else range(n)
+    return Override(rf"^blk\.({'|'.join(map(str, layers))}){EXPERTS}", HOST)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Of the tensors of one file.
+
+    layers: the device of each block: of its weights, its caches and states, and of sums without weights. output: that of the last
+    norm and the head. caches: that of all caches and states; None: their layer's. overrides: of weights; the first whose pattern
+    is found decides."""
+    layers: tuple[str, ...]
+    output: str
+    embedding: str
+    caches: str | None = None
+    overrides: tuple[Override, ...] = ()
+
+    def weight(self, name: str) -> str:
+        """The device of a tensor of the file."""
+        for pattern, device in self.overrides:
+            if re.search(pattern, name):
+                return device
+        if block := re.match(r"blk\.([0-9]+)\.", name):
+            return self.layers[int(block[1])]
+        return self.embedding if name.startswith("token_embd.") else self.output
+
+    def memory(self, layer: int) -> str:
+        """The device of a layer's caches and states."""
+        return self.caches or self.layers[layer]
+
+    @property
+    def devices(self) -> list[str]:
+        """Those that may have something, that of the output first."""
+        caches = [] if self.caches is None else [self.caches]
+        return list(dict.fromkeys([self.output, *self.layers, self.embedding, *caches,
+                                   *(device for _, device in self.overrides)]))
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """What is asked for, of any model. Names and meanings are llama.cpp's.
+
+    devices: have the last n_gpu_layers layers, of which the output is one; the host has the others. None: all of them.
+    split_mode: "layer", neighbouring layers on each of the devices, in the proportions of tensor_split, equal ones without it;
+    "none", all on the device of the number main_gpu.
+    overrides: of weights, by their names; the first that is of a weight decides.
+    kv_offload: caches and states lie where their layer does; else on the host."""
+    devices: tuple[str, ...]
+    n_gpu_layers: int | None = None
+    overrides: tuple[Override | ExpertsOnHost, ...] = ()
+    split_mode: str = "layer"
+    tensor_split: tuple[float, ...] = ()
+    main_gpu: int = 0
+    kv_offload: bool = True
+
+    def __post_init__(self):
+        """ParameterError for what cannot be, before anything is opened."""
+        if self.split_mode in ("row", "tensor", "column"):
+            why = {"row": "rows of a product would be summed across devices, and sums have one order here"}.get(
+                self.split_mode, "columns are not split over devices yet")
+            raise ParameterError("split_mode", f"{self.split_mode!r} is not possible: {why}; allowed: {', '.join(SPLIT_MODES)}")
+        if self.split_mode not in SPLIT_MODES:
+            raise ParameterError("split_mode", f"{self.split_mode!r} is not allowed; allowed: {', '.join(SPLIT_MODES)}")
+        if self.n_gpu_layers is not None and self.n_gpu_layers < 0:
+            raise ParameterError("n_gpu_layers", f"must be at least 0, got {self.n_gpu_layers}")
+        if not 0 <= self.main_gpu < len(self.devices):
+            raise ParameterError("main_gpu", f"must be 0 to {len(self.devices) - 1}, the number of one of "
+                                             f"{', '.join(self.devices)}, got {self.main_gpu}")
+        parts = self.tensor_split
+        if parts and (len(parts) != len(self.devices) or min(parts) < 0 or not sum(parts) > 0):
+            raise ParameterError("tensor_split", f"must be {len(self.devices)} numbers, for {', '.join(self.devices)}, at least "
+                                                 f"0 and not all 0, got {', '.join(f'{part:g}' for part in parts)}")
+        for asked in self.overrides:
+            try:
+                re.compile(override_of(asked, 1).pattern)
+            except re.error as error:
+                raise ParameterError("overrides", f"{asked[0]!r} is not a pattern: {error}") from None
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The devices among which layers are shared out."""
+        return (self.devices[self.main_gpu],) if self.split_mode == "none" else self.devices
+
+    @property
+    def needed(self) -> list[str]:
+        """The devices that must be open."""
+        host = self.n_gpu_layers is not None or not self.kv_offload
+        return list(dict.fromkeys([*self.shared, *[HOST] * host, *(override_of(asked, 1).device for asked in self.overrides)]))
+
+    def place(self, n_layer: int, n_block: int, is_tied: bool, names: Collection[str] = ()) -> Placement:
+        """n_block: layers and the blocks behind them, which lie where the output does. is_tied: the head is the embedding.
+        names: of the tensors; ParameterError for an override that is of none of them."""
+        overrides = tuple(override_of(asked, n_layer) for asked in self.overrides)
+        for asked, override in zip(self.overrides, overrides):
+            if names and not any(re.search(override.pattern, name) for name in names):
+                what = f"{override.pattern!r} is" if isinstance(asked, Override) else "experts are"
+                raise ParameterError("overrides", f"{what} in the name of none of the {len(names)} tensors, such as "
+                                                  f"{', '.join(list(names)[:3])}")
+        n = n_layer + 1 if self.n_gpu_layers is None else min(self.n_gpu_layers, n_layer + 1)
+        ends = [*accumulate(self.tensor_split if self.tensor_split and len(self.shared) > 1 else [1] * len(self.shared))]
+        of_part = [self.shared[bisect_right(ends, i * ends[-1] / n)] for i in range(n)]
+        *layers, output = [HOST] * (n_layer + 1 - n) + of_part
+        return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
+                         None if self.kv_offload else HOST, overrides)

@@ -1,0 +1,82 @@
+"""Faults of a model on several devices: the axis `placement` catches them, and bisection names a node on the device that has
+them."""
+import numpy as np
+import pytest
+
+from ggml_py.backends.cpu import CPUBackend
+from ggml_py.graph.program import Program
+from planted_faults import (FaultyBackend, after, caught_by, instead, norms, other_order, rough_swiglu, verify,
+                            without_the_last_expert, write)
+
+WINDOWS = np.random.default_rng(0).integers(0, 70, (2, 40)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: write(folder / f"{kind}.gguf", kind) for kind in ("llama", "qwen3moe", "qwen35")}
+
+
+def verified(path, make=None):
+    """On one device all is right. make: device -> its backend where there are several."""
+    return verify(path, WINDOWS, ["placement"], {"cpu": CPUBackend()}, make)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe", "qwen35"])
+def test_without_a_fault(paths, kind):
+    verification = verified(paths[kind])
+    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 4, verification.verdict()
+
+
+@pytest.mark.parametrize("kind, op, twins", [
+    ("llama", "swiglu", {"swiglu": instead(rough_swiglu)}), ("llama", "rms_norm", norms(other_order)),
+    ("qwen3moe", "mul_mat_id", {"mul_mat_id": after(without_the_last_expert)})])
+def test_a_kernel_that_is_wrong_on_one_device(paths, kind, op, twins):
+    """An approximation; an order of sums; an expert that is missing from those in use."""
+    make = lambda device: FaultyBackend(twins, device) if device == "cpu:1" else CPUBackend(device=device)
+    verification = verified(paths[kind], make)
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert op in (found.op, *found.parts), str(found)
+    assert found.captures[1][-1].device == "cpu:1" and found.captures[0][-1].device == "cpu"
+
+
+class Late(CPUBackend):
+    """Copies from other devices come when the steps that read them have run."""
+    late = ()
+
+    def copy(self, buffer, offset, source, source_buffer, source_offset, n_bytes):
+        if source is self:
+            super().copy(buffer, offset, source, source_buffer, source_offset, n_bytes)
+        else:
+            self.late = *self.late, (buffer, offset, source, source_buffer, source_offset, n_bytes)
+
+    def run(self, steps):
+        super().run(steps)
+        for copy in self.late:
+            super().copy(*copy)
+        self.late = ()
+
+
+def test_a_copy_that_is_not_awaited(paths):
+    """The first node behind the boundary is named: when it is looked at, what it should have read is there."""
+    verification = verified(paths["llama"], lambda device: Late(device=device))
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert found.name == "result_norm-act" and found.captures[1][-1].device == "cpu", str(found)
+
+
+def test_a_stale_copy(paths, monkeypatch):
+    """What another device had of a hidden state stays from the first micro-batch."""
+    transfer = Program._transfer
+
+    def once(program, node):
+        bring, done = transfer(program, node), []
+        if node.src[0] in program.inputs:
+            return bring
+        return lambda: done or done.append(bring())
+    monkeypatch.setattr(Program, "_transfer", once)
+    verification = verified(paths["llama"])
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert found.culprits == ["the copy of l_out-1 from cpu:1 to cpu, in: placement, half of the layers on cpu:1"], str(found)

@@ -1,0 +1,194 @@
+"""Weights, caches and nodes on several devices: which has what, and the bits of one device wherever they are."""
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from ggml_py.base.errors import ParameterError, UserError
+from ggml_py.engine.model import Model
+from ggml_py.files.gguf import GGUFFile
+from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
+from ggml_py.testing import assert_bitwise_equal
+from guarded_cpu import guarded_devices
+from tiny_delta_net_models import KINDS, write_delta_net_model
+from tiny_models import write_model
+from tiny_moe_models import ARCHITECTURES, write_moe_model
+
+WRITERS = {**{arch: lambda path, arch=arch: write_model(path, arch, ("Q8_0", "Q4_1")) for arch in ("llama", "qwen2", "qwen3")},
+           "tied": lambda path: write_model(path, "llama", ("Q8_0",), tied=True),
+           **{kind: lambda path, kind=kind: write_moe_model(path, kind, ("Q8_0", "F32")) for kind in ARCHITECTURES},
+           **{kind: lambda path, kind=kind: write_delta_net_model(path, kind, ("Q8_0",)) for kind in KINDS}}
+TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
+DEVICES = "cpu", "cpu:1", "cpu:2"
+
+
+def decoded(model, **context_settings) -> np.ndarray:
+    """Logits of two sequences, some of them together, one taken back and gone on; and ids."""
+    with model.new_context(n_ctx=64, n_seq_max=2, **context_settings) as context:
+        rows = [context.decode(tokens, logits="all") for tokens in TOKENS]
+        rows += context.decode_batch([(1, [7, 8]), (0, [2])], "all")
+        context.seq_rm(0, 11)
+        rows.append(context.decode([9], logits="all"))
+        ids = np.array([[float(i)] * model.n_vocab for i in context.greedy(7, 3, seq_id=1)], np.float32)
+        return np.concatenate([*rows, ids])
+
+
+@cache
+def file_of(kind: str) -> Path:
+    return WRITERS[kind](Path(mkdtemp()) / f"{kind}.gguf")
+
+
+@cache
+def expected(kind: str) -> np.ndarray:
+    with Model.load(file_of(kind), device="cpu") as model:
+        return decoded(model)
+
+
+def on_several(kind: str, options: PlacementOptions, **context_settings) -> np.ndarray:
+    """What it decodes. Weights and products are where they were asked for."""
+    backends = [backend for backend in guarded_devices(len(DEVICES)) if backend.device in options.needed]
+    with Model(GGUFFile.open(file_of(kind)), *backends, placement=options) as model:
+        placement = model.architecture.placement
+        for (name, *_), tensor in model.architecture.w.loaded.items():
+            assert tensor.device == placement.weight(name), tensor
+        with model.new_context(n_ctx=8) as context:
+            nodes = context.program(2, 1).nodes
+        assert all(node.device == node.operands["w"].root.device for node in nodes if node.op in ("mul_mat", "mul_mat_id"))
+        return decoded(model, **context_settings)
+
+
+PATTERNS = [r"blk\.0\.", r"blk\.[12]\.", "attn_q", "attn_(k|v)", "attn_", "attn_norm", "ffn_(up|down)", "ffn_down", "ffn_gate",
+            "exps", "ffn_down_exps", "ffn_(up|gate)_exps", "shexp", "ffn_gate_inp", "norm", "bias", "ssm_", "ssm_out",
+            "token_embd", "^output", "sinks"]
+
+
+@st.composite
+def placements(draw, names: list[str]) -> PlacementOptions:
+    devices = tuple(draw(st.lists(st.sampled_from(DEVICES), min_size=1, max_size=3, unique=True)))
+    found = [pattern for pattern in PATTERNS if any(re.search(pattern, name) for name in names)]
+    overrides = draw(st.lists(st.builds(Override, st.sampled_from(found), st.sampled_from(DEVICES)), max_size=4))
+    return PlacementOptions(devices, draw(st.none() | st.integers(0, 5)), tuple(overrides),
+                            draw(st.sampled_from(["layer", "none"])),
+                            draw(st.just(()) | st.tuples(*[st.sampled_from([1.0, 2.5])] * len(devices))),
+                            draw(st.integers(0, len(devices) - 1)), draw(st.booleans()))
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_placement_gives_the_bits_of_one_device(kind, data):
+    """350 placements of models of every architecture."""
+    options = data.draw(placements([*GGUFFile.open(file_of(kind)).tensors]))
+    no_fuse, kv_write = data.draw(st.sampled_from([(), ("all",), ("elide",)])), data.draw(st.sampled_from(["set_rows", "cpy"]))
+    found = on_several(kind, options, no_fuse=no_fuse, kv_write=kv_write)
+    assert_bitwise_equal(found, expected(kind), f"{kind}: {options}")
+
+
+# What the options mean
+
+def layers_of(*devices, n_layer=4, **options) -> tuple[str, ...]:
+    placement = PlacementOptions(devices, **options).place(n_layer, n_layer, is_tied=False)
+    return *placement.layers, placement.output
+
+
+@pytest.mark.parametrize("n, expected", [(None, "aaaaa"), (99, "aaaaa"), (5, "aaaaa"), (4, "haaaa"), (1, "hhhha"), (0, "hhhhh")])
+def test_layers_are_counted_from_the_end_and_the_output_is_one(n, expected):
+    names = {"a": "cuda:0", "h": "cpu"}
+    assert layers_of("cuda:0", n_gpu_layers=n) == tuple(names[letter] for letter in expected)
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({}, "00011"), (dict(tensor_split=(3, 1)), "00001"), (dict(tensor_split=(0, 1)), "11111"),
+    (dict(tensor_split=(1, 4)), "01111"),
+    (dict(n_gpu_layers=3), "hh001"), (dict(split_mode="none", main_gpu=1), "11111"),
+    (dict(split_mode="none", main_gpu=1, n_gpu_layers=2), "hhh11")])
+def test_several_devices_share_the_layers(options, expected):
+    names = {"0": "cuda:0", "1": "cuda:1", "h": "cpu"}
+    assert layers_of("cuda:0", "cuda:1", **options) == tuple(names[letter] for letter in expected)
+
+
+def test_the_first_pattern_decides_and_the_embedding_goes_with_the_output_where_it_is_tied():
+    options = PlacementOptions(("cuda:0",), 2, (Override("ffn_up", "cuda:1"), Override("ffn", "cpu"), Override("up", "cuda:2")))
+    placement = options.place(3, 4, is_tied=False)
+    assert [placement.weight(name) for name in ("blk.2.ffn_up.weight", "blk.2.ffn_down.weight", "blk.0.attn_q.weight",
+                                                "token_embd.weight", "output.weight", "output_norm.weight", "blk.3.attn_q.weight")
+            ] == ["cuda:1", "cpu", "cpu", "cpu", "cuda:0", "cuda:0", "cuda:0"]
+    assert options.place(3, 4, is_tied=True).weight("token_embd.weight") == "cuda:0"
+    assert placement.memory(2) == "cuda:0" and options.needed == ["cuda:0", "cpu", "cuda:1", "cuda:2"]
+    without = PlacementOptions(("cuda:0",), kv_offload=False)
+    assert without.place(2, 2, False).memory(1) == "cpu" and without.needed == ["cuda:0", "cpu"]
+
+
+@pytest.mark.parametrize("asked, layers", [(ExpertsOnHost(), [0, 1, 2, 3]), (ExpertsOnHost(2), [0, 1]),
+                                           (ExpertsOnHost(1, last=True), [3]), (ExpertsOnHost(9), [0, 1, 2, 3])])
+def test_experts_on_the_host(asked, layers):
+    placement = PlacementOptions(("cuda:0",), overrides=(asked,)).place(4, 4, is_tied=False)
+    on_host = lambda name: [i for i in range(4) if placement.weight(f"blk.{i}.{name}.weight") == "cpu"]
+    for name in "ffn_up_exps", "ffn_gate_exps", "ffn_down_exps", "ffn_gate_up_exps", "ffn_down_chexps":
+        assert on_host(name) == layers
+    for name in "ffn_up_shexp", "ffn_gate_inp", "ffn_up", "attn_q":
+        assert on_host(name) == []
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(split_mode="row"), "split_mode: 'row' is not possible: rows of a product would be summed across devices"),
+    (dict(split_mode="tensor"), "split_mode: 'tensor' is not possible: columns are not split over devices yet; allowed: none, "),
+    (dict(split_mode="graph"), "split_mode: 'graph' is not allowed; allowed: none, layer"),
+    (dict(main_gpu=2), "main_gpu: must be 0 to 1, the number of one of cpu, cpu:1, got 2"),
+    (dict(n_gpu_layers=-2), "n_gpu_layers: must be at least 0, got -2"),
+    (dict(tensor_split=(1.0,)), "tensor_split: must be 2 numbers, for cpu, cpu:1, at least 0 and not all 0, got 1"),
+    (dict(tensor_split=(0.0, 0.0)), "tensor_split: must be 2 numbers, for cpu, cpu:1, at least 0 and not all 0, got 0, 0"),
+    (dict(overrides=(Override("a(", "cpu"),)), "overrides: 'a(' is not a pattern: missing ), unterminated subpattern")])
+def test_what_cannot_be(options, message):
+    with pytest.raises(ParameterError) as caught:
+        PlacementOptions(("cpu", "cpu:1"), **options)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("asked, message", [
+    (Override("blk.9", "cpu:1"), r"^overrides: 'blk\.9' is in the name of none of the 21 tensors, such as token_embd\.weight, "),
+    (ExpertsOnHost(1), "^overrides: experts are in the name of none of the 21 tensors, ")])
+def test_a_pattern_of_no_tensor(asked, message):
+    options = PlacementOptions(("cpu",), overrides=(asked,))
+    with pytest.raises(ParameterError, match=message):
+        Model.load(file_of("llama"), placement=options)
+
+
+# What crosses
+
+def crossings(kind: str, options: PlacementOptions, n: int = 5) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(device, dtype, shape) of what a micro-batch of n tokens brings from other devices, but for inputs."""
+    with Model.load(file_of(kind), placement=options) as model, model.new_context(n_ctx=16) as context:
+        program = context.program(n, n)
+        return [(run.device, copy.results[0].dtype, copy.results[0].shape) for run in program.runs for copy in run.copies
+                if copy.src[0] not in program.inputs]
+
+
+def test_hidden_states_and_the_choice_of_experts_cross_and_nothing_else():
+    """Two layers with their experts on another device: the norm's result, ids and weights there, the sum back."""
+    found = crossings("qwen3moe", PlacementOptions(("cpu:1",), overrides=(ExpertsOnHost(),)))
+    there, back = [("cpu", "f32", (5, 64)), ("cpu", "i32", (5, 2)), ("cpu", "f32", (5, 2))], [("cpu:1", "f32", (5, 64))]
+    assert found == [*there, *back] * 2
+
+
+def test_a_boundary_of_layers_is_one_copy():
+    assert crossings("llama", PlacementOptions(("cpu", "cpu:1"), tensor_split=(1, 2))) == [("cpu:1", "f32", (5, 64))]
+
+
+# Weights that do not fit
+
+def test_a_device_that_cannot_hold_its_part_is_named(monkeypatch):
+    from ggml_py.backends.cpu import CPUBackend
+    monkeypatch.setattr(CPUBackend, "memory_bytes", lambda self: 10**9 if self.device == "cpu" else 1000)
+    with pytest.raises(UserError, match=r"the weights take [0-9,]+ bytes, more than cpu:1 has, 1,000$"):
+        Model.load(file_of("llama"), placement=PlacementOptions(("cpu", "cpu:1")))
+    weights_elsewhere = PlacementOptions(("cpu:1",), overrides=(Override("", "cpu"),))
+    with Model.load(file_of("llama"), placement=weights_elsewhere) as model:
+        assert [*model.weight_bytes()] == ["cpu"] and model.device == "cpu:1"
+        with pytest.raises(UserError, match=r"^n_ctx: 1 sequences of 8 positions take [0-9,]+ bytes, more than cpu:1 has, 1,000$"
+                           ):
+            model.new_context(n_ctx=8)
