@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import checkout  # noqa: F401
-import numba
 import numpy as np
 
+from ggml_py.kernels import threads
 from ggml_py import __version__
 from ggml_py.check.axes import settings_of
 from ggml_py.backends import device_of, present_devices
@@ -52,11 +52,11 @@ class PeerModel:
     @contextmanager
     def new_context(self, *, n_ctx: int, n_seq_max: int, n_ubatch: int, **_):
         assert n_seq_max == 1
-        threads = numba.get_num_threads()
+        n_threads = threads.get_num_threads()
         gpu = (dict(n_gpu_layers=0) if self.device == "cpu"
                else dict(n_gpu_layers=-1, main_gpu=int(self.device.partition(":")[2]), split_mode=0))
-        llama = self.Llama(model_path=self.path, n_ctx=n_ctx, n_batch=n_ctx, n_ubatch=n_ubatch, n_threads=threads,
-                           n_threads_batch=threads, logits_all=True,
+        llama = self.Llama(model_path=self.path, n_ctx=n_ctx, n_batch=n_ctx, n_ubatch=n_ubatch, n_threads=n_threads,
+                           n_threads_batch=n_threads, logits_all=True,
                            flash_attn=True, verbose=False, **gpu)
         try:
             yield PeerContext(llama)
@@ -126,7 +126,7 @@ def main(argv=None, Llama=None) -> int:
                peer: count(lambda device: PeerModel(Llama, options.model, device), windows, devices)}
     print(f"Different digests of the logits of {len(windows)} windows of {windows.shape[1]} tokens, {Path(options.model).name}, "
           f"on {', '.join(devices)} "
-          f"({names[0]}; {platform.machine()}, {numba.config.NUMBA_NUM_THREADS} threads):\n")
+          f"({names[0]}; {platform.machine()}, {threads.MOST} threads):\n")
     print(table(columns))
     return 0
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import checkout  # noqa: F401
-import numba
 
+from ggml_py.kernels import threads
 from ggml_py.measure.benchmark import DEFAULTS, Test, bench, configs_of, copy_GB_s_of, unusual
 from ggml_py.engine.model import Model
 from ggml_py.measure.result_formats import Markdown
@@ -68,7 +68,7 @@ def results_of(model: Model, path: Path, tests: list[Test], n_ubatch: int, n_rep
     if not tests:
         return []
     n_batch = max(DEFAULTS["n_batch"], n_ubatch)
-    configs = configs_of([str(path)], [model.device], [numba.get_num_threads()], [n_batch], [n_ubatch], **settings)
+    configs = configs_of([str(path)], [model.device], [threads.get_num_threads()], [n_batch], [n_ubatch], **settings)
     writer = Record(sys.stdout, unusual(configs))
     bench(configs, tests, lambda *_: nullcontext(model), writer, sys.stderr, n_repetitions, 0, True, False)
     return writer.results

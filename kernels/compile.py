@@ -6,22 +6,17 @@ folder's name is a digest of all sources of kernels/ and quant/, of the versions
 a function is found by its name and the arguments of the factory that made it (`key`), in an entry that is verified
 (`disk_cache`). `compiled` counts what this process did not find there.
 
-Threads: numba's threading layers end the process when two Python threads run parallel code at once; `parallel_lock` lets one run
-it. fork(): the threads of GNU OpenMP do not exist in a forked process, and numba ends a process that asks for them. Such a
-process runs every kernel on one thread instead (`one_thread`), compiled for that; no bit depends on it. A process that was
-started by "spawn", or forked before the first kernel ran, has its own threads.
+Kernels whose work threads share (`threads`) run one at a time, under `parallel_lock`.
 """
 import hashlib
 import itertools
-import logging
 import os
 import pickle
 import platform
 import secrets
 import sys
 import threading
-from contextlib import suppress
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 
 import llvmlite
@@ -42,8 +37,6 @@ from .disk_cache import compiled, read_entry, write_entry
 # What the definition's fma and the conversions of float16 compile to; without them they would be library calls
 NEEDED = ("fma", "f16c")
 parallel_lock = threading.RLock()
-one_thread = False  # this process was forked from one that had threads of GNU OpenMP
-log = logging.getLogger(__name__)
 
 
 def _number_symbols() -> None:
@@ -68,17 +61,8 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global one_thread  # noqa: PLW0603 (of the process, which just came to be)
     _after_fork()
     _number_symbols()
-    with suppress(ValueError):  # there are no threads yet
-        one_thread = one_thread or (numba.threading_layer() == "omp" and sys.platform == "linux")  # elsewhere it is not GNU's
-
-
-@lru_cache(None)
-def _warn_of_one_thread() -> None:
-    log.warning("CPU kernels: this process was forked from one that had run them, so it runs them on one thread (and compiles "
-                "them for that, once); start processes by \"spawn\", or fork before the first kernel runs, for all threads")
 
 
 if hasattr(os, "register_at_fork"):
@@ -171,23 +155,15 @@ def jit(function=None, *, key=(), parallel=False):
     """numba.njit for this project: numpy's division, no fast-math, cached. key: the arguments of the factory that closes over
     `function`.
 
-    A parallel function is called under the process-wide lock, and runs on one thread where this process must not use others.
+    parallel: its first argument is what threads share work by (`threads.sharing`), which callers do not give.
     """
     if function is None:
         return lambda f: jit(f, key=key, parallel=parallel)
     # Nothing calls it from C
-    dispatcher = numba.njit(error_model="numpy", parallel=parallel, nogil=True, no_cfunc_wrapper=True)(function)
+    dispatcher = numba.njit(error_model="numpy", nogil=True, no_cfunc_wrapper=True)(function)
     dispatcher._cache = _DiskCache(function, key)
     if not parallel:
         return dispatcher
 
-    @lru_cache(None)
-    def serial():
-        _warn_of_one_thread()
-        return jit(function, key=("serial", key))
-
-    @wraps(function)
-    def locked(*args):
-        with parallel_lock:
-            return (serial() if one_thread else dispatcher)(*args)
-    return locked
+    from .threads import run
+    return wraps(function)(partial(run, dispatcher))

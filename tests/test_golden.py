@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 
-import numba
 import pytest
 
 import goldens
 import smollm2
+from ggml_py.kernels import threads
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.defaults import TEXT
 from ggml_py.engine.model import Model
@@ -100,13 +100,13 @@ def test_smollm2_axes(model):
     from record_golden import axes
     tokens = goldens.demo_tokens(model, 300)
     found = axes(model, tokens)
-    threads = numba.get_num_threads()
+    before = threads.get_num_threads()
     try:
-        for n in {1, threads}:
-            numba.set_num_threads(n)
+        for n in {1, before}:
+            threads.set_num_threads(n)
             found[f"{n} threads"] = goldens.logits_digest(model, tokens)
     finally:
-        numba.set_num_threads(threads)
+        threads.set_num_threads(before)
     assert set(found.values()) == {r["axes"]["digest"] for r in RECORDS}, found
 
 

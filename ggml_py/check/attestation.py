@@ -19,7 +19,6 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
 from .. import NUMERICS_VERSION, __version__
@@ -29,6 +28,7 @@ from ..engine.generate import generate
 from ..engine.sampling import LIMITS, Sampling, choose
 from ..engine.settings import Settings, new_context
 from ..engine.windows import decode_windows, split_windows
+from ..kernels.threads import get_num_threads
 from ..files.pull import file_sha256
 from ..testing import digest
 from .merkle import merkle_root
@@ -148,7 +148,7 @@ def _document(kind: str, schema: int, model, tokens, others: Settings, digests: 
                   "sha256": model_sha256(model)},
         "tokenizer": tokenizer_sha256(model.file.metadata), "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse),
-                          "graphs": others.graphs, "kv_write": others.kv_write, "threads": numba.get_num_threads()},
+                          "graphs": others.graphs, "kv_write": others.kv_write, "threads": get_num_threads()},
         "environment": {"device": model.device, "device_name": backend.name,
                         "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none",
                         "versions": {**versions(), **backend.versions()}},

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, count, pairwise, repeat, takewhile
 
-import numba
 import numpy as np
 
 from ..base.defaults import N_UBATCH
 from ..base.errors import ParameterError
 from ..graph.fuse import PASSES
+from ..kernels import threads
 from ..base.placement import HOST, Override, PlacementOptions
 from ..state.recurrent import LEAST_ROLLBACK
 from .noise import Noise
@@ -86,13 +86,13 @@ class Setting:
     @contextmanager
     def conditions(self) -> Iterator[None]:
         """What is around a run: threads, and other work on the GPU."""
-        before = numba.get_num_threads()
-        numba.set_num_threads(self.n_threads or before)
+        before = threads.get_num_threads()
+        threads.set_num_threads(self.n_threads or before)
         try:
             with Noise(self.device) if self.noise else nullcontext():
                 yield
         finally:
-            numba.set_num_threads(before)
+            threads.set_num_threads(before)
 
 
 def play(context, windows: np.ndarray, setting: Setting) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -172,7 +172,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
             case "speculation":
                 yield from (setting(f"drafts of {n}", n_draft=n) for n in (3, 8))
             case "threads" if not on_gpu:
-                most = numba.config.NUMBA_NUM_THREADS
+                most = threads.MOST
                 yield from (setting(f"{n} thread{'s' * (n > 1)}", n_threads=n) for n in sorted({1, min(2, most), most}))
             case "launch" if on_gpu:
                 yield from (setting(f"eager, {n} at a time", n_ubatch=n, graphs=False) for n in (1, 512))

@@ -25,8 +25,8 @@ def options(p) -> None:
 
 
 def run(options, load_model) -> None:
-    import numba
     from ..backends import device_of
+    from ..kernels.threads import get_num_threads
     from ..base.defaults import MODEL
     from ..measure.benchmark import bench, configs_of, tests_of, unusual
     from ..measure.result_formats import WRITERS
@@ -34,7 +34,7 @@ def run(options, load_model) -> None:
     models = [str(model_path(name)) for name in options.model or [MODEL]]
     groups = [tuple(map(device_of, names.split("/"))) for names in options.device or ["auto"]]
     placements = {"/".join(devices): placement_of(options, devices) for devices in groups}
-    n_threads = [checked_threads(n) for n in options.n_threads or [numba.get_num_threads()]]
+    n_threads = [checked_threads(n) for n in options.n_threads or [get_num_threads()]]
     configs = configs_of(models, list(placements), n_threads, options.n_batch, options.n_ubatch, options.type_k, options.type_v,
                          ",".join(options.no_fuse), int(options.graphs), options.kv_write,
                          next(map(typed, placements.values())))

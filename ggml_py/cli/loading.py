@@ -82,17 +82,17 @@ def load(options, load_model, **more):
 
 
 def checked_threads(n: int) -> int:
-    import numba
-    if n > numba.config.NUMBA_NUM_THREADS:
-        raise UserError(f"-t: this machine has {numba.config.NUMBA_NUM_THREADS} CPU threads, got {n}")
+    from ..kernels.threads import MOST
+    if n > MOST:
+        raise UserError(f"-t: this machine has {MOST} CPU threads, got {n}")
     return n
 
 
 def set_threads(n: int | None) -> None:
     """None leaves all."""
     if n is not None:
-        import numba
-        numba.set_num_threads(checked_threads(n))
+        from ..kernels.threads import set_num_threads
+        set_num_threads(checked_threads(n))
 
 
 def settings_of(options, **more):

@@ -17,7 +17,7 @@ def options(p) -> None:
 
 
 def run(options, load_model) -> None:
-    import numba
+    from ..kernels.threads import get_num_threads
     from ..measure.sweep import print_sweep, sweep
     with load(options, load_model) as model:
         settings = settings_of(options, n_ctx=options.n_ctx or min(8192, model.n_ctx_train))
@@ -26,7 +26,7 @@ def run(options, load_model) -> None:
                      n_kv_max=settings.n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k,
                      type_v=settings.type_v, flash_attn=options.flash_attn, no_fuse=",".join(settings.no_fuse),
                      graphs=int(settings.graphs), kv_write=settings.kv_write, placement=typed(placement),
-                     n_threads=numba.get_num_threads(), seed=options.seed)
+                     n_threads=get_num_threads(), seed=options.seed)
         print("sweep-bench:", ", ".join(f"{name} = {value}" for name, value in about.items()), file=sys.stderr)
         rows = sweep(model, settings, options.n_gen or max(1, settings.n_ubatch // 4), options.seed, options.warm_up, sys.stderr)
         print_sweep(rows, about, sys.stdout, options.output_format)

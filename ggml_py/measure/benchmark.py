@@ -14,7 +14,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numba
 import numpy as np
 
 from .. import __version__
@@ -23,6 +22,7 @@ from ..base.defaults import N_BATCH, N_UBATCH
 from ..base.errors import ParameterError, UserError
 from ..base.progress import Progress
 from ..engine.settings import Settings, new_context
+from ..kernels.threads import set_num_threads
 from .bandwidth import copy_GB_s, weight_bytes_per_token
 from .statistics import mean_and_deviation
 
@@ -202,7 +202,7 @@ def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, wa
     settings = Settings(n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v,
                         no_fuse=tuple(filter(None, config.no_fuse.split(","))), graphs=bool(config.graphs),
                         kv_write=config.kv_write, verbose=verbose)
-    numba.set_num_threads(config.n_threads)
+    set_num_threads(config.n_threads)
     with new_context(model, settings, test.n_ctx, 1, log) as context:
         samples_ns = run_test(context, test, tokens, config.n_batch, n_repetitions, warm_up)
         n_bytes = None

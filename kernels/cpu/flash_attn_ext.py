@@ -11,12 +11,12 @@ from functools import lru_cache, partial
 
 import numba
 import numpy as np
-from numba import prange
 
 from ..arith import as_f32, as_i32, div, exp, f32, fma, i2f, i32, mul, sub
 from ..compile import jit
 from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_SINKS, NO_WINDOW, PIECE
+from ..threads import sharing
 from .parallel import PART
 from .quantize import quantize_block
 from .rms_norm import halve128
@@ -94,26 +94,39 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
             for c in range(dv):
                 result[c] = div(total[c], L[row])
 
-    @jit(key=(type_k, type_v, isa), parallel=True)
-    def run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
+    run = shared_by_runs(attend, (type_k, type_v, isa))
+
+    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
+        run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
+    return attention
+
+
+def shared_by_runs(attend, key):
+    """All queries, cut into runs for each KV head. key: the arguments of the factory that made `attend`."""
+    @device
+    def unit(u, args):
+        """Late runs, which see many keys, go first."""
+        runs, n_runs, rest = args
+        n_head_kv = rest[3]
+        run = n_runs - 1 - u // n_head_kv
+        attend(runs[run], runs[run + 1], u % n_head_kv, *rest)
+
+    each = sharing(unit)
+
+    @jit(key=key, parallel=True)
+    def run(control, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
         runs = np.empty(seq.shape[0] + 1, np.int64)
         n_runs = query_runs(seq, max(1, ROWS * n_head_kv // q.shape[1]), runs)
         n_seen = 0
         for token in range(pos.shape[0]):
             n_seen += pos[token] + 1
+        n_units, args = n_runs * n_head_kv, (runs, n_runs, (q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks))
         if n_seen * n_head_kv * (q.shape[2] + out.shape[2]) < 2 * PART:
-            for unit in range(n_runs * n_head_kv):
-                run = unit % n_runs
-                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
+            for u in range(n_units):
+                unit(u, args)
         else:
-            for unit in prange(n_runs * n_head_kv):
-                run = unit % n_runs // 2  # from both ends inwards: late runs see many keys, and threads take neighbouring units
-                run = n_runs - 1 - run if unit % n_runs % 2 else run
-                attend(runs[run], runs[run + 1], unit // n_runs, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
-
-    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
-        run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
-    return attention
+            each(control, n_units, args)
+    return run
 
 
 flash_attn_ext = partial(reference.flash_attn_ext, kernel=flash_attn_ext_arrays)

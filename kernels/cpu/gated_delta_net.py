@@ -6,13 +6,14 @@ of a head as two vectors hold: they stay in the cache from its first token to it
 from functools import lru_cache
 
 import numpy as np
-from numba import float32, prange
+from numba import float32
 
 from ..arith import div, exp, f32, i2f, sqrt
 from ..compile import jit
 from ..reference import gated_delta_net as reference
 from ..reference.gated_delta_net import PARTIALS
 from .flash_attn_ext import device
+from ..threads import sharing
 from .parallel import PART
 from .vector import available_isas, fma, fnma, fold, instructions, mul, pointer, stack, store
 
@@ -63,17 +64,22 @@ def gated_delta_net_arrays(dim: int, isa: str | None = None):
                     for j in range(n_columns):
                         state[run[3 + i], head, channel, first_column + j] = s[channel * n_rows + j]
 
+    @device
+    def unit_of(i, args):
+        runs, state, q, k, v, g, beta, tiled, out = args
+        unit(runs[i // n_tiles // v.shape[1]], i // n_tiles % v.shape[1], i % n_tiles * n_rows, state, q, k, v, g, beta, tiled,
+             out)
+
+    each = sharing(unit_of)
+
     @jit(key=(dim, isa), parallel=True)
-    def kernel(state, q, k, v, g, beta, runs, tiled, out):
-        n_units = runs.shape[0] * v.shape[1] * n_tiles
+    def kernel(control, state, q, k, v, g, beta, runs, tiled, out):
+        n_units, args = runs.shape[0] * v.shape[1] * n_tiles, (runs, state, q, k, v, g, beta, tiled, out)
         if v.size * dim < 2 * PART:
             for i in range(n_units):
-                unit(runs[i // n_tiles // v.shape[1]], i // n_tiles % v.shape[1], i % n_tiles * n_rows, state, q, k, v, g, beta,
-                     tiled, out)
+                unit_of(i, args)
         else:
-            for i in prange(n_units):
-                unit(runs[i // n_tiles // v.shape[1]], i // n_tiles % v.shape[1], i % n_tiles * n_rows, state, q, k, v, g, beta,
-                     tiled, out)
+            each(control, n_units, args)
     return kernel
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numba
-from numba import float32, int16, int32, int64, prange, types, uint32
+from numba import float32, int16, int32, int64, types, uint32
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
@@ -19,16 +19,17 @@ from ...quant.words import ONES, f32, i32, primitives, u32
 from ..compile import jit
 from ..float16 import f16_to_f32
 from ..reference import mul_mat as reference
+from ..threads import THREADS, sharing
 from .vector import (ISAS, add, add_i32, available_isas, fma, fnma, high16, high_pair, instructions, join16, low16, low_pair,
-                     mul_i16, pointer, rolled, stack, store, to_f32)
+                     mul_i16, pointer, prefetch, rolled, stack, store, to_f32)
 
 ROWS = tile.ROWS
 PAIRS = CHUNK // 2
 BLOCK = 4        # columns that are multiplied at a time
 N_COLUMNS = 128  # columns of a unit
+LINE = 16        # words of a line of the caches
 UNPACKING = 8    # columns that could be multiplied while a chunk is unpacked (5 for Q4_1, 17 for IQ3_S)
-# Multiplications, about 0.2 ms of work, that are worth waking threads for: on a busy machine that takes milliseconds
-PARALLEL = 1 << 24
+PARALLEL, GRAIN = 1 << 20, 1 << 21   # multiplications that threads share, about 10 us of work; those of a part at least
 
 f32_2d = float32[:, ::1]
 QUANTIZED = types.Tuple((uint32[::1], int16[:, ::1], f32_2d, int32[:, ::1], f32_2d))  # words, q, d, sums, out
@@ -146,6 +147,8 @@ def quantized_unpacker(fmt, isa):
     n_pieces, n_words, n_halves = fmt.n_pieces, fmt.n_words, fmt.n_halves
     n_rows, rows = instructions(isa, 1).n_rows, instructions(isa, 1).rows
     n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min
+    tile_words = tile.tile_bytes(fmt) // 4
+    n_lines = -(-tile_words // (8 * LINE))
     item_words, scale_words, level_words = (stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, n_sub * ROWS),
                                             stack(uint32, 8 * ROWS))
 
@@ -164,6 +167,8 @@ def quantized_unpacker(fmt, isa):
                     isc[i * ROWS + r] = (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
                     imin[i * ROWS + r] = (u32(minimum) & u32(0xffff)) | u32(minimum) << u32(7 + 16)
         for j in range(rolled(8)):
+            for line in range(n_lines):  # of the next tile, while this one is unpacked
+                prefetch(words, base + tile_words + (j * n_lines + line) * LINE)
             for r in range(ROWS):
                 w0, w1, w2, w3, w4, w5, w6, w7 = levels((items, r), j)
                 w[r], w[ROWS + r], w[2 * ROWS + r], w[3 * ROWS + r] = u32(w0), u32(w1), u32(w2), u32(w3)
@@ -357,17 +362,25 @@ def call(typingctx, address, arrays, u):
     return types.none(types.int64, arrays, types.int64), codegen
 
 
+@inlined
+def units_of_part(i, args):
+    unit, arrays, n_units, n_parts = args
+    for u in range(i * n_units // n_parts, (i + 1) * n_units // n_parts):
+        call(unit, arrays, u)
+
+
+each_part = sharing(units_of_part)
+
+
 @jit(parallel=True)
-def run(unit, arrays, out):
+def run(control, unit, arrays, out):
     """All units, in parallel where that pays. One loop for all formats: with its own each format would take twice as long to
     compile."""
     n_units = (out.shape[1] + ROWS - 1) // ROWS * parts(out)
-    if out.shape[1] * arrays[1].shape[1] * (out.shape[0] + UNPACKING * parts(out)) < PARALLEL:
-        for u in range(n_units):
-            call(unit, arrays, u)
-    else:
-        for u in prange(n_units):
-            call(unit, arrays, u)
+    work = out.shape[1] * arrays[1].shape[1] * (out.shape[0] + UNPACKING * parts(out))
+    # Neighbouring units for one thread, which has asked for the next tile when it comes to it
+    n_parts = 1 if work < PARALLEL else min(n_units, max(control[THREADS], work // GRAIN))
+    each_part(control, n_parts, (unit, arrays, n_units, n_parts))
 
 
 @lru_cache(None)

@@ -3,12 +3,12 @@
 from functools import lru_cache, partial
 
 import numpy as np
-from numba import prange
 
 from ..compile import jit
 from ..reference import mul_mat_id as reference
 from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
+from ..threads import sharing
 from .mul_mat import PARALLEL, ROWS, UNPACKING, call, compiled_unit, inlined, parts
 
 
@@ -33,8 +33,17 @@ def runner(is_quantized):
     parallel where that pays."""
     part = quantized_part if is_quantized else float_part
 
+    @inlined
+    def one(u, args):
+        unit, arrays, bounds, ends = args
+        e = np.searchsorted(ends, u, side="right")
+        begin = ends[e - 1] if e else 0
+        call(unit, part(arrays, (e, ends.shape[0]), bounds[e], bounds[e + 1]), u - begin)
+
+    each = sharing(one)
+
     @jit(key=is_quantized, parallel=True)
-    def run(unit, arrays, out, bounds):
+    def run(control, unit, arrays, out, bounds):
         n_expert = bounds.shape[0] - 1
         n_tiles = (out.shape[1] + ROWS - 1) // ROWS
         ends, n_units, n_parts = np.empty(n_expert, np.int64), 0, 0  # one past the last unit of each expert
@@ -50,10 +59,7 @@ def runner(is_quantized):
                 start = ends[expert - 1] if expert else 0
                 call(unit, part(arrays, (expert, n_expert), bounds[expert], bounds[expert + 1]), u - start)
         else:
-            for u in prange(n_units):
-                e = np.searchsorted(ends, u, side="right")
-                begin = ends[e - 1] if e else 0
-                call(unit, part(arrays, (e, n_expert), bounds[e], bounds[e + 1]), u - begin)
+            each(control, n_units, (unit, arrays, bounds, ends))
     return run
 
 

@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ggml_py.kernels import threads
 from ggml_py import __version__
 
 from ggml_py.measure import benchmark
@@ -264,10 +264,10 @@ def path(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
     """A memory that copies half a GB a second; and as many threads as before."""
-    n_threads = numba.get_num_threads()
+    n_threads = threads.get_num_threads()
     monkeypatch.setattr(benchmark, "copy_GB_s_of", lambda device: COPY_GB_S)
     yield
-    numba.set_num_threads(n_threads)
+    threads.set_num_threads(n_threads)
 
 
 def call(capsys, *argv):
@@ -384,7 +384,7 @@ def test_defaults(capsys, path, monkeypatch):
     assert call(capsys, "bench", "-m", path, "--device", "cpu") == (0, "", "")
     configs, tests, _, writer, _, n_repetitions, seed, warm_up, verbose = seen[0]
     assert [test.name for test in tests] == ["pp512", "tg128"] and (n_repetitions, seed, warm_up, verbose) == (5, 0, True, False)
-    assert configs == [benchmark.Config(str(path), "cpu", numba.get_num_threads(), 2048, 2048, "f16", "f16", "", 1,
+    assert configs == [benchmark.Config(str(path), "cpu", threads.get_num_threads(), 2048, 2048, "f16", "f16", "", 1,
                                         "set_rows", "")] and isinstance(writer, result_formats.Markdown)
 
 
@@ -437,7 +437,7 @@ def test_sweep(capsys, path, format):
         about = dict(version=__version__, model=str(path), device="cpu", device_name=name, n_kv_max=70, n_batch=2048, n_ubatch=16,
                      type_k="f16", type_v="q8_0",
                      flash_attn=1, no_fuse="swiglu_act,rms_norm_act", graphs=0, kv_write="cpy", placement="",
-                     n_threads=numba.get_num_threads(), seed=0)
+                     n_threads=threads.get_num_threads(), seed=0)
         assert [{key: row[key] for key in row if key not in measured} for row in rows] == 4 * [about]
         assert set(about) - {"model", "n_kv_max"} <= set(FIELDS)
         assert [(row["pp"], row["tg"], row["n_kv"]) for row in rows] == [(16, 5, n_kv) for n_kv in (0, 16, 32, 48)]

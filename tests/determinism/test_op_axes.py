@@ -1,11 +1,11 @@
 """Every op of the op table, for every type of the format table that it takes: the definition's bits on every axis that an op has.
 
 On a GPU the same cases run there as well, in full and beside other work."""
-import numba
 import numpy as np
 import pytest
 
 from cuda_simulator import no_gpu
+from ggml_py.kernels import threads
 from ggml_py.backends import open_backend
 from ggml_py.backends.base import KernelBackend
 from ggml_py.backends.cpu import CPUBackend
@@ -61,12 +61,12 @@ def axes(op, type_, backend, name):
 @pytest.mark.parametrize("op, type_", op_cases())
 def test_on_the_cpu(op, type_):
     axes(op, type_, CPUBackend(), "cpu")
-    threads, expected = numba.get_num_threads(), definition(op, type_)
+    before, expected = threads.get_num_threads(), definition(op, type_)
     try:
-        numba.set_num_threads(1)
+        threads.set_num_threads(1)
         check(op, type_, CPUBackend(), expected, "cpu, 1 thread", cut(most(op)))
     finally:
-        numba.set_num_threads(threads)
+        threads.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import gguf
-import numba
 import numpy as np
 import pytest
 
 import numpy_transformer
+from ggml_py.kernels import threads
 from ggml_py.backends import present_devices
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
@@ -100,12 +100,12 @@ def test_same_bits_on_every_axis(mixed, tokens, type_k, type_v):
         together = context.decode_batch([(seq, tokens[:n]) for seq, n in lengths.items()], logits="all")
         for (seq, n), got in zip(lengths.items(), together):
             assert_bitwise_equal(got, expected[:n], f"sequence {seq} of four")
-    threads = numba.get_num_threads()
+    before = threads.get_num_threads()
     try:
-        numba.set_num_threads(1)
+        threads.set_num_threads(1)
         assert_bitwise_equal(run(mixed, tokens, **types), expected, "1 thread")
     finally:
-        numba.set_num_threads(threads)
+        threads.set_num_threads(before)
 
 
 def test_cache_types_differ(mixed, tokens):

@@ -154,24 +154,22 @@ def test_a_tokenizer_in_two_threads(path):
     assert together(work, work, work) == [[(wanted, text)] * 20] * 3
 
 
-# Threading layers, and processes
+# Kernels that share work, and processes
 
-LAYERS = """
-import sys
-from test_threads import *
-import numba
-with Model.load(sys.argv[1], device="cpu") as model:
-    with model.new_context(**SETTINGS) as context:
-        wanted = [decoded(context, 0), decoded(context, 1)]
-    with model.new_context(**SETTINGS) as context:
-        one = together(lambda: decoded(context, 0), lambda: decoded(context, 1))
-    with model.new_context(**SETTINGS) as first, model.new_context(**SETTINGS) as second:
-        two = together(lambda: decoded(first, 0), lambda: decoded(second, 1))
-    with Model.load(sys.argv[1], device="cpu") as other:
-        with model.new_context(**SETTINGS) as first, other.new_context(**SETTINGS) as second:
-            models = together(lambda: decoded(first, 0), lambda: decoded(second, 1))
-print(numba.threading_layer(), [all((a == b).all() for a, b in zip(found, wanted)) for found in (one, two, models)])
-"""
+def test_contexts_that_share_the_workers(wide):
+    """Of one context, of two of a model, of two models: each thread's bits are those that it has alone."""
+    with Model.load(wide, device="cpu") as model, Model.load(wide, device="cpu") as other:
+        with model.new_context(**SETTINGS) as context:
+            wanted = [decoded(context, 0), decoded(context, 1)]
+        with model.new_context(**SETTINGS) as context:
+            assert_equal(together(lambda: decoded(context, 0), lambda: decoded(context, 1)), wanted)
+        for second_model in model, other:
+            with model.new_context(**SETTINGS) as first, second_model.new_context(**SETTINGS) as second:
+                assert_equal(together(lambda: decoded(first, 0), lambda: decoded(second, 1)), wanted)
+
+
+def assert_equal(found, wanted) -> None:
+    assert [all((a == b).all() for a, b in zip(*each)) for each in zip(found, wanted)] == [True, True]
 
 
 def run(code, *args, **env):
@@ -182,22 +180,14 @@ def run(code, *args, **env):
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model whose products are shared by threads: 2^24 multiplications and more."""
+    """A model whose products are shared by threads."""
     return write_model(tmp_path_factory.mktemp("models") / "wide.gguf", "llama", ("F32",), n_layer=1, n_ff=8192, n_vocab=N_VOCAB)
-
-
-@pytest.mark.parametrize("layer", ["omp", "tbb", "workqueue"])
-def test_threading_layers(layer, wide):
-    done = run(LAYERS, wide, NUMBA_THREADING_LAYER=layer)
-    if "No threading layer could be loaded" in done.stderr:
-        pytest.skip(f"numba has no threading layer {layer} here: {done.stderr.splitlines()[-1]}")
-    assert done.stdout == f"{layer} [True, True, True]\n", done.stderr
 
 
 FORK = """
 import os, sys
 from test_threads import *
-import numba
+from ggml_py.kernels import threads
 
 with Model.load(sys.argv[1], device="cpu") as model, model.new_context(**SETTINGS) as context:
     wanted = context.decode(tokens(0))
@@ -209,28 +199,24 @@ with Model.load(sys.argv[1], device="cpu") as model, model.new_context(**SETTING
         assert (context.decode(tokens(0)) == wanted).all()
         with Model.load(sys.argv[1], device="cpu") as other, other.new_context(**SETTINGS) as new:
             assert (new.decode(tokens(0)) == wanted).all()
+        assert threads.workers.n_started == threads.get_num_threads() - 1 == threads.MOST - 1, threads.workers.n_started
     if generation == "child":
         context.clear()
         assert (context.decode(tokens(0)) == wanted).all()  # and the parent still has all its threads
-        print(numba.threading_layer(), numba.get_num_threads() == numba.config.NUMBA_NUM_THREADS)
+        print(threads.get_num_threads() == threads.MOST)
 """
 
 
-@pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_forked_processes_run_kernels(layer, wide):
-    """numba ends a forked process that asks for its parent's threads of GNU OpenMP: it runs on one thread, and says so once."""
-    done = run(FORK, wide, NUMBA_THREADING_LAYER=layer)
-    if "No threading layer could be loaded" in done.stderr:
-        pytest.skip(f"numba has no threading layer {layer} here")
-    assert done.stdout.splitlines() == ["grandchild 0", "child 0", f"{layer} True"], done.stderr
-    one_thread = layer == "omp" and sys.platform == "linux"
-    assert done.stderr.count("it runs them on one thread") == len(done.stderr.splitlines()) == one_thread, done.stderr
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_forked_processes_run_kernels(wide):
+    """By threads of their own."""
+    done = run(FORK, wide)
+    assert done.stdout.splitlines() == ["grandchild 0", "child 0", "True"] and not done.stderr, done.stderr
 
 
 POOL = """
 import multiprocessing, sys
 from test_threads import *
-import numba
 
 if __name__ == "__main__":
     method, when, path = sys.argv[1:]
@@ -240,7 +226,7 @@ if __name__ == "__main__":
     if when == "after":
         processes = multiprocessing.get_context(method).Pool(2)
     with processes:
-        print(numba.threading_layer(), all(found == wanted for found in processes.map(logits_of, [path] * 4)))
+        print(all(found == wanted for found in processes.map(logits_of, [path] * 4)))
 """
 
 
@@ -254,9 +240,7 @@ def test_pools_of_processes(method, when, wide):
     if method not in multiprocessing.get_all_start_methods():
         pytest.skip(f"there is no {method} here")
     done = run(POOL, method, when, wide)
-    layer, equal = done.stdout.split() or [done.stderr, ""]
-    assert equal == "True", done.stderr
-    assert ("on one thread" in done.stderr) == ((method, when, layer, sys.platform) == ("fork", "after", "omp", "linux"))
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

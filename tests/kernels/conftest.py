@@ -1,13 +1,14 @@
 """Fixtures of tests of kernels."""
-import numba
 import pytest
+
+from ggml_py.kernels import threads
 
 
 @pytest.fixture(params=[1, 2])
 def n_threads(request):
-    if request.param > numba.config.NUMBA_NUM_THREADS:
+    if request.param > threads.MOST:
         pytest.skip("needs two CPUs")
-    before = numba.get_num_threads()
-    numba.set_num_threads(request.param)
+    before = threads.get_num_threads()
+    threads.set_num_threads(request.param)
     yield request.param
-    numba.set_num_threads(before)
+    threads.set_num_threads(before)

@@ -2,7 +2,6 @@
 all instruction sets, 1 and 2 threads."""
 from itertools import product
 
-import numba
 import numpy as np
 import pytest
 from cpu_comparisons import seeded
@@ -10,6 +9,7 @@ from numba.core.errors import TypingError
 from op_runs import product_input
 from random_weights import random_weight
 
+from ggml_py.kernels import threads
 from ggml_py.kernels.cpu.mul_mat import BLOCK, N_COLUMNS, PARALLEL, form_of, mul_mat_arrays
 from ggml_py.kernels.cpu.vector import ISAS, available_isas
 from ggml_py.kernels.reference.mul_mat import mul_mat_arrays as reference_arrays
@@ -23,14 +23,14 @@ FORMS = ["Q4_0", "Q5_K", "F16"]  # groups of 32; of 256, in spans of 64, with sc
 ROWS = [1, 31, 32, 33, 65]
 N_TOKENS = [1, 2, 5, 8, 17]   # one block, several, and a rest
 GUARD = 16                    # elements behind out that must stay as they are
-THREADS = [1, 2] if numba.config.NUMBA_NUM_THREADS > 1 else [1]
+THREADS = [1, 2] if threads.MOST > 1 else [1]
 
 
 @pytest.fixture(autouse=True)
-def threads():
-    before = numba.get_num_threads()
+def threads_as_before():
+    before = threads.get_num_threads()
     yield
-    numba.set_num_threads(before)
+    threads.set_num_threads(before)
 
 
 def columns_of(fmt):
@@ -64,7 +64,7 @@ def check(fmt, data, x, rows, n_tokens, isa=None):
     for m in rows:
         words = tiles(fmt, data[:m], n_cols)
         for n, n_threads in product(n_tokens, THREADS if m == rows[-1] else THREADS[-1:]):
-            numba.set_num_threads(n_threads)
+            threads.set_num_threads(n_threads)
             name = f"mul_mat[{fmt.name}, m={m}, k={n_cols}, n={n}, isa={isa}, threads={n_threads}]"
             assert_bitwise_equal(run(kernel, words, x, n, m), expected[:n, :m], name)
     return expected

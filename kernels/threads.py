@@ -1,0 +1,239 @@
+"""Threads that share the work of the CPU's kernels.
+
+A loop over units of work is a job: the address of code for one unit, that of its arguments, and the number of units. Who works
+on a job takes the next unit that nobody has taken: the thread that came with the job, and the workers that are awake. So nobody
+waits for a worker that has not begun; and a job costs its thread well below a microsecond more than a loop.
+
+Workers are Python's threads, in compiled code and without its lock. Behind a job they look for the next one, LOOKS times, which
+takes some hundred microseconds; then they sleep. A job that finds too few awake says so, and they are woken when its kernel has
+returned: it itself does not wait for them.
+
+One job runs at a time (`compile.parallel_lock`). A forked process has no workers at first, and starts its own.
+"""
+import os
+import platform
+import threading
+from collections.abc import Callable
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+
+from .compile import jit, parallel_lock
+
+MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
+LOOKS = 20_000                   # of a worker for the next job, a pause of the processor each
+
+# Words of `control`: the number of the open job, or 0; the next unit; how many workers are at it, how many are awake; then what
+# only the thread with the job writes. What several write lies in cache lines of its own.
+OPEN, NEXT, ACTIVE, AWAKE, JOBS, THREADS, MISSED, CODE, DATA, N = 0, 16, 32, 48, 64, 65, 66, 67, 68, 69
+I8, I64 = ir.IntType(8), ir.IntType(64)
+UNIT = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (arguments, number of the unit)
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+
+
+def device(function):
+    """Only compiled functions call it."""
+    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
+
+
+# Words that several threads read and write: in one order that all of them see
+
+def _word(context, builder, array_type, array, i):
+    return builder.gep(context.make_array(array_type)(context, builder, array).data, [i])
+
+
+@intrinsic
+def look(typingctx, control, i):
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_word(context, builder, control, *args), "seq_cst", 8)
+    return types.int64(control, types.int64), codegen
+
+
+@intrinsic
+def put(typingctx, control, i, value):
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[2], _word(context, builder, control, *args[:2]), "seq_cst", 8)
+        return context.get_dummy_value()
+    return types.none(control, types.int64, types.int64), codegen
+
+
+@intrinsic
+def take(typingctx, control, i, n):
+    """What was there, to which n is added."""
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", _word(context, builder, control, *args[:2]), args[2], "seq_cst")
+    return types.int64(control, types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Lets what shares the processor's core go first."""
+    def codegen(context, builder, signature, args):
+        if IS_X86:
+            nothing = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, nothing, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+    return types.none(), codegen
+
+
+# Jobs
+
+@intrinsic
+def call(typingctx, code, data, u):
+    def codegen(context, builder, signature, args):
+        code, data, u = args
+        builder.call(builder.inttoptr(code, UNIT.as_pointer()), [builder.inttoptr(data, I8.as_pointer()), u])
+        return context.get_dummy_value()
+    return types.none(types.int64, types.int64, types.int64), codegen
+
+
+@device
+def take_units(control, code, data, n):
+    u = take(control, NEXT, 1)
+    while u < n:
+        call(code, data, u)
+        u = take(control, NEXT, 1)
+
+
+@device
+def share(control, n, code, data):
+    """Every unit of n, by this thread and by workers."""
+    control[CODE], control[DATA], control[N] = code, data, n
+    control[JOBS] += 1
+    if look(control, AWAKE) < control[THREADS] - 1:
+        control[MISSED] = 1
+    put(control, NEXT, 0)
+    put(control, OPEN, control[JOBS])
+    take_units(control, code, data, n)
+    put(control, OPEN, 0)
+    # Who began while it was open is counted in ACTIVE, and who counts itself later sees that it is closed
+    while look(control, ACTIVE) != 0:
+        pause()
+
+
+@jit
+def work(control, index):
+    """A worker's, until it has looked for a job in vain for long."""
+    looks, last = 0, 0
+    take(control, AWAKE, 1)
+    while looks < LOOKS:
+        job = look(control, OPEN)
+        if job == 0 or job == last or index >= look(control, THREADS):
+            pause()
+            looks += 1
+            continue
+        take(control, ACTIVE, 1)
+        if look(control, OPEN) == job:
+            take_units(control, control[CODE], control[DATA], control[N])
+            looks, last = 0, job
+        take(control, ACTIVE, -1)
+    take(control, AWAKE, -1)
+
+
+def sharing(body: Callable) -> Callable:
+    """each(control, n, args): body(u, args) for every u of range(n), shared with the workers. body: compiled, of (int64, tuple),
+    gives nothing and raises nothing; units write to different places."""
+    def unit(u, args):
+        body(u, args)
+
+    @intrinsic
+    def job(typingctx, args):
+        """(address of the code of a unit, address of args), while the calling function runs."""
+        def codegen(context, builder, signature, values):
+            data = cgutils.alloca_once_value(builder, values[0])
+            code = ir.Function(builder.module, UNIT, builder.module.get_unique_name("unit"))
+            code.linkage = "internal"
+            inside = ir.IRBuilder(code.append_basic_block("entry"))
+            arguments = inside.load(inside.bitcast(code.args[0], data.type))
+            of_unit = types.none(types.int64, args)
+            compiled = context.compile_subroutine(inside, unit, of_unit)
+            context.call_internal_no_propagate(inside, compiled.fndesc, of_unit, [code.args[1], arguments])
+            inside.ret_void()
+            addresses = [builder.ptrtoint(code, I64), builder.ptrtoint(data, I64)]
+            return context.make_tuple(builder, signature.return_type, addresses)
+        return types.UniTuple(types.int64, 2)(args), codegen
+
+    @device
+    def each(control, n, args):
+        if n < 2 or control[THREADS] < 2:
+            for u in range(n):
+                body(u, args)
+            return
+        code, data = job(args)
+        share(control, n, code, data)
+    return each
+
+
+# Workers
+
+class Workers:
+    """The threads of this process."""
+
+    def __init__(self):
+        self.control = _new_control(MOST)
+        self.asleep: dict[int, threading.Event] = {}  # those that wait to be woken
+        self.n_started = 0
+
+    def wake(self) -> None:
+        """Those that sleep; those that there are not yet are started."""
+        while self.n_started < self.control[THREADS] - 1:
+            self.n_started += 1
+            threading.Thread(target=self._live, args=(self.n_started,), name=f"ggml-py-{self.n_started}", daemon=True).start()
+        for index in list(self.asleep):
+            self.asleep.pop(index).set()
+
+    def _live(self, index: int) -> None:
+        control = self.control
+        while control is self.control:  # in a forked process there are others
+            work(control, index)
+            woken = self.asleep[index] = threading.Event()
+            woken.wait()
+
+
+def _new_control(n_threads: int) -> np.ndarray:
+    """int64; the first word begins a cache line."""
+    words = np.zeros(80 + 8, np.int64)
+    control = words[-words.ctypes.data % 64 // 8:][:80]
+    control[THREADS] = n_threads
+    return control
+
+
+workers = Workers()
+
+
+def _after_fork_in_child() -> None:
+    global workers  # noqa: PLW0603 (of the process, which just came to be)
+    n_threads = get_num_threads()
+    workers = Workers()
+    set_num_threads(n_threads)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def run(kernel: Callable, *args) -> None:
+    """kernel(control, *args), alone among those that share work."""
+    with parallel_lock:
+        control = workers.control
+        kernel(control, *args)
+        if control[MISSED]:
+            control[MISSED] = 0
+            workers.wake()
+
+
+def get_num_threads() -> int:
+    """How many threads share a kernel's work, the calling one among them."""
+    return int(workers.control[THREADS])
+
+
+def set_num_threads(n: int) -> None:
+    """ValueError for more than there are CPUs, or none."""
+    if not 1 <= n <= MOST:
+        raise ValueError(f"set_num_threads: must be 1 to {MOST}, got {n}")
+    workers.control[THREADS] = n
+

@@ -1,0 +1,99 @@
+"""Work that threads share: every unit once, whoever is awake."""
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ggml_py.kernels import threads
+from ggml_py.kernels.compile import jit
+from ggml_py.kernels.threads import device, sharing
+
+
+@device
+def count(u, args):
+    counts, values, add = args
+    counts[u] += 1
+    values[u] = u + add
+
+
+each = sharing(count)
+
+
+@jit(parallel=True)
+def kernel(control, counts, values, add):
+    each(control, counts.shape[0], (counts, values, add))
+
+
+@pytest.fixture
+def n_threads():
+    before = threads.get_num_threads()
+    yield threads.set_num_threads
+    threads.set_num_threads(before)
+
+
+def check(n: int, add: float) -> None:
+    counts, values = np.zeros(n, np.int64), np.zeros(n)
+    assert kernel(counts, values, add) is None
+    assert (counts == 1).all() and (values == np.arange(n) + add).all()
+
+
+def test_every_unit_once(n_threads):
+    rng = np.random.default_rng(0)
+    for n in (1, threads.MOST):
+        n_threads(n)
+        for _ in range(3000):
+            check(int(rng.integers(0, 40)), float(rng.random()))
+
+
+def test_workers_that_sleep_are_woken_and_nobody_waits_for_them(n_threads):
+    if threads.MOST < 2:
+        pytest.skip("one CPU")
+    n_threads(2)
+    check(2, 0.5)
+    for _ in range(100):  # until they have looked in vain for long
+        if threads.workers.asleep and not threads.workers.control[threads.AWAKE]:
+            break
+        time.sleep(0.01)
+    assert threads.workers.asleep
+    check(1000, 1.5)  # by this thread alone, which says that it missed them
+    assert not threads.workers.asleep and threads.workers.n_started >= 1
+    for _ in range(100):
+        check(1000, 2.5)
+
+
+def test_threads_that_come_together(n_threads):
+    """One job at a time."""
+    done = []
+
+    def some(add):
+        for _ in range(300):
+            check(17, add)
+        done.append(add)
+    each = [threading.Thread(target=some, args=(float(i),)) for i in range(4)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join()
+    assert sorted(done) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_has_its_own(n_threads):
+    n_threads(threads.MOST)
+    for _ in range(20):
+        check(100, 1.0)
+    if not (pid := os.fork()):
+        started = threads.workers.n_started
+        for _ in range(200):
+            check(100, 1.0)
+        os._exit(0 if started == 0 and threads.workers.n_started == threads.MOST - 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    check(100, 1.0)
+
+
+@pytest.mark.parametrize("n", [0, -1, threads.MOST + 1])
+def test_as_many_threads_as_there_are_cpus(n):
+    with pytest.raises(ValueError, match=f"^set_num_threads: must be 1 to {threads.MOST}, got {n}$"):
+        threads.set_num_threads(n)
