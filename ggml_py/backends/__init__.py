@@ -22,7 +22,9 @@ def open_backend(device: str = "auto") -> Backend:
 
 
 def device_of(device: str) -> str:
-    """The name of the device that `open_backend` finds: "auto" is "cuda:0" or "cpu"."""
+    """The name of the device that `open_backend` finds: "auto" is "cuda:0" or "cpu". Another one's is its own, found or not."""
+    if device not in ("auto", "cuda"):
+        return device
     backend = open_backend(device)
     backend.close()
     return backend.device

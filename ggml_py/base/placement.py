@@ -2,8 +2,8 @@
 depends on it. Nodes follow (`graph.place`)."""
 import re
 from bisect import bisect_right
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -107,6 +107,12 @@ class PlacementOptions:
                 re.compile(override_of(asked, 1).pattern)
             except re.error as error:
                 raise ParameterError("overrides", f"{asked[0]!r} is not a pattern: {error}") from None
+
+    def renamed(self, name: Callable[[str], str]) -> "PlacementOptions":
+        """The same of devices by other names: name -> the one that is used, such as auto -> cuda:0."""
+        overrides = tuple(Override(asked.pattern, name(asked.device)) if isinstance(asked, Override) else asked
+                          for asked in self.overrides)
+        return replace(self, devices=tuple(dict.fromkeys(map(name, self.devices))), overrides=overrides)
 
     @property
     def shared(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def run(options, load_model) -> None:
         with console.capture() as capture:
             for table in metadata_table(file), tensor_table(file), memory_table(file, parts):
                 console.print(table)
-            if asked := placement_of(options, devices_of(options), name=lambda device: "cpu" if device == "auto" else device):
+            if asked := placement_of(options, devices_of(options)):
                 console.print(placement_table(file, asked, options))
         out.write(re.sub(r" +$", "", capture.get(), flags=re.MULTILINE))
     if trouble:

@@ -2,7 +2,6 @@
 prompt's tokens."""
 import sys
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from ..base.errors import UserError
@@ -37,20 +36,14 @@ def devices_of(options) -> tuple[str, ...]:
     return tuple(options.device or ["auto"])
 
 
-def present(device: str) -> str:
-    """The name of a device that is here."""
+def placement_of(options, devices: tuple[str, ...]):
+    """What the options of `options.placement` ask for, or None: all on one device."""
     from ..backends import device_of
-    return device_of(device)
-
-
-def placement_of(options, devices: tuple[str, ...], name=present):
-    """What the options of `options.placement` ask for, or None: all on one device. name: of a device as it was typed -> as it
-    is."""
     asked = PlacementOptions(devices, options.n_gpu_layers, tuple(options.overrides or ()), options.split_mode,
                              tuple(options.tensor_split), options.main_gpu, options.kv_offload)
     if asked == PlacementOptions(devices[:1]):
         return None
-    return replace(asked, devices=tuple(dict.fromkeys(map(name, devices))))
+    return asked.renamed(device_of)
 
 
 def typed(placement) -> str:

@@ -25,7 +25,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..backends import open_backend
+from ..backends import device_of, open_backend
 from ..backends.base import Backend
 from ..backends.cuda_graphs import SHAPES, Counters, Key
 from ..base.defaults import MOST_DEFAULT_CONTEXT, N_BATCH, N_UBATCH
@@ -87,6 +87,7 @@ class Model:
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
         with ExitStack() as to_close:  # unless the model has them
+            placement = placement and placement.renamed(device_of)
             backends = [to_close.enter_context(closing(open_backend(each)))
                         for each in (placement.needed if placement else [device])]
             file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr)))

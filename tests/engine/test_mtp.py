@@ -12,6 +12,7 @@ from ggml_py.__main__ import main
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.cuda import CUDABackend
 from ggml_py.base.errors import ParameterError
+from ggml_py.base.placement import Override, PlacementOptions
 from ggml_py.engine.generate import generate
 from ggml_py.engine.model import Model
 from ggml_py.engine.mtp import MTP
@@ -19,6 +20,7 @@ from ggml_py.engine.sampling import Sampling
 from ggml_py.engine.speculation import Speculation
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.testing import assert_bitwise_equal
+from guarded_cpu import guarded_devices
 from places import REFERENCE
 from queueing_backend import QueueingBackend
 from tiny_delta_net_models import write_delta_net_model
@@ -114,6 +116,19 @@ def test_on_a_gpu(arch, paths):
         expected, found = (run(model, Sampling(), Fixed(MTP(model, 64), 3), n_rollback=5) for model in (on_cpu, on_gpu))
     assert found[0] == expected[0]
     assert_bitwise_equal(found[1], expected[1], "logits")
+
+
+@pytest.mark.parametrize("kind", ["qwen3next", "qwen35", "qwen35moe"])
+def test_on_several_devices(kind, tmp_path):
+    """Layers on two devices, a part of the weights on a third, and the block where the output is: the text of one device."""
+    path = write_delta_net_model(tmp_path / "m.gguf", kind, ("Q8_0",), nextn=1)
+    options = PlacementOptions(("cpu:1", "cpu:2"), 3, (Override("ffn", "cpu"),))
+    with load(path) as one, Model(GGUFFile.open(path), *guarded_devices(3), nextn=True, placement=options) as several:
+        expected, found = (run(model, Sampling(), Fixed(MTP(model, 64), 3), n_rollback=5) for model in (one, several))
+        alone = run(one, Sampling(), n_rollback=5)
+    assert found[0] == expected[0] == alone[0] and several.device == "cpu:2"
+    assert_bitwise_equal(found[1], expected[1], "logits")
+    assert_bitwise_equal(found[3], expected[3], "behind them")
 
 
 @pytest.mark.parametrize("kind", ["qwen3next", "qwen35", "qwen35moe"])

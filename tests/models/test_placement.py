@@ -158,6 +158,11 @@ def test_a_pattern_of_no_tensor(asked, message):
         Model.load(file_of("llama"), placement=options)
 
 
+def test_auto_is_the_device_that_is_here():
+    with Model.load(file_of("llama"), placement=PlacementOptions(("auto",), 1)) as model:
+        assert model.device in ("cpu", "cuda:0") and set(model.backends) == {model.device, "cpu"}
+
+
 # What crosses
 
 def crossings(kind: str, options: PlacementOptions, n: int = 5) -> list[tuple[str, str, tuple[int, ...]]]:
