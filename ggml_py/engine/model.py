@@ -65,7 +65,7 @@ class Model:
     def __init__(self, file: GGUFFile, *backends: Backend, nextn: bool = False, placement: PlacementOptions | None = None):
         """backends: those that the placement needs. Without one, all is on the first; `new_context(device_of=)` may use others.
         """
-        self.file = file
+        self.file, self.own_backends = file, backends  # which are closed with it
         self.backends = {backend.device: backend for backend in backends}
         self.architecture = model_class(file)(file, placement or PlacementOptions((backends[0].device,)), self.backends)
         self.backend = self.backends[self.architecture.placement.output]
@@ -171,7 +171,7 @@ class Model:
             return
         self.architecture.w.close()
         self.file.close()
-        for backend in self.backends.values():
+        for backend in self.own_backends:
             backend.close()
 
     def __repr__(self) -> str:

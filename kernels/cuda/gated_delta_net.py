@@ -15,7 +15,7 @@ from .ptx import (add, as_f32, as_i32, copies_commit, copies_wait_but, copy1, de
 
 PARTIALS = 8             # of dot8
 DIMS = 16, 32, 64, 128   # channels of a head
-FEW_TOKENS = 4           # of each run: up to so many are bound by the state's way from and to memory
+FEW_TOKENS = 4           # of each of many runs: up to so many are bound by the state's way from and to memory
 MANY_TOKENS = 0          # the plan of the kernel for many tokens; of the other one, a plan is a lane's columns
 SEVERAL_RUNS, MANY_RUNS = 4, 8
 
@@ -369,7 +369,7 @@ def check(call):
 def plan(call) -> int:
     """Columns of a lane where runs have few tokens: as many as leave enough blocks; or MANY_TOKENS."""
     dim, n_runs = call.out.n_cols // call.n_head_v, call.runs.shape[0]
-    if call.out.n_rows > FEW_TOKENS * n_runs:
+    if call.out.n_rows > (FEW_TOKENS if n_runs >= MANY_RUNS else 1) * n_runs:
         return MANY_TOKENS
     return min(4 if n_runs >= MANY_RUNS else 2 if n_runs >= SEVERAL_RUNS else 1, max(1, dim // 32))
 

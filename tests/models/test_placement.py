@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
@@ -163,6 +164,18 @@ def test_auto_is_the_device_that_is_here():
         assert model.device in ("cpu", "cuda:0") and set(model.backends) == {model.device, "cpu"}
 
 
+def test_a_model_closes_the_devices_that_it_was_given_and_no_others():
+    class Counting(CPUBackend):
+        n_closed = 0
+
+        def close(self):
+            self.n_closed += 1
+    given, lent = Counting(), Counting(device="cpu:1")
+    with Model(GGUFFile.open(file_of("llama")), given) as model:
+        model.backends["cpu:1"] = lent
+    assert (given.n_closed, lent.n_closed) == (1, 0)
+
+
 # What crosses
 
 def crossings(kind: str, options: PlacementOptions, n: int = 5) -> list[tuple[str, str, tuple[int, ...]]]:
@@ -187,7 +200,6 @@ def test_a_boundary_of_layers_is_one_copy():
 # Weights that do not fit
 
 def test_a_device_that_cannot_hold_its_part_is_named(monkeypatch):
-    from ggml_py.backends.cpu import CPUBackend
     monkeypatch.setattr(CPUBackend, "memory_bytes", lambda self: 10**9 if self.device == "cpu" else 1000)
     with pytest.raises(UserError, match=r"the weights take [0-9,]+ bytes, more than cpu:1 has, 1,000$"):
         Model.load(file_of("llama"), placement=PlacementOptions(("cpu", "cpu:1")))
