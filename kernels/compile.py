@@ -151,6 +151,10 @@ class _DiskCache(NullCache):
             write_entry(*self._entry(signature, result.codegen), dumps(result._reduce()))
 
 
+# Of functions that only compiled ones call: without wrappers, which would double the time
+device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
 def jit(function=None, *, key=(), parallel=False):
     """numba.njit for this project: numpy's division, no fast-math, cached. key: the arguments of the factory that closes over
     `function`.

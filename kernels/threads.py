@@ -15,14 +15,13 @@ import platform
 import threading
 from collections.abc import Callable
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from .compile import jit, parallel_lock
+from .compile import device, jit, parallel_lock
 
 MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
 LOOKS = 20_000                   # of a worker for the next job, a pause of the processor each
@@ -33,11 +32,6 @@ OPEN, NEXT, ACTIVE, AWAKE, JOBS, THREADS, MISSED, CODE, DATA, N = 0, 16, 32, 48,
 I8, I64 = ir.IntType(8), ir.IntType(64)
 UNIT = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (arguments, number of the unit)
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-
-
-def device(function):
-    """Only compiled functions call it."""
-    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
 
 
 # Words that several threads read and write: in one order that all of them see
@@ -135,8 +129,8 @@ def work(control, index):
 
 
 def sharing(body: Callable) -> Callable:
-    """each(control, n, args): body(u, args) for every u of range(n), shared with the workers. body: compiled, of (int64, tuple),
-    gives nothing and raises nothing; units write to different places."""
+    """each(control, n, args, pays=True): body(u, args) for every u of range(n), shared with the workers where that pays. body:
+    compiled, of (int64, tuple), gives nothing and raises nothing; units write to different places."""
     def unit(u, args):
         body(u, args)
 
@@ -158,8 +152,8 @@ def sharing(body: Callable) -> Callable:
         return types.UniTuple(types.int64, 2)(args), codegen
 
     @device
-    def each(control, n, args):
-        if n < 2 or control[THREADS] < 2:
+    def each(control, n, args, pays=True):
+        if not pays or n < 2 or control[THREADS] < 2:
             for u in range(n):
                 body(u, args)
             return
@@ -187,9 +181,8 @@ class Workers:
             self.asleep.pop(index).set()
 
     def _live(self, index: int) -> None:
-        control = self.control
-        while control is self.control:  # in a forked process there are others
-            work(control, index)
+        while True:
+            work(self.control, index)
             woken = self.asleep[index] = threading.Event()
             woken.wait()
 

@@ -88,8 +88,8 @@ class PlacementOptions:
     def __post_init__(self):
         """ParameterError for what cannot be, before anything is opened."""
         if self.split_mode in ("row", "tensor", "column"):
-            why = {"row": "rows of a product would be summed across devices, and sums have one order here"}.get(
-                self.split_mode, "columns are not split over devices yet")
+            why = ("rows of a product would be summed across devices, and sums have one order here" if self.split_mode == "row"
+                   else "columns are not split over devices yet")
             raise ParameterError("split_mode", f"{self.split_mode!r} is not possible: {why}; allowed: {', '.join(SPLIT_MODES)}")
         if self.split_mode not in SPLIT_MODES:
             raise ParameterError("split_mode", f"{self.split_mode!r} is not allowed; allowed: {', '.join(SPLIT_MODES)}")

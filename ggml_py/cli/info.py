@@ -80,7 +80,7 @@ def size(n_bytes: int) -> str:
     return f"{n_bytes:,} ({n_bytes / 1e6:,.1f} MB)"
 
 
-def new_table(*columns: str, title: str | None = None, right: tuple[str, ...] = ()):
+def new_table(*columns: str, title=None, right: tuple[str, ...] = ()):
     """Columns from the left, those of `right` aligned to the right."""
     from rich import box
     from rich.table import Table
@@ -98,8 +98,8 @@ def placement_table(file, asked, options):
     model.check_tensors(nextn=False)
     weights = model.w.bytes_by_device()
     context = model.context_bytes(options.n_ctx, 1, options.type_k, options.type_v)
-    table = new_table("device", title=None, right=("weights", f"{options.n_ctx} positions", "together"))
-    table.title = Text(typed(asked) or "one device")
+    table = new_table("device", title=Text(typed(asked) or "one device"),
+                      right=("weights", f"{options.n_ctx} positions", "together"))
     for name in model.placement.devices:
         if weights[name] + context[name]:
             table.add_row(name, *(f"{n:,}" for n in (weights[name], context[name], weights[name] + context[name])))

@@ -93,12 +93,12 @@ def placement(p: Parser) -> None:
                    help="number of the device among those of -dev, from 0, for -sm none")
     p.add_argument("-nkvo", "--no-kv-offload", dest="kv_offload", action="store_false",
                    help="caches and states of all layers lie on the CPU, and attention runs there")
-    host = dict(dest="overrides", action="append")
+    pattern = dict(dest="overrides", action="append")
     p.add_argument("-cmoe", "--cpu-moe", dest="overrides", action="append_const", const=ExpertsOnHost(),
                    help="the experts of all layers lie on the CPU; this and the next two are -ot at their place on the line")
-    p.add_argument("-ncmoe", "--n-cpu-moe", type=lambda text: ExpertsOnHost(at_least(1)(text)), metavar="N", **host,
+    p.add_argument("-ncmoe", "--n-cpu-moe", type=lambda text: ExpertsOnHost(at_least(1)(text)), metavar="N", **pattern,
                    help="those of the first N layers")
-    p.add_argument("--ncmoe-last", type=lambda text: ExpertsOnHost(at_least(1)(text), last=True), metavar="N", **host,
+    p.add_argument("--ncmoe-last", type=lambda text: ExpertsOnHost(at_least(1)(text), last=True), metavar="N", **pattern,
                    help="those of the last N layers")
     p.add_argument("-ot", "--override-tensor", dest="overrides", action="extend", metavar="REGEX=DEVICE[,REGEX=DEVICE]",
                    type=lambda text: [Override(*pair) for pair in overrides(text)],

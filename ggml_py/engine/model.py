@@ -30,13 +30,13 @@ from ..backends.base import Backend
 from ..backends.cuda_graphs import SHAPES, Counters, Key
 from ..base.defaults import MOST_DEFAULT_CONTEXT, N_BATCH, N_UBATCH
 from ..base.errors import ParameterError, UserError
+from ..base.placement import PlacementOptions
 from ..files.gguf import GGUFFile
 from ..files.pull import resolve
 from ..graph.fuse import switched_off
 from ..graph.place import DeviceOf
 from ..graph.program import Arenas, Outputs, Program
 from ..models import model_class
-from ..base.placement import PlacementOptions
 from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from .sampling import not_a_number

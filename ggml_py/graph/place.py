@@ -15,9 +15,9 @@ DeviceOf = Callable[[Node], str]  # node -> the name of its device
 def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | None = None) -> None:
     """device_of: decides in the place of the rule above. A node that writes into a state runs where the state lies, whatever it
     says. GraphError for a device without a backend."""
-    inputs = {*graph.inputs.values()}
+    inputs, follow = {*graph.inputs.values()}, device_of is None and len(backends) > 1
     for node in graph.nodes:
-        device = device_of(node) if device_of else _followed(node, inputs)
+        device = device_of(node) if device_of else _followed(node, inputs) if follow else node.device
         for root in node.written:
             device = root.device
         if device not in backends:
@@ -28,7 +28,7 @@ def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | N
                 if result.base is None:
                     result.device = device
                     result.layout = backends[device].activations.name if result.dtype == "act" else ""
-    if device_of is None:
+    if follow:
         _quantize_where_read(graph, backends)
 
 

@@ -118,12 +118,12 @@ class Program:
         for device, size in {self.input_device: 0, **self.plan.arena_bytes}.items():
             arenas.ensure(device, size + (self.input_bytes if device == self.input_device else 0))
         self.staging = np.zeros(self.input_bytes, np.uint8)
-        self.staged: list[tuple[Tensor, np.ndarray]] = []  # the inputs and where their values go
+        self.staged: dict[Tensor, np.ndarray] = {}  # the inputs and where their values go
         self.copied: dict[Tensor, Tensor] = {}  # of this run, inputs whose values are an output on the device
         for tensor, start in zip(self.inputs, starts):
             tensor.buffer, tensor.offset = arenas.buffers[self.input_device], start
-            self.staged.append((tensor,
-                                self.staging[start:start + n_bytes(tensor)].view(DTYPES[tensor.dtype]).reshape(tensor.shape)))
+            values = self.staging[start:start + n_bytes(tensor)].view(DTYPES[tensor.dtype])
+            self.staged[tensor] = values.reshape(tensor.shape)
         for tensor, extent in self.plan.extents.items():
             tensor.buffer = arenas.buffers[tensor.device]
             tensor.offset = extent.offset + (self.input_bytes if tensor.device == self.input_device else 0)
@@ -151,7 +151,7 @@ class Program:
         """Brings an operand from another device, in the layout that its own device has; an input from the host."""
         source, to = node.src[0], node.results[0]
         source_backend, backend, size = self.backends[source.root.device], self.backends[to.device], n_bytes(source)
-        staged = dict(self.staged).get(source)
+        staged = self.staged.get(source)
 
         def transfer() -> None:
             if staged is not None and source not in self.copied:
@@ -176,7 +176,7 @@ class Program:
         device, what replays the steps, under the key and the number of the run."""
         backend = self.backends[self.input_device]
         self.copied.clear()
-        for tensor, staged in self.staged:
+        for tensor, staged in self.staged.items():
             value = values[tensor.name]
             if isinstance(value, (tuple, Outputs)):
                 outputs, i = value if isinstance(value, tuple) else (value, 0)

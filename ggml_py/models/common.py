@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import UserError
+from ..base.placement import PlacementOptions
 from ..base.rope_table import rope_table
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
@@ -18,7 +19,6 @@ from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
 from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
 from .hparams import Hparams, Keys, because
-from ..base.placement import PlacementOptions
 from .weights import Paper, Weights
 
 RopeTables = Mapping[str, Tensor]  # by device

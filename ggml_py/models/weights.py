@@ -7,13 +7,13 @@ from math import prod
 import numpy as np
 
 from ..base.errors import UserError
+from ..base.placement import Placement
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile, TensorInfo
 from ..graph.graph import Tensor
 from ..quant import tile
 from ..quant.formats import CHUNK, FORMATS
 from .hparams import because
-from ..base.placement import Placement
 
 MATRIX_TYPES = tuple(name for name, format in FORMATS.items() if format.planes)  # those that have a tile layout
 VECTOR_TYPES = tuple(name for name, format in FORMATS.items() if format.values)  # floats

@@ -9,11 +9,10 @@ Fixed-point sums are two products of int16 pairs: with q = 128 hi + lo, T = sum 
 """
 from functools import lru_cache, partial
 
-import numba
 import numpy as np
 
 from ..arith import as_f32, as_i32, div, exp, f32, fma, i2f, i32, mul, sub
-from ..compile import jit
+from ..compile import device, jit
 from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_SINKS, NO_WINDOW, PIECE
 from ..threads import sharing
@@ -31,7 +30,6 @@ HI = f32(16384)
 LOWEST = i32(-0x7f800001)  # ordered(-infinity)
 
 # For parts of one kernel, which are cached with it.
-device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @lru_cache(None)
@@ -121,11 +119,7 @@ def shared_by_runs(attend, key):
         for token in range(pos.shape[0]):
             n_seen += pos[token] + 1
         n_units, args = n_runs * n_head_kv, (runs, n_runs, (q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks))
-        if n_seen * n_head_kv * (q.shape[2] + out.shape[2]) < 2 * PART:
-            for u in range(n_units):
-                unit(u, args)
-        else:
-            each(control, n_units, args)
+        each(control, n_units, args, n_seen * n_head_kv * (q.shape[2] + out.shape[2]) >= 2 * PART)
     return run
 
 

@@ -9,10 +9,9 @@ import numpy as np
 from numba import float32
 
 from ..arith import div, exp, f32, i2f, sqrt
-from ..compile import jit
+from ..compile import device, jit
 from ..reference import gated_delta_net as reference
 from ..reference.gated_delta_net import PARTIALS
-from .flash_attn_ext import device
 from ..threads import sharing
 from .parallel import PART
 from .vector import available_isas, fma, fnma, fold, instructions, mul, pointer, stack, store
@@ -75,11 +74,7 @@ def gated_delta_net_arrays(dim: int, isa: str | None = None):
     @jit(key=(dim, isa), parallel=True)
     def kernel(control, state, q, k, v, g, beta, runs, tiled, out):
         n_units, args = runs.shape[0] * v.shape[1] * n_tiles, (runs, state, q, k, v, g, beta, tiled, out)
-        if v.size * dim < 2 * PART:
-            for i in range(n_units):
-                unit_of(i, args)
-        else:
-            each(control, n_units, args)
+        each(control, n_units, args, v.size * dim >= 2 * PART)
     return kernel
 
 

@@ -16,7 +16,7 @@ from ...quant import tile
 from ...quant.activation import LIMIT, SUM_COLUMNS
 from ...quant.formats import CHUNK, format_of
 from ...quant.words import ONES, f32, i32, primitives, u32
-from ..compile import jit
+from ..compile import device, jit
 from ..float16 import f16_to_f32
 from ..reference import mul_mat as reference
 from ..threads import THREADS, sharing
@@ -36,12 +36,7 @@ QUANTIZED = types.Tuple((uint32[::1], int16[:, ::1], f32_2d, int32[:, ::1], f32_
 FLOAT = types.Tuple((uint32[::1], f32_2d, f32_2d))                                    # words, x, out
 
 
-def device(forceinline):
-    """Compiles functions that only compiled ones call: without wrappers, which would double the time."""
-    return numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=forceinline)
-
-
-inlined, called = device(True), device(False)
+inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 def lookup16(levels):
@@ -105,7 +100,7 @@ def write(total, row_tile, first, last, out):
 # A tile with the rows of each item side by side, so that loops over rows become vector code: uint32 [items][32 rows], the items
 # of a row being its words (up to 3), its half (in item 3), and from item 4 on the words of its pieces.
 
-@called
+@device
 def transpose(words, base, n_pieces, n_words, n_halves, items):
     """The tile at word `base`, as quant/tile.py lays it out, into items."""
     for p in range(n_pieces):
@@ -152,7 +147,7 @@ def quantized_unpacker(fmt, isa):
     item_words, scale_words, level_words = (stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, n_sub * ROWS),
                                             stack(uint32, 8 * ROWS))
 
-    @called
+    @device
     def unpack(words, base, weights):
         pairs, imin, d, m = weights
         items, isc, w = item_words(), scale_words(), level_words()
@@ -208,7 +203,7 @@ def sum_splitter(form):
     floor(s / 128)): uint32 [columns][sub-blocks]."""
     n_sub, n_sums = CHUNK // form.sub, form.sub // SUM_COLUMNS
 
-    @called
+    @device
     def split_sums(sums, first, last, chunk, out):
         for c in range(first, last):
             for i in range(n_sub):
@@ -228,7 +223,7 @@ def quantized_multiplier(form, isa, n_columns):
     wide, has_min = form.span < form.group, form.sub > 0
     n_sub, group_subs = (CHUNK // form.sub, form.group // form.sub) if has_min else (0, 0)
 
-    @called
+    @device
     def multiply(weights, x, c, chunk, total):
         pairs, imin, d, m = weights
         q, dx, sums, first, n_chunks = x
@@ -290,7 +285,7 @@ def float_unpacker(fmt):
     """(words, base, weights): the tile at word `base` into weights float32 [256][32]."""
     values = fmt.values(cpu_primitives(), tile.loads(fmt, inlined)[0])
 
-    @called
+    @device
     def unpack(words, base, weights):
         for q in range(rolled(CHUNK // 8)):
             for r in range(ROWS):
@@ -307,7 +302,7 @@ def float_multiplier(isa, n_columns):
     x = (values, first, k): rows of k values, c counts from column `first`; total: float32 [columns][32]."""
     n_rows, zeros, load, rows, columns, _ = instructions(isa, n_columns)
 
-    @called
+    @device
     def multiply(weights, x, c, chunk, total):
         values, first, k = x
         start = (first + c) * k + chunk * CHUNK

@@ -1,6 +1,6 @@
 """Rows shared between threads, where there are enough of them."""
-from ..compile import jit
-from ..threads import device, sharing
+from ..compile import device, jit
+from ..threads import sharing
 
 PART = 1 << 14  # elements that are worth a thread: about 5 us of work
 
@@ -19,12 +19,8 @@ def over_rows(body, key=()):
 
     @jit(key=(body.__module__, body.__name__, *key), parallel=True)
     def kernel(control, x, *args):
-        n_rows = x.shape[0]
-        n_parts = min(n_rows, x.size // PART)
-        if n_parts < 2:
-            body(0, n_rows, x, *args)
-        else:
-            each(control, n_parts, (n_parts, x, args))
+        n_parts = max(1, min(x.shape[0], x.size // PART))
+        each(control, n_parts, (n_parts, x, args))
     return kernel
 
 

@@ -1,11 +1,10 @@
 """Attention over the KV cache in pieces of 128 positions (numerics, section 8)."""
 from functools import lru_cache, partial
 
-import numba
 import numpy as np
 
 from ..arith import div, exp, f32, fma, l2f, mul, sub
-from ..compile import jit
+from ..compile import device, jit
 from .quantize import quantize_block
 from .rms_norm import sum128
 from .set_rows import cached_value
@@ -16,7 +15,6 @@ MINUS_INFINITY = f32(-np.inf)
 NO_WINDOW = 2**31 - 1
 NO_SINKS = np.empty(0, np.float32)
 # For parts of one kernel, which are cached with it.
-device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @lru_cache(None)
