@@ -6,7 +6,8 @@ What is chosen depends on logits, settings, seed and position alone (`sampling`)
 """
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import accumulate, islice
+from operator import mul
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,9 @@ from ..base.exact_math import exp, tree_sum
 
 LONGEST, SHORTEST = 4, 2  # tokens that `NGrams` looks up
 MOST_DRAFTS = 256
-LONGEST_REST = 64  # steps without a draft behind drafts that were wrong
+TRIES = 4  # that the share of right guesses at a place is of, about
+LEAST_CHANCE = 1 / 3  # of a guess, and of all before it, to be right
+LONGEST_REST = 64  # drafts before one that is longer
 
 
 class Source(Protocol):
@@ -119,38 +122,46 @@ def probability_of_best(logits: np.ndarray) -> float:
 class Speculation:
     """How many tokens are guessed, from what has come of guesses so far, which no bit depends on; and the counts.
 
-    A draft that is right to its end makes the next one twice as long; one that is not, as long as what was right, and one more.
-    Where nothing was right, drafts rest: for 1, 2, 4 and at most 64 steps."""
+    Of each place in a draft is known how often the guess there was right lately, those before it being right. The product of
+    these shares is the chance that a draft is right to there; where it is below a third, drafts end. After 1, 2, 4 and at most 64
+    drafts one is longer by a token, to see whether that has changed."""
 
     def __init__(self, source: Source, most: int = DRAFT_MAX):
         if not 1 <= most <= MOST_DRAFTS:
             raise ParameterError("draft_max", f"must be 1 to {MOST_DRAFTS}, got {most}")
         self.source, self.most = source, most
         self.n_steps = self.n_drafted = self.n_accepted = 0  # of all texts
-        self.n, self.rest, self.pause = most, 0, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.shares = [1.0] * self.most  # how often, of late, the guess at each place was right where those before it were
+        self.tries = [0] * self.most
+        self.n = self.most  # tokens of a draft
+        self.rest = self.pause = 1  # drafts before one that is longer: still to come; behind the next one whose end is wrong
 
     def begin(self, context) -> None:
         """Another text, which the context continues."""
         self.source.begin(context)
-        self.n = self.most
-        self.rest = self.pause = 0  # steps without a draft: still to come; behind the next one of which nothing is right
+        self._forget()
 
     def draft(self, tokens: list[int], space: int) -> list[int]:
         """tokens: the text so far; space: how many drafts there is room for."""
-        if self.rest:
-            self.rest -= 1
-            return []
-        n = min(self.n, space)
+        n = min(self.n + (self.rest == 0), self.most, space)
+        self.rest = max(self.rest - 1, 0)
         return self.source.draft(tokens, n) if n > 0 else []
 
     def learn(self, n_drafted: int, n_accepted: int) -> None:
         self.n_steps, self.n_drafted = self.n_steps + 1, self.n_drafted + n_drafted
         self.n_accepted += n_accepted
-        if not n_drafted:
-            return
-        self.n = min(self.most, 2 * self.n if n_accepted == n_drafted else n_accepted + 1)
-        self.pause = 0 if n_accepted else min(2 * self.pause or 1, LONGEST_REST)
-        self.rest = self.pause
+        for i in range(min(n_accepted + 1, n_drafted)):
+            self.tries[i] = min(self.tries[i] + 1, TRIES)
+            self.shares[i] += ((i < n_accepted) - self.shares[i]) / self.tries[i]
+        before = self.n
+        if n_drafted > before:
+            self.pause = 1 if n_accepted == n_drafted else min(2 * self.pause, LONGEST_REST)
+        self.n = next((i for i, chance in enumerate(accumulate(self.shares, mul)) if chance < LEAST_CHANCE), self.most)
+        if n_drafted > before or self.n < before:
+            self.rest = self.pause
 
     def report(self) -> str:
         share = f" ({100 * self.n_accepted / self.n_drafted:.0f} %)" if self.n_drafted else ""

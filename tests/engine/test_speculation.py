@@ -1,5 +1,5 @@
 """Speculation: text, logits and memory are those of a run without drafts, whatever is guessed."""
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ class Eager(Speculation):
     """Drafts at every step, always as long as they may be."""
     def learn(self, n_drafted, n_accepted):
         super().learn(n_drafted, n_accepted)
-        self.n, self.rest = self.most, 0
+        self._forget()
 
 
 @pytest.fixture(scope="module")
@@ -203,20 +203,39 @@ def test_a_full_context(llama):
         list(generate(context, PROMPT, 10, Sampling(), never, Eager(Script(text, 8))))
 
 
-def test_how_much_is_guessed():
+def lengths(speculation, n_steps, n_right):
+    """How long drafts are, of which at most n_right tokens are right."""
+    found = []
+    for _ in range(n_steps):
+        found.append(len(speculation.draft([1], 256)))
+        speculation.learn(found[-1], min(found[-1], n_right))
+    return found
+
+
+@pytest.mark.parametrize("n_right", [0, 1, 3, 8])
+def test_how_much_is_guessed(n_right):
+    """As much as is right, and one more after 1, 2, 4 and at most 64 drafts; more again as soon as more is right."""
+    speculation = Speculation(Script([1] * 1000, 8), 8)
+    speculation.begin(None)
+    found = lengths(speculation, 500, n_right)
+    start = found.index(n_right)
+    assert start <= 1 and set(found[:start]) <= {8}
+    if n_right < 8:
+        longer = [i for i, n in enumerate(found) if n == n_right + 1]
+        assert [b - a - 1 for a, b in pairwise(longer)][-3:] == [LONGEST_REST] * 3
+        assert set(found[start:]) == {n_right, n_right + 1} and len(longer) <= 13
+    assert lengths(speculation, 200, 8)[-1] == 8
+    assert lengths(speculation, 20, 2)[-1] in (2, 3)
+    speculation.begin(None)
+    assert len(speculation.draft([1], 256)) == 8 and len(speculation.draft([1], 5)) == 5
+
+
+def test_the_report():
     speculation = Speculation(Script([]), 8)
-    assert speculation.n == 8
+    assert speculation.report() == "drafts of script: 0 drafted, 0 accepted"
     speculation.learn(8, 2)
-    assert speculation.n == 3 and speculation.rest == 0
-    speculation.learn(3, 3)
-    assert speculation.n == 6
-    rests = []
-    for _ in range(9):
-        speculation.learn(1, 0)
-        rests.append(speculation.rest)
-    assert rests == [1, 2, 4, 8, 16, 32, *[LONGEST_REST] * 3] and speculation.n == 1
-    assert speculation.draft([1], 8) == [] and speculation.rest == LONGEST_REST - 1
-    assert speculation.report() == "drafts of script: 20 drafted, 5 accepted (25 %), 1.45 tokens a step"
+    speculation.learn(0, 0)
+    assert speculation.report() == "drafts of script: 8 drafted, 2 accepted (25 %), 2.00 tokens a step"
 
 
 def test_refused(llama, folder):

@@ -7,4 +7,4 @@ class Fixed(Speculation):
 
     def learn(self, n_drafted: int, n_accepted: int) -> None:
         super().learn(n_drafted, n_accepted)
-        self.n, self.rest = self.most, 0
+        self._forget()

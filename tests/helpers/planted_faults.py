@@ -212,10 +212,15 @@ def experts_as_they_come():
     return {"weighted_sum": instead(shuffled_sum)}
 
 
+def with_other(call, **operands):
+    """The call with other operands."""
+    return Call(call.op, call.name, call.device, {**call.values, **operands}, call.scratch)
+
+
 def tile_across_experts(call, step):
     """The rows of a batch are sorted by expert, and a tile of 16 has the matrix of its first one."""
     of_tiles = np.empty_like(call.ids.data)
-    product = mul_mat_id(call.part("mul_mat_id", w=call.w, x=call.x, ids=call.ids._replace(data=of_tiles), out=call.out))
+    product = mul_mat_id(with_other(call, ids=call.ids._replace(data=of_tiles)))
 
     def faulty():
         order = np.argsort(call.ids.data, axis=None, kind="stable")
@@ -233,7 +238,7 @@ def in_order_of_dispatch(call):
 def of_other_heads(call, step):
     """Each head is multiplied by the matrix of the one before it."""
     words = np.roll(call.w.data.reshape(call.w.shape[0], -1), 1, axis=0)
-    return mul_mat_heads(call.part("mul_mat_heads", w=call.w._replace(data=words), x=call.x, out=call.out))
+    return mul_mat_heads(with_other(call, w=call.w._replace(data=words)))
 
 
 # Recurrent layers
