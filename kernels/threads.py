@@ -4,9 +4,9 @@ A loop over units of work is a job: the address of code for one unit, that of it
 on a job takes the next unit that nobody has taken: the thread that came with the job, and the workers that are awake. So nobody
 waits for a worker that has not begun; and a job costs its thread well below a microsecond more than a loop.
 
-Workers are Python's threads, in compiled code and without its lock. Behind a job they look for the next one, LOOKS times, which
-takes some hundred microseconds; then they sleep. A job that finds too few awake says so, and they are woken when its kernel has
-returned: it itself does not wait for them.
+Workers are Python's threads, in compiled code and without its lock. Behind a job they look for the next one for
+SPIN_SECONDS, which a GPU's part of a layer takes; then they sleep. A job that finds too few awake says so,
+and they are woken when its kernel has returned: it itself does not wait for them.
 
 One job runs at a time (`compile.parallel_lock`). A forked process has no workers at first, and starts its own.
 """
@@ -14,6 +14,8 @@ import os
 import platform
 import threading
 from collections.abc import Callable
+from functools import lru_cache
+from timeit import timeit
 
 import numpy as np
 from llvmlite import ir
@@ -24,7 +26,7 @@ from numba.extending import intrinsic
 from .compile import device, jit, parallel_lock
 
 MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
-LOOKS = 20_000                   # of a worker for the next job, a pause of the processor each
+SPIN_SECONDS = 0.003             # that a worker looks for the next job, a pause of the processor between two looks
 
 # Words of `control`: the number of the open job, or 0; the next unit; how many workers are at it, how many are awake; then what
 # only the thread with the job writes. What several write lies in cache lines of its own.
@@ -110,11 +112,11 @@ def share(control, n, code, data):
 
 
 @jit
-def work(control, index):
-    """A worker's, until it has looked for a job in vain for long."""
+def work(control, index, n_looks):
+    """A worker's, until it has looked for a job in vain n_looks times."""
     looks, last = 0, 0
     take(control, AWAKE, 1)
-    while looks < LOOKS:
+    while looks < n_looks:
         job = look(control, OPEN)
         if job == 0 or job == last or index >= look(control, THREADS):
             pause()
@@ -164,6 +166,14 @@ def sharing(body: Callable) -> Callable:
 
 # Workers
 
+@lru_cache(None)
+def looks_of(seconds: float) -> int:
+    """How often a worker looks for a job in that time: processors pause for 10 to 150 cycles."""
+    n, control = 2000, _new_control(1)
+    work(control, 0, 1)  # compiles
+    return max(1, int(n * seconds / min(timeit(lambda: work(control, 0, n), number=1) for _ in range(3))))
+
+
 class Workers:
     """The threads of this process."""
 
@@ -182,7 +192,7 @@ class Workers:
 
     def _live(self, index: int) -> None:
         while True:
-            work(self.control, index)
+            work(self.control, index, looks_of(SPIN_SECONDS))
             woken = self.asleep[index] = threading.Event()
             woken.wait()
 

@@ -72,6 +72,18 @@ class CPUBackend(KernelBackend):
              n_bytes: int) -> None:
         buffer[offset:offset + n_bytes] = source_buffer[source_offset:source_offset + n_bytes]
 
+    def fetch(self, buffer: np.ndarray, offset: int, source: "CPUBackend", source_buffer: np.ndarray, source_offset: int,
+              n_bytes: int) -> Callable[[], None]:
+        """Has copied when it returns."""
+        self.copy(buffer, offset, source, source_buffer, source_offset, n_bytes)
+        return lambda: None
+
+    def settle(self) -> None:
+        pass
+
+    def lock_pages(self, buffer: np.ndarray) -> None:
+        return None
+
     def data(self, tensor: Tensor):
         """A tensor's memory as kernels take it: an array; (q, d, sums) of activation blocks; uint32 words of tiles;
         rows of a cache."""

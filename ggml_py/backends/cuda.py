@@ -14,9 +14,10 @@ from ..kernels.call import Call
 from ..ops.node import Node, Tensor
 from .base import KernelBackend, Step
 from .cuda_graphs import GraphCache
-from .transfers import CUDADriver, Transfers, checked
+from .transfers import LOCKED, CUDADriver, LockedPages, Transfers, checked
 
 FAULT_BYTES = 16
+LEAST_LOCKED = 1 << 20  # bytes; less is staged as fast
 
 
 class Faults:
@@ -121,6 +122,25 @@ class CUDABackend(KernelBackend, Transfers):
         buffer = self.allocate(max(array.nbytes, 256))
         self.write(buffer, 0, array)
         return buffer
+
+    def fetch(self, buffer, offset: int, source, source_buffer, source_offset: int, n_bytes: int) -> Callable[[], None]:
+        """Beside other work from page-locked memory of the host; else in the order of the stream."""
+        if isinstance(source, CUDABackend):
+            self.copy(buffer, offset, source, source_buffer, source_offset, n_bytes)
+            return lambda: None
+        data = source_buffer[source_offset:source_offset + n_bytes]
+        if source_buffer.ctypes.data not in LOCKED:
+            self.write(buffer, offset, data)
+            return lambda: None
+        return self.bring(buffer, offset, data)
+
+    def lock_pages(self, buffer: np.ndarray) -> LockedPages | None:
+        if buffer.nbytes < LEAST_LOCKED:
+            return None
+        try:
+            return LockedPages(self.driver, buffer)
+        except RuntimeError:
+            return None  # the system does not let us; copies are staged then
 
     def data(self, tensor: Tensor) -> int:
         buffer, offset = tensor.memory

@@ -16,7 +16,8 @@ whatever runs where.
 
 A driver is all that a `Transfers` knows of CUDA: `CUDADriver` below, or the scripted fake of the tests. It has `enter()`, which
 makes its device current in the calling thread; `is_capturing(stream)`; `allocate(n_bytes, stream)` and `pinned(n_bytes)`, which
-give objects with `handle` (the address; 0 once closed), `size` and `close`; `copy(to, source, n_bytes, stream)` between two
+give objects with `handle` (the address; 0 once closed), `size` and `close`; `stream()`, `lock_pages(address, n_bytes)` and
+`unlock_pages(address)`; `copy(to, source, n_bytes, stream)` between two
 addresses of this device and of the host, `copy(..., peer)` from the device of another driver. Streams have `record()`,
 `wait(event)` and `sync()`, events `is_done` and `sync()`.
 """
@@ -29,6 +30,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
+from typing import Any
 
 import numpy as np
 
@@ -137,6 +139,26 @@ class Pinned:
             yield
 
 
+LOCKED: dict[int, LockedPages] = {}  # by the address of the array
+
+
+class LockedPages:
+    """Memory of an array that devices copy from directly, beside their work, until it is closed. The array is kept so long."""
+
+    def __init__(self, driver, array: np.ndarray):
+        """RuntimeError where the system does not allow it."""
+        driver.enter()
+        driver.lock_pages(array.ctypes.data, array.nbytes)
+        self.driver, self.array = driver, array
+        LOCKED[array.ctypes.data] = self
+
+    def close(self) -> None:
+        """No copy may be in flight (`Transfers.settle`)."""
+        if LOCKED.pop(self.array.ctypes.data, None) is self:
+            self.driver.enter()
+            self.driver.unlock_pages(self.array.ctypes.data)
+
+
 # What is in flight
 
 class Flight:
@@ -176,6 +198,8 @@ class Statistics:
     bytes_to_host: int = 0
     n_peer: int = 0
     bytes_peer: int = 0
+    n_brought: int = 0
+    bytes_brought: int = 0
     n_wraps: int = 0            # rounds of the ring
     most_in_flight: int = 0     # bytes of the ring
     n_waits: int = 0            # the ring was full and the host waited for its oldest copy
@@ -184,7 +208,8 @@ class Statistics:
     def report(self, ring_bytes: int) -> str:
         return (f"{self.n_to_device} copies to the device ({self.bytes_to_device:,} bytes), "
                 f"{self.n_pinned} from pinned memory ({self.bytes_pinned:,}), "
-                f"{self.n_to_host} to the host ({self.bytes_to_host:,}), {self.n_peer} from other devices ({self.bytes_peer:,})\n"
+                f"{self.n_to_host} to the host ({self.bytes_to_host:,}), {self.n_peer} from other devices ({self.bytes_peer:,}), "
+                f"{self.n_brought} weights from the host ({self.bytes_brought:,})\n"
                 f"pinned ring of {ring_bytes:,} bytes: at most {self.most_in_flight:,} in flight, {self.n_wraps} rounds, "
                 f"{self.n_waits} waits of {1e3 * self.wait_seconds:.1f} ms in all")
 
@@ -274,6 +299,7 @@ class Transfers:
         """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging."""
         self.driver, self.stream = driver, stream
         self._ring = Ring(driver, stream, ring_bytes)
+        self._bringing: Any = None  # the stream of `bring`
         self._finalizer = weakref.finalize(self, self._ring.close)  # also at the exit of the interpreter
 
     @property
@@ -366,6 +392,37 @@ class Transfers:
             if source is not self:
                 self.statistics.n_peer += 1
                 self.statistics.bytes_peer += n_bytes
+
+    def bring(self, buffer, offset: int, data: np.ndarray) -> Callable[[], None]:
+        """Bytes `offset` and on of the buffer become those of page-locked memory, on a stream of its own: behind all that is
+        queued now, beside what is queued later. What is queued behind a call of the function finds them. Nobody writes to the
+        memory, nor closes it, before that or `settle`."""
+        with self._ring.lock:
+            to, _ = _address("bring", buffer, offset, data.nbytes), self._begin("bring")
+            if self._bringing is None:
+                self._bringing = self.driver.stream()
+            stream = self._bringing
+            stream.wait(self.stream.record())
+            try:
+                self.driver.copy(to, data.ctypes.data, data.nbytes, stream)
+                event = stream.record()
+            except BaseException:
+                stream.sync()
+                raise
+            self.statistics.n_brought += 1
+            self.statistics.bytes_brought += data.nbytes
+
+        def arrive() -> None:
+            with self._ring.lock:
+                self._enter("bring")
+                self.stream.wait(event)
+        return arrive
+
+    def settle(self) -> None:
+        """Waits for what `bring` began."""
+        if self._bringing is not None:
+            self.driver.enter()
+            self._bringing.sync()
 
     @contextmanager
     def fork(self, stream, driver=None):
@@ -470,8 +527,19 @@ class CUDADriver:
                 raise
             raise MemoryError(f"cuda:{self.ordinal}: {n_bytes} bytes are not to be had") from error
 
+    def stream(self):
+        self.enter()
+        return self._device(self.ordinal).create_stream()
+
     def pinned(self, n_bytes: int):
         return self._pinned.allocate(n_bytes)
+
+    def lock_pages(self, address: int, n_bytes: int) -> None:
+        """For all devices."""
+        checked(self._driver.cuMemHostRegister(address, n_bytes, self._driver.CU_MEMHOSTREGISTER_PORTABLE))
+
+    def unlock_pages(self, address: int) -> None:
+        checked(self._driver.cuMemHostUnregister(address))
 
     def copy(self, to: int, source: int, n_bytes: int, stream, peer: CUDADriver | None = None) -> None:
         """Between devices the contexts are named: memory of pools cannot be told by its address everywhere.

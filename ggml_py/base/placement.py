@@ -2,15 +2,17 @@
 depends on it. Nodes follow (`graph.place`)."""
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from typing import NamedTuple
 
 from .errors import ParameterError
 
 HOST = "cpu"
 SPLIT_MODES = "none", "layer"
+OFFLOADED_ROWS = 16  # rows of a product with a matrix that take a CPU longer than bringing the matrix to a GPU, about
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch)?exps"  # in the names of tensors; shared experts are not among them
 
 
@@ -35,17 +37,36 @@ def override_of(asked: Override | ExpertsOnHost, n_layer: int) -> Override:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Which nodes of a micro-batch run on another device than the host, where their weights lie: these are streamed to it.
+
+    device: of nodes whose layer is on the host; others run where their layer is. least: op -> tokens from which on, None: never.
+    n_rows: of other ops, rows for each of their matrices from which on."""
+    device: str
+    least: Mapping[str, int | None]
+    n_rows: float
+
+    def pays(self, op: str, n_tokens: int, n_rows: float) -> bool:
+        """n_tokens: that a node is of; n_rows: of them for each matrix."""
+        if op in self.least:
+            least = self.least[op]
+            return least is not None and n_tokens >= least
+        return n_rows >= self.n_rows
+
+
+@dataclass(frozen=True)
 class Placement:
     """Of the tensors of one file.
 
     layers: the device of each block: of its weights, its caches and states, and of sums without weights. output: that of the last
     norm and the head. caches: that of all caches and states; None: their layer's. overrides: of weights; the first whose pattern
-    is found decides."""
+    is found decides. offload: None where nothing is streamed."""
     layers: tuple[str, ...]
     output: str
     embedding: str
     caches: str | None = None
     overrides: tuple[Override, ...] = ()
+    offload: Offload | None = None
 
     def weight(self, name: str) -> str:
         """The device of a tensor of the file."""
@@ -76,7 +97,9 @@ class PlacementOptions:
     split_mode: "layer", neighbouring layers on each of the devices, in the proportions of tensor_split, equal ones without it;
     "none", all on the device of the number main_gpu.
     overrides: of weights, by their names; the first that is of a weight decides.
-    kv_offload: caches and states lie where their layer does; else on the host."""
+    kv_offload: caches and states lie where their layer does; else on the host.
+    offload: of ops by name, the tokens of a micro-batch from which on weights of the host are streamed to a device, None: never;
+    "all" stands for all ops that are not named. Where none is given, it is done where it pays (`OFFLOADED_ROWS`)."""
     devices: tuple[str, ...]
     n_gpu_layers: int | None = None
     overrides: tuple[Override | ExpertsOnHost, ...] = ()
@@ -84,6 +107,7 @@ class PlacementOptions:
     tensor_split: tuple[float, ...] = ()
     main_gpu: int = 0
     kv_offload: bool = True
+    offload: tuple[tuple[str, int | None], ...] = ()
 
     def __post_init__(self):
         """ParameterError for what cannot be, before anything is opened."""
@@ -98,6 +122,9 @@ class PlacementOptions:
         if not 0 <= self.main_gpu < len(self.devices):
             raise ParameterError("main_gpu", f"must be 0 to {len(self.devices) - 1}, the number of one of "
                                              f"{', '.join(self.devices)}, got {self.main_gpu}")
+        for name, n_tokens in self.offload:
+            if n_tokens is not None and n_tokens < 1:
+                raise ParameterError("offload", f"{name}: must be at least 1 token, or never, got {n_tokens}")
         parts = self.tensor_split
         if parts and (len(parts) != len(self.devices) or min(parts) < 0 or not sum(parts) > 0):
             raise ParameterError("tensor_split", f"must be {len(self.devices)} numbers, for {', '.join(self.devices)}, at least "
@@ -139,4 +166,12 @@ class PlacementOptions:
         of_part = [self.shared[bisect_right(ends, i * ends[-1] / n)] for i in range(n)]
         *layers, output = [HOST] * (n_layer + 1 - n) + of_part
         return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
-                         None if self.kv_offload else HOST, overrides)
+                         None if self.kv_offload else HOST, overrides, self._offload())
+
+    def _offload(self) -> Offload | None:
+        others = [device for device in self.shared if device != HOST and (self.offload or not device.startswith("cpu"))]
+        least = dict(self.offload)
+        if not others or HOST not in self.needed:
+            return None
+        n_rows = least.pop("all", OFFLOADED_ROWS)
+        return Offload(others[0], least, inf if n_rows is None else n_rows)

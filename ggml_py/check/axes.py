@@ -195,5 +195,8 @@ def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, Placemen
         yield f"half of the layers on {other}", PlacementOptions((other, device))
         for what, pattern in ("feed-forward blocks", r"\.ffn_(up|down|gate)"), ("attention's weights", r"\.attn_"):
             yield f"{what} on {other}", PlacementOptions((device,), overrides=(Override(pattern, other),))
+    other = f"{HOST}:1" if device == HOST else device
+    yield f"feed-forward blocks streamed to {other}", PlacementOptions(
+        tuple(dict.fromkeys((other, device))), overrides=(Override(r"\.ffn_(up|down|gate)", HOST),), offload=(("all", 1),))
     if device != HOST:
         yield f"caches on {HOST}", PlacementOptions((device,), kv_offload=False)

@@ -228,9 +228,8 @@ class Capture:
 
 
 def _stale(node: Node, program: Program) -> list[str]:
-    """Operands that the node's run brought from other devices, and that are something else there."""
-    run = next(run for run in program.runs if node in run.nodes)
-    crossed = [(copy.src[0], copy.results[0]) for copy in run.copies if copy.results[0] in node.src]
+    """Operands that were brought from other devices, and that are something else there."""
+    crossed = [(copy.src[0], copy.results[0]) for copy in program.crossings if copy.results[0] in node.src]
     everything = slice(None)
     return [f"{there.name} from {there.root.device} to {here.device}" for there, here in crossed
             if bits_of(there.dtype, arrays_on_host(program.backends[there.root.device], there), everything)

@@ -67,12 +67,13 @@ def compute(model, windows: np.ndarray, setting: Setting, lengths=()) -> WindowD
 
 
 def ran_elsewhere(context, devices: list[str]) -> str:
-    """The first node of a context's programs on another device, and how many there are; or a device that has none; "" if all is
-    as it should be."""
+    """The first node of a context's programs on another device, and how many there are; or a device that has none, and from which
+    nothing is brought; "" if all is as it should be."""
     nodes = [node for program in context.programs.values() for node in program.nodes]
     if found := [node for node in nodes if node.device not in devices]:
         return f"{found[0].name} and {len(found) - 1} more nodes ran on {found[0].device}"
-    idle = [device for device in devices if not any(node.device == device for node in nodes)]
+    used = {node.device for node in nodes} | {source.root.device for node in nodes for source in node.src}
+    idle = [device for device in devices if device not in used]
     return f"no node ran on {idle[0]}" if nodes and idle else ""
 
 

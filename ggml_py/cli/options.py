@@ -9,7 +9,7 @@ from ..base.defaults import CHAT_DATE, DRAFT_MAX, MODEL, N_BATCH, N_UBATCH, TEXT
 from ..base.placement import ExpertsOnHost, Override
 from .parser import Parser
 from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
-                     one_of, overrides, pass_names, proportions)
+                     offload, one_of, overrides, pass_names, proportions)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
 WHATEVER = "changes the speed, never a bit"
@@ -104,6 +104,12 @@ def placement(p: Parser) -> None:
                    type=lambda text: [Override(*pair) for pair in overrides(text)],
                    help="weights in whose names the pattern is found lie on the device; the first pattern that is found decides, "
                         f"before -ngl; {WHATEVER}")
+    p.add_argument("--offload", dest="offload", action="extend", type=offload, metavar="NAME=N[,NAME=never]",
+                   help="from N tokens on, a micro-batch brings the weights of an op that lie on the CPU to a GPU; by "
+                        "default, all ops do where each matrix has rows enough (docs/placement.md; an unknown name lists "
+                        f"them); {WHATEVER}")
+    p.add_argument("-nopo", "--no-op-offload", dest="offload", action="append_const", const=("all", None),
+                   help="--offload all=never")
 
 
 def context_size(p: Parser, help: str, default: int | None = None, least: int = 1) -> None:

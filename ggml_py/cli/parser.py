@@ -10,7 +10,7 @@ from ..base.errors import UserError
 REPACK = "weights are packed into tiles whenever they are loaded"
 FUSED = "fused wherever a device has a kernel for it; --no-fuse leaves it out"
 LATENT, SCORES = "latent attention is one definition, that of the file", "attention keeps no scores in memory"
-OFFLOAD = "ops have names here, not numbers, which would mean others in the next version; nothing is offloaded yet"
+OFFLOAD = "ops have names here, not numbers, which would mean others in the next version: --offload NAME=N"
 NOT_HERE = {"-rtr": REPACK, "--run-time-repack": REPACK, "-fmoe": FUSED, "--fused-moe": FUSED, "-mla": LATENT,
             "--mla-use": LATENT, "-amb": SCORES, "--attention-max-batch": SCORES, "-op": OFFLOAD, "--offload-policy": OFFLOAD,
             "-gp": "generation behind a prompt is -n with -d"}

@@ -99,6 +99,17 @@ def layers(text: str) -> int | None:
     return None if text in ("all", "-1") else at_least(0)(text)
 
 
+def offload(text: str) -> list[tuple[str, int | None]]:
+    """NAME=N[,NAME=never]; a number counts tokens."""
+    found = []
+    for part in text.split(","):
+        name, sign, least = part.partition("=")
+        if not sign:
+            raise ValueError(f"must be NAME=N[,NAME=never], got {text!r}")
+        found.append((name, None if least == "never" else at_least(1)(least)))
+    return found
+
+
 def flash_attention(text: str) -> int:
     if text in ("0", "off"):
         raise ValueError("0 is not possible: attention is one fused op on every device, whose arithmetic is part of the "

@@ -386,7 +386,8 @@ class Context:
             program = self.programs.get(key)
             if program is None or program.generation != self.arenas.generation:
                 graph = self.model.architecture.build(self.memory, self.rope_tables, *key)
-                program = self.programs[key] = Program(graph, self.arenas, self.no_fuse, self.device_of)
+                program = self.programs[key] = Program(graph, self.arenas, self.no_fuse, self.device_of,
+                                                        self.model.architecture.placement.offload)
             self.programs.move_to_end(key)
             while len(self.programs) > SHAPES:
                 self.programs.popitem(last=False)

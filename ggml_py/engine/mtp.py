@@ -115,7 +115,7 @@ class MTP:
         if program is None or program.generation != self.arenas.generation:
             architecture = self.model.architecture
             graph = architecture.build_nextn(self.memory, self.tables, n_tokens, architecture.hp.n_layer, logits)
-            program = self.programs[key] = Program(graph, self.arenas)
+            program = self.programs[key] = Program(graph, self.arenas, offload=architecture.placement.offload)
         self.programs.move_to_end(key)
         while len(self.programs) > SHAPES:
             self.programs.popitem(last=False)

@@ -2,22 +2,29 @@
 
 Nodes follow what is large and stays: the largest of the weights, tables and states that they read. Other nodes run where the
 fewest bytes must be brought, of equals where they were made, which is where their layer is. So between the devices of a layer
-whose experts lie elsewhere, hidden states and the choice of experts cross, and nothing else."""
-from collections.abc import Callable, Mapping
+whose experts lie elsewhere, hidden states and the choice of experts cross, and nothing else.
+
+Where many tokens share a weight of the host, it is brought to another device instead, which computes faster (`Offload`)."""
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 
 from ..backends.base import Backend
+from ..base.errors import ParameterError
+from ..base.placement import HOST, Offload
 from ..base.storage import n_bytes
+from ..ops.table import OPS
 from .graph import Graph, GraphError, Node, Tensor
 
 DeviceOf = Callable[[Node], str]  # node -> the name of its device
 
 
-def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | None = None) -> None:
-    """device_of: decides in the place of the rule above. A node that writes into a state runs where the state lies, whatever it
+def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | None = None,
+          offload: Offload | None = None) -> None:
+    """device_of: decides in the place of the rules above. A node that writes into a state runs where the state lies, whatever it
     says. GraphError for a device without a backend."""
     inputs, follow = {*graph.inputs.values()}, device_of is None and len(backends) > 1
     for node in graph.nodes:
-        device = device_of(node) if device_of else _followed(node, inputs) if follow else node.device
+        device = device_of(node) if device_of else _followed(node, inputs, offload) if follow else node.device
         for root in node.written:
             device = root.device
         if device not in backends:
@@ -32,18 +39,43 @@ def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | N
         _quantize_where_read(graph, backends)
 
 
+def check_offload(asked: Iterable[tuple[str, int | None]]) -> None:
+    """ParameterError for a name that is not an op's, before ops are fused."""
+    known = [op.name for op in OPS.values() if op.template is None]
+    for name, _ in asked:
+        if name not in known and name != "all":
+            raise ParameterError("offload", f"{name!r} is not an op; allowed: all, {', '.join(known)}")
+
+
 def _inside(node: Node) -> list[Node]:
     return [each for part in node.parts for each in (part, *_inside(part))]
 
 
-def _followed(node: Node, inputs: set[Tensor]) -> str:
+def _followed(node: Node, inputs: set[Tensor], offload: Offload | None) -> str:
     sources = [tensor for tensor in dict.fromkeys(node.src) if tensor.root not in inputs]  # those are on every device
     roots = dict.fromkeys(tensor.root for tensor in sources)
+    home, is_offloaded = node.device, offload is not None and offload.pays(node.op, *_counts(node))
+    if offload is not None and is_offloaded and home == HOST:
+        home = offload.device
     if lasting := [root for root in roots if root.node is None]:
-        return max(lasting, key=lambda root: (n_bytes(root), root.device == node.device)).device
+        device = max(lasting, key=lambda root: (n_bytes(root), root.device == node.device)).device
+        return home if device == HOST and is_offloaded else device
     brought = {device: sum(n_bytes(tensor) for tensor in sources if tensor.root.device != device)
-               for device in dict.fromkeys([node.device, *(root.device for root in roots)])}
+               for device in dict.fromkeys([home, *(root.device for root in roots)])}
     return min(brought, key=brought.__getitem__)
+
+
+def _counts(node: Node) -> tuple[int, float]:
+    """Tokens that a node is of, and how many of them there are for each of its matrices. 0 for a node that reads rows of a
+    weight."""
+    if node.op == "get_rows":
+        return 0, 0
+    weight = next((x for name, x in node.operands.items() if node.declared.roles[name] == "weight" and x is not None), None)
+    ids = node.operands.get("ids")
+    if ids is not None and weight is not None:
+        return ids.shape[0], prod(ids.shape) / weight.shape[0]
+    n = node.results[0].shape[0] // (weight.shape[0] if node.op == "mul_mat_heads" and weight is not None else 1)
+    return n, n
 
 
 def _quantize_where_read(graph: Graph, backends: Mapping[str, Backend]) -> None:

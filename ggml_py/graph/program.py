@@ -3,12 +3,13 @@ every node is bound to a kernel of its device's backend."""
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
 
 from ..backends.base import Backend, Step
+from ..base.placement import Offload
 from ..base.storage import DTYPES, as_arrays, as_bytes, n_bytes
 from .elide import elide
 from ..ops.compose import FUSED
@@ -62,9 +63,23 @@ class Outputs:
                 for data, tensor in zip(self._pending, self.program.outputs)]
 
 
+class Fetch:
+    """A weight that is brought beside what its device computes."""
+
+    def __init__(self, backend: Backend, to: Tensor, source_backend: Backend, source: Tensor):
+        self.backend, self.to, self.source_backend, self.source = backend, to, source_backend, source
+
+    def begin(self) -> None:
+        self.await_it = self.backend.fetch(*self.to.memory, self.source_backend, *self.source.memory, n_bytes(self.source))
+
+    def arrive(self) -> None:
+        """What is queued on the device from now on finds it there."""
+        self.await_it()
+
+
 @dataclass(frozen=True)
 class Part:
-    """A run of nodes, bound. copies: bring what it reads from other devices."""
+    """A run of nodes, bound. copies: bring what it reads from other devices, and begin to bring what is read later."""
     device: str
     copies: list[Callable[[], None]]
     steps: list[Step]
@@ -85,20 +100,23 @@ class Program:
     Inputs and intermediate results share the arenas; the inputs lie side by side on the first device and are written in one
     transfer."""
 
-    def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), device_of: DeviceOf | None = None):
-        """no_fuse: names of passes that are left out, or "all". device_of: node -> device; None: as `place` has it."""
+    def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), device_of: DeviceOf | None = None,
+                 offload: Offload | None = None):
+        """no_fuse: names of passes that are left out, or "all". device_of: node -> device; None: as `place` has it. offload:
+        which weights of the host are streamed."""
         self.backends = arenas.backends
         self.outputs, self.inputs = graph.outputs, list(graph.inputs.values())
         self.input_device = self.inputs[0].device
         backend_of = lambda node: self.backends[node.device]
-        place(graph, self.backends, device_of)
+        place(graph, self.backends, device_of, offload)
         ops = [op for op in FUSED if any(backend.has_kernel(op) for backend in self.backends.values())]
         nodes = lower(fuse(graph, no_fuse, lambda node: backend_of(node).accepts(node), ops),
                       lambda node: backend_of(node).has_kernel(node.op))
         nodes = elide(nodes, graph.outputs, no_fuse)
         self.runs: list[Run] = split(nodes, self.backends)
-        self.nodes = [node for run in self.runs for node in (*run.copies, *run.nodes)]
-        self.crossings = {node for run in self.runs for node in run.copies}
+        self.nodes = [node for run in self.runs for node in (*run.begun, *run.copies, *run.nodes)]
+        self.streamed = {node for run in self.runs for node in run.begun}
+        self.crossings = {node for run in self.runs for node in run.copies} | self.streamed
         for run in self.runs:
             for node in run.nodes:
                 self.backends[run.device].prepare(node)
@@ -135,17 +153,24 @@ class Program:
     def report(self) -> str:
         """What runs where, what is brought from other devices, and the memory plan, in a few lines."""
         computed, copied = self.off_device()
-        brought = sum(n_bytes(copy.src[0]) for copy in self.crossings)
-        runs = ", ".join(f"{len(run.nodes)} on {run.device}" for run in self.runs)
-        return (f"nodes: {runs}; off {self.input_device}: {computed} nodes; {copied} copies between devices, {brought:,} bytes\n"
-                f"{self.plan.report()}")
+        brought, streamed = (sum(n_bytes(copy.src[0]) for copy in copies) for copies in (self.crossings, self.streamed))
+        runs = ", ".join(f"{sum(len(run.nodes) for run in each)} on {device}"
+                         for device, each in groupby(self.runs, lambda run: run.device))
+        return (f"nodes: {runs}; off {self.input_device}: {computed} nodes; {copied} copies between devices, {brought:,} bytes, "
+                f"of which {streamed:,} of weights\n{self.plan.report()}")
 
     @cached_property
     def parts(self) -> list[Part]:
         """The runs of nodes, bound when they are first wanted."""
-        return [Part(run.device, [self._transfer(node) for node in run.copies],
+        fetches = {node: self._fetch(node) for node in self.streamed}
+        return [Part(run.device, [*(fetches[node].begin for node in run.begun), *(self._transfer(node) for node in run.copies),
+                                  *(fetches[node].arrive for node in run.awaited)],
                      [self.backends[run.device].bind(node) for node in run.nodes])
                 for run in self.runs]
+
+    def _fetch(self, node: Node) -> Fetch:
+        source, to = node.src[0], node.results[0]
+        return Fetch(self.backends[to.device], to, self.backends[source.root.device], source)
 
     def _transfer(self, node: Node) -> Callable[[], None]:
         """Brings an operand from another device, in the layout that its own device has; an input from the host."""
@@ -194,16 +219,21 @@ class Program:
         parts = self.parts
         for late in self.late:
             late.forget_error()  # of a run whose outputs nobody waited for
-        for i, part in enumerate(parts):
-            for copy in part.copies:
-                copy()
-            replay = graphs.get(part.device) if graphs else None
-            if replay is None or self.refused:
-                self.backends[part.device].run(part.steps)
-                if replay is not None:
-                    replay.refuse(self.refused)
-            else:
-                replay.run((key, i), part.steps)
+        try:
+            for i, part in enumerate(parts):
+                for copy in part.copies:
+                    copy()
+                replay = graphs.get(part.device) if graphs else None
+                if replay is None or self.refused:
+                    self.backends[part.device].run(part.steps)
+                    if replay is not None:
+                        replay.refuse(self.refused)
+                else:
+                    replay.run((key, i), part.steps)
+        except BaseException:
+            for device in {node.device for node in self.streamed}:
+                self.backends[device].settle()  # the memory is others' now
+            raise
         return Outputs(self, [self._read(tensor) for tensor in self.outputs], [late.read_error() for late in self.late])
 
     def _read(self, tensor: Tensor):

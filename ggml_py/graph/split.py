@@ -1,27 +1,40 @@
 """The pass `split`: runs of nodes on one device, with copies between them."""
 from dataclasses import dataclass, field
+from collections import defaultdict
 from collections.abc import Mapping
 
 from ..backends.base import Backend
+from ..base.placement import HOST
+from ..base.storage import n_bytes
 from .graph import GraphError, Node, Tensor
+
+WINDOW = 512 << 20  # bytes of weights that are on their way to a device, or being read there
+LEAST_AHEAD = 3     # of the largest, whatever they take
 
 
 @dataclass(frozen=True)
 class Run:
-    """Nodes of one device. copies: nodes that bring what they read from other devices, before they run."""
+    """Nodes of one device. copies: nodes that bring what they read from other devices, before they run. begun: nodes that bring
+    weights for this run and later ones, beside what runs until these are awaited; awaited: those that must have come by now."""
     device: str
     nodes: list[Node]
     copies: list[Node] = field(default_factory=list)
+    begun: list[Node] = field(default_factory=list)
+    awaited: list[Node] = field(default_factory=list)
 
 
 def split(nodes: list[Node], backends: Mapping[str, Backend]) -> list[Run]:
     """An operand that lies on another device is brought by a `cpy` node, once a device and for as long as nobody writes it.
-    GraphError for a node that writes into a state of another device."""
+    Weights of the host are brought ahead, as far as `WINDOW` goes. GraphError for a node that writes into a state of another
+    device."""
     runs: list[Run] = []
     copies: dict[tuple[Tensor, str, int], Tensor] = {}
     writes: dict[Tensor, int] = {}  # how often a state has been written so far
+    streams: dict[str, list[tuple[Node, Run]]] = defaultdict(list)  # of a device: what brings a weight, and the run that reads it
     for node in nodes:
-        if not runs or runs[-1].device != node.device:
+        streamed = {source for source in node.src if source.root.device != node.device and _is_streamed(node, source)}
+        new = any((source, node.device, 0) not in copies for source in streamed)
+        if not runs or runs[-1].device != node.device or new:
             runs.append(Run(node.device, []))
         run = runs[-1]
         for root in node.written:
@@ -38,7 +51,34 @@ def split(nodes: list[Node], backends: Mapping[str, Backend]) -> list[Run]:
                               layout=backends[node.device].activations.name if source.dtype == "act" else "")
                 copy.node = Node(copy.name, "cpy", (source, copy), {}, node.device, (copy,))  # so it is a result, not a state
                 copies[key] = copy
-                run.copies.append(copy.node)
+                if source in streamed:
+                    run.awaited.append(copy.node)
+                    streams[node.device].append((copy.node, run))
+                else:
+                    run.copies.append(copy.node)
             node.read_instead(source, copies[key])
         run.nodes.append(node)
+    for stream in streams.values():
+        _bring_ahead(stream)
     return runs
+
+
+def _is_streamed(node: Node, source: Tensor) -> bool:
+    """Whether it lies on the host before the graph runs, and stays as it is."""
+    names = [name for name, tensor in node.operands.items() if tensor is source]
+    return (source.root.device == HOST and source.root.node is None
+            and all(node.declared.roles[name] == "weight" for name in names))
+
+
+def _bring_ahead(stream: list[tuple[Node, Run]]) -> None:
+    """Each weight begins to come with the earliest run from which on those to come and those that are read fit the window. That
+    run begins when all before it have ended, so nobody reads what is written over."""
+    sizes = [n_bytes(node.src[0]) for node, _ in stream]
+    window = max(WINDOW, LEAST_AHEAD * max(sizes))
+    first = taken = 0
+    for i, (node, _) in enumerate(stream):
+        taken += sizes[i]
+        while taken > window:
+            taken -= sizes[first]
+            first += 1
+        stream[first][1].begun.append(node)

@@ -13,7 +13,7 @@ from ..base.rope_table import rope_table
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
 from ..graph.graph import Graph, Tensor
-from ..graph.place import place
+from ..graph.place import check_offload, place
 from ..state.base import Memory
 from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
@@ -62,6 +62,7 @@ class Transformer:
         self.file, self.hp = file, self.read_hparams()
         if "token_embd.weight" not in file.tensors:
             raise UserError(f"{file.path}: tensor token_embd.weight is missing")
+        check_offload(options.offload)
         self.placement = options.place(self.hp.n_layer, self.hp.n_block, "output.weight" not in file.tensors, file.tensors)
         self.backends: Mapping[str, Any] = backends or {device: Paper(device) for device in self.placement.devices}
         self.w = Weights(file, self.backends, self.placement)

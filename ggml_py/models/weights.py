@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 
 from ..base.errors import UserError
-from ..base.placement import Placement
+from ..base.placement import HOST, Placement
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile, TensorInfo
 from ..graph.graph import Tensor
@@ -42,6 +42,7 @@ class Weights:
         """backends: by device, or `Paper` for each."""
         self.file, self.backends, self.placement = file, backends, placement
         self.loaded: dict[tuple, Tensor] = {}
+        self.locked: list = []  # pages of the host that others copy from
         self.on_paper = any(isinstance(backend, Paper) for backend in backends.values())
 
     def __contains__(self, name: str) -> bool:
@@ -82,7 +83,12 @@ class Weights:
     def _leaf(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray | None) -> Tensor:
         """A tensor whose memory on its device holds the array; on paper it has none."""
         device = self.placement.weight(name)
-        return Tensor(name, dtype, shape, device, buffer=None if self.on_paper else self.backends[device].upload(array))
+        if self.on_paper:
+            return Tensor(name, dtype, shape, device)
+        buffer, offload = self.backends[device].upload(array), self.placement.offload
+        if device == HOST and offload is not None and (locked := self.backends[offload.device].lock_pages(buffer)) is not None:
+            self.locked.append(locked)
+        return Tensor(name, dtype, shape, device, buffer=buffer)
 
     def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         from ..quant.dequantize import dequantize
@@ -125,6 +131,12 @@ class Weights:
                             "the matrices are too small")
 
     def close(self) -> None:
+        if self.locked:
+            for backend in self.backends.values():
+                backend.settle()
+        for pages in self.locked:
+            pages.close()
+        self.locked = []
         for tensor in self.loaded.values():
             self.backends[tensor.device].free(tensor.buffer)
         self.loaded = {}

@@ -1,5 +1,4 @@
-"""out[i] = the row ids[i] of a weight, a sub-block at a time, or of an array of floats. One thread: no share of a model's
-time."""
+"""out[i] = the row ids[i] of a weight, a sub-block at a time, or of an array of floats."""
 from functools import lru_cache, partial
 
 import numpy as np
@@ -10,6 +9,7 @@ from ...quant.formats import CHUNK, format_of
 from ..arith import i2f, mul, sub
 from ..compile import jit
 from ..reference import get_rows as reference
+from .parallel import over_rows, take
 
 
 @lru_cache(None)
@@ -19,16 +19,17 @@ def get_rows_arrays(format_name):
     fill, n_values, tile_words = *(_quantized if fmt.is_quantized else _float)(fmt), tile.tile_bytes(fmt) // 4
 
     @jit(key=fmt.name)
-    def get_rows(words, ids, out):
+    def rows(first, last, out, words, ids):
         k = out.shape[1]
         n_chunks = (k + CHUNK - 1) // CHUNK
-        for i in range(ids.shape[0]):
+        for i in range(first, last):
             row = max(ids[i], 0)
             for start in range(0, k, n_values):
                 chunk = start // CHUNK
                 t = (words, (row // tile.ROWS * n_chunks + chunk) * tile_words, row % tile.ROWS)
                 fill(t, start % CHUNK, out[i, start:start + n_values])
-    return get_rows
+    each = over_rows(rows, (fmt.name,))
+    return lambda words, ids, out: each(out, words, ids)
 
 
 def _quantized(fmt):
@@ -61,13 +62,5 @@ def _float(fmt):
     return fill, 8
 
 
-@jit
-def take_rows_arrays(x, ids, out):
-    """x: f32 [r, k], ids: i32 [n], out: f32 [n, k]."""
-    for i in range(ids.shape[0]):
-        for column in range(x.shape[1]):  # a slice would take two seconds to compile
-            out[i, column] = x[ids[i], column]
-
-
 get_rows = partial(reference.get_rows, kernel=get_rows_arrays)
-take_rows = partial(reference.take_rows, kernel=take_rows_arrays)
+take_rows = partial(reference.take_rows, kernel=lambda x, ids, out: take(out, x, ids))

@@ -11,7 +11,7 @@ from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
 from ..threads import sharing
 from .mul_mat import PARALLEL, ROWS, UNPACKING, call as call_unit, compiled_unit, inlined, parts
-from .parallel import over_rows
+from .parallel import over_rows, take
 
 
 @inlined
@@ -84,14 +84,6 @@ ALIGNMENT = 64
 
 
 @jit
-def take_rows(first, last, out, x, rows):
-    for row in range(first, last):
-        a, o = x[rows[row]], out[row]
-        for column in range(o.shape[0]):
-            o[column] = a[column]
-
-
-@jit
 def put_rows(first, last, x, rows, out):
     for row in range(first, last):
         a, o = x[row], out[rows[row]]
@@ -99,8 +91,7 @@ def put_rows(first, last, x, rows, out):
             o[column] = a[column]
 
 
-take = over_rows(take_rows)  # (out [n, m], x [any, m], rows i64 [n]): out[i] = x[rows[i]]
-put = over_rows(put_rows)    # (x [n, m], rows i64 [n], out [n, m]): out[rows[i]] = x[i]
+put = over_rows(put_rows)  # (x [n, m], rows i64 [n], out [n, m]): out[rows[i]] = x[i]
 
 
 def moved(call, n_results: int) -> list[tuple[type, tuple[int, int]]]:

@@ -30,3 +30,14 @@ def steps(*each):
         for step in each:
             step()
     return run
+
+
+@jit
+def take_rows(first, last, out, x, rows):
+    for row in range(first, last):
+        a, o = x[rows[row]], out[row]
+        for column in range(o.shape[0]):  # a slice would take two seconds to compile
+            o[column] = a[column]
+
+
+take = over_rows(take_rows)  # (out [n, m], x [any, m], rows i32 or i64 [n]): out[i] = x[rows[i]]

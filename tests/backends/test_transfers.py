@@ -13,14 +13,18 @@ from fake_driver import GONE, FakeError, FakeGPU
 from hypothesis import given, settings, strategies as st
 from late_machines import FakeMachine, LateBackend
 from tiny_models import write_model
-from transfer_checks import (CHECKS, MODEL_CHECKS, NAIVE, RING, check_early_deletion, check_exceptions, check_fork, check_greedy,
-                             check_peer, check_pinned, check_read, check_sizes, check_teardown, check_waits_are_short,
-                             check_wrap_around, naive_pageable_write, transfers_of)
+from transfer_checks import (CHECKS, MODEL_CHECKS, NAIVE, RING, check_bring, check_early_deletion, check_exceptions,
+                             check_fork, check_greedy, check_peer, check_pinned, check_read, check_sizes, check_teardown,
+                             check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
 
 import ggml_py
+from ggml_py.backends import cuda
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Flight, Pending, Pinned, Ring, Statistics, Transfers
+from ggml_py.base.placement import Override, PlacementOptions
 from ggml_py.files.gguf import GGUFFile
+from ggml_py.graph import split
+from ggml_py.testing import assert_bitwise_equal
 from ggml_py.engine.model import Context, Model
 
 
@@ -83,6 +87,23 @@ MISTAKES = {
 }
 
 
+def arriving_at_once(self, buffer, offset, data):
+    """Without a wait for what is queued."""
+    stream = self._bringing = self._bringing or self.driver.stream()
+    self.driver.copy(int(buffer.handle) + offset, data.ctypes.data, data.nbytes, stream)
+    event = stream.record()
+    return lambda: self.stream.wait(event)
+
+
+def never_awaited(self, buffer, offset, data, bring=Transfers.bring):
+    bring(self, buffer, offset, data)
+    return lambda: None
+
+
+MISTAKES |= {"weights come before the last reader": (Transfers, "bring", arriving_at_once, [check_bring]),
+             "weights are not awaited": (Transfers, "bring", never_awaited, [check_bring])}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_checks_find_mistakes(monkeypatch, mistake):
     owner, name, wrong, checks = MISTAKES[mistake]
@@ -99,6 +120,40 @@ def late_model(tmp_path):
     machine = FakeMachine(1 << 22)
     with Model(GGUFFile.open(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32"))), LateBackend(machine)) as model:
         yield machine, model
+    machine.check()
+
+
+class EarlyBackend(LateBackend):
+    """Weights come as early as they may."""
+    def bring(self, *args):
+        arrive = super().bring(*args)
+        while self._bringing.step():
+            pass
+        return arrive
+
+
+@pytest.mark.parametrize("n_ahead", [1, 2, 100])
+@pytest.mark.parametrize("backend", [LateBackend, EarlyBackend])
+def test_late_weights(tmp_path, monkeypatch, backend, n_ahead):
+    """Weights of the host that are brought to a device where everything is late: the bits of one device."""
+    monkeypatch.setattr(split, "WINDOW", 0)
+    monkeypatch.setattr(split, "LEAST_AHEAD", n_ahead)
+    monkeypatch.setattr(cuda, "LEAST_LOCKED", 1)
+    path, tokens = write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32")), [3, 1, 4, 1, 5]
+    with Model.load(path, device="cpu") as model, model.new_context(n_ctx=32) as context:
+        expected = [context.decode(tokens, logits="all") for _ in range(3)]
+    machine = FakeMachine(1 << 22)
+    options = PlacementOptions(("cpu:1",), overrides=(Override("blk", "cpu"),), offload=(("all", 1),))
+    late = backend(machine, "cpu:1")
+    with Model(GGUFFile.open(path), late, CPUBackend(), placement=options) as model:
+        assert len(machine.drivers[0].locked) == 18
+        with model.new_context(n_ctx=32) as context:
+            for rows in expected:
+                assert_bitwise_equal(context.decode(tokens, logits="all"), rows, "logits")
+            program, = context.programs.values()
+            assert {node.device for node in program.nodes} == {"cpu:1"} and len(program.streamed) == 18
+        assert late.statistics.n_brought == 3 * 18
+    assert not machine.drivers[0].locked
     machine.check()
 
 
@@ -226,9 +281,10 @@ def test_statistics(machine):
         counts = transfers.statistics
         assert counts.wait_seconds > 0
         counts.wait_seconds = 0.00149
-        assert counts == Statistics(2, RING + 100, 1, 7, 1, 10, 0, 0, 1, RING, 1, 0.00149)
+        assert counts == Statistics(2, RING + 100, 1, 7, 1, 10, 0, 0, 0, 0, 1, RING, 1, 0.00149)
         assert transfers.report().splitlines() == [
-            "2 copies to the device (4,196 bytes), 1 from pinned memory (7), 1 to the host (10), 0 from other devices (0)",
+            "2 copies to the device (4,196 bytes), 1 from pinned memory (7), 1 to the host (10), 0 from other devices (0), "
+            "0 weights from the host (0)",
             "pinned ring of 4,096 bytes: at most 4,096 in flight, 1 rounds, 1 waits of 1.5 ms in all"]
         assert (others.statistics.n_peer, others.statistics.bytes_peer) == (1, 50)
 

@@ -1,10 +1,13 @@
 """Faults of a model on several devices: the axis `placement` catches them, and bisection names a node on the device that has
 them."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from ggml_py.backends.cpu import CPUBackend
-from ggml_py.graph.program import Program
+from ggml_py.graph import program, split
+from ggml_py.graph.program import Fetch, Program
 from planted_faults import (FaultyBackend, after, caught_by, instead, norms, other_order, rough_swiglu, verify,
                             without_the_last_expert, write)
 
@@ -25,7 +28,7 @@ def verified(path, make=None):
 @pytest.mark.parametrize("kind", ["llama", "qwen3moe", "qwen35"])
 def test_without_a_fault(paths, kind):
     verification = verified(paths[kind])
-    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 4, verification.verdict()
+    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 5, verification.verdict()
 
 
 @pytest.mark.parametrize("kind, op, twins", [
@@ -80,3 +83,61 @@ def test_a_stale_copy(paths, monkeypatch):
     assert caught_by(verification) == {"placement"}
     found = verification.bisect(verification.first_mismatch())
     assert found.culprits == ["the copy of l_out-1 from cpu:1 to cpu, in: placement, half of the layers on cpu:1"], str(found)
+
+
+class LateFetch(CPUBackend):
+    """Weights come when a run has ended that should have awaited them."""
+    late = ()
+
+    def fetch(self, *args):
+        self.late = *self.late, args
+        return lambda: None
+
+    def run(self, steps):
+        super().run(steps)
+        for args in self.late:
+            self.copy(*args)
+        self.late = ()
+
+
+def test_a_weight_that_is_not_awaited(paths):
+    verification = verified(paths["llama"], lambda device: LateFetch(device=device))
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert "ffn" in found.name and found.captures[1][-1].device == "cpu:1", str(found)
+
+
+def test_a_slot_that_is_written_while_it_is_read(paths, monkeypatch):
+    """Of two weights that are on their way at a time one lies over the other."""
+    monkeypatch.setattr(split, "WINDOW", 0)
+    monkeypatch.setattr(split, "LEAST_AHEAD", 2)
+    plan_memory = program.plan_memory
+
+    def planned(*args):
+        made = plan_memory(*args)
+        slots = [tensor for tensor in made.extents if ".weight@" in tensor.name]
+        for tensor in slots[1:]:
+            made.extents[tensor] = replace(made.extents[tensor], offset=made.extents[slots[0]].offset)
+        return made
+    monkeypatch.setattr(program, "plan_memory", planned)
+    verification = verified(paths["llama"])
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert "the copy of blk." in found.culprits[0], str(found)
+
+
+def test_a_weight_of_another_layer(paths, monkeypatch):
+    """A slot keeps what was brought for the first layer."""
+    begin = Fetch.begin
+
+    def stale(fetch):
+        if "blk.1.ffn_up" not in fetch.source.name:
+            begin(fetch)
+        else:
+            fetch.await_it = lambda: None
+    monkeypatch.setattr(Fetch, "begin", stale)
+    verification = verified(paths["llama"])
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert found.culprits == ["the copy of blk.1.ffn_up.weight from cpu to cpu:1, "
+                              "in: placement, feed-forward blocks streamed to cpu:1"], str(found)

@@ -95,3 +95,9 @@ def test_info_says_what_each_device_holds(tmp_path, capsys):
         context = model.architecture.context_bytes(100, 1, "f16", "f16")
     assert held == {name.replace("cpu:", "cuda:"): [n, context[name], n + context[name]] for name, n in weights.items()}
     assert set(held) == {"cuda:7", "cuda:3", "cpu"} and held["cuda:3"][1] == 0
+
+
+def test_offload():
+    found = asked("--device", "cpu", "--offload", "mul_mat_id=64,mul_mat=never", "-nopo")
+    assert found.offload == (("mul_mat_id", 64), ("mul_mat", None), ("all", None))
+    assert typed(found) == "--offload mul_mat_id=64 --offload mul_mat=never --offload all=never"

@@ -158,6 +158,10 @@ class FakeBuffer:
         self.handle = self.size = 0
 
 
+class FakeLock:
+    """Of pages of the host."""
+
+
 class FakeGPU:
     """The driver of one GPU of a world."""
 
@@ -167,6 +171,7 @@ class FakeGPU:
         self.bytes = storage[-storage.ctypes.data % ALIGNMENT:][:n_bytes]
         self.address = self.bytes.ctypes.data
         self.blocks: list[Block] = []
+        self.locked: dict[int, FakeLock] = {}
         self.holes = [Hole(0, n_bytes)]  # those of frees that have not run yet come first
         self.world.gpus.append(self)
 
@@ -243,6 +248,16 @@ class FakeGPU:
         memory = FakeBuffer(self, data.ctypes.data, n_bytes, free)
         self.world.add_host(memory, memory.handle, data)
         return memory
+
+    def lock_pages(self, address: int, n_bytes: int) -> None:
+        self.world.check_entered()
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
+        owner = self.locked[address] = FakeLock()
+        self.world.add_host(owner, address, data)
+
+    def unlock_pages(self, address: int) -> None:
+        self.world.check_entered()
+        del self.locked[address]
 
     def pageable(self, values: np.ndarray) -> np.ndarray:
         """An array of the host that copies may name by its address, as a driver lets them: when it is dropped,

@@ -105,9 +105,10 @@ class LateBackend(Transfers, CPUBackend):
     Copies are those of the CUDA backend."""
     asynchronous = True
     empty, upload = CUDABackend.empty, CUDABackend.upload
+    fetch, lock_pages, settle = CUDABackend.fetch, CUDABackend.lock_pages, Transfers.settle
 
-    def __init__(self, machine: FakeMachine):
-        CPUBackend.__init__(self)
+    def __init__(self, machine: FakeMachine, device: str = "cpu"):
+        CPUBackend.__init__(self, device=device)
         self.gpu = machine.drivers[0]
         Transfers.__init__(self, self.gpu, machine.stream())
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from late_machines import late_inputs
 
-from ggml_py.backends.transfers import Lease, Transfers
+from ggml_py.backends.transfers import Lease, LockedPages, Transfers
 from ggml_py.testing import assert_bitwise_equal, digest
 
 RING = 4096         # bytes; pieces of 1024
@@ -422,6 +422,43 @@ class FaultyStream:
         self.stream.sync()
 
 
+def check_bring(machine):
+    """What is brought lands behind the last reader of what was there, beside what follows, and before the first that wants it;
+    whether it comes as early or as late as it may."""
+    rng, n = np.random.default_rng(0), 1000
+    for early in False, True:
+        with transfers_of(machine) as transfers:
+            slot, before, between, after = (transfers.allocate(n) for _ in range(4))
+            old, new, array = random_bytes(rng, n), random_bytes(rng, n), np.empty(n, np.uint8)
+            array[:] = new
+            pages = LockedPages(transfers.driver, array)
+            transfers.bring(between, 0, array)()  # makes the stream
+            for _ in range(ROUNDS):
+                transfers.write(slot, 0, old)
+                late = machine.delay(transfers.stream)
+                transfers.copy(before, 0, transfers, slot, 0, n)
+                if not early:
+                    machine.delay(transfers._bringing)
+                arrive = transfers.bring(slot, 0, array)
+                assert not late.is_done, "the delay is over too early to show anything"
+                if early:
+                    machine.let_run(transfers._bringing)
+                transfers.copy(between, 0, transfers, before, 0, n)
+                arrive()
+                transfers.copy(after, 0, transfers, slot, 0, n)
+                for buffer, expected in (before, old), (between, old), (after, new):
+                    assert_bitwise_equal(contents(transfers, buffer, n), expected, "brought")
+            arrive = transfers.bring(slot, 0, array)
+            transfers.settle()
+            pages.close()
+            array[:] = 0
+            arrive()
+            assert_bitwise_equal(contents(transfers, slot, n), new, "settled")
+            assert transfers.statistics.bytes_brought == (ROUNDS + 2) * n
+            with pytest.raises(ValueError, match="bring: bytes 1 to"):
+                transfers.bring(slot, 1, array)
+
+
 def check_exceptions(machine):
     """An exception at any moment of any call: what was whole before stays whole, and all goes on afterwards."""
     for at in count():
@@ -625,6 +662,6 @@ def check_greedy(machine, model, **settings):
 
 
 CHECKS = [check_read, check_write, check_sizes, check_wrap_around, check_waits_are_short, check_early_deletion, check_pinned,
-          check_pinned_of_two_threads, check_fork, check_peer, check_exceptions, check_threads]
+          check_pinned_of_two_threads, check_fork, check_peer, check_bring, check_exceptions, check_threads]
 NAIVE = [check_naive_read, check_naive_write]
 MODEL_CHECKS = [check_decode, check_greedy]
