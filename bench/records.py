@@ -10,7 +10,7 @@ def conditions(backend) -> dict:
     from ggml_py.backends.cuda import driver_release
     from record_golden import numba_cuda, versions
     on_gpu = ({"driver": driver_release(), "cuda": backend.driver_version(), "numba.cuda": numba_cuda()}
-              if backend.device != "cpu" else {})
+              if backend.device.startswith("cuda") else {})
     return {"device": backend.name, **on_gpu, "versions": versions(), "date": time.strftime("%Y-%m-%d")}
 
 

@@ -5,18 +5,21 @@ on a job takes the next unit that nobody has taken: the thread that came with th
 waits for a worker that has not begun; and a job costs its thread well below a microsecond more than a loop.
 
 Workers are Python's threads, in compiled code and without its lock. Behind a job they look for the next one for
-SPIN_SECONDS, which a GPU's part of a layer takes; then they sleep. A job that finds too few awake says so,
-and they are woken when its kernel has returned: it itself does not wait for them.
+SPIN_SECONDS, which a GPU's part of a layer takes; then they sleep. A job that finds too few awake wakes them, and does not wait
+for them.
 
 One job runs at a time (`compile.parallel_lock`). A forked process has no workers at first, and starts its own.
 """
+import ctypes
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable
 from functools import lru_cache
 from timeit import timeit
 
+import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -28,10 +31,11 @@ from .compile import device, jit, parallel_lock
 MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
 SPIN_SECONDS = 0.003             # that a worker looks for the next job, a pause of the processor between two looks
 
-# Words of `control`: the number of the open job, or 0; the next unit; how many workers are at it, how many are awake; then what
-# only the thread with the job writes. What several write lies in cache lines of its own.
-OPEN, NEXT, ACTIVE, AWAKE, JOBS, THREADS, MISSED, CODE, DATA, N = 0, 16, 32, 48, 64, 65, 66, 67, 68, 69
+# Words of `control`: the number of the open job, or 0; the next unit; how many workers are at it, how many are awake; how often
+# they were woken; then what only the thread with the job writes. What several write lies in cache lines of its own.
+OPEN, NEXT, ACTIVE, AWAKE, BELL, JOBS, THREADS, MISSED, CODE, DATA, N = 0, 16, 32, 48, 64, 80, 81, 82, 83, 84, 85
 I8, I64 = ir.IntType(8), ir.IntType(64)
+CONTROL = types.int64[::1]
 UNIT = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (arguments, number of the unit)
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -76,6 +80,56 @@ def pause(typingctx):
     return types.none(), codegen
 
 
+# Sleep, until the bell rings: Linux' futex; elsewhere workers look again after a millisecond
+
+FUTEX, WAIT, WAKE = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0), 128, 129
+IS_LINUX = sys.platform == "linux" and FUTEX > 0
+
+
+def _of_the_system():
+    """syscall(number, ...), or what sleeps so many microseconds (milliseconds on Windows)."""
+    if sys.platform == "win32":
+        return ctypes.WinDLL("kernel32").Sleep
+    library = ctypes.CDLL(None)
+    return library.syscall if IS_LINUX else library.usleep
+
+
+llvm.add_symbol("ggml_py_system", ctypes.cast(_of_the_system(), ctypes.c_void_p).value)
+
+
+@intrinsic
+def sleep(typingctx, control, bell):
+    """Returns when the bell has rung since it stood at `bell`; now and then also before."""
+    def codegen(context, builder, signature, args):
+        if IS_LINUX:
+            _system(context, builder, args[0], WAIT, args[1])
+        else:
+            kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "ggml_py_system"),
+                         [ir.IntType(32)(1 if sys.platform == "win32" else 1000)])
+        return context.get_dummy_value()
+    return types.none(control, types.int64), codegen
+
+
+@intrinsic
+def ring(typingctx, control):
+    """Wakes those who sleep."""
+    def codegen(context, builder, signature, args):
+        builder.atomic_rmw("add", _word(context, builder, control, args[0], I64(BELL)), I64(1), "seq_cst")
+        if IS_LINUX:
+            _system(context, builder, args[0], WAKE, I64(2**31 - 1))
+        return context.get_dummy_value()
+    return types.none(control), codegen
+
+
+def _system(context, builder, control, operation, value):
+    """The futex is the lower half of the bell: both kinds of processors are little-endian."""
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    bell = builder.ptrtoint(_word(context, builder, CONTROL, control, I64(BELL)), I64)
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, "ggml_py_system"),
+                 [I64(FUTEX), bell, I64(operation), value, I64(0), I64(0), I64(0)])
+
+
 # Jobs
 
 @intrinsic
@@ -100,10 +154,11 @@ def share(control, n, code, data):
     """Every unit of n, by this thread and by workers."""
     control[CODE], control[DATA], control[N] = code, data, n
     control[JOBS] += 1
-    if look(control, AWAKE) < control[THREADS] - 1:
-        control[MISSED] = 1
     put(control, NEXT, 0)
     put(control, OPEN, control[JOBS])
+    if look(control, AWAKE) < control[THREADS] - 1:
+        control[MISSED] = 1
+        ring(control)
     take_units(control, code, data, n)
     put(control, OPEN, 0)
     # Who began while it was open is counted in ACTIVE, and who counts itself later sees that it is closed
@@ -112,10 +167,9 @@ def share(control, n, code, data):
 
 
 @jit
-def work(control, index, n_looks):
-    """A worker's, until it has looked for a job in vain n_looks times."""
+def look_for_jobs(control, index, n_looks):
+    """Takes part in jobs, until it has looked for one in vain n_looks times."""
     looks, last = 0, 0
-    take(control, AWAKE, 1)
     while looks < n_looks:
         job = look(control, OPEN)
         if job == 0 or job == last or index >= look(control, THREADS):
@@ -127,7 +181,32 @@ def work(control, index, n_looks):
             take_units(control, control[CODE], control[DATA], control[N])
             looks, last = 0, job
         take(control, ACTIVE, -1)
-    take(control, AWAKE, -1)
+
+
+@jit
+def work(control, index, n_looks):
+    """A worker's, for ever."""
+    take(control, AWAKE, 1)
+    while True:
+        look_for_jobs(control, index, n_looks)
+        bell = look(control, BELL)
+        take(control, AWAKE, -1)
+        # Who opens a job from now on sees that we sleep; one that was opened before is seen here
+        if look(control, OPEN) == 0 or index >= look(control, THREADS):
+            sleep(control, bell)
+        take(control, AWAKE, 1)
+
+
+def borrowed(context, builder, type_, value):
+    """The value with arrays that nobody counts references to: all threads would count in one place, and wait for each other."""
+    if isinstance(type_, types.Array):
+        array = context.make_array(type_)(context, builder, value)
+        array.meminfo, array.parent = (ir.Constant(pointer.type, None) for pointer in (array.meminfo, array.parent))
+        return array._getvalue()
+    if isinstance(type_, types.BaseTuple):
+        return context.make_tuple(builder, type_, [borrowed(context, builder, t, v)
+                                                   for t, v in zip(type_, cgutils.unpack_tuple(builder, value))])
+    return value
 
 
 def sharing(body: Callable) -> Callable:
@@ -153,8 +232,13 @@ def sharing(body: Callable) -> Callable:
             return context.make_tuple(builder, signature.return_type, addresses)
         return types.UniTuple(types.int64, 2)(args), codegen
 
+    @intrinsic
+    def borrow(typingctx, args):
+        return args(args), lambda context, builder, _, values: borrowed(context, builder, args, values[0])
+
     @device
     def each(control, n, args, pays=True):
+        args = borrow(args)
         if not pays or n < 2 or control[THREADS] < 2:
             for u in range(n):
                 body(u, args)
@@ -170,8 +254,8 @@ def sharing(body: Callable) -> Callable:
 def looks_of(seconds: float) -> int:
     """How often a worker looks for a job in that time: processors pause for 10 to 150 cycles."""
     n, control = 2000, _new_control(1)
-    work(control, 0, 1)  # compiles
-    return max(1, int(n * seconds / min(timeit(lambda: work(control, 0, n), number=1) for _ in range(3))))
+    look_for_jobs(control, 0, 1)  # compiles
+    return max(1, int(n * seconds / min(timeit(lambda: look_for_jobs(control, 0, n), number=1) for _ in range(3))))
 
 
 class Workers:
@@ -179,28 +263,20 @@ class Workers:
 
     def __init__(self):
         self.control = _new_control(MOST)
-        self.asleep: dict[int, threading.Event] = {}  # those that wait to be woken
         self.n_started = 0
 
-    def wake(self) -> None:
-        """Those that sleep; those that there are not yet are started."""
+    def start(self) -> None:
+        """Those that there are not yet."""
         while self.n_started < self.control[THREADS] - 1:
             self.n_started += 1
-            threading.Thread(target=self._live, args=(self.n_started,), name=f"ggml-py-{self.n_started}", daemon=True).start()
-        for index in list(self.asleep):
-            self.asleep.pop(index).set()
-
-    def _live(self, index: int) -> None:
-        while True:
-            work(self.control, index, looks_of(SPIN_SECONDS))
-            woken = self.asleep[index] = threading.Event()
-            woken.wait()
+            threading.Thread(target=lambda index: work(self.control, index, looks_of(SPIN_SECONDS)), args=(self.n_started,),
+                             name=f"ggml-py-{self.n_started}", daemon=True).start()
 
 
 def _new_control(n_threads: int) -> np.ndarray:
     """int64; the first word begins a cache line."""
-    words = np.zeros(80 + 8, np.int64)
-    control = words[-words.ctypes.data % 64 // 8:][:80]
+    words = np.zeros(96 + 8, np.int64)
+    control = words[-words.ctypes.data % 64 // 8:][:96]
     control[THREADS] = n_threads
     return control
 
@@ -226,7 +302,7 @@ def run(kernel: Callable, *args) -> None:
         kernel(control, *args)
         if control[MISSED]:
             control[MISSED] = 0
-            workers.wake()
+            workers.start()
 
 
 def get_num_threads() -> int:

@@ -28,6 +28,7 @@ class Backend(Protocol):
     device: str                    # "cpu", "cpu:1", "cuda:0", ...
     activations: ActivationLayout  # how its kernels hold activation blocks
     asynchronous: bool             # whether `run` returns before its steps have run
+    reader: "Backend | None"       # which copies from and to memory of this one directly, and locks its pages for that
 
     @property
     def name(self) -> str: ...  # of the hardware
@@ -45,8 +46,11 @@ class Backend(Protocol):
     def fetch(self, buffer: Any, offset: int, source: Self, source_buffer: Any, source_offset: int,
               n_bytes: int) -> Callable[[], None]: ...
     def settle(self) -> None: ...  # waits for what `fetch` began
-    # of a buffer of the host, so that `fetch` can bring it beside other work; None where it cannot
-    def lock_pages(self, buffer: np.ndarray) -> Any: ...
+    # of a buffer of the host, so that copies name it directly, where the system allows it: `fetch` brings it beside other work,
+    # `write_locked` and `read_locked` of `Transfers` take it
+    def lock_pages(self, buffer: np.ndarray) -> None: ...
+    def unlock_pages(self, buffer: np.ndarray) -> None: ...
+    def has_locked(self, buffer: Any) -> bool: ...
     def address(self, tensor: Tensor) -> int: ...
 
     def has_kernel(self, op: str) -> bool: ...
@@ -112,6 +116,7 @@ class KernelBackend:
     activations = LEVELS
     target: Any = None
     device: str
+    reader: Any = None
 
     def __init__(self, room: str):
         self.room = room

@@ -47,20 +47,22 @@ class CPUBackend(KernelBackend):
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def empty(self, n_bytes: int) -> np.ndarray:
-        raw = np.zeros(n_bytes + 64, np.uint8)
-        start = -raw.ctypes.data % 64
-        return raw[start:start + n_bytes]
+        buffer = _aligned(n_bytes)
+        if self.reader is not None:
+            self.reader.lock_pages(buffer)
+        return buffer
 
     def upload(self, array: np.ndarray) -> np.ndarray:
         """array: contiguous, any dtype. It is kept, not copied, when its memory is 64-byte aligned (tiles are asked to be)."""
         flat = array.reshape(-1).view(np.uint8)
         if flat.ctypes.data % 64:
-            flat, source = self.empty(flat.size), flat
+            flat, source = _aligned(flat.size), flat
             flat[:] = source
         return flat
 
     def free(self, buffer) -> None:
-        pass
+        if self.reader is not None:
+            self.reader.unlock_pages(buffer)
 
     def write(self, buffer: np.ndarray, offset: int, data: np.ndarray) -> None:
         buffer[offset:offset + data.size] = data
@@ -82,7 +84,13 @@ class CPUBackend(KernelBackend):
         pass
 
     def lock_pages(self, buffer: np.ndarray) -> None:
-        return None
+        pass
+
+    def unlock_pages(self, buffer: np.ndarray) -> None:
+        pass
+
+    def has_locked(self, buffer: np.ndarray) -> bool:
+        return False
 
     def data(self, tensor: Tensor):
         """A tensor's memory as kernels take it: an array; (q, d, sums) of activation blocks; uint32 words of tiles;
@@ -105,3 +113,10 @@ class CPUBackend(KernelBackend):
 
     def close(self) -> None:
         pass
+
+
+def _aligned(n_bytes: int) -> np.ndarray:
+    """Zeros, from a multiple of 64 on."""
+    raw = np.zeros(n_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + n_bytes]

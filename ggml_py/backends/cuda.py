@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -129,18 +130,22 @@ class CUDABackend(KernelBackend, Transfers):
             self.copy(buffer, offset, source, source_buffer, source_offset, n_bytes)
             return lambda: None
         data = source_buffer[source_offset:source_offset + n_bytes]
-        if source_buffer.ctypes.data not in LOCKED:
+        if not self.has_locked(source_buffer):
             self.write(buffer, offset, data)
             return lambda: None
         return self.bring(buffer, offset, data)
 
-    def lock_pages(self, buffer: np.ndarray) -> LockedPages | None:
-        if buffer.nbytes < LEAST_LOCKED:
-            return None
-        try:
-            return LockedPages(self.driver, buffer)
-        except RuntimeError:
-            return None  # the system does not let us; copies are staged then
+    def has_locked(self, buffer) -> bool:
+        return isinstance(buffer, np.ndarray) and buffer.ctypes.data in LOCKED
+
+    def lock_pages(self, buffer: np.ndarray) -> None:
+        if buffer.nbytes >= LEAST_LOCKED and not self.has_locked(buffer):
+            with suppress(RuntimeError):  # the system does not let us; copies are staged then
+                LockedPages(self.driver, buffer)
+
+    def unlock_pages(self, buffer: np.ndarray) -> None:
+        if self.has_locked(buffer):
+            LOCKED[buffer.ctypes.data].close()
 
     def data(self, tensor: Tensor) -> int:
         buffer, offset = tensor.memory

@@ -7,11 +7,11 @@ replays one for the very steps that it was captured from; if they were bound ane
 again.
 """
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-SHAPES = 32  # of micro-batches that a context is ready for: it keeps so many programs, and so many graphs of them
+SHAPES = 32  # of micro-batches that a context is ready for: it keeps so many programs, and their graphs
 
 
 class Key(NamedTuple):
@@ -55,26 +55,29 @@ class GraphCache:
     to verify or windows of a text."""
 
     def __init__(self, backend, most: int = SHAPES):
-        """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: keys that
-        are remembered, and so graphs; the least recently used goes. As many as its context keeps programs, which go in the same
-        order: a graph that outlived its program could never be replayed, since a program that is made anew has new steps, and a
-        program without its graph would have it captured again."""
+        """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: shapes,
+        the first parts of keys, that are remembered; the graphs of the least recently used go. As many as its context keeps
+        programs, which go in the same order: a graph that outlived its program could never be replayed, since a program that is
+        made anew has new steps, and a program without its graphs would have them captured again. On several devices it has a
+        graph for each of its runs on this one."""
         self.backend, self.most = backend, most
-        self.entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self.entries: OrderedDict[Sequence[Hashable], _Entry] = OrderedDict()
         self.counters = Counters()
 
-    def run(self, key: Hashable, steps: list[Callable]) -> None:
+    def run(self, key: Sequence[Hashable], steps: list[Callable]) -> None:
         """Runs the steps of a key, callables of a stream or a graph builder."""
         entry = self.entries.get(key)
         if entry is None:
             self.backend.run(steps)
             self.entries[key] = _Entry(steps)
             self.counters.eager += 1
-            if len(self.entries) > self.most:
-                _, dropped = self.entries.popitem(last=False)
-                if dropped.graph is not None:
-                    dropped.graph.close()  # one that still runs is freed when it ends
-                    self.counters.evictions += 1
+            shapes = dict.fromkeys(shape for shape, *_ in self.entries)
+            if len(shapes) > self.most:
+                oldest = next(iter(shapes))
+                for old in [old for old in self.entries if old[0] == oldest]:
+                    if (graph := self.entries.pop(old).graph) is not None:
+                        graph.close()  # one that still runs is freed when it ends
+                        self.counters.evictions += 1
             return
         self.entries.move_to_end(key)
         if entry.graph is None or entry.steps is not steps:

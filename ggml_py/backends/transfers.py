@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -143,20 +143,24 @@ LOCKED: dict[int, LockedPages] = {}  # by the address of the array
 
 
 class LockedPages:
-    """Memory of an array that devices copy from directly, beside their work, until it is closed. The array is kept so long."""
+    """Memory of an array that copies name directly: until it is closed, or nobody has the array any more."""
 
     def __init__(self, driver, array: np.ndarray):
         """RuntimeError where the system does not allow it."""
+        address, owner = array.ctypes.data, array
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
         driver.enter()
-        driver.lock_pages(array.ctypes.data, array.nbytes)
-        self.driver, self.array = driver, array
-        LOCKED[array.ctypes.data] = self
+        driver.lock_pages(address, array.nbytes)
+        LOCKED[address] = self
+        self.close = weakref.finalize(owner, _unlock, driver, address)  # copies in flight keep the array; see also `settle`
+        self.close.atexit = False
 
-    def close(self) -> None:
-        """No copy may be in flight (`Transfers.settle`)."""
-        if LOCKED.pop(self.array.ctypes.data, None) is self:
-            self.driver.enter()
-            self.driver.unlock_pages(self.array.ctypes.data)
+
+def _unlock(driver, address: int) -> None:
+    del LOCKED[address]
+    driver.enter()
+    driver.unlock_pages(address)
 
 
 # What is in flight
@@ -259,11 +263,13 @@ class Ring:
         first = address - int(self.memory.handle)
         return self.bytes[first:first + n_bytes]
 
-    def queue(self, to: int, source: int, n_bytes: int, flight: Flight) -> None:
-        """Queues a copy. Its flight is on the list before the copy is on its way, so that no exception can lose sight of it."""
+    def queue(self, flight: Flight, *copies: tuple[int, int, int]) -> None:
+        """Queues copies, each (to, source, number of bytes). Their flight is on the list before they are on their way, so that no
+        exception can lose sight of it."""
         self.flights.append(flight)
         self.head = flight.end
-        self.driver.copy(to, source, n_bytes, self.stream)
+        for to, source, n_bytes in copies:
+            self.driver.copy(to, source, n_bytes, self.stream)
         flight.event = self.stream.record()
 
     def retire(self) -> None:
@@ -349,7 +355,7 @@ class Transfers:
                 part = data[first:first + ring.piece]
                 address, end = ring.reserve(part.size)
                 ring.slot(address, part.size)[:] = part
-                ring.queue(to + first, address, part.size, Flight(ring, end))
+                ring.queue(Flight(ring, end), (to + first, address, part.size))
             ring.statistics.n_to_device += 1
             ring.statistics.bytes_to_device += data.size
 
@@ -360,7 +366,7 @@ class Transfers:
                 return
             flight = Flight(ring, ring.head, source=pinned)
             with pinned.departing(flight):
-                ring.queue(to, pinned.address, pinned.n_bytes, flight)
+                ring.queue(flight, (to, pinned.address, pinned.n_bytes))
             ring.statistics.n_pinned += 1
             ring.statistics.bytes_pinned += pinned.n_bytes
 
@@ -374,11 +380,34 @@ class Transfers:
                 n = min(ring.piece, n_bytes - first)
                 address, end = ring.reserve(n)
                 flight = Flight(ring, end, landing=_landing(weakref.ref(pending), first, ring.slot(address, n)))
-                ring.queue(address, source + first, n, flight)
+                ring.queue(flight, (address, source + first, n))
                 pending._flights.append(flight)
             ring.statistics.n_to_host += 1
             ring.statistics.bytes_to_host += n_bytes
             return pending
+
+    def write_locked(self, buffer, offset: int, data: np.ndarray) -> Flight:
+        """As `write`, from memory in `LockedPages` itself, which stays as it is until the flight has been waited for."""
+        with self._ring.lock:
+            to, ring = _address("write_locked", buffer, offset, data.nbytes), self._begin("write_locked")
+            flight = Flight(ring, ring.head, source=data)
+            ring.queue(flight, (to, data.ctypes.data, data.nbytes))
+            ring.statistics.n_pinned += 1
+            ring.statistics.bytes_pinned += data.nbytes
+            return flight
+
+    def read_locked(self, pieces: Sequence[tuple[Any, int, np.ndarray]]) -> Flight:
+        """As `read`, of each (buffer, offset, data) into data, memory in `LockedPages`: the bytes are there when the flight has
+        been waited for. Nobody touches them before."""
+        with self._ring.lock:
+            ring = self._begin("read_locked")
+            copies = [(data.ctypes.data, _address("read_locked", buffer, offset, data.nbytes), data.nbytes)
+                      for buffer, offset, data in pieces]
+            flight = Flight(ring, ring.head, source=[data for *_, data in pieces])
+            ring.queue(flight, *copies)
+            ring.statistics.n_to_host += len(copies)
+            ring.statistics.bytes_to_host += sum(n_bytes for *_, n_bytes in copies)
+            return flight
 
     def copy(self, buffer, offset: int, source: Transfers, source_buffer, source_offset: int, n_bytes: int) -> None:
         """Bytes of a buffer of the device of `source` (or of this one) to this device, in the order of both home streams."""

@@ -67,6 +67,8 @@ class Model:
         """
         self.file, self.own_backends = file, backends  # which are closed with it
         self.backends = {backend.device: backend for backend in backends}
+        for backend in backends:
+            backend.reader = next((other for other in backends if other.asynchronous), None)
         self.architecture = model_class(file)(file, placement or PlacementOptions((backends[0].device,)), self.backends)
         self.backend = self.backends[self.architecture.placement.output]
         self._tokenizer: Tokenizer | None = None

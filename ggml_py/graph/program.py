@@ -1,5 +1,6 @@
 """The last pass: a graph made ready to run many times. Operands lie in memory,
 every node is bound to a kernel of its device's backend."""
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,6 +64,65 @@ class Outputs:
                 for data, tensor in zip(self._pending, self.program.outputs)]
 
 
+class Crossing:
+    """An operand that comes from another device, in the layout that its own device has; an input from the host. All that a run
+    needs begin before one of them ends, so the host waits once."""
+
+    def __init__(self, backend: Backend, to: Tensor, source_backend: Backend, source: Tensor, staged: Callable):
+        """staged: () -> the bytes of the source on the host, or none."""
+        self.backend, self.to, self.source_backend, self.source, self.staged = backend, to, source_backend, source, staged
+        same, size = source.layout == to.layout, n_bytes(source)
+        self.copies = same and type(source_backend) is type(backend)
+        # where the other device copies into memory of the one, or out of it
+        self.into, self.out_of = (tensor.memory[0][tensor.memory[1]:tensor.memory[1] + size]
+                                  if same and other.has_locked(tensor.memory[0]) else None
+                                  for other, tensor in ((source_backend, to), (backend, source)))
+        self.pending: Any = None
+        self.departing: Any = None
+
+    def begin(self) -> None:
+        if self.into is None and self.out_of is None and not self.copies and self.staged() is None:
+            self.pending = self.source_backend.read(*self.source.memory, n_bytes(self.source))
+
+    def end(self) -> None:
+        source, to = self.source, self.to
+        if self.pending is not None:
+            data, self.pending = self.pending.result(), None
+            if source.layout != to.layout:
+                data = as_bytes(as_arrays(data, source.dtype, source.shape, source.layout), to.dtype, to.shape, to.layout)
+            self.backend.write(*to.memory, data)
+        elif (staged := self.staged()) is not None:
+            self.backend.write(*to.memory, staged)
+        elif self.out_of is not None:
+            self.departing = self.backend.write_locked(*to.memory, self.out_of)
+        elif self.into is None:
+            self.backend.copy(*to.memory, self.source_backend, *source.memory, n_bytes(source))
+
+    def settle(self) -> None:
+        """Waits until the source may be written again."""
+        if self.departing is not None:
+            self.departing.wait()
+            self.departing = None
+
+
+class Landing:
+    """What a run needs that another device copies into memory of the run's device."""
+
+    def __init__(self, backend: Backend, crossings: list[Crossing]):
+        self.backend, self.crossings = backend, crossings
+        self.flight: Any = None
+
+    def begin(self) -> None:
+        if pieces := [(*each.source.memory, each.into) for each in self.crossings if each.staged() is None]:
+            self.flight = self.backend.read_locked(pieces)
+
+    def settle(self) -> None:
+        """Waits until it is there."""
+        if self.flight is not None:
+            self.flight.wait()
+            self.flight = None
+
+
 class Fetch:
     """A weight that is brought beside what its device computes."""
 
@@ -79,7 +139,8 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Part:
-    """A run of nodes, bound. copies: bring what it reads from other devices, and begin to bring what is read later."""
+    """A run of nodes, bound. copies: wait for those that still read memory of the device, bring what it reads from other devices,
+    and begin to bring what is read later."""
     device: str
     copies: list[Callable[[], None]]
     steps: list[Step]
@@ -116,6 +177,7 @@ class Program:
         self.runs: list[Run] = split(nodes, self.backends)
         self.nodes = [node for run in self.runs for node in (*run.begun, *run.copies, *run.nodes)]
         self.streamed = {node for run in self.runs for node in run.begun}
+        self.on_their_way: list[Crossing | Landing] = []
         self.crossings = {node for run in self.runs for node in run.copies} | self.streamed
         for run in self.runs:
             for node in run.nodes:
@@ -163,33 +225,34 @@ class Program:
     def parts(self) -> list[Part]:
         """The runs of nodes, bound when they are first wanted."""
         fetches = {node: self._fetch(node) for node in self.streamed}
-        return [Part(run.device, [*(fetches[node].begin for node in run.begun), *(self._transfer(node) for node in run.copies),
-                                  *(fetches[node].arrive for node in run.awaited)],
-                     [self.backends[run.device].bind(node) for node in run.nodes])
-                for run in self.runs]
+        parts: list[Part] = []
+        departing: dict[str, list[Crossing]] = defaultdict(list)  # that read memory of a device, since its last run
+        for run in self.runs:
+            crossings = [self._crossing(node) for node in run.copies]
+            landings = [Landing(backend, [each for each in crossings if each.into is not None and each.source_backend is backend])
+                        for backend in dict.fromkeys(each.source_backend for each in crossings if each.into is not None)]
+            parts.append(Part(run.device, [*(each.settle for each in departing.pop(run.device, ())),
+                                           *(fetches[node].begin for node in run.begun),
+                                           *(each.begin for each in (*landings, *crossings)), *(each.end for each in crossings),
+                                           *(each.settle for each in landings), *(fetches[node].arrive for node in run.awaited)],
+                              [self.backends[run.device].bind(node) for node in run.nodes]))
+            for each in crossings:
+                departing[each.source.root.device].append(each)
+            self.on_their_way += [*crossings, *landings]
+        self.departing = [each for waiting in departing.values() for each in waiting]
+        return parts
 
     def _fetch(self, node: Node) -> Fetch:
         source, to = node.src[0], node.results[0]
         return Fetch(self.backends[to.device], to, self.backends[source.root.device], source)
 
-    def _transfer(self, node: Node) -> Callable[[], None]:
-        """Brings an operand from another device, in the layout that its own device has; an input from the host."""
+    def _crossing(self, node: Node) -> Crossing:
         source, to = node.src[0], node.results[0]
-        source_backend, backend, size = self.backends[source.root.device], self.backends[to.device], n_bytes(source)
-        staged = self.staged.get(source)
+        values = self.staged.get(source)
 
-        def transfer() -> None:
-            if staged is not None and source not in self.copied:
-                backend.write(*to.memory, staged.reshape(-1).view(np.uint8))
-                return
-            if source.layout == to.layout and type(source_backend) is type(backend):
-                backend.copy(*to.memory, source_backend, *source.memory, size)
-                return
-            data = source_backend.read(*source.memory, size).result()
-            if source.layout != to.layout:
-                data = as_bytes(as_arrays(data, source.dtype, source.shape, source.layout), to.dtype, to.shape, to.layout)
-            backend.write(*to.memory, data)
-        return transfer
+        def staged() -> np.ndarray | None:
+            return None if values is None or source in self.copied else values.reshape(-1).view(np.uint8)
+        return Crossing(self.backends[to.device], to, self.backends[source.root.device], source, staged)
 
     def run(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = ()) -> list[np.ndarray]:
         """Queues a run and waits for its outputs."""
@@ -230,7 +293,11 @@ class Program:
                         replay.refuse(self.refused)
                 else:
                     replay.run((key, i), part.steps)
+            for crossing in self.departing:
+                crossing.settle()
         except BaseException:
+            for each in self.on_their_way:
+                each.settle()
             for device in {node.device for node in self.streamed}:
                 self.backends[device].settle()  # the memory is others' now
             raise

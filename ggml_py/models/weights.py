@@ -42,7 +42,6 @@ class Weights:
         """backends: by device, or `Paper` for each."""
         self.file, self.backends, self.placement = file, backends, placement
         self.loaded: dict[tuple, Tensor] = {}
-        self.locked: list = []  # pages of the host that others copy from
         self.on_paper = any(isinstance(backend, Paper) for backend in backends.values())
 
     def __contains__(self, name: str) -> bool:
@@ -86,8 +85,8 @@ class Weights:
         if self.on_paper:
             return Tensor(name, dtype, shape, device)
         buffer, offload = self.backends[device].upload(array), self.placement.offload
-        if device == HOST and offload is not None and (locked := self.backends[offload.device].lock_pages(buffer)) is not None:
-            self.locked.append(locked)
+        if device == HOST and offload is not None:
+            self.backends[offload.device].lock_pages(buffer)
         return Tensor(name, dtype, shape, device, buffer=buffer)
 
     def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -131,12 +130,9 @@ class Weights:
                             "the matrices are too small")
 
     def close(self) -> None:
-        if self.locked:
+        if self.placement.offload is not None:
             for backend in self.backends.values():
                 backend.settle()
-        for pages in self.locked:
-            pages.close()
-        self.locked = []
         for tensor in self.loaded.values():
             self.backends[tensor.device].free(tensor.buffer)
         self.loaded = {}

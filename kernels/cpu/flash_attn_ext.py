@@ -218,7 +218,7 @@ def products(isa):
 
     modulo 2^32, for r < 4 and j < n rounded up to a block; the dot joins two pairs of int16, which a and b count by.
     a: i16 [2, ...]; b: i32 [2, ...]; sums: i32 [2, 4, width]."""
-    n_block, zeros, _, rows, columns, dot = instructions(isa, TILE)
+    n_block, zeros, _, rows, columns, dot, *_ = instructions(isa, TILE)
 
     @device
     def product(a, first, stride, b, b_first, n, n_pairs, sums):
@@ -243,7 +243,7 @@ def fixed_point(T, HH):
 # Scores. Queries, rows: f32 [n_rows, D], n_rows whole tiles. Buffers of keys: made once for a unit, filled for each piece.
 
 def _keys_chain(cached, isa):
-    n_block, zeros, _, block_rows, columns, _ = instructions(isa, TILE)
+    n_block, zeros, _, block_rows, columns, *_ = instructions(isa, TILE)
 
     @device
     def prepare_queries(rows, scale):

@@ -21,7 +21,7 @@ from .vector import available_isas, fma, fnma, fold, instructions, mul, pointer,
 def gated_delta_net_arrays(dim: int, isa: str | None = None):
     """The kernel of heads of dim channels; arguments as in kernels/reference. isa: a name in vector.ISAS, by default the best."""
     isa = isa or available_isas()[0]
-    n_rows, zeros, load, rows, columns, _ = instructions(isa, PARTIALS)
+    n_rows, zeros, load, rows, columns, *_ = instructions(isa, PARTIALS)
     one = instructions(isa, 1).columns
     columns_of_unit, row_of_unit = stack(float32, dim * n_rows), stack(float32, 2 * n_rows)
     n_tiles = -(-dim // n_rows)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numba
 from numba import float32, int16, int32, int64, types, uint32
+from numba.core import cgutils
 from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
@@ -20,8 +21,10 @@ from ..compile import device, jit
 from ..float16 import f16_to_f32
 from ..reference import mul_mat as reference
 from ..threads import THREADS, sharing
-from .vector import (ISAS, add, add_i32, available_isas, fma, fnma, high16, high_pair, instructions, join16, low16, low_pair,
-                     mul_i16, pointer, prefetch, rolled, stack, store, to_f32)
+from .vector import (ISAS, add, add_i32, as_int8, as_int16, available_isas, fma, fnma, high16, high_pair, instructions, join16,
+                     limbs_to_f32, limbs_to_i32, low16, low_pair, mul_i16, mul_i32, plus_128, prefetch, rolled,
+                     shift_right, stack, store, to_f32)
+
 
 ROWS = tile.ROWS
 PAIRS = CHUNK // 2
@@ -29,11 +32,17 @@ BLOCK = 4        # columns that are multiplied at a time
 N_COLUMNS = 128  # columns of a unit
 LINE = 16        # words of a line of the caches
 UNPACKING = 8    # columns that could be multiplied while a chunk is unpacked (5 for Q4_1, 17 for IQ3_S)
-PARALLEL, GRAIN = 1 << 20, 1 << 21   # multiplications that threads share, about 10 us of work; those of a part at least
+PARALLEL, GRAIN = 1 << 20, 1 << 21   # multiplications that threads share, about 10 us of work; those of a part at most
+PARTS = 4        # of a thread at least
 
 f32_2d = float32[:, ::1]
 QUANTIZED = types.Tuple((uint32[::1], int16[:, ::1], f32_2d, int32[:, ::1], f32_2d))  # words, q, d, sums, out
 FLOAT = types.Tuple((uint32[::1], f32_2d, f32_2d))                                    # words, x, out
+
+# What units take: pointers. Arrays would be counted as references at each call, by all threads in one place.
+u32_at, f32_at = types.CPointer(uint32), types.CPointer(float32)
+OPERANDS = {QUANTIZED: types.Tuple((u32_at, u32_at, f32_at, u32_at, f32_at, int64, int64, int64)),  # ..., n, n_chunks, m
+            FLOAT: types.Tuple((u32_at, f32_at, f32_at, int64, int64, int64))}                      # ..., n, k, m
 
 
 inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
@@ -67,32 +76,32 @@ def lookup16(levels):
 
 @lru_cache(None)
 def cpu_primitives():
-    return primitives(inlined, f16=f16_to_f32, lookup16=lookup16)
+    return primitives(inlined, f16=f16_to_f32, shr=shift_right, lookup16=lookup16)
 
 
 # Units: what is multiplied by whom
 
 @inlined
-def parts(out):
-    """Into how many units the columns are divided."""
-    return (out.shape[0] + N_COLUMNS - 1) // N_COLUMNS
+def parts(n):
+    """Into how many units n columns are divided."""
+    return (n + N_COLUMNS - 1) // N_COLUMNS
 
 
 @inlined
-def place(u, out):
+def place(u, n):
     """Row tile, first column and one past the last of unit u: equal parts of whole blocks, but for the last."""
-    n_parts = parts(out)
-    width = (out.shape[0] + BLOCK * n_parts - 1) // (BLOCK * n_parts) * BLOCK
+    n_parts = parts(n)
+    width = (n + BLOCK * n_parts - 1) // (BLOCK * n_parts) * BLOCK
     first = u % n_parts * width
-    return u // n_parts, first, min(first + width, out.shape[0])
+    return u // n_parts, first, min(first + width, n)
 
 
 @inlined
-def write(total, row_tile, first, last, out):
+def write(total, row_tile, first, last, out, m):
     """total: float32 [columns][32 rows] -> out: float32 [n, m]; rows beyond m are padding."""
     for c in range(first, last):
-        for r in range(row_tile * ROWS, min((row_tile + 1) * ROWS, out.shape[1])):
-            out[c, r] = total[(c - first) * ROWS + r % ROWS]
+        for r in range(row_tile * ROWS, min((row_tile + 1) * ROWS, m)):
+            out[c * m + r] = total[(c - first) * ROWS + r % ROWS]
 
 
 # Quantized weights
@@ -100,20 +109,24 @@ def write(total, row_tile, first, last, out):
 # A tile with the rows of each item side by side, so that loops over rows become vector code: uint32 [items][32 rows], the items
 # of a row being its words (up to 3), its half (in item 3), and from item 4 on the words of its pieces.
 
-@device
-def transpose(words, base, n_pieces, n_words, n_halves, items):
-    """The tile at word `base`, as quant/tile.py lays it out, into items."""
-    for p in range(n_pieces):
-        for r in range(ROWS):
-            for i in range(4):
-                items[(4 + 4 * p + i) * ROWS + r] = words[base + (p * ROWS + r) * 4 + i]
-    plane = base + n_pieces * ROWS * 4
-    for i in range(n_words * ROWS):
-        items[i] = words[plane + i]
-    plane += n_words * ROWS
-    for i in range(n_halves * ROWS // 2):
-        w = words[plane + i]
-        items[3 * ROWS + 2 * i], items[3 * ROWS + 2 * i + 1] = w & u32(0xffff), w >> u32(16)
+@lru_cache(None)
+def transposer(isa):
+    lanes, turn = ISAS[isa].lanes, instructions(isa, 1).turn
+
+    @device
+    def transpose(words, base, n_pieces, n_words, n_halves, items):
+        """The tile at word `base`, as quant/tile.py lays it out, into items."""
+        for p in range(n_pieces):
+            for r in range(0, ROWS, lanes):
+                turn(words, base + (p * ROWS + r) * 4, items, (4 + 4 * p) * ROWS + r, ROWS)
+        plane = base + n_pieces * ROWS * 4
+        for i in range(n_words * ROWS):
+            items[i] = words[plane + i]
+        plane += n_words * ROWS
+        for i in range(n_halves * ROWS // 2):
+            w = words[plane + i]
+            items[3 * ROWS + 2 * i], items[3 * ROWS + 2 * i + 1] = w & u32(0xffff), w >> u32(16)
+    return transpose
 
 
 @inlined
@@ -134,23 +147,23 @@ def half_item(t, h):
     return items[3 * ROWS + row]
 
 
-def quantized_unpacker(fmt, isa):
-    """(words, base, weights): the tile at word `base` into weights = (pairs uint32 [128][32], imin uint32 [sub-blocks][32], d, m
-    f32 [groups][32]). pairs: isc * level of two columns in the halves of a word; imin: (imin, 128 imin), to be multiplied with
-    the halves that `split_sums` makes."""
+def quantized_unpacker(fmt, isa, by_bytes=False):
+    """(words, base, weights): the tile at word `base` into weights = (pairs uint32 [128][32], isc, imin uint32
+    [sub-blocks][32], d, m f32 [groups][32]). pairs: isc * level of two columns in the halves of a word; imin: (imin, 128 imin),
+    to be multiplied with the halves that `split_sums` makes. by_bytes: instead of pairs uint32 [64][32], level + 128 of four
+    columns in the bytes of a word."""
     levels, sub, group = fmt.unpack(cpu_primitives(), piece_item, word_item, half_item)[:3]
     n_pieces, n_words, n_halves = fmt.n_pieces, fmt.n_words, fmt.n_halves
-    n_rows, rows = instructions(isa, 1).n_rows, instructions(isa, 1).rows
+    n_rows, rows, transpose = instructions(isa, 1).n_rows, instructions(isa, 1).rows, transposer(isa)
     n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min
     tile_words = tile.tile_bytes(fmt) // 4
     n_lines = -(-tile_words // (8 * LINE))
-    item_words, scale_words, level_words = (stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, n_sub * ROWS),
-                                            stack(uint32, 8 * ROWS))
+    item_words, level_words = stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, 8 * ROWS)
 
     @device
     def unpack(words, base, weights):
-        pairs, imin, d, m = weights
-        items, isc, w = item_words(), scale_words(), level_words()
+        pairs, isc, imin, d, m = weights
+        items, w = item_words(), level_words()
         transpose(words, base, n_pieces, n_words, n_halves, items)
         for g in range(rolled(n_group)):
             for r in range(ROWS):
@@ -159,7 +172,7 @@ def quantized_unpacker(fmt, isa):
             for i in range(rolled(n_sub)):
                 for r in range(ROWS):
                     scale, minimum = sub((items, r), i)
-                    isc[i * ROWS + r] = (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
+                    isc[i * ROWS + r] = u32(scale) if by_bytes else (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
                     imin[i * ROWS + r] = (u32(minimum) & u32(0xffff)) | u32(minimum) << u32(7 + 16)
         for j in range(rolled(8)):
             for line in range(n_lines):  # of the next tile, while this one is unpacked
@@ -171,13 +184,16 @@ def quantized_unpacker(fmt, isa):
             for k in range(8):
                 for r in range(0, ROWS, n_rows):
                     four = rows(w, k * ROWS + r)
-                    low, high = low_pair(four), high_pair(four)
-                    if scaled:
-                        scale = rows(isc, (8 * j + k) // sub_words * ROWS + r)
-                        low, high = mul_i16(low, scale), mul_i16(high, scale)
-                    first = 2 * (8 * j + k) * ROWS + r
-                    store(pairs, first, 0, low)
-                    store(pairs, first + ROWS, 0, high)
+                    if by_bytes:
+                        store(pairs, (8 * j + k) * ROWS + r, 0, plus_128(four))
+                    else:
+                        low, high = low_pair(four), high_pair(four)
+                        if scaled:
+                            scale = rows(isc, (8 * j + k) // sub_words * ROWS + r)
+                            low, high = mul_i16(low, scale), mul_i16(high, scale)
+                        first = 2 * (8 * j + k) * ROWS + r
+                        store(pairs, first, 0, low)
+                        store(pairs, first + ROWS, 0, high)
     return unpack
 
 
@@ -199,18 +215,17 @@ def form_of(fmt):
 
 @lru_cache(None)
 def sum_splitter(form):
-    """(sums, first, last, chunk, out): the sums of q over sub-blocks, |s| <= 32 * 127 * 128, as pairs of int16 (s mod 128,
-    floor(s / 128)): uint32 [columns][sub-blocks]."""
+    """(sums, block, c, out): the sums of the block of 256 activations over sub-blocks, |s| <= 32 * 127 * 128, as pairs of int16
+    (s mod 128, floor(s / 128)) into column c, uint32 [columns][sub-blocks]."""
     n_sub, n_sums = CHUNK // form.sub, form.sub // SUM_COLUMNS
 
     @device
-    def split_sums(sums, first, last, chunk, out):
-        for c in range(first, last):
-            for i in range(n_sub):
-                s = i32(0)
-                for h in range(n_sums):
-                    s = i32(s + sums[c, (chunk * n_sub + i) * n_sums + h])
-                out[(c - first) * n_sub + i] = u32(s & i32(127)) | u32(s >> i32(7)) << u32(16)
+    def split_sums(sums, block, c, out):
+        for i in range(n_sub):
+            s = i32(0)
+            for h in range(n_sums):
+                s = i32(s + i32(sums[(block * n_sub + i) * n_sums + h]))
+            out[c * n_sub + i] = u32(s & i32(127)) | u32(s >> i32(7)) << u32(16)
     return split_sums
 
 
@@ -218,14 +233,14 @@ def sum_splitter(form):
 def quantized_multiplier(form, isa, n_columns):
     """(weights, x, c, chunk, total): total[c + i] = fma(acc, d of the activations, total[c + i]) for the n_columns columns from
     c. x = (q as pairs, d, split sums, first, n_chunks): c counts from column `first`; total: float32 [columns][32]."""
-    n_rows, zeros, load, rows, columns, dot = instructions(isa, n_columns)
+    n_rows, zeros, load, rows, columns, dot, *_ = instructions(isa, n_columns)
     n_group, group_pairs, span_pairs = CHUNK // form.group, form.group // 2, form.span // 2
     wide, has_min = form.span < form.group, form.sub > 0
     n_sub, group_subs = (CHUNK // form.sub, form.group // form.sub) if has_min else (0, 0)
 
     @device
     def multiply(weights, x, c, chunk, total):
-        pairs, imin, d, m = weights
+        pairs, _, imin, d, m = weights
         q, dx, sums, first, n_chunks = x
         block = (first + c) * n_chunks + chunk
         for r in range(0, ROWS, n_rows):
@@ -249,33 +264,138 @@ def quantized_multiplier(form, isa, n_columns):
     return multiply
 
 
-def quantized_unit(fmt, isa):
-    """(arrays QUANTIZED, u): unit u of out."""
+def pair_product(fmt, isa):
+    """(operands, row_tile, first, last): rows of the tile times the columns first..last - 1, by pairs."""
     form, has_min = form_of(fmt), fmt.has_min
     unpack, split_sums = quantized_unpacker(fmt, isa), sum_splitter(form) if has_min else None
     multiply_one, multiply = quantized_multiplier(form, isa, 1), quantized_multiplier(form, isa, BLOCK)
     n_sub, n_group, tile_words = CHUNK // fmt.sub, CHUNK // fmt.group, tile.tile_bytes(fmt) // 4
-    pair_words, imin_words, scale_words = stack(uint32, PAIRS * ROWS), stack(uint32, n_sub * ROWS), stack(float32, n_group * ROWS)
+    pair_words, sub_words, group_words = stack(uint32, PAIRS * ROWS), stack(uint32, n_sub * ROWS), stack(float32, n_group * ROWS)
     sum_words, total_words = stack(uint32, N_COLUMNS * n_sub), stack(float32, N_COLUMNS * ROWS)
 
-    def unit(arrays, u):
-        words, q, d, sums, out = arrays
-        n_chunks = d.shape[1]
-        row_tile, first, last = place(u, out)
-        weights, split, total = (pair_words(), imin_words(), scale_words(), scale_words()), sum_words(), total_words()
-        x = pointer(q), pointer(d), split, first, n_chunks
+    @device
+    def product(operands, row_tile, first, last):
+        words, q, d, sums, out, _, n_chunks, m = operands
+        weights, split, total = (pair_words(), sub_words(), sub_words(), group_words(), group_words()), sum_words(), total_words()
+        x = q, d, split, first, n_chunks
         for i in range((last - first) * ROWS):
             total[i] = f32(0)
         whole = (last - first) // BLOCK * BLOCK
         for chunk in range(n_chunks):
-            unpack(pointer(words), (row_tile * n_chunks + chunk) * tile_words, weights)
+            unpack(words, (row_tile * n_chunks + chunk) * tile_words, weights)
             if has_min:
-                split_sums(sums, first, last, chunk, split)
+                for c in range(last - first):
+                    split_sums(sums, (first + c) * n_chunks + chunk, c, split)
             for c in range(0, whole, BLOCK):
                 multiply(weights, x, c, chunk, total)
             for c in range(whole, last - first):
                 multiply_one(weights, x, c, chunk, total)
-        write(total, row_tile, first, last, out)
+        write(total, row_tile, first, last, out, m)
+    return product
+
+
+# Quantized weights times fewer columns than a block, where the CPU has a dot product of bytes: levels stay bytes, activations are
+# two, q = 128 high + low. That is a third of the work of pairs for one column, and more than pairs for four.
+
+@lru_cache(None)
+def limb_splitter(sub):
+    """(q, sums, block, c, high, low, offsets): the limbs of the block of 256 activations, low >= 0, into column c, int8
+    [columns][256], and minus its sums over sub-blocks, int32 [columns][sub-blocks]."""
+    n_sub, n_sums = CHUNK // sub, sub // SUM_COLUMNS
+
+    @device
+    def split_limbs(q, sums, block, c, high, low, offsets):
+        for i in range(CHUNK):
+            level = q[block * CHUNK + i]
+            high[c * CHUNK + i], low[c * CHUNK + i] = level >> 7, level & 127
+        for i in range(n_sub):
+            s = u32(0)
+            for h in range(n_sums):
+                s = u32(s - sums[(block * n_sub + i) * n_sums + h])
+            offsets[c * n_sub + i] = s
+    return split_limbs
+
+
+@lru_cache(None)
+def byte_multiplier(form, sub, scaled, isa):
+    """(weights, x, c, chunk, total): as that of pairs, of one column. x = (limbs, offsets, d, split sums, first, n_chunks).
+    The sum of (level + 128) q less 128 times that of q is that of level q, and 128 times a sum is its limb's."""
+    n_rows, zeros, load, rows, columns, dot, dot4, _ = instructions(isa, 1)
+    n_group, group_subs, n_sub, n_words, sub_words = CHUNK // form.group, form.group // sub, CHUNK // sub, CHUNK // 4, sub // 4
+    wide, has_min = form.span < form.group, form.sub > 0
+
+    @device
+    def multiply(weights, x, c, chunk, total):
+        levels, isc, imin, d, m = weights
+        high, low, offsets, dx, sums, first, n_chunks = x
+        for r in range(0, ROWS, n_rows):
+            acc = zeros(d)
+            for g in range(n_group):
+                s_high = s_low = s_min = zeros(levels)
+                for i in range(g * group_subs, (g + 1) * group_subs):
+                    h, l = add_i32(zeros(levels), columns(offsets, c * n_sub + i, 0)), zeros(levels)
+                    for k in range(i * sub_words, (i + 1) * sub_words):
+                        four = rows(levels, k * ROWS + r)
+                        h = dot4(h, four, columns(high, c * n_words + k, 0))
+                        l = dot4(l, four, columns(low, c * n_words + k, 0))
+                    if scaled:
+                        scale = rows(isc, i * ROWS + r)
+                        h, l = mul_i32(h, scale), mul_i32(l, scale)
+                    s_high, s_low = add_i32(s_high, h), add_i32(s_low, l)
+                    if has_min:
+                        s_min = dot(s_min, rows(imin, i * ROWS + r), columns(sums, c * n_sub + i, 0))
+                s = limbs_to_f32(s_high, s_low) if wide else to_f32(limbs_to_i32(s_high, s_low))
+                acc = fma(s, rows(d, g * ROWS + r), acc)
+                if has_min:
+                    acc = fnma(rows(m, g * ROWS + r), to_f32(s_min), acc)
+            t = c * ROWS + r
+            store(total, t, ROWS, fma(acc, columns(dx, (first + c) * n_chunks + chunk, 0), load(total, t, ROWS)))
+    return multiply
+
+
+def byte_product(fmt, isa):
+    """As `pair_product`, by bytes: of fewer columns than BLOCK."""
+    form, has_min = form_of(fmt), fmt.has_min
+    assert CHUNK * 255 * 127 * fmt.max_isc < 2**31, fmt.name
+    unpack, split_sums = quantized_unpacker(fmt, isa, by_bytes=True), sum_splitter(form) if has_min else None
+    split_limbs, multiply = limb_splitter(fmt.sub), byte_multiplier(form, fmt.sub, fmt.max_isc > 1, isa)
+    n_sub, n_group, tile_words = CHUNK // fmt.sub, CHUNK // fmt.group, tile.tile_bytes(fmt) // 4
+    level_words, sub_words, group_words = (stack(uint32, CHUNK // 4 * ROWS), stack(uint32, n_sub * ROWS),
+                                           stack(float32, n_group * ROWS))
+    limb_words, sum_words, total_words = (stack(uint32, BLOCK * CHUNK // 4), stack(uint32, BLOCK * n_sub),
+                                          stack(float32, BLOCK * ROWS))
+
+    @device
+    def product(operands, row_tile, first, last):
+        words, q, d, sums, out, _, n_chunks, m = operands
+        weights = level_words(), sub_words(), sub_words(), group_words(), group_words()
+        high, low, offsets, split, total = limb_words(), limb_words(), sum_words(), sum_words(), total_words()
+        x = high, low, offsets, d, split, first, n_chunks
+        for i in range((last - first) * ROWS):
+            total[i] = f32(0)
+        for chunk in range(n_chunks):
+            unpack(words, (row_tile * n_chunks + chunk) * tile_words, weights)
+            for c in range(last - first):
+                block = (first + c) * n_chunks + chunk
+                split_limbs(as_int16(q), sums, block, c, as_int8(high), as_int8(low), offsets)
+                if has_min:
+                    split_sums(sums, block, c, split)
+                multiply(weights, x, c, chunk, total)
+        write(total, row_tile, first, last, out, m)
+    return product
+
+
+def quantized_unit(fmt, isa):
+    """(operands, u): unit u of out."""
+    many = pair_product(fmt, isa)
+    few = byte_product(fmt, isa) if ISAS[isa].dot4 else many
+
+    def unit(operands, u):
+        row_tile, first, last = place(u, operands[5])
+        if last - first < BLOCK:
+            few(operands, row_tile, first, last)
+        else:
+            many(operands, row_tile, first, last)
     return unit
 
 
@@ -300,7 +420,7 @@ def float_unpacker(fmt):
 def float_multiplier(isa, n_columns):
     """(weights, x, c, chunk, total): total[c + i] = add(total[c + i], acc) for the n_columns columns from c.
     x = (values, first, k): rows of k values, c counts from column `first`; total: float32 [columns][32]."""
-    n_rows, zeros, load, rows, columns, _ = instructions(isa, n_columns)
+    n_rows, zeros, load, rows, columns, *_ = instructions(isa, n_columns)
 
     @device
     def multiply(weights, x, c, chunk, total):
@@ -316,66 +436,86 @@ def float_multiplier(isa, n_columns):
 
 
 def float_unit(fmt, isa):
-    """(arrays FLOAT, u): unit u of out."""
+    """(operands, u): unit u of out."""
     unpack, multiply_one, multiply = float_unpacker(fmt), float_multiplier(isa, 1), float_multiplier(isa, BLOCK)
     tile_words = tile.tile_bytes(fmt) // 4
     weight_words, total_words = stack(float32, CHUNK * ROWS), stack(float32, N_COLUMNS * ROWS)
 
-    def unit(arrays, u):
-        words, values, out = arrays
-        n_chunks = (values.shape[1] + CHUNK - 1) // CHUNK
-        row_tile, first, last = place(u, out)
+    def unit(operands, u):
+        words, values, out, n, k, m = operands
+        n_chunks = (k + CHUNK - 1) // CHUNK
+        row_tile, first, last = place(u, n)
         weights, total = weight_words(), total_words()
-        x = pointer(values), first, values.shape[1]
+        x = values, first, k
         for i in range((last - first) * ROWS):
             total[i] = f32(0)
         whole = (last - first) // BLOCK * BLOCK
         for chunk in range(n_chunks):
-            unpack(pointer(words), (row_tile * n_chunks + chunk) * tile_words, weights)
+            unpack(words, (row_tile * n_chunks + chunk) * tile_words, weights)
             for c in range(0, whole, BLOCK):
                 multiply(weights, x, c, chunk, total)
             for c in range(whole, last - first):
                 multiply_one(weights, x, c, chunk, total)
-        write(total, row_tile, first, last, out)
+        write(total, row_tile, first, last, out, m)
     return unit
 
 
 # Launch
 
 @intrinsic
-def call(typingctx, address, arrays, u):
-    """Calls the function (arrays, int64) -> None that was compiled for these types to code at `address`."""
-    if arrays not in (QUANTIZED, FLOAT):
+def operands_of(typingctx, arrays):
+    """What units of these arrays take."""
+    if arrays not in OPERANDS:
         raise TypingError(f"mul_mat: arrays of types {arrays}; allowed: {QUANTIZED} or {FLOAT}")
+    result = OPERANDS[arrays]
 
+    def codegen(context, builder, signature, args):
+        each = [context.make_array(t)(context, builder, builder.extract_value(args[0], i)) for i, t in enumerate(arrays)]
+        x, out = each[-3 if arrays == QUANTIZED else 1], each[-1]
+        pointers = [builder.bitcast(array.data, context.get_value_type(t)) for array, t in zip(each, result)]
+        return context.make_tuple(builder, result, [*pointers, *cgutils.unpack_tuple(builder, out.shape)[:1],
+                                                    *(cgutils.unpack_tuple(builder, array.shape)[1] for array in (x, out))])
+    return result(arrays), codegen
+
+
+@intrinsic
+def call(typingctx, address, operands, u):
+    """Calls the function (operands, int64) -> None that was compiled for these types to code at `address`."""
     def codegen(context, builder, signature, args):
         argtypes = signature.args[1:]
         function = builder.inttoptr(args[0], context.call_conv.get_function_type(types.none, argtypes).as_pointer())
         # units raise nothing: no status to pass on
         context.call_conv.call_function(builder, function, types.none, argtypes, args[1:])
         return context.get_dummy_value()
-    return types.none(types.int64, arrays, types.int64), codegen
+    return types.none(types.int64, operands, types.int64), codegen
+
+
+@inlined
+def parts_of(control, n_units, n_multiplications):
+    """How many parts threads share. A part is of neighbouring units: its thread has asked for the next tile when it comes to
+    it."""
+    return 1 if n_multiplications < PARALLEL else min(n_units, max(PARTS * control[THREADS], n_multiplications // GRAIN))
 
 
 @inlined
 def units_of_part(i, args):
-    unit, arrays, n_units, n_parts = args
+    unit, operands, n_units, n_parts = args
     for u in range(i * n_units // n_parts, (i + 1) * n_units // n_parts):
-        call(unit, arrays, u)
+        call(unit, operands, u)
 
 
 each_part = sharing(units_of_part)
 
 
 @jit(parallel=True)
-def run(control, unit, arrays, out):
+def run(control, unit, arrays):
     """All units, in parallel where that pays. One loop for all formats: with its own each format would take twice as long to
     compile."""
-    n_units = (out.shape[1] + ROWS - 1) // ROWS * parts(out)
-    work = out.shape[1] * arrays[1].shape[1] * (out.shape[0] + UNPACKING * parts(out))
-    # Neighbouring units for one thread, which has asked for the next tile when it comes to it
-    n_parts = 1 if work < PARALLEL else min(n_units, max(control[THREADS], work // GRAIN))
-    each_part(control, n_parts, (unit, arrays, n_units, n_parts))
+    operands, k = operands_of(arrays), arrays[1].shape[1]
+    n, m = operands[-3], operands[-1]
+    n_units = (m + ROWS - 1) // ROWS * parts(n)
+    n_parts = parts_of(control, n_units, m * k * (n + UNPACKING * parts(n)))
+    each_part(control, n_parts, (unit, operands, n_units, n_parts))
 
 
 @lru_cache(None)
@@ -386,8 +526,8 @@ def compiled_unit(format_name: str, isa: str | None = None):
         raise ValueError(f"mul_mat: unknown instruction set {isa!r}; known: {', '.join(ISAS)}")
     arrays, make = (QUANTIZED, quantized_unit) if fmt.is_quantized else (FLOAT, float_unit)
     unit = jit(key=(fmt.name, isa))(make(fmt, isa))
-    unit.compile((arrays, int64))
-    result = unit.overloads[arrays, int64]
+    unit.compile((OPERANDS[arrays], int64))
+    result = unit.overloads[OPERANDS[arrays], int64]
     return result.library.get_pointer_to_function(result.fndesc.llvm_func_name), fmt, unit
 
 
@@ -413,12 +553,12 @@ def mul_mat_arrays(format_name: str, isa: str | None = None):
         assert shapes == ((n, n_chunks * CHUNK), (n, n_chunks * CHUNK // SUM_COLUMNS),
                           n), f"mul_mat: d {d.shape}, q, sums, n {shapes}"
         check(words, n_chunks, out)
-        run(address, (words, q, d, sums, out), out)
+        run(address, (words, q, d, sums, out))
 
     def float_mul_mat(words, x, out):
         assert x.shape[0] == out.shape[0], f"mul_mat: {x.shape[0]} rows of x, {out.shape[0]} of out"
         check(words, -(-x.shape[1] // CHUNK), out)
-        run(address, (words, x, out), out)
+        run(address, (words, x, out))
 
     function = quantized_mul_mat if fmt.is_quantized else float_mul_mat
     function.unit = unit  # its code is what `address` points at

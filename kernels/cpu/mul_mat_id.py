@@ -10,58 +10,55 @@ from ..compile import jit
 from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
 from ..threads import sharing
-from .mul_mat import PARALLEL, ROWS, UNPACKING, call as call_unit, compiled_unit, inlined, parts
-from .parallel import over_rows, take
+from .mul_mat import PAIRS, ROWS, UNPACKING, call as call_unit, compiled_unit, inlined, operands_of, parts, parts_of
+from .parallel import PART, over_rows
+from .vector import advance
 
 
 @inlined
-def quantized_part(arrays, expert, first, last):
-    """What a unit of `mul_mat` takes, of one expert and its rows."""
-    words, q, d, sums, out = arrays
-    n_words = words.shape[0] // expert[1]
-    return words[expert[0] * n_words:(expert[0] + 1) * n_words], q[first:last], d[first:last], sums[first:last], out[first:last]
+def quantized_part(operands, words, first, last):
+    """What a unit of `mul_mat` takes: of the matrix from word `words` on, and the rows first..last - 1."""
+    w, q, d, sums, out, _, n_chunks, m = operands
+    block = first * n_chunks
+    return (advance(w, words), advance(q, block * PAIRS), advance(d, block), advance(sums, block * (CHUNK // SUM_COLUMNS)),
+            advance(out, first * m), last - first, n_chunks, m)
 
 
 @inlined
-def float_part(arrays, expert, first, last):
-    words, x, out = arrays
-    n_words = words.shape[0] // expert[1]
-    return words[expert[0] * n_words:(expert[0] + 1) * n_words], x[first:last], out[first:last]
+def float_part(operands, words, first, last):
+    w, x, out, _, k, m = operands
+    return advance(w, words), advance(x, first * k), advance(out, first * m), last - first, k, m
 
 
 @lru_cache(None)
 def runner(is_quantized):
-    """(address of a unit, arrays with the words of all experts and sorted rows, out, bounds i64 [X + 1]): all products, in
-    parallel where that pays."""
+    """(address of a unit, arrays with the words of all experts and sorted rows, bounds i64 [X + 1]): all products, in parallel
+    where that pays."""
     part = quantized_part if is_quantized else float_part
 
     @inlined
-    def one(u, args):
-        unit, arrays, bounds, ends = args
-        e = np.searchsorted(ends, u, side="right")
-        begin = ends[e - 1] if e else 0
-        call_unit(unit, part(arrays, (e, ends.shape[0]), bounds[e], bounds[e + 1]), u - begin)
+    def units_of_part(i, args):
+        unit, operands, bounds, ends, n_words, n_parts = args
+        n_units, expert = ends[ends.shape[0] - 1], 0
+        for u in range(i * n_units // n_parts, (i + 1) * n_units // n_parts):
+            while u >= ends[expert]:
+                expert += 1
+            first = ends[expert - 1] if expert else 0
+            call_unit(unit, part(operands, expert * n_words, bounds[expert], bounds[expert + 1]), u - first)
 
-    each = sharing(one)
+    each = sharing(units_of_part)
 
     @jit(key=is_quantized, parallel=True)
-    def run(control, unit, arrays, out, bounds):
-        n_expert = bounds.shape[0] - 1
-        n_tiles = (out.shape[1] + ROWS - 1) // ROWS
-        ends, n_units, n_parts = np.empty(n_expert, np.int64), 0, 0  # one past the last unit of each expert
+    def run(control, unit, arrays, bounds):
+        operands, k = operands_of(arrays), arrays[1].shape[1]
+        n, m, n_expert = operands[-3], operands[-1], bounds.shape[0] - 1
+        n_tiles = (m + ROWS - 1) // ROWS
+        ends, n_units = np.empty(n_expert, np.int64), 0  # one past the last unit of each expert
         for expert in range(n_expert):
-            n = parts(out[bounds[expert]:bounds[expert + 1]])
-            n_parts, n_units = n_parts + n, n_units + n * n_tiles
+            n_units += parts(bounds[expert + 1] - bounds[expert]) * n_tiles
             ends[expert] = n_units
-        if out.shape[1] * arrays[1].shape[1] * (out.shape[0] + UNPACKING * n_parts) < PARALLEL:
-            expert = 0
-            for u in range(n_units):
-                while u >= ends[expert]:
-                    expert += 1
-                start = ends[expert - 1] if expert else 0
-                call_unit(unit, part(arrays, (expert, n_expert), bounds[expert], bounds[expert + 1]), u - start)
-        else:
-            each(control, n_units, (unit, arrays, bounds, ends))
+        n_parts = parts_of(control, n_units, m * k * (n + UNPACKING * (n_units // max(n_tiles, 1))))
+        each(control, n_parts, (unit, operands, bounds, ends, arrays[0].shape[0] // n_expert, n_parts))
     return run
 
 
@@ -73,7 +70,7 @@ def sorted_product(format_name: str, isa: str | None = None):
     run = runner(fmt.is_quantized)
 
     def product(words, x, bounds, out):
-        run(address, (words.reshape(-1), *x, out), out, bounds)
+        run(address, (words.reshape(-1), *x, out), bounds)
     product.unit = unit  # its code is what `address` points at
     return product
 
@@ -81,6 +78,33 @@ def sorted_product(format_name: str, isa: str | None = None):
 # Rows of x and of results, sorted by expert, lie in the scratch memory of the node: fresh memory would cost more than moving them
 
 ALIGNMENT = 64
+
+
+@inlined
+def take_part(i, args):
+    n_parts, parts, x, pairs, order = args
+    n = order.shape[0]
+    for part in range(len(parts)):
+        for row in range(i * n // n_parts, (i + 1) * n // n_parts):
+            to, source = parts[part][row], x[part][pairs[order[row]]]
+            for word in range(to.shape[0]):
+                to[word] = source[word]
+
+
+take_parts = sharing(take_part)
+
+
+@jit(parallel=True)
+def sort_and_take(control, ids, bounds, order, pairs, x, parts):
+    """As `sort_by_expert`, then parts[j][i] = x[j][pairs[order[i]]], words u32; without that where an id is not an expert:
+    bounds[0] = -1."""
+    for pair in range(ids.shape[0]):
+        if ids[pair] < 0 or ids[pair] >= bounds.shape[0] - 1:
+            bounds[0] = -1
+            return
+    sort_by_expert(ids, bounds, order)
+    n_parts = max(1, min(order.shape[0], order.shape[0] * parts[0].shape[1] // PART))
+    take_parts(control, n_parts, (n_parts, parts, x, pairs, order))
 
 
 @jit
@@ -121,19 +145,17 @@ class Sorted:
             end = at + np.dtype(dtype).itemsize * size[0] * size[1]
             arrays.append(call.scratch.data[at:end].view(dtype).reshape(size))
             at += _size(dtype, size)
-        self.x, self.results = tuple(arrays[:-n_results]), arrays[-n_results:]
-        self.factors, self.name = call.x.factors, call.name
-        self.rows = rows_of_pairs(len(self.factors[0]), *shape)
-        self.order = np.empty(len(self.rows), np.int64)
+        self.x, self.results, self.name = tuple(arrays[:-n_results]), arrays[-n_results:], call.name
+        self.pairs = rows_of_pairs(len(call.x.factors[0]), *shape)
+        self.order = np.empty(len(self.pairs), np.int64)
+        self.words = tuple(tuple(array.view(np.uint32) for array in each) for each in (call.x.factors, self.x))
 
     def sort(self, ids: np.ndarray, n_expert: int) -> np.ndarray:
         """Takes the rows of x; bounds i64 [X + 1] of the experts. IndexError for an id that is not an expert."""
-        check_ids(ids, n_expert, self.name)
         bounds = np.empty(n_expert + 1, np.int64)
-        sort_by_expert(ids.reshape(-1), bounds, self.order)
-        rows = self.rows[self.order]
-        for part, factor in zip(self.x, self.factors):
-            take(part, factor, rows)
+        sort_and_take(ids.reshape(-1), bounds, self.order, self.pairs, *self.words)
+        if bounds[0] < 0:
+            check_ids(ids, n_expert, self.name)
         return bounds
 
 

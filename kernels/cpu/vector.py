@@ -50,14 +50,26 @@ def dot_plain(builder, s, a, b):
     return builder.add(builder.add(s, builder.mul(low(a), low(b))), builder.mul(high(a), high(b)))
 
 
+# dot4(builder, s, a, b) = s + the sum of a[i] * b[i] over the four bytes of a word; s int32, a uint8, b int8
+
+def dot4_vnni(name):
+    def dot4(builder, s, a, b):
+        return call(builder, name, s.type, s, a, b)
+    return dot4
+
+
 class Isa(NamedTuple):
-    """An instruction set: the features that a CPU must have for it, the lanes of a vector, and its dot product of int16 pairs."""
+    """An instruction set: the features that a CPU must have for it, the lanes of a vector, its dot product of int16 pairs, and
+    that of bytes if it has one."""
     features: tuple[str, ...]
     lanes: int
     dot: Callable
+    dot4: Callable | None = None
 
 
 ISAS = {  # the best first
+    "avx512vnni": Isa(("avx512f", "avx512bw", "avx512vnni"), 16, dot_madd("llvm.x86.avx512.pmaddw.d.512"),
+                      dot4_vnni("llvm.x86.avx512.vpdpbusd.512")),
     "avx512": Isa(("avx512f", "avx512bw"), 16, dot_madd("llvm.x86.avx512.pmaddw.d.512")),
     "avx2": Isa(("avx2",), 8, dot_madd("llvm.x86.avx2.pmadd.wd")),
     "plain": Isa((), 4, dot_plain),
@@ -166,6 +178,21 @@ def mul_i16(builder, a, b):
     return builder.bitcast(builder.mul(builder.bitcast(a, halves), builder.bitcast(b, halves)), a.type)
 
 
+mul_i32 = elementwise(lambda builder, a, b: builder.mul(a, b))
+plus_128 = elementwise(lambda builder, a: builder.xor(a, constant(a, 0x80808080)))  # int8 in the four bytes -> uint8
+limbs_to_i32 = elementwise(lambda builder, high, low: builder.add(builder.shl(high, constant(high, 7)), low))
+
+
+def join_limbs(builder, high, low):
+    carried = builder.add(high, builder.ashr(low, constant(low, 7)))
+    below = builder.or_(builder.shl(builder.and_(carried, constant(low, 511)), constant(low, 7)),
+                        builder.and_(low, constant(low, 127)))
+    return join(builder, builder.ashr(carried, constant(low, 9)), below)
+
+
+limbs_to_f32 = elementwise(join_limbs, types.float32)  # 128 high + low with one rounding, of any int32
+
+
 def bytes_as_i16(first):
     """Bytes first and first + 1 of each word, signed, as a pair of int16."""
     @elementwise
@@ -181,6 +208,15 @@ def bytes_as_i16(first):
 
 
 low_pair, high_pair = bytes_as_i16(0), bytes_as_i16(2)
+
+
+@intrinsic
+def shift_right(typingctx, w, s):
+    """`Primitives.shr` in 32 bits: numba makes 64 of them, so a vector has half as many rows."""
+    def codegen(context, builder, signature, args):
+        w, s = (context.cast(builder, value, type_, types.uint32) for value, type_ in zip(args, signature.args))
+        return builder.lshr(w, builder.and_(s, I32(31)))
+    return types.uint32(w, s), codegen
 
 
 @intrinsic
@@ -230,6 +266,24 @@ def prefetch(typingctx, pointer, i):
     return types.none(pointer, types.int64), codegen
 
 
+@intrinsic
+def advance(typingctx, pointer, n):
+    """The pointer, n elements further on."""
+    return pointer(pointer, types.int64), lambda context, builder, _, args: builder.gep(args[0], [args[1]])
+
+
+def retyped(element):
+    """(pointer) -> the same address, of elements of a numba type."""
+    @intrinsic
+    def retype(typingctx, pointer):
+        result = types.CPointer(element)
+        return result(pointer), lambda context, builder, _, args: builder.bitcast(args[0], context.get_value_type(result))
+    return retype
+
+
+as_int8, as_int16 = retyped(types.int8), retyped(types.int16)
+
+
 def element_of(pointer):
     return types.float32 if pointer.dtype == types.float32 else types.int32
 
@@ -261,6 +315,8 @@ class Instructions(NamedTuple):
     rows: Callable     # (pointer, i) -> one column for all, the words from i
     columns: Callable  # (pointer, i, stride) -> one value a column, the word i + c * stride
     dot: Callable      # (s, a, b) -> s + a[0] * b[0] + a[1] * b[1], a and b pairs of int16, modulo 2^32
+    dot4: Callable | None  # (s, a, b) -> s + a[0] * b[0] + ... + a[3] * b[3], a uint8, b int8
+    turn: Callable     # (from, i, to, j, stride): words i.. of one vector of rows, four of each -> 4 vectors, a word of each row
 
 
 @lru_cache(None)
@@ -302,4 +358,28 @@ def instructions(isa: str, n_columns: int) -> Instructions:
         signature = block(pointer, types.int64, types.int64)
         return signature, lambda context, builder, _, args: load_words(block, context, builder, *args)
 
-    return Instructions(VECTORS * lanes, zeros, load, rows, columns, elementwise(ISAS[isa].dot))
+    @intrinsic
+    def turn(typingctx, source, i, to, j, stride):
+        vector = ir.VectorType(I32, lanes)
+
+        def codegen(context, builder, signature, args):
+            source, i, to, j, stride = args
+
+            def at(p, word):
+                return builder.bitcast(builder.gep(p, [word]), vector.as_pointer())
+
+            def select(a, b, order):
+                return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, lanes), order))
+            quarters = [builder.load(at(source, builder.add(i, I64(v * lanes))), align=4) for v in range(4)]
+            for k in (0, 2):  # words k and k + 1
+                first = [4 * r + w for w in (k, k + 1) for r in range(lanes // 2)]  # of the rows of two vectors
+                front, back = select(*quarters[:2], first), select(*quarters[2:], first)
+                for w in (0, 1):
+                    half = list(range(w * lanes // 2, (w + 1) * lanes // 2))
+                    word = builder.add(j, builder.mul(stride, I64(k + w)))
+                    builder.store(select(front, back, [*half, *[x + lanes for x in half]]), at(to, word), align=4)
+            return context.get_dummy_value()
+        return types.none(source, types.int64, to, types.int64, types.int64), codegen
+
+    dot4 = ISAS[isa].dot4
+    return Instructions(VECTORS * lanes, zeros, load, rows, columns, elementwise(ISAS[isa].dot), dot4 and elementwise(dot4), turn)

@@ -364,6 +364,18 @@ def test_the_least_recently_used_graph_goes():
     assert backend.target.device.open_graphs == 0
 
 
+def test_a_shape_has_a_graph_for_each_run_however_many():
+    """On two devices a step may have more runs than shapes are remembered."""
+    backend = Backend()
+    cache, steps = GraphCache(backend, most=2), {key: [backend.steps(1) for _ in range(5)] for key in "abc"}
+    for key in "aababc":
+        for i in range(5):
+            cache.run((key, i), steps[key][i])
+    counters = cache.counters
+    assert {shape for shape, _ in cache.entries} == {"b", "c"} and len(cache.entries) == 10
+    assert (counters.eager, counters.captures, counters.replays, counters.evictions) == (15, 10, 15, 5)
+
+
 def test_a_capture_that_fails_leaves_no_graph():
     backend = Backend()
     cache, steps = GraphCache(backend), backend.steps(3)

@@ -24,6 +24,7 @@ from ggml_py.backends.transfers import Flight, Pending, Pinned, Ring, Statistics
 from ggml_py.base.placement import Override, PlacementOptions
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.graph import split
+from ggml_py.graph.program import Crossing, Landing
 from ggml_py.testing import assert_bitwise_equal
 from ggml_py.engine.model import Context, Model
 
@@ -63,8 +64,9 @@ def source_forgotten(self, ring, end, source=None, landing=None):
     self.driver, self.stream, self.end, self.source, self.landing, self.event = ring.driver, ring.stream, end, None, landing, None
 
 
-def noted_behind_the_copy(self, to, source, n_bytes, flight):
-    self.driver.copy(to, source, n_bytes, self.stream)
+def noted_behind_the_copy(self, flight, *copies):
+    for to, source, n_bytes in copies:
+        self.driver.copy(to, source, n_bytes, self.stream)
     flight.event = self.stream.record()
     self.flights.append(flight)
     self.head = flight.end
@@ -155,6 +157,40 @@ def test_late_weights(tmp_path, monkeypatch, backend, n_ahead):
         assert late.statistics.n_brought == 3 * 18
     assert not machine.drivers[0].locked
     machine.check()
+
+
+HALVES = PlacementOptions(("cpu:1",), n_gpu_layers=2)
+OFFLOADED = PlacementOptions(("cpu:1",), n_gpu_layers=2, offload=(("all", 4),))
+TOKENS = [3, 1, 4, 1, 5, 9, 2], [6], [5], [3, 5, 8, 9]
+
+
+def logits_over(machine, path, options):
+    """Of micro-batches of several tokens and of one, where all that one device does is late."""
+    late = LateBackend(machine, "cpu:1")
+    with Model(GGUFFile.open(path), late, CPUBackend(), placement=options) as model, \
+            model.new_context(n_ctx=32, n_ubatch=5) as context:
+        assert machine.drivers[0].locked
+        rows = [context.decode(tokens, logits="last") for tokens in TOKENS]
+        assert late.statistics.n_pinned
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("options", [HALVES, OFFLOADED])
+def test_late_crossings(tmp_path, monkeypatch, options):
+    """Hidden states and caches that are copied from and to the host's memory itself: the bits of one device; who does not wait
+    is found."""
+    monkeypatch.setattr(cuda, "LEAST_LOCKED", 1)
+    path, machine = write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32")), FakeMachine(1 << 22)
+    with Model.load(path, device="cpu") as model, model.new_context(n_ctx=32) as context:
+        expected = np.concatenate([context.decode(tokens, logits="last") for tokens in TOKENS])
+    assert_bitwise_equal(logits_over(machine, path, options), expected, "logits")
+    machine.check()
+    for mistaken, name in (Flight, "wait"), (Crossing, "settle"), (Landing, "settle"):
+        if (options, mistaken) in ((OFFLOADED, Crossing), (HALVES, Landing)):
+            continue  # whoever writes has waited for something that came later; nothing comes back
+        with monkeypatch.context() as mistake:
+            mistake.setattr(mistaken, name, lambda self: None)
+            assert not np.array_equal(logits_over(FakeMachine(1 << 22), path, options), expected), mistaken
 
 
 @pytest.mark.parametrize("kv_write", ["set_rows", "cpy"])

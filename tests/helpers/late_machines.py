@@ -105,7 +105,8 @@ class LateBackend(Transfers, CPUBackend):
     Copies are those of the CUDA backend."""
     asynchronous = True
     empty, upload = CUDABackend.empty, CUDABackend.upload
-    fetch, lock_pages, settle = CUDABackend.fetch, CUDABackend.lock_pages, Transfers.settle
+    fetch, lock_pages, unlock_pages = CUDABackend.fetch, CUDABackend.lock_pages, CUDABackend.unlock_pages
+    has_locked, settle = CUDABackend.has_locked, Transfers.settle
 
     def __init__(self, machine: FakeMachine, device: str = "cpu"):
         CPUBackend.__init__(self, device=device)

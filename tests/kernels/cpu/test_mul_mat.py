@@ -151,7 +151,7 @@ def test_refusals():
         kernel(words, q, d, sums, np.zeros((2, 33), np.float32))
     with pytest.raises(AssertionError, match=r"mul_mat: d \(2, 1\), q, sums, n \(\(2, 256\), \(2, 16\), 3\)"):
         kernel(words, q, d, sums, np.zeros((3, 32), np.float32))
-    with pytest.raises(ValueError, match="mul_mat: unknown instruction set 'mmx'; known: avx512, avx2, plain"):
+    with pytest.raises(ValueError, match="mul_mat: unknown instruction set 'mmx'; known: avx512vnni, avx512, avx2, plain"):
         mul_mat_arrays("Q4_0", "mmx")
     with pytest.raises(ValueError, match="mul_mat: unknown tensor type 'Q9_9'"):
         mul_mat_arrays("Q9_9")
