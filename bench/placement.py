@@ -52,9 +52,9 @@ TABLE = {
 @threads.device
 def sum_part(u, args):
     words, sums, n = args
-    total = np.uint64(0)
-    for i in range(u * n, (u + 1) * n):
-        total += words[i]
+    part, total = words[u * n:(u + 1) * n], np.uint64(0)
+    for i in range(n):
+        total += part[i]
     sums[u] = total
 
 

@@ -68,8 +68,9 @@ class Crossing:
     """An operand that comes from another device, in the layout that its own device has; an input from the host. All that a run
     needs begin before one of them ends, so the host waits once."""
 
-    def __init__(self, backend: Backend, to: Tensor, source_backend: Backend, source: Tensor, staged: Callable):
-        """staged: () -> the bytes of the source on the host, or none."""
+    def __init__(self, backend: Any, to: Tensor, source_backend: Backend, source: Tensor, staged: Callable):
+        """backend: a Backend, and a `Transfers` where it has locked memory. staged: () -> the bytes of the source on the host, or
+        none."""
         self.backend, self.to, self.source_backend, self.source, self.staged = backend, to, source_backend, source, staged
         same, size = source.layout == to.layout, n_bytes(source)
         self.copies = same and type(source_backend) is type(backend)
@@ -108,7 +109,8 @@ class Crossing:
 class Landing:
     """What a run needs that another device copies into memory of the run's device."""
 
-    def __init__(self, backend: Backend, crossings: list[Crossing]):
+    def __init__(self, backend: Any, crossings: list[Crossing]):
+        """backend: a Backend and a `Transfers`."""
         self.backend, self.crossings = backend, crossings
         self.flight: Any = None
 
@@ -233,7 +235,8 @@ class Program:
                         for backend in dict.fromkeys(each.source_backend for each in crossings if each.into is not None)]
             parts.append(Part(run.device, [*(each.settle for each in departing.pop(run.device, ())),
                                            *(fetches[node].begin for node in run.begun),
-                                           *(each.begin for each in (*landings, *crossings)), *(each.end for each in crossings),
+                                           *(each.begin for each in landings), *(each.begin for each in crossings),
+                                           *(each.end for each in crossings),
                                            *(each.settle for each in landings), *(fetches[node].arrive for node in run.awaited)],
                               [self.backends[run.device].bind(node) for node in run.nodes]))
             for each in crossings:
