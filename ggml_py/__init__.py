@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from .base.placement import ExpertsOnHost as ExpertsOnHost, Override as Override, PlacementOptions as PlacementOptions
     from .engine.model import Context as Context, Model as Model
     from .files.gguf import GGUFError as GGUFError
+    from .models.fit import Fit as Fit
     from .tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
@@ -17,8 +18,9 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_o
 
 # Public names are imported when first asked for: numba and tokenizers take a second, and `import ggml_py` should not.
 _HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf",
-         "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement"}
-__all__ = ["Context", "ExpertsOnHost", "GGUFError", "Model", "Override", "PlacementOptions", "Tokenizer", "__version__"]
+         "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement",
+         "Fit": ".models.fit"}
+__all__ = ["Context", "ExpertsOnHost", "Fit", "GGUFError", "Model", "Override", "PlacementOptions", "Tokenizer", "__version__"]
 
 
 def __getattr__(name: str) -> object:

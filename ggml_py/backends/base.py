@@ -36,6 +36,7 @@ class Backend(Protocol):
     def report(self) -> str: ...  # lines about its copies, for --verbose
 
     def memory_bytes(self) -> int: ...  # about what it could hold in all
+    def free_bytes(self) -> int: ...    # of that, what nobody has now
     def empty(self, n_bytes: int) -> Any: ...  # a buffer, zeroed
     def upload(self, array: np.ndarray) -> Any: ...
     def free(self, buffer: Any) -> None: ...

@@ -46,6 +46,9 @@ class CPUBackend(KernelBackend):
         except OSError:  # not Linux
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
+    def free_bytes(self) -> int:
+        return self.memory_bytes()
+
     def empty(self, n_bytes: int) -> np.ndarray:
         buffer = _aligned(n_bytes)
         if self.reader is not None:

@@ -113,8 +113,11 @@ class CUDABackend(KernelBackend, Transfers):
         return {"nvidia-driver": driver_release(), "nvvm": nvvm_release()}
 
     def memory_bytes(self) -> int:
-        """All that the GPU has; what is free cannot be told, as freed memory stays with the process for its next use."""
-        return self.driver.memory_bytes()
+        """All that the GPU has; what is free later cannot be told, as freed memory stays with the process for its next use."""
+        return self.driver.memory_bytes()[1]
+
+    def free_bytes(self) -> int:
+        return self.driver.memory_bytes()[0]
 
     def empty(self, n_bytes: int):
         return self.allocate(max(n_bytes, 256), zeroed=True)

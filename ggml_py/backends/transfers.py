@@ -542,10 +542,11 @@ class CUDADriver:
         capturing, = checked(self._driver.cuStreamIsCapturing(stream.handle))
         return capturing != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
-    def memory_bytes(self) -> int:
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free, and in all."""
         self.enter()
-        _, total = checked(self._driver.cuMemGetInfo())
-        return total
+        free, total = checked(self._driver.cuMemGetInfo())
+        return free, total
 
     def allocate(self, n_bytes: int, stream):
         try:

@@ -142,6 +142,11 @@ class PlacementOptions:
         return replace(self, devices=tuple(dict.fromkeys(map(name, self.devices))), overrides=overrides)
 
     @property
+    def is_of_devices_alone(self) -> bool:
+        """Whether it says no more than which devices share the layers, and how weights are offloaded."""
+        return self == PlacementOptions(self.devices, offload=self.offload)
+
+    @property
     def shared(self) -> tuple[str, ...]:
         """The devices among which layers are shared out."""
         return (self.devices[self.main_gpu],) if self.split_mode == "none" else self.devices

@@ -8,6 +8,8 @@ from ..base.errors import UserError
 from ..base.placement import Override, PlacementOptions
 from .parser import refuse
 
+FITTED_CONTEXT = 4096  # positions that --fit leaves room for where -c does not say
+
 
 def existing(path: Path) -> Path:
     if not path.exists():
@@ -69,10 +71,21 @@ def load(options, load_model, **more):
     what its devices copied. more: for `Model.load`."""
     path, placement = model_path(options.model), placement_of(options, devices_of(options))
     set_threads(options.n_threads)
+    if options.fit == "on" and load_model is None:
+        more["fit"] = fit_of(options)
     with load_on(path, devices_of(options)[0], load_model, placement, **more) as model:
+        if more.get("fit") and model.fitted:
+            print(f"--fit: not all fits into {', '.join(model.fitted.devices)}; {typed(model.fitted)}", file=sys.stderr)
         yield model
         if options.verbose and (report := model.report()):
             print(report, file=sys.stderr)
+
+
+def fit_of(options):
+    """What must have room beside the weights."""
+    from ..models.fit import Fit
+    return Fit(options.n_ctx or FITTED_CONTEXT, type_k=options.type_k, type_v=options.type_v,
+               n_ubatch=min(options.n_ubatch, options.n_batch), margin=options.fit_target << 20)
 
 
 def checked_threads(n: int) -> int:

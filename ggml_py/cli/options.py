@@ -5,7 +5,7 @@ several: lists, for commands that measure all combinations; such an option may b
 """
 from pathlib import Path
 
-from ..base.defaults import CHAT_DATE, DRAFT_MAX, MODEL, N_BATCH, N_UBATCH, TEXT
+from ..base.defaults import CHAT_DATE, DRAFT_MAX, MARGIN, MODEL, N_BATCH, N_UBATCH, TEXT
 from ..base.placement import ExpertsOnHost, Override
 from .parser import Parser
 from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
@@ -123,6 +123,11 @@ def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
     batches(p, n_ubatch=n_ubatch)
     cache_types(p)
     execution(p)
+    p.add_argument("--fit", dest="fit", type=one_of("on", "off"), default="on", metavar="on|off",
+                   help="where the model does not fit into the free memory of its devices, and no option says what lies where, "
+                        f"experts and then layers lie on the CPU, and stderr tells which; on by default; {WHATEVER}")
+    p.add_argument("-fitt", "--fit-target", dest="fit_target", type=at_least(0), default=MARGIN >> 20, metavar="MiB",
+                   help="that --fit leaves free on each device; 1024 by default")
 
 
 def text(p: Parser) -> None:

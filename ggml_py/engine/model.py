@@ -30,13 +30,14 @@ from ..backends.base import Backend
 from ..backends.cuda_graphs import SHAPES, Counters, Key
 from ..base.defaults import MOST_DEFAULT_CONTEXT, N_BATCH, N_UBATCH
 from ..base.errors import ParameterError, UserError
-from ..base.placement import PlacementOptions
+from ..base.placement import HOST, PlacementOptions
 from ..files.gguf import GGUFFile
 from ..files.pull import resolve
 from ..graph.fuse import switched_off
 from ..graph.place import DeviceOf
 from ..graph.program import Arenas, Outputs, Program
 from ..models import model_class
+from ..models.fit import Fit, fitted
 from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from .sampling import not_a_number
@@ -74,17 +75,19 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self.lock = RLock()  # for queueing a micro-batch: on a GPU a model's contexts share a stream and what its kernels leave
         self.pid = os.getpid()
+        self.fitted: PlacementOptions | None = None  # chosen by `load`, where not all fits
         lock_holders.add(self)
         self.has_nextn = nextn  # a block that predicts tokens further on
         self.architecture.load(nextn)
 
     @classmethod
     def load(cls, path: str | Path, device: str = "auto", nextn: bool = False,
-             placement: PlacementOptions | None = None) -> Self:
+             placement: PlacementOptions | None = None, fit: Fit | None = None) -> Self:
         """path: a GGUF file (the first part of a split one), or "smollm2", which is fetched when it is missing (`ggml-py pull`).
         device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that predict tokens further
         on (NextN, MTP) are loaded, that is checked and on the device: they draft (`engine.mtp`). placement: of weights, caches
-        and nodes on several devices, in the place of `device`.
+        and nodes on several devices, in the place of `device`. fit: what the devices must have room for beside the weights; where
+        they have not, and the placement says no more than the devices, another is chosen, `Model.fitted`.
 
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
@@ -93,7 +96,13 @@ class Model:
             backends = [to_close.enter_context(closing(open_backend(each)))
                         for each in (placement.needed if placement else [device])]
             file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr)))
+            asked = placement or PlacementOptions((backends[0].device,))
+            if fit is not None and asked.is_of_devices_alone and HOST not in asked.devices:
+                placement = fitted(file, asked, {backend.device: backend.free_bytes() for backend in backends}, fit, nextn)
+                backends += [to_close.enter_context(closing(open_backend(each)))
+                             for each in placement.needed if each not in asked.devices]
             model = cls(file, *backends, nextn=nextn, placement=placement)
+            model.fitted = placement if fit is not None and placement != asked else None
             to_close.pop_all()
         return model
 
