@@ -16,6 +16,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import lru_cache
 from timeit import timeit
 
@@ -308,6 +309,20 @@ def run(kernel: Callable, *args) -> None:
 def get_num_threads() -> int:
     """How many threads share a kernel's work, the calling one among them."""
     return int(workers.control[THREADS])
+
+
+@contextmanager
+def using(n: int | None):
+    """n threads meanwhile; None: as many as before."""
+    if n is None:
+        yield
+        return
+    before = get_num_threads()
+    set_num_threads(n)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
 
 
 def set_num_threads(n: int) -> None:

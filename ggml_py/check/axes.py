@@ -86,13 +86,8 @@ class Setting:
     @contextmanager
     def conditions(self) -> Iterator[None]:
         """What is around a run: threads, and other work on the GPU."""
-        before = threads.get_num_threads()
-        threads.set_num_threads(self.n_threads or before)
-        try:
-            with Noise(self.device) if self.noise else nullcontext():
-                yield
-        finally:
-            threads.set_num_threads(before)
+        with threads.using(self.n_threads), Noise(self.device) if self.noise else nullcontext():
+            yield
 
 
 def play(context, windows: np.ndarray, setting: Setting) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -105,7 +105,7 @@ def set_threads(n: int | None) -> None:
 def settings_of(options, **more):
     """What the options of `options.one_model` say about contexts."""
     from ..engine.settings import Settings
-    names = "n_batch", "n_ubatch", "type_k", "type_v", "no_fuse", "graphs", "kv_write", "verbose"
+    names = "n_batch", "n_ubatch", "type_k", "type_v", "no_fuse", "graphs", "kv_write", "verbose", "n_threads_batch"
     return Settings(**{name: getattr(options, name) for name in names}, **more)
 
 

@@ -36,6 +36,7 @@ from ..files.pull import resolve
 from ..graph.fuse import switched_off
 from ..graph.place import DeviceOf
 from ..graph.program import Arenas, Outputs, Program
+from ..kernels.threads import MOST, using
 from ..models import model_class
 from ..models.fit import Fit, fitted
 from ..state.recurrent import LEAST_ROLLBACK
@@ -143,7 +144,7 @@ class Model:
                     n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                     no_fuse: Iterable[str] | str = (), graphs: bool = True,
                     kv_write: str = "set_rows", device_of: DeviceOf | None = None,
-                    n_rollback: int = LEAST_ROLLBACK) -> "Context":
+                    n_rollback: int = LEAST_ROLLBACK, n_threads_batch: int | None = None) -> "Context":
         """Memory for n_seq_max sequences, which share n_ctx: each has n_ctx // n_seq_max positions, so
         new_context(64, n_seq_max=2) has two sequences of 32.
 
@@ -157,6 +158,7 @@ class Model:
         device_of: node -> the name of one of `backends`, in the place of the model's placement.
         n_rollback: positions that sequences of a recurrent model can be taken back, which takes memory for each. Others go back
         to any.
+        n_threads_batch: CPU threads for micro-batches of more than one token; None: as many as for one.
         UserError in one line for what cannot be.
         """
         if not n_ctx:
@@ -169,8 +171,11 @@ class Model:
         for name, value in ("n_ctx", n_ctx), ("n_batch", n_batch), ("n_ubatch", n_ubatch), ("n_seq_max", n_seq_max):
             if value < 1:
                 raise ParameterError(name, f"must be at least 1, got {value}")
+        if n_threads_batch is not None and not 1 <= n_threads_batch <= MOST:
+            raise ParameterError("n_threads_batch", f"must be 1 to {MOST}, the CPU threads of this machine, got "
+                                                    f"{n_threads_batch}")
         return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, device_of,
-                       n_rollback)
+                       n_rollback, n_threads_batch)
 
     @property
     def is_of_another_process(self) -> bool:
@@ -221,7 +226,7 @@ class Context:
     def __init__(self, model: Model, n_ctx: int, n_ubatch: int,  # noqa: PLR0913 (those of `Model.new_context`)
                  type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                  no_fuse: Iterable[str] | str = (), graphs: bool = True, kv_write: str = "set_rows",
-                 device_of: DeviceOf | None = None, n_rollback: int = LEAST_ROLLBACK):
+                 device_of: DeviceOf | None = None, n_rollback: int = LEAST_ROLLBACK, n_threads_batch: int | None = None):
         if n_ctx < n_seq_max:
             raise ParameterError("n_ctx", f"{n_ctx} positions do not give each of {n_seq_max} sequences one")
         if n_ctx // n_seq_max > MOST_POSITIONS:
@@ -240,7 +245,7 @@ class Context:
             self.rope_tables = model.architecture.new_rope_tables(self.n_ctx)
         except MemoryError:
             raise ParameterError("n_ctx", f"{take} {taken.total():,} bytes, more than {', '.join(taken)} has") from None
-        self.device_of = device_of
+        self.device_of, self.n_threads_batch = device_of, n_threads_batch
         self.arenas = Arenas(model.backends)
         self.programs: OrderedDict[tuple, Program] = OrderedDict()
         self.cuda_graphs = {device: cache for device, backend in model.backends.items()
@@ -380,7 +385,7 @@ class Context:
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self._memory_values(seq, pos)}
         shape = len(seq), len(rows), greedy and len(rows) > 0
         hidden = self.observer is not None
-        with self.model.lock:
+        with self.model.lock, using(self.n_threads_batch if len(seq) > 1 else None):
             return self.program(*shape, hidden).queue(values, self.replays, Key._make((*shape, *self.settings, hidden)))
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:

@@ -22,6 +22,7 @@ class Settings:
     graphs: bool = True  # replay steps from CUDA graphs
     kv_write: str = "set_rows"
     n_rollback: int = LEAST_ROLLBACK  # positions that a recurrent model's sequences can be taken back
+    n_threads_batch: int | None = None  # of the CPU, for micro-batches of several tokens
     verbose: bool = False  # describe model, memory plan and CUDA graphs on the log
 
 
@@ -39,7 +40,8 @@ def new_context(model, settings: Settings, window: int, n_seq: int, log):
     n_ctx = n_seq * window
     with model.new_context(n_ctx=n_ctx, n_batch=min(settings.n_batch, n_ctx), n_ubatch=settings.n_ubatch, type_k=settings.type_k,
                            type_v=settings.type_v, n_seq_max=n_seq, no_fuse=settings.no_fuse, graphs=settings.graphs,
-                           kv_write=settings.kv_write, n_rollback=settings.n_rollback) as context:
+                           kv_write=settings.kv_write, n_rollback=settings.n_rollback,
+                           n_threads_batch=settings.n_threads_batch) as context:
         if settings.verbose:
             print(f"{model.describe()}\n{context.describe()}", file=log)
         yield context

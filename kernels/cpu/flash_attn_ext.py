@@ -11,16 +11,17 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from ..arith import as_f32, as_i32, div, exp, f32, fma, i2f, i32, mul, sub
+from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub
 from ..compile import device, jit
 from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_SINKS, NO_WINDOW, PIECE
+from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from ..threads import sharing
 from .parallel import PART
 from .quantize import quantize_block
 from .rms_norm import halve128
 from .set_rows import cached_row
-from .vector import available_isas, instructions, pointer, store
+from .vector import ISAS, advance, as_int16, available_isas, instructions, pointer, store
 from .vector import fma as fma_block
 
 ROWS = 192      # of a unit: reading a piece costs about a tenth of their work on it
@@ -234,6 +235,27 @@ def products(isa):
     return product
 
 
+# `quantize_block`, and high limbs, of n_blocks times BLOCK values: loops of a known length need no rest. x: f32, q, hi: i16,
+# pointers.
+
+@device
+def quantize_blocks(x, n_blocks, q, hi):
+    bits = i32(0)
+    for b in range(n_blocks):
+        for i in range(BLOCK):
+            bits = max(bits, i32(as_i32(x[b * BLOCK + i]) & i32(0x7fffffff)))
+    amax = as_f32(bits)
+    is_zero = bits >= INFINITY_BITS or amax < SMALLEST
+    inv = f32(0) if is_zero else div(LIMIT, amax)
+    for b in range(n_blocks):
+        for i in range(BLOCK):
+            level = i32(0) if is_zero else i32(f2i(rint(mul(x[b * BLOCK + i], inv))))
+            q[b * BLOCK + i], hi[b * BLOCK + i] = level, (level + 64) >> 7
+    if is_zero:
+        return NAN if bits >= INFINITY_BITS else f32(0)
+    return div(amax, LIMIT)
+
+
 @device
 def fixed_point(T, HH):
     """The sum of products of 15-bit integers as a float: T modulo 2^32, and HH of the products of their high limbs."""
@@ -279,7 +301,7 @@ def _keys_chain(cached, isa):
 
 
 def _keys_fixed(cached, isa):
-    product = products(isa)
+    product, lanes, turn = products(isa), ISAS[isa].lanes, instructions(isa, TILE).turn
 
     @device
     def prepare_queries(rows, scale):
@@ -297,23 +319,30 @@ def _keys_fixed(cached, isa):
     @device
     def buffers(dim):
         """Pairs of channels, a key to a lane: levels and high limbs i32 [2, n_blocks, 32, 128]; scales f32 [n_blocks, 128];
-        and one key."""
+        one key; and a vector of keys, four pairs of each together."""
         n_blocks = (dim + BLOCK - 1) // BLOCK
         return (np.zeros((2, n_blocks, BLOCK // 2, PIECE), np.int32), np.zeros((n_blocks, PIECE), np.float32),
-                np.zeros(dim, np.float32), np.zeros((2, BLOCK), np.int16))
+                np.zeros(n_blocks * BLOCK, np.float32), np.zeros((2, BLOCK), np.int16),
+                np.zeros((2, n_blocks * BLOCK // 8, lanes, 4), np.int32))
 
     @device
     def load(k, cell, n_keys, head_kv, dim, keys):
-        levels, d, key, q = keys
-        pairs = q.view(np.int32)
-        for j in range(n_keys):
-            cached(k, cell + j, head_kv * dim, key)
-            for b in range(d.shape[0]):
-                d[b, j] = quantize_block(key[b * BLOCK:min(dim, (b + 1) * BLOCK)], q[0])
-                high_limbs(q[0], q[1])
-                for part in range(2):
-                    for i in range(BLOCK // 2):
-                        levels[part, b, i, j] = pairs[part, i]
+        levels, d, key, q, four = keys
+        n_fours = four.shape[1]
+        values, high, low = pointer(key), as_int16(pointer(q[1])), as_int16(pointer(q[0]))
+        pairs, fours, to = pointer(q), pointer(four), pointer(levels)
+        for first in range(0, n_keys, lanes):
+            for lane in range(min(lanes, n_keys - first)):
+                cached(k, cell + first + lane, head_kv * dim, key[:dim])
+                for b in range(d.shape[0]):
+                    d[b, first + lane] = quantize_blocks(advance(values, b * BLOCK), 1, low, high)
+                    at = b * (BLOCK // 8) * lanes + lane
+                    for part in range(2):
+                        for i in range(BLOCK // 8):
+                            for word in range(4):
+                                fours[((part * n_fours + i) * lanes + at) * 4 + word] = pairs[part * (BLOCK // 2) + 4 * i + word]
+            for i in range(2 * n_fours):
+                turn(fours, i * lanes * 4, to, 4 * i * PIECE + first, PIECE)
 
     @device
     def score(queries, row, keys, n_seen, s):
@@ -362,21 +391,21 @@ def _values_fixed(cached, isa):
 
     @device
     def buffers(dv):
-        """Pairs of keys, a channel to a lane: levels and high limbs i32 [2, 64, padded Dv]; scales f32 [128];
-        and two keys' values."""
-        width = padded(dv)
-        return (np.zeros((2, PIECE // 2, width), np.int32), np.zeros(PIECE, np.float32),
-                np.zeros(dv, np.float32), np.zeros((2, 2, width), np.int16))
+        """Pairs of keys, a channel to a lane: levels and high limbs i32 [2, 64, padded Dv]; scales f32 [128]; a key's values; and
+        levels and high limbs of two keys."""
+        n_blocks = (dv + BLOCK - 1) // BLOCK
+        return (np.zeros((2, PIECE // 2, padded(dv)), np.int32), np.zeros(PIECE, np.float32),
+                np.zeros(n_blocks * BLOCK, np.float32), np.zeros((2, 2, n_blocks * BLOCK), np.int16))
 
     @device
     def load(v, cell, n_keys, head_kv, dv, values):
         levels, d, value, q = values
+        n_blocks = value.shape[0] // BLOCK
         for j in range(0, n_keys, 2):
             q[0, 1], q[1, 1] = 0, 0
             for odd in range(min(2, n_keys - j)):
-                cached(v, cell + j + odd, head_kv * dv, value)
-                d[j + odd] = quantize_block(value, q[0, odd])
-                high_limbs(q[0, odd], q[1, odd])
+                cached(v, cell + j + odd, head_kv * dv, value[:dv])
+                d[j + odd] = quantize_blocks(pointer(value), n_blocks, as_int16(pointer(q[0, odd])), as_int16(pointer(q[1, odd])))
             for part in range(2):
                 first, second, pairs = q[part, 0], q[part, 1], levels[part, j // 2]
                 for c in range(pairs.shape[0]):

@@ -1,5 +1,4 @@
-"""Threads that share a model, a context or a tokenizer get the bits of one thread, in every threading layer of numba; so do
-forked processes."""
+"""Threads that share a model, a context or a tokenizer get the bits of one thread; so do forked processes."""
 import multiprocessing
 import os
 import subprocess
@@ -13,9 +12,11 @@ import numpy as np
 import pytest
 
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.base.errors import UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.graph.program import Program
+from ggml_py.kernels import threads
 from ggml_py.testing import assert_bitwise_equal
 from places import environment
 from queueing_backend import QueueingBackend
@@ -322,3 +323,20 @@ def test_a_model_of_a_GPU_is_refused_in_a_forked_process(path, monkeypatch):
                     call()
             context.close(), model.close()  # what is not this process's stays as it is
         assert context.decode([1]).shape == (1, N_VOCAB)
+
+
+def test_threads_for_micro_batches_of_several_tokens(tmp_path, monkeypatch):
+    if threads.MOST < 2:
+        pytest.skip("one CPU")
+    run, used = CPUBackend.run, []
+    monkeypatch.setattr(CPUBackend, "run", lambda *args: (used.append(threads.get_num_threads()), run(*args)))
+    before = threads.get_num_threads()
+    with Model.load(write_model(tmp_path / "tiny.gguf"), device="cpu") as model:
+        with model.new_context(n_ctx=64, n_ubatch=3, n_threads_batch=1) as context, threads.using(2):
+            context.decode(tokens(0)[:7])
+            context.decode([5])
+        assert used == [1, 1, 2, 2] and threads.get_num_threads() == before
+        most = threads.MOST
+        with pytest.raises(UserError, match=f"^n_threads_batch: must be 1 to {most}, the CPU threads of this machine, got "
+                                            f"{most + 1}$"):
+            model.new_context(n_ctx=64, n_threads_batch=most + 1)
