@@ -50,7 +50,10 @@ class CPUBackend(KernelBackend):
         return self.memory_bytes()
 
     def empty(self, n_bytes: int) -> np.ndarray:
-        buffer = _aligned(n_bytes)
+        try:
+            buffer = _aligned(n_bytes)
+        except MemoryError as error:
+            raise MemoryError(f"{self.device}: {n_bytes} bytes are not to be had") from error
         if self.reader is not None:
             self.reader.lock_pages(buffer)
         return buffer

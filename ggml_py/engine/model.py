@@ -243,8 +243,9 @@ class Context:
             self.memory = model.architecture.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write,
                                                          n_rollback=n_rollback)
             self.rope_tables = model.architecture.new_rope_tables(self.n_ctx)
-        except MemoryError:
-            raise ParameterError("n_ctx", f"{take} {taken.total():,} bytes, more than {', '.join(taken)} has") from None
+        except MemoryError as error:
+            raise ParameterError("n_ctx", f"{take} {taken.total():,} bytes, more than {' and '.join(taken)} has"
+                                          f"{f': {error}' * bool(str(error))}") from None
         self.device_of, self.n_threads_batch = device_of, n_threads_batch
         self.arenas = Arenas(model.backends)
         self.programs: OrderedDict[tuple, Program] = OrderedDict()

@@ -160,3 +160,34 @@ def test_contexts_leak_nothing(quick_machine, tmp_path, record_property):
         assert abs(free_after - free) <= SPREAD
         assert sum(in_flight) >= 0.9 * N_CONTEXTS // 2  # the host may be held up as well
         assert model.backend.statistics.n_to_host >= 3 * N_CONTEXTS  # four and two
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other processes take device memory meanwhile: run without -n")
+def test_contexts_over_two_devices_leak_nothing(tmp_path, monkeypatch):
+    """Layers on the CPU and on the GPU, caches on both, weights that are streamed, pages that are locked."""
+    from ggml_py import Model, PlacementOptions
+    from ggml_py.backends import cuda
+    from ggml_py.backends.transfers import LOCKED
+    monkeypatch.setattr(cuda, "LEAST_LOCKED", 1)
+    options = PlacementOptions(("cuda:0",), n_gpu_layers=2, offload=(("all", 3),))
+    with Model.load(write_model(tmp_path / "tiny.gguf", types=("Q8_0", "F32")), placement=options) as model:
+        backend = model.backends["cuda:0"]
+
+        def use():
+            with model.new_context(n_ctx=64, n_ubatch=16) as context:
+                rows = [context.decode([1, 2, 3, 4, 5]), context.decode([6])]
+                assert context.program(5, 1).streamed and not context.program(1, 1).streamed
+                return np.concatenate([*rows, [[float(i)] * model.n_vocab for i in context.greedy(7, 2)]])
+
+        def held():
+            gc.collect()
+            backend.target.device.sync()
+            return backend.target.device.memory_resource.attributes.used_mem_current, len(LOCKED)
+        expected = use()
+        before = held()
+        assert before[1] > 0
+        for _ in range(N_CONTEXTS):
+            assert np.array_equal(use(), expected)
+        assert held() == before
+        assert backend.statistics.n_brought > N_CONTEXTS and backend.statistics.n_pinned > N_CONTEXTS
+    assert not LOCKED

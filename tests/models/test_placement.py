@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from ggml_py.backends import cpu
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
@@ -214,3 +215,22 @@ def test_a_device_that_cannot_hold_its_part_is_named(monkeypatch):
         with pytest.raises(UserError, match=r"^n_ctx: 1 sequences of 8 positions take [0-9,]+ bytes, more than cpu:1 has, 1,000$"
                            ):
             model.new_context(n_ctx=8)
+
+
+def test_memory_that_one_device_does_not_have(monkeypatch):
+    """It is named, what the others gave is given back, and all of them work on."""
+    aligned, asked = cpu._aligned, []
+
+    def scarce(n_bytes):
+        asked.append(n_bytes)
+        if n_bytes > 1 << 20:
+            raise MemoryError
+        return aligned(n_bytes)
+    monkeypatch.setattr(cpu, "_aligned", scarce)
+    options = PlacementOptions(("cpu:1",), n_gpu_layers=2)
+    with Model.load(file_of("llama"), placement=options) as model:
+        with pytest.raises(UserError, match=r"^n_ctx: 1 sequences of 40000 positions take [0-9,]+ bytes, more than cpu:1 and cpu "
+                                            r"has: cpu(:1)?: [0-9]+ bytes are not to be had$"):
+            model.new_context(n_ctx=40000)
+        assert max(asked) > 1 << 20
+        assert_bitwise_equal(decoded(model), expected("llama"), "logits")
