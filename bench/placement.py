@@ -76,8 +76,8 @@ def read_GB_s(n_bytes: int = 1 << 30) -> float:
     return n_bytes / min(seconds) / 1e9
 
 
-def fastest(action: Callable, n_repetitions: int) -> float:
-    """Seconds, the median; the first two times compile and capture."""
+def median_seconds(action: Callable, n_repetitions: int) -> float:
+    """The first two times compile and capture."""
     seconds = []
     for _ in range(n_repetitions + 2):
         start = time.perf_counter()
@@ -92,9 +92,9 @@ def speeds(context: Context, prompts: list[np.ndarray], n: int, n_repetitions: i
         context.clear()
         context.decode(tokens, logits="argmax")
 
-    found = [len(tokens) / fastest(lambda tokens=tokens: prompt(tokens), n_repetitions) for tokens in prompts]
+    found = [len(tokens) / median_seconds(lambda tokens=tokens: prompt(tokens), n_repetitions) for tokens in prompts]
     prompt(prompts[0][:16])
-    return [*found, n / fastest(lambda: list(context.greedy(1, n)), n_repetitions)]
+    return [*found, n / median_seconds(lambda: list(context.greedy(1, n)), n_repetitions)]
 
 
 def main() -> int:

@@ -25,7 +25,6 @@ from .vector import (ISAS, add, add_i32, as_int8, as_int16, available_isas, fma,
                      limbs_to_f32, limbs_to_i32, low16, low_pair, mul_i16, mul_i32, plus_128, prefetch, rolled,
                      shift_right, stack, store, to_f32)
 
-
 ROWS = tile.ROWS
 PAIRS = CHUNK // 2
 BLOCK = 4        # columns that are multiplied at a time
@@ -213,6 +212,15 @@ def form_of(fmt):
     return Form(fmt.group, span, fmt.sub if fmt.has_min else 0)
 
 
+@device
+def sum_of(sums, i, n):
+    """Of the i-th n sums."""
+    s = i32(0)
+    for h in range(n):
+        s = i32(s + i32(sums[i * n + h]))
+    return s
+
+
 @lru_cache(None)
 def sum_splitter(form):
     """(sums, block, c, out): the sums of the block of 256 activations over sub-blocks, |s| <= 32 * 127 * 128, as pairs of int16
@@ -222,9 +230,7 @@ def sum_splitter(form):
     @device
     def split_sums(sums, block, c, out):
         for i in range(n_sub):
-            s = i32(0)
-            for h in range(n_sums):
-                s = i32(s + i32(sums[(block * n_sub + i) * n_sums + h]))
+            s = sum_of(sums, block * n_sub + i, n_sums)
             out[c * n_sub + i] = u32(s & i32(127)) | u32(s >> i32(7)) << u32(16)
     return split_sums
 
@@ -309,17 +315,14 @@ def limb_splitter(sub):
             level = q[block * CHUNK + i]
             high[c * CHUNK + i], low[c * CHUNK + i] = level >> 7, level & 127
         for i in range(n_sub):
-            s = u32(0)
-            for h in range(n_sums):
-                s = u32(s - sums[(block * n_sub + i) * n_sums + h])
-            offsets[c * n_sub + i] = s
+            offsets[c * n_sub + i] = u32(-sum_of(sums, block * n_sub + i, n_sums))
     return split_limbs
 
 
 @lru_cache(None)
 def byte_multiplier(form, sub, scaled, isa):
-    """(weights, x, c, chunk, total): as that of pairs, of one column. x = (limbs, offsets, d, split sums, first, n_chunks).
-    The sum of (level + 128) q less 128 times that of q is that of level q, and 128 times a sum is its limb's."""
+    """(weights, x, c, chunk, total): as that of pairs, of one column. x = (high, low, offsets, d, split sums, first, n_chunks).
+    With w = level + 128, sum level * q = 128 (sum w * high - sum q) + sum w * low: each sum begins with its offset."""
     n_rows, zeros, load, rows, columns, dot, dot4, _ = instructions(isa, 1)
     n_group, group_subs, n_sub, n_words, sub_words = CHUNK // form.group, form.group // sub, CHUNK // sub, CHUNK // 4, sub // 4
     wide, has_min = form.span < form.group, form.sub > 0
