@@ -71,8 +71,8 @@ def load(options, load_model, **more):
     what its devices copied. more: for `Model.load`."""
     path, placement = model_path(options.model), placement_of(options, devices_of(options))
     set_threads(options.n_threads)
-    if options.fit == "on" and load_model is None:
-        more["fit"] = fit_of(options)
+    if load_model is None:
+        more |= {"mapped": options.mapped, "fit": fit_of(options) if options.fit == "on" else None}
     with load_on(path, devices_of(options)[0], load_model, placement, **more) as model:
         if more.get("fit") and model.fitted:
             print(f"--fit: not all fits into {', '.join(model.fitted.devices)}; {typed(model.fitted)}", file=sys.stderr)

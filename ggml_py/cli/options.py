@@ -123,6 +123,8 @@ def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
     batches(p, n_ubatch=n_ubatch)
     cache_types(p)
     execution(p)
+    p.add_argument("--no-mmap", dest="mapped", action="store_false",
+                   help="weights are read from the file, each at a time, not taken from a memory map")
     p.add_argument("-tb", "--threads-batch", dest="n_threads_batch", type=at_least(1), metavar="N",
                    help=f"CPU threads for micro-batches of more than one token, as -t says by default; {WHATEVER}")
     p.add_argument("--fit", dest="fit", type=one_of("on", "off"), default="on", metavar="on|off",

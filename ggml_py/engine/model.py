@@ -83,12 +83,13 @@ class Model:
 
     @classmethod
     def load(cls, path: str | Path, device: str = "auto", nextn: bool = False,
-             placement: PlacementOptions | None = None, fit: Fit | None = None) -> Self:
+             placement: PlacementOptions | None = None, fit: Fit | None = None, mapped: bool = True) -> Self:
         """path: a GGUF file (the first part of a split one), or "smollm2", which is fetched when it is missing (`ggml-py pull`).
         device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that predict tokens further
         on (NextN, MTP) are loaded, that is checked and on the device: they draft (`engine.mtp`). placement: of weights, caches
         and nodes on several devices, in the place of `device`. fit: what the devices must have room for beside the weights; where
         they have not, and the placement says no more than the devices, another is chosen, `Model.fitted`.
+        mapped: weights are taken from a memory map of the file; else each is read.
 
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
@@ -96,7 +97,7 @@ class Model:
             placement = placement and placement.renamed(device_of)
             backends = [to_close.enter_context(closing(open_backend(each)))
                         for each in (placement.needed if placement else [device])]
-            file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr)))
+            file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr), mapped))
             asked = placement or PlacementOptions((backends[0].device,))
             if fit is not None and asked.is_of_devices_alone and HOST not in asked.devices:
                 placement = fitted(file, asked, {backend.device: backend.free_bytes() for backend in backends}, fit, nextn)

@@ -194,7 +194,7 @@ class GGUFFile:
     The files must not be shortened while they are open.
     """
 
-    def __init__(self, parts: list["_Part"]):
+    def __init__(self, parts: list["_Part"], mapped: bool = True):
         first = parts[0]
         self.path, self.paths = first.path, tuple(part.path for part in parts)
         self.version, self.alignment = first.version, first.alignment
@@ -209,16 +209,16 @@ class GGUFFile:
                     raise part.error(f"tensor {quoted(tensor.name)} is in part {self.tensors[tensor.name].part + 1}, too, "
                                      "must be in one part only")
                 self.tensors[tensor.name] = tensor._replace(part=i)
-        self._buffers = [part.buffer for part in parts]
+        self._buffers, self._maps, self.mapped = [part.buffer for part in parts], [part.map for part in parts], mapped
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Self:
+    def open(cls, path: str | os.PathLike[str], mapped: bool = True) -> Self:
         """Opens a file by memory map. The first part of a split model (`NAME-00001-of-0000N.gguf`) opens all parts;
-        a later one is refused."""
+        a later one is refused. mapped: tensors are views of the map too; else each is read when it is asked for."""
         first = _Part(Path(path))
         n_parts = first.metadata.typed("split.count", "u16", default=1)
         if n_parts <= 1:
-            return cls([first])
+            return cls([first], mapped)
         part_no = first.metadata.typed("split.no", "u16")
         if part_no >= n_parts:
             raise first.error(f"key 'split.no' is {part_no}, must be less than {n_parts}, the value of key 'split.count'")
@@ -238,7 +238,7 @@ class GGUFFile:
                 if found != expected:
                     raise part.error(f"key {key!r} is {found}, must be {expected}")
             parts.append(part)
-        file = cls(parts)
+        file = cls(parts, mapped)
         if len(file.tensors) != n_tensors:
             raise first.error(f"the {n_parts} parts have {len(file.tensors)} tensors, must have {n_tensors}, "
                               "the value of key 'split.tensors.count'")
@@ -274,17 +274,29 @@ class GGUFFile:
         return values
 
     def data(self, name: str) -> np.ndarray:
-        """The bytes of a tensor: uint8 [n_bytes], a read-only view of the file."""
+        """The bytes of a tensor: uint8 [n_bytes], a read-only view of the file, or read from it."""
         tensor = self.tensors.get(name)
         if tensor is None:
             raise GGUFError(f"{self.path}: tensor {quoted(name)} is not one of the file's {len(self.tensors)} tensors")
         if not self._buffers:
             raise GGUFError(f"{self.path}: tensor {quoted(name)}: the file is closed")
+        if not self.mapped:
+            data = np.fromfile(self.paths[tensor.part], np.uint8, tensor.n_bytes, offset=tensor.offset)
+            if data.size != tensor.n_bytes:
+                raise GGUFError(f"{self.paths[tensor.part]}: tensor {quoted(name)}: the file is shorter than when it was opened")
+            return data
         return self._buffers[tensor.part][tensor.offset:tensor.offset + tensor.n_bytes]
+
+    def release(self, name: str) -> None:
+        """Lets go of the memory that has the bytes of a tensor. What asks for them again reads the file again."""
+        tensor, page = self.tensors[name], mmap.PAGESIZE
+        first, end = -(-tensor.offset // page) * page, (tensor.offset + tensor.n_bytes) // page * page
+        if first < end and self._buffers and hasattr(mmap, "MADV_DONTNEED"):
+            self._maps[tensor.part].madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def close(self) -> None:
         """Closes the files. Arrays that `data` gave stay valid: a file stays mapped as long as there is one."""
-        self._buffers = []
+        self._buffers, self._maps = [], []
         self.metadata.close()
 
     def __enter__(self) -> Self:
@@ -310,13 +322,13 @@ class _Part:
             if status.st_size < 24:
                 raise self.error(f"the file has {status.st_size} bytes, must have at least 24, the shortest GGUF header")
             with open(path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
             raise self.error(f"cannot be opened: {e.strerror}") from None
-        self.buffer = np.frombuffer(self._map, np.uint8)
-        self.size, self._pos, self._names_bytes, self._n_strings = len(self._map), 4, 0, 0
+        self.buffer = np.frombuffer(self.map, np.uint8)
+        self.size, self._pos, self._names_bytes, self._n_strings = len(self.map), 4, 0, 0
 
-        magic = self._map[:4]
+        magic = self.map[:4]
         if magic != b"GGUF":
             raise self.error(f"this is not a GGUF file: it starts with {magic!r}, must start with b'GGUF'")
         self.version = self._u32("version")
@@ -350,10 +362,10 @@ class _Part:
         return start
 
     def _u32(self, what: str) -> int:
-        return _U32.unpack_from(self._map, self._take(4, what))[0]
+        return _U32.unpack_from(self.map, self._take(4, what))[0]
 
     def _u64(self, what: str) -> int:
-        return _U64.unpack_from(self._map, self._take(8, what))[0]
+        return _U64.unpack_from(self.map, self._take(8, what))[0]
 
     def _name(self, what: str, max_bytes: int) -> str:
         n_bytes = self._u64(f"length of {what}")
@@ -364,7 +376,7 @@ class _Part:
             raise self.error(f"keys and tensor names up to {what} have {self._names_bytes} bytes together, "
                              f"allowed are {MAX_NAMES_BYTES}")
         start = self._take(n_bytes, what)
-        name = self._map[start:self._pos]
+        name = self.map[start:self._pos]
         try:
             return name.decode()
         except UnicodeDecodeError:
@@ -419,7 +431,7 @@ class _Part:
     def _end_of_strings(self, who: str, n: int) -> int:
         """Where n strings end. Each length is added to the position. One that leads past the end of the file is noticed when the
         next length is read, or after the last string."""
-        unpack, buffer, stop = _U64.unpack_from, self._map, self._pos
+        unpack, buffer, stop = _U64.unpack_from, self.map, self._pos
         i = start = 0
         try:
             for i in range(n):  # noqa: B007  told below
@@ -442,7 +454,7 @@ class _Part:
             n_dims = self._u32(f"n_dims of {who}")
             if not 1 <= n_dims <= 4:
                 raise self.error(f"{who} has {n_dims} dimensions, must have 1 to 4")
-            shape = struct.unpack_from(f"<{n_dims}Q", self._map, self._take(8 * n_dims, f"shape of {who}"))
+            shape = struct.unpack_from(f"<{n_dims}Q", self.map, self._take(8 * n_dims, f"shape of {who}"))
             n_values = math.prod(shape)
             if not 1 <= n_values < 2**63:
                 raise self.error(f"{who} of shape {shape} has {n_values} values, must have 1 to 2^63 - 1")

@@ -92,7 +92,11 @@ class Weights:
     def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         from ..quant.dequantize import dequantize
         info = self._info(name, shape, VECTOR_TYPES)
-        return np.ones(shape, np.float32) if self.on_paper else dequantize(self.file.data(name), info.type.name, shape, name)
+        if self.on_paper:
+            return np.ones(shape, np.float32)
+        values = dequantize(self.file.data(name), info.type.name, shape, name)
+        self.file.release(name)
+        return values
 
     def _float32(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
         values = np.ascontiguousarray(self._values(name, shape)[part])
@@ -109,6 +113,7 @@ class Weights:
             n_matrices = prod(stack)
             data = self.file.data(name).reshape(n_matrices, n_rows, -1)[:, first:last]
             tiles = tile.pack(data, info.type.name, last - first, n_cols, n_matrices, name=name)
+            self.file.release(name)
         return self._leaf(name, info.type.name, (*stack, last - first, n_cols), tiles)
 
     @property

@@ -1,5 +1,6 @@
 """The GGUF reader: what it reads equals what gguf writes, and every bad file ends in one clear error."""
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -467,3 +468,44 @@ def test_the_harness_notices_a_reader_that_trusts_lengths(monkeypatch):
     with pytest.raises((struct.error, OverflowError)) as caught:
         fuzz_gguf.fuzz(500)
     assert "replay: --seed 0 --first" in caught.value.__notes__[0]
+
+
+def mapped_bytes(path) -> int:
+    """Of the file, that this process has in memory."""
+    found, n_bytes = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            found = line.endswith(str(path))
+        elif found and line.startswith("Rss:"):
+            n_bytes += 1024 * int(line.split()[1])
+    return n_bytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what of a file is in memory")
+def test_memory_of_a_tensor_goes_and_comes(tmp_path):
+    values = np.random.default_rng(0).random((3, 1 << 18), np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    for i, row in enumerate(values):
+        writer.add_tensor(f"t{i}", row)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GGUFFile.open(tmp_path / "m.gguf") as file:
+        for i, row in enumerate(values):
+            assert np.array_equal(file.data(f"t{i}").view(np.float32), row)
+        before = mapped_bytes(tmp_path / "m.gguf")
+        kept = file.data("t1")
+        file.release("t1")
+        gone = before - mapped_bytes(tmp_path / "m.gguf")
+        assert values.nbytes <= before and row.nbytes - 2 * 4096 <= gone <= row.nbytes
+        assert np.array_equal(kept.view(np.float32), values[1])
+        del kept
+    with GGUFFile.open(tmp_path / "m.gguf", mapped=False) as file:
+        before = mapped_bytes(tmp_path / "m.gguf")
+        data = file.data("t2")
+        assert np.array_equal(data.view(np.float32), values[2]) and data.base is None
+        assert mapped_bytes(tmp_path / "m.gguf") == before < row.nbytes
+        os.truncate(tmp_path / "m.gguf", 5000)
+        with pytest.raises(GGUFError, match="m.gguf: tensor 't2': the file is shorter than when it was opened"):
+            file.data("t2")

@@ -108,6 +108,6 @@ class FakeModel:
         return "no copies"
 
     def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True,
-                    kv_write="set_rows", n_rollback=2):
+                    kv_write="set_rows", n_rollback=2, n_threads_batch=None):
         self.open_contexts += 1
         return FakeContext(self, n_ctx, n_batch, min(n_ubatch, n_batch), type_k, type_v, n_seq_max)
