@@ -101,6 +101,7 @@ class Crossing:
 
     def settle(self) -> None:
         """Waits until the source may be written again."""
+        self.pending = None  # of a run that an exception ended
         if self.departing is not None:
             self.departing.wait()
             self.departing = None
