@@ -3,7 +3,7 @@ depends on it. Nodes follow (`graph.place`)."""
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .errors import ParameterError
 
 HOST = "cpu"
-SPLIT_MODES = "none", "layer"
+SPLIT_MODES = "none", "layer", "column"
 OFFLOADED_ROWS = 16  # rows of a product with a matrix that take a CPU longer than bringing the matrix to a GPU, about
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch)?exps"  # in the names of tensors; shared experts are not among them
 
@@ -60,13 +60,15 @@ class Placement:
 
     layers: the device of each block: of its weights, its caches and states, and of sums without weights. output: that of the last
     norm and the head. caches: that of all caches and states; None: their layer's. overrides: of weights; the first whose pattern
-    is found decides. offload: None where nothing is streamed."""
+    is found decides. offload: None where nothing is streamed. columns: the devices that share the products of what lies on the
+    first of them, and in which proportion (`graph.columns`)."""
     layers: tuple[str, ...]
     output: str
     embedding: str
     caches: str | None = None
     overrides: tuple[Override, ...] = ()
     offload: Offload | None = None
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     def weight(self, name: str) -> str:
         """The device of a tensor of the file."""
@@ -85,7 +87,7 @@ class Placement:
     def devices(self) -> list[str]:
         """Those that may have something, that of the output first."""
         caches = [] if self.caches is None else [self.caches]
-        return list(dict.fromkeys([self.output, *self.layers, self.embedding, *caches,
+        return list(dict.fromkeys([self.output, *self.layers, self.embedding, *self.columns, *caches,
                                    *(device for _, device in self.overrides)]))
 
 
@@ -95,7 +97,7 @@ class PlacementOptions:
 
     devices: have the last n_gpu_layers layers, of which the output is one; the host has the others. None: all of them.
     split_mode: "layer", neighbouring layers on each of the devices, in the proportions of tensor_split, equal ones without it;
-    "none", all on the device of the number main_gpu.
+    "column", each product shared by them in these proportions; "none", all on the device of the number main_gpu.
     overrides: of weights, by their names; the first that is of a weight decides.
     kv_offload: caches and states lie where their layer does; else on the host.
     offload: of ops by name, the tokens of a micro-batch from which on weights of the host are streamed to a device, None: never;
@@ -111,10 +113,9 @@ class PlacementOptions:
 
     def __post_init__(self):
         """ParameterError for what cannot be, before anything is opened."""
-        if self.split_mode in ("row", "tensor", "column"):
-            why = ("rows of a product would be summed across devices, and sums have one order here" if self.split_mode == "row"
-                   else "columns are not split over devices yet")
-            raise ParameterError("split_mode", f"{self.split_mode!r} is not possible: {why}; allowed: {', '.join(SPLIT_MODES)}")
+        if self.split_mode == "row":
+            raise ParameterError("split_mode", "'row' is not possible: rows of a product would be summed across devices, and "
+                                               f"sums have one order here; allowed: {', '.join(SPLIT_MODES)}")
         if self.split_mode not in SPLIT_MODES:
             raise ParameterError("split_mode", f"{self.split_mode!r} is not allowed; allowed: {', '.join(SPLIT_MODES)}")
         if self.n_gpu_layers is not None and self.n_gpu_layers < 0:
@@ -167,16 +168,19 @@ class PlacementOptions:
                 raise ParameterError("overrides", f"{what} in the name of none of the {len(names)} tensors, such as "
                                                   f"{', '.join(list(names)[:3])}")
         n = n_layer + 1 if self.n_gpu_layers is None else min(self.n_gpu_layers, n_layer + 1)
-        ends = [*accumulate(self.tensor_split if self.tensor_split and len(self.shared) > 1 else [1] * len(self.shared))]
-        of_part = [self.shared[bisect_right(ends, i * ends[-1] / n)] for i in range(n)]
+        shares = self.tensor_split if self.tensor_split and len(self.shared) > 1 else [1] * len(self.shared)
+        columns = {device: share for device, share in zip(self.shared, shares) if share} if self.split_mode == "column" else {}
+        ends = [*accumulate(shares)]
+        of_part = [next(iter(columns), self.shared[bisect_right(ends, i * ends[-1] / n)]) for i in range(n)]
         *layers, output = [HOST] * (n_layer + 1 - n) + of_part
         return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
-                         None if self.kv_offload else HOST, overrides, self._offload())
+                         None if self.kv_offload else HOST, overrides, self._offload(), columns if n and len(columns) > 1 else {})
 
     def _offload(self) -> Offload | None:
         others = [device for device in self.shared if device != HOST and (self.offload or not device.startswith("cpu"))]
         least = dict(self.offload)
-        if not others or HOST not in self.needed:
+        shares_host = self.split_mode == "column" and HOST in self.devices
+        if not others or HOST not in self.needed or shares_host:
             return None
         n_rows = least.pop("all", OFFLOADED_ROWS)
         return Offload(others[0], least, inf if n_rows is None else n_rows)

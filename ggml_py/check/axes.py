@@ -190,6 +190,9 @@ def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, Placemen
         yield f"half of the layers on {other}", PlacementOptions((other, device))
         for what, pattern in ("feed-forward blocks", r"\.ffn_(up|down|gate)"), ("attention's weights", r"\.attn_"):
             yield f"{what} on {other}", PlacementOptions((device,), overrides=(Override(pattern, other),))
+    for others in [[f"{HOST}:1"]] if device == HOST else [[each for each in devices if each not in (device, HOST)]]:
+        if others:
+            yield f"columns shared with {', '.join(others)}", PlacementOptions((device, *others), split_mode="column")
     other = f"{HOST}:1" if device == HOST else device
     yield f"feed-forward blocks streamed to {other}", PlacementOptions(
         tuple(dict.fromkeys((other, device))), overrides=(Override(r"\.ffn_(up|down|gate)", HOST),), offload=(("all", 1),))

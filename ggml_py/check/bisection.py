@@ -20,9 +20,10 @@ from ..backends.cpu import CPUBackend
 from ..files.writing import writing
 from ..graph.graph import Node
 from ..ops.table import OPS
+from ..quant import tile
 from ..testing import Difference, difference
 from .axes import Setting, play
-from .evaluate import make_node
+from .evaluate import arrays_on_host, make_node
 from .recording import Batch, LiveCapture, RecordedContext, bits_of, one_nan, recompute, rows_on_host
 
 PARTS = "q", "d", "sums"             # of activation blocks
@@ -211,12 +212,36 @@ def _report(side_a: _Side, side_b: _Side, name: str, key: bytes) -> FirstDiffere
                 where_run = f"on {capture.device}, {run}"
                 culprits.append("; ".join([f"{capture.name}, {capture.kernel} {where_run}", *[inside] * bool(inside)]))
             culprits += [f"the copy of {stale}, {run}" for stale in capture.stale]
+            if side.setting.placement:
+                culprits += [f"{part}, {run}" for part in _wrong_parts(side.model, side_a.model, capture.node)]
     default, other = (f"{side.setting.axis}, {side.setting.name} on {side.setting.device}" for side in (side_a, side_b))
     definition, (x, y) = _definition(b), diff.values
     parts = [part.op for part in definition.primitives()] if definition.parts else []
     return FirstDifference((default, other), name, b.op, parts, b.kernel, b.results[name].shape, where, diff.n_different, diff.n,
                            diff.first, diff.patterns, (float(x), float(y)), diff.max_ulps, inputs, culprits,
                            (side_a.captures, side_b.captures))
+
+
+def _wrong_parts(model, other, node: Node) -> list[str]:
+    """The operands of a node that are parts of weights (`graph.columns`), and not these parts of what the other model has."""
+    wrong = []
+    for key, whole in other.architecture.w.loaded.items():
+        mine, at = model.architecture.w.loaded[key], 0
+        for shard in mine.shards.values() if mine.is_cut and not whole.is_cut else ():
+            axis = next((axis for axis, (n, m) in enumerate(zip(shard.shape, whole.shape)) if n != m))
+            if shard in node.src:
+                rows, = arrays_on_host(other.backends[whole.device], whole)
+                found, = arrays_on_host(model.backends[shard.root.device], shard)
+                # Of a table columns; of tiles whole ones
+                units = rows.shape[-1] if whole.dtype == "f32" else whole.shape[axis] // tile.ROWS
+                first, n = (count * units // whole.shape[axis] for count in (at, shard.shape[axis]))
+                rows = rows if whole.dtype == "f32" else rows.reshape(*whole.shape[:-2], units, -1)
+                expected = rows[..., first:first + n] if whole.dtype == "f32" else rows[..., first:first + n, :]
+                if expected.tobytes() != found.tobytes():
+                    wrong.append(f"{shard.name} is not {'columns' if whole.dtype == 'f32' else 'rows'} {at} to "
+                                 f"{at + shard.shape[axis] - 1} of {whole.name}")
+            at += shard.shape[axis]
+    return wrong
 
 
 def _common(a: LiveCapture, b: LiveCapture, name: str, key: bytes) -> tuple[str, Difference, bytes]:

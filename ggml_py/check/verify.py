@@ -9,12 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from .. import NUMERICS_VERSION
+from ..base.errors import ParameterError
 from .axes import Setting, play
 from .bisection import FirstDifference, first_difference
 from .digest import LogitsDigest
@@ -111,10 +112,16 @@ class Verification:
             self.on_change(self.results)
             if result.setting.reason:
                 continue
-            with self.model(result.setting) as model:
-                start = time.perf_counter()
-                found = compute(model, self.windows, result.setting, () if expected else lengths)
-                result.seconds, result.windows = time.perf_counter() - start, found.hexdigests()
+            try:
+                with self.model(result.setting) as model:
+                    start = time.perf_counter()
+                    found = compute(model, self.windows, result.setting, () if expected else lengths)
+                    result.seconds, result.windows = time.perf_counter() - start, found.hexdigests()
+            except ParameterError as error:
+                if error.parameter != "split_mode":
+                    raise
+                result.setting = replace(result.setting, reason=error.message)
+                continue
             result.digest, result.elsewhere = merkle_root(result.windows), found.elsewhere
             expected = expected or {0: result.digest, **{n: merkle_root([head.hexdigest()]) for n, head in found.heads.items()}}
             result.expected = expected[result.setting.n_tokens]

@@ -53,7 +53,8 @@ def typed(placement) -> str:
     if placement is None:
         return ""
     words = [f"-ngl {placement.n_gpu_layers}"] * (placement.n_gpu_layers is not None)
-    words += [f"-sm {placement.split_mode} -mg {placement.main_gpu}"] * (placement.split_mode != "layer")
+    if placement.split_mode != "layer":
+        words.append(f"-sm {placement.split_mode}" + f" -mg {placement.main_gpu}" * (placement.split_mode == "none"))
     words += [f"-ts {','.join(f'{part:g}' for part in placement.tensor_split)}"] * bool(placement.tensor_split)
     words += ["-nkvo"] * (not placement.kv_offload)
     for asked in placement.overrides:

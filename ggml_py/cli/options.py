@@ -9,7 +9,7 @@ from ..base.defaults import CHAT_DATE, DRAFT_MAX, MARGIN, MODEL, N_BATCH, N_UBAT
 from ..base.placement import ExpertsOnHost, Override
 from .parser import Parser
 from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
-                     offload, one_of, overrides, pass_names, proportions)
+                     offload, one_of, overrides, pass_names, proportions, split_mode)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
 WHATEVER = "changes the speed, never a bit"
@@ -85,10 +85,10 @@ def placement(p: Parser) -> None:
     """What lies on which device. The names are those of `base.placement.PlacementOptions`, and llama.cpp's options."""
     p.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", dest="n_gpu_layers", type=layers, metavar="N|all",
                    help=f"the last N layers lie on the devices of -dev, the others on the CPU; the output is one; {WHATEVER}")
-    p.add_argument("-sm", "--split-mode", dest="split_mode", default="layer", metavar="none|layer",
-                   help="several devices: neighbouring layers on each, or all on that of -mg")
+    p.add_argument("-sm", "--split-mode", dest="split_mode", type=split_mode, default="layer", metavar="none|layer|column",
+                   help="several devices: neighbouring layers on each; or each product shared by all; or all on that of -mg")
     p.add_argument("-ts", "--tensor-split", dest="tensor_split", type=proportions, default=(), metavar="X,Y[,Z]",
-                   help="in which proportion they share the layers; equally by default")
+                   help="in which proportion they share the layers or products; equally by default")
     p.add_argument("-mg", "--main-gpu", dest="main_gpu", type=at_least(0), default=0, metavar="I",
                    help="number of the device among those of -dev, from 0, for -sm none")
     p.add_argument("-nkvo", "--no-kv-offload", dest="kv_offload", action="store_false",

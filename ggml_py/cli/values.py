@@ -94,6 +94,11 @@ def proportions(text: str) -> list[float]:
     return [number(0, 1e9)(part) for part in re.split("[,/]", text)]
 
 
+def split_mode(text: str) -> str:
+    """llama.cpp's "tensor" is "column" here."""
+    return "column" if text == "tensor" else text
+
+
 def layers(text: str) -> int | None:
     """None stands for all."""
     return None if text in ("all", "-1") else at_least(0)(text)

@@ -14,7 +14,7 @@ loaded it: its contexts are refused in a forked one.
 """
 import os
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate, pairwise
@@ -233,6 +233,8 @@ class Context:
         if n_ctx // n_seq_max > MOST_POSITIONS:
             raise ParameterError("n_ctx", f"{n_ctx // n_seq_max} positions for each of {n_seq_max} sequences, allowed: up to "
                                           f"{MOST_POSITIONS}")
+        if device_of is not None and model.architecture.placement.columns:
+            raise ParameterError("device_of", "devices that share columns have parts of weights; allowed: None")
         self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, n_ubatch, n_ctx // n_seq_max
         taken = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback)
@@ -300,15 +302,27 @@ class Context:
         # rows of the result: for each sequence its last n_rows
         n_rows = [{"all": len(ids), "argmaxes": len(ids), "none": 0}.get(logits, 1) for _, ids in batch]
         has_row = np.concatenate([np.arange(len(ids)) >= len(ids) - n for n, (_, ids) in zip(n_rows, batch)])
-        parts = []
+        parts: list[np.ndarray] = []
+        queued: deque[tuple[slice, Outputs]] = deque()
+
+        def wait() -> None:
+            part, outputs = queued.popleft()
+            rows = outputs.result()
+            if self.observer is not None:
+                self.observer(tokens[part], seq[part], pos[part], rows.pop())
+            parts.extend(rows)
+
         with self._undone_if_it_fails(starts):
             for first in range(0, len(tokens), self.n_ubatch):
                 part = slice(first, first + self.n_ubatch)
-                rows = self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]),
-                                   logits in ("argmax", "argmaxes")).result()
-                if self.observer is not None:
-                    self.observer(tokens[part], seq[part], pos[part], rows.pop())
-                parts += rows
+                outputs = self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]),
+                                      logits in ("argmax", "argmaxes"))
+                queued.append((part, outputs))
+                # One is queued behind another; where several devices have layers, one for each of them
+                while len(queued) > (len(self.model.backends) if outputs.program.runs_ahead else 0):
+                    wait()
+            while queued:
+                wait()
         out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
         return [out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))]
 
@@ -404,8 +418,9 @@ class Context:
             program = self.programs.get(key)
             if program is None or program.generation != self.arenas.generation:
                 graph = self.model.architecture.build(self.memory, self.rope_tables, *key)
+                placement = self.model.architecture.placement
                 program = self.programs[key] = Program(graph, self.arenas, self.no_fuse, self.device_of,
-                                                        self.model.architecture.placement.offload)
+                                                        placement.offload, [*placement.columns])
             self.programs.move_to_end(key)
             while len(self.programs) > SHAPES:
                 self.programs.popitem(last=False)

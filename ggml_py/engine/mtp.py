@@ -115,7 +115,8 @@ class MTP:
         if program is None or program.generation != self.arenas.generation:
             architecture = self.model.architecture
             graph = architecture.build_nextn(self.memory, self.tables, n_tokens, architecture.hp.n_layer, logits)
-            program = self.programs[key] = Program(graph, self.arenas, offload=architecture.placement.offload)
+            program = self.programs[key] = Program(graph, self.arenas, offload=architecture.placement.offload,
+                                                    columns=[*architecture.placement.columns])
         self.programs.move_to_end(key)
         while len(self.programs) > SHAPES:
             self.programs.popitem(last=False)

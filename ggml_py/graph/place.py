@@ -29,14 +29,19 @@ def place(graph: Graph, backends: Mapping[str, Backend], device_of: DeviceOf | N
             device = root.device
         if device not in backends:
             raise GraphError(f"{node.name}: {node.op} is placed on {device}; allowed: {', '.join(backends)}")
-        for each in (node, *_inside(node)):
-            each.device = device
-            for result in each.results:
-                if result.base is None:
-                    result.device = device
-                    result.layout = backends[device].activations.name if result.dtype == "act" else ""
+        put(node, device, backends)
     if follow:
         _quantize_where_read(graph, backends)
+
+
+def put(node: Node, device: str, backends: Mapping[str, Backend]) -> None:
+    """A node and its results on a device, activation blocks in the layout that they have there."""
+    for each in (node, *_inside(node)):
+        each.device = device
+        for result in each.results:
+            if result.base is None:
+                result.device = device
+                result.layout = backends[device].activations.name if result.dtype == "act" else ""
 
 
 def check_offload(asked: Iterable[tuple[str, int | None]]) -> None:

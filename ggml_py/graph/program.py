@@ -12,6 +12,7 @@ import numpy as np
 from ..backends.base import Backend, Step
 from ..base.placement import Offload
 from ..base.storage import DTYPES, as_arrays, as_bytes, n_bytes
+from .columns import share
 from .elide import elide
 from ..ops.compose import FUSED
 from .fuse import fuse, lower
@@ -165,14 +166,17 @@ class Program:
     transfer."""
 
     def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), device_of: DeviceOf | None = None,
-                 offload: Offload | None = None):
+                 offload: Offload | None = None, columns: Sequence[str] = ()):
         """no_fuse: names of passes that are left out, or "all". device_of: node -> device; None: as `place` has it. offload:
-        which weights of the host are streamed."""
+        which weights of the host are streamed. columns: the devices that share what is on the first of them."""
         self.backends = arenas.backends
-        self.outputs, self.inputs = graph.outputs, list(graph.inputs.values())
+        self.inputs = list(graph.inputs.values())
         self.input_device = self.inputs[0].device
         backend_of = lambda node: self.backends[node.device]
         place(graph, self.backends, device_of, offload)
+        if columns:
+            share(graph, self.backends, columns)
+        self.outputs = graph.outputs
         ops = [op for op in FUSED if any(backend.has_kernel(op) for backend in self.backends.values())]
         nodes = lower(fuse(graph, no_fuse, lambda node: backend_of(node).accepts(node), ops),
                       lambda node: backend_of(node).has_kernel(node.op))
@@ -191,9 +195,8 @@ class Program:
                                        if self.backends[run.device].leaves_errors(node)))
         self.generation = arenas.generation
         self.refused = refusal(self.nodes)
-        first = self.backends[self.input_device]
-        # queued before the run before it is over
-        self.runs_ahead = first.asynchronous and len(self.runs) == 1 and not self.refused
+        # It can be queued before the run before it is over: the host has no part in it
+        self.runs_ahead = not self.refused and all(self.backends[run.device].asynchronous for run in self.runs)
 
     def _give_memory(self, arenas: Arenas) -> None:
         padded = [-(-n_bytes(t) // ALIGNMENT) * ALIGNMENT for t in self.inputs]

@@ -60,7 +60,24 @@ def split(nodes: list[Node], backends: Mapping[str, Backend]) -> list[Run]:
         run.nodes.append(node)
     for stream in streams.values():
         _bring_ahead(stream)
+    _copy_early(runs)
     return runs
+
+
+def _copy_early(runs: list[Run]) -> None:
+    """Results cross between devices that work by themselves as soon as both have come to it: a device that went on would let the
+    other wait for more than it reads. Nobody writes results again."""
+    made_in = {result: i for i, run in enumerate(runs) for node in run.nodes for result in node.results}
+    last: dict[str, int] = {}  # run of a device
+    for i, run in enumerate(runs):
+        for copy in list(run.copies):
+            source, = copy.src[:1]
+            if HOST not in (source.root.device, run.device) and not source.is_state and source.chain[-1] in made_in:
+                first = max(made_in[source.chain[-1]], last.get(run.device, -1)) + 1
+                if first < i:
+                    run.copies.remove(copy)
+                    runs[first].copies.append(copy)
+        last[run.device] = i
 
 
 def _is_streamed(node: Node, source: Tensor) -> bool:

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import UserError
+from ..base.errors import ParameterError, UserError
 from ..base.placement import PlacementOptions
 from ..base.rope_table import rope_table
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
+from ..graph.columns import decide, share
 from ..graph.graph import Graph, Tensor
 from ..graph.place import check_offload, place
+from ..quant import tile
 from ..state.base import Memory
 from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
@@ -65,7 +67,8 @@ class Transformer:
         check_offload(options.offload)
         self.placement = options.place(self.hp.n_layer, self.hp.n_block, "output.weight" not in file.tensors, file.tensors)
         self.backends: Mapping[str, Any] = backends or {device: Paper(device) for device in self.placement.devices}
-        self.w = Weights(file, self.backends, self.placement)
+        self.w: Weights = Weights(file, self.backends, self.placement, None if is_paper else self.on_paper.w)
+        self.cache_shards: dict[str, dict[str, int]] = {}  # on paper, of caches that devices share: device -> columns
         self.n_vocab = file.tensors["token_embd.weight"].shape[-1]
         self.check()
 
@@ -82,7 +85,7 @@ class Transformer:
                    n_block: int | None = None, n_rollback: int = LEAST_ROLLBACK) -> Memory:
         """n_block: of so many blocks; None: of the layers."""
         cache = KVCache(self.backends, self.cache_sizes()[:n_block or self.hp.n_layer], self.memory_devices, n_ctx, n_seq_max,
-                        type_k, type_v, kv_write)
+                        type_k, type_v, kv_write, self.on_paper.cache_shards)
         sizes = self.state_sizes()
         if not sizes:
             return cache
@@ -110,8 +113,9 @@ class Transformer:
         return sum(map(n_bytes, self._states(n_rollback)))
 
     def _caches(self, n_ctx: int, type_k: str, type_v: str) -> list[Tensor]:
-        k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_ctx, type_k, type_v, self.memory_devices)
-        return k + v
+        k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_ctx, type_k, type_v, self.memory_devices,
+                             self.on_paper.cache_shards)
+        return [held for cache in k + v for held in cache.held]
 
     def _states(self, n_rollback: int) -> list[Tensor]:
         return [*state_tensors(self.state_sizes(), n_rollback + 1, self.memory_devices).values()]
@@ -125,14 +129,14 @@ class Transformer:
             found[tensor.device] += n_bytes(tensor)
         for tensor in self._states(n_rollback):
             found[tensor.device] += n_seq_max * n_bytes(tensor)
-        for device in {*self.placement.layers}:
+        for device in self.table_devices:
             found[device] += n_ctx * self.hp.rope.n_rot * 4
         return found
 
     def new_nextn_memory(self, n_ctx: int, type_k: str, type_v: str) -> Memory:
         """Of a sequence's NextN blocks, whose attention is plain."""
         sizes = [(0, 0)] * self.hp.n_layer + self.cache_sizes()[self.hp.n_layer:]
-        return KVCache(self.backends, sizes, self.memory_devices, n_ctx, 1, type_k, type_v)
+        return KVCache(self.backends, sizes, self.memory_devices, n_ctx, 1, type_k, type_v, shards=self.on_paper.cache_shards)
 
     def new_rope_tables(self, n_ctx: int) -> RopeTables:
         """One on each device that has layers."""
@@ -143,8 +147,22 @@ class Transformer:
 
     def upload_rope_tables(self, n_ctx: int, factors: np.ndarray | None) -> RopeTables:
         table = rope_table(self.hp.rope, n_ctx, factors)
-        return {device: Tensor("rope_table", "f32", table.shape, device, buffer=self.backends[device].upload(table))
-                for device in dict.fromkeys(self.placement.layers)}
+        tables = self.rope_tensors(table.shape)
+        for device, tensor in tables.items():
+            tensor.buffer = self.backends[device].upload(table)
+        return tables
+
+    @property
+    def table_devices(self) -> list[str]:
+        """Where layers rotate heads."""
+        return list(dict.fromkeys([*self.placement.layers, *self.placement.columns]))
+
+    def rope_tensors(self, shape: tuple[int, ...]) -> RopeTables:
+        """One on each device that rotates, without memory. Those that share columns know each other's."""
+        tables = {device: Tensor("rope_table", "f32", shape, device) for device in self.table_devices}
+        for home in list(self.placement.columns)[:1]:
+            tables[home].shards.update({device: tables[device] for device in self.placement.columns if device != home})
+        return tables
 
     def free_rope_tables(self, tables: RopeTables) -> None:
         for device, table in tables.items():
@@ -167,6 +185,8 @@ class Transformer:
         memory, tables = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block), self.new_rope_tables(1)
         for graph in self.graphs_of_one_token(memory, tables, nextn):
             place(graph, self.backends)
+            if self.placement.columns:
+                share(graph, self.backends, [*self.placement.columns])
             for node in graph.live():
                 self.backends[node.device].prepare(node)
         self.free_rope_tables(tables)
@@ -183,11 +203,21 @@ class Transformer:
             raise UserError(f"{self.file.path}: token_embd.weight has {self.n_vocab} rows, must have one for each of "
                             f"{self.hp.n_vocab} tokens{because(self.hp.n_vocab)}")
         memory = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block)
-        shape = 1, self.hp.rope.n_rot // 2, 2
-        tables = {device: Tensor("rope_table", "f32", shape, device) for device in self.placement.layers}
-        self.graphs_of_one_token(memory, tables, nextn)
+        graphs = self.graphs_of_one_token(memory, self.rope_tensors((1, self.hp.rope.n_rot // 2, 2)), nextn)
+        if self.placement.columns:
+            self.share_columns(graphs)
         self.rope_factors(1)
         self.w.check_bytes()
+
+    def share_columns(self, graphs: list[Graph]) -> None:
+        """On paper: decides what of which weights and caches the devices of the placement's columns have."""
+        cut, weights = decide(graphs, self.placement.columns), {*self.w.loaded.values()}
+        if weights.isdisjoint(cut):
+            raise ParameterError("split_mode", f"{self.file.path}: no product can be shared by {len(self.placement.columns)} "
+                                               f"devices; allowed: matrices of as many times {tile.ROWS} rows, attention of as "
+                                               "many KV heads")
+        self.cache_shards = {leaf.name: {device: part.shape[-1] for device, part in leaf.shards.items()}
+                             for leaf in cut if leaf not in weights}
 
     def build(self, memory: Memory, tables: RopeTables, n_tokens: int, n_outputs: int, greedy: bool = False,
               hidden: bool = False) -> Graph:

@@ -1,6 +1,6 @@
 """The tensors of a model file on its devices, each checked by name, type and shape."""
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import dropwhile
 from math import prod
 
@@ -38,9 +38,10 @@ class Weights:
     On `Paper` they have no memory, and vectors for the host are ones.
     """
 
-    def __init__(self, file: GGUFFile, backends: Mapping, placement: Placement):
-        """backends: by device, or `Paper` for each."""
+    def __init__(self, file: GGUFFile, backends: Mapping, placement: Placement, on_paper: "Weights | None" = None):
+        """backends: by device, or `Paper` for each. on_paper: the same there, which know what several devices share."""
         self.file, self.backends, self.placement = file, backends, placement
+        self.like = on_paper.loaded if on_paper is not None else {}
         self.loaded: dict[tuple, Tensor] = {}
         self.on_paper = any(isinstance(backend, Paper) for backend in backends.values())
 
@@ -52,14 +53,14 @@ class Weights:
         [first, last) of matrices."""
         key = name, rows
         if key not in self.loaded:
-            self.loaded[key] = self._load(name, shape, rows)
+            self.loaded[key] = self._load(key, shape, rows)
         return self.loaded[key]
 
     def table(self, name: str, n_rows: int, n_cols: int, columns: tuple[int, int] | None = None) -> Tensor:
         """The matrix `name` as float32 rows, not as tiles. columns: only those [first, last)."""
         key = name, "table", columns
         if key not in self.loaded:
-            self.loaded[key] = self._float32(name, (n_rows, n_cols), (slice(None), slice(*columns or (None,))))
+            self.loaded[key] = self._float32(key, (n_rows, n_cols), columns)
         return self.loaded[key]
 
     def vector(self, name: str, n: int) -> np.ndarray:
@@ -79,15 +80,24 @@ class Weights:
             raise UserError(f"{self.file.path}: tensor {name} is of type {info.type.name}, must be one of {', '.join(types)}")
         return info
 
-    def _leaf(self, name: str, dtype: str, shape: tuple[int, ...], array: np.ndarray | None) -> Tensor:
-        """A tensor whose memory on its device holds the array; on paper it has none."""
-        device = self.placement.weight(name)
+    def _leaf(self, key: tuple, dtype: str, shape: tuple[int, ...], axis: int, part: Callable[[int, int], np.ndarray]) -> Tensor:
+        """A tensor whose memory is on its device, and where the one on paper has shards on theirs; on paper it has none. axis:
+        along which shards are cut. part: (first, end) -> the array of what lies between."""
+        name = key[0]
+        tensor = Tensor(name, dtype, shape, self.placement.weight(name))
         if self.on_paper:
-            return Tensor(name, dtype, shape, device)
-        buffer, offload = self.backends[device].upload(array), self.placement.offload
-        if device == HOST and offload is not None:
-            self.backends[offload.device].lock_pages(buffer)
-        return Tensor(name, dtype, shape, device, buffer=buffer)
+            return tensor
+        starts, at = {}, 0
+        for device, like in (self.like[key].shards if key in self.like else {}).items():
+            shard = tensor.view(like.shape) if like.is_view else Tensor(like.name, dtype, like.shape, device)
+            starts[shard], tensor.shards[device] = at, shard
+            at += shard.shape[axis] if tensor.device in tensor.shards else 0
+        for held in tensor.held:
+            first = starts.get(held, 0)
+            held.buffer = self.backends[held.device].upload(part(first, first + held.shape[axis]))
+            if held.device == HOST and self.placement.offload is not None:
+                self.backends[self.placement.offload.device].lock_pages(held.buffer)
+        return tensor
 
     def _values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         from ..quant.dequantize import dequantize
@@ -98,23 +108,31 @@ class Weights:
         self.file.release(name)
         return values
 
-    def _float32(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
-        values = np.ascontiguousarray(self._values(name, shape)[part])
-        return self._leaf(name, "f32", values.shape, values)
+    def _float32(self, key: tuple, shape: tuple[int, ...], columns: tuple[int, int] | None) -> Tensor:
+        """Floats, of which only the columns [first, last) are wanted."""
+        values = self._values(key[0], shape)[..., slice(*columns or (None,))]
+        return self._leaf(key, "f32", values.shape, -1, lambda first, end: np.ascontiguousarray(values[..., first:end]))
 
-    def _load(self, name: str, shape: tuple[int, ...], rows: tuple[int, int] | None) -> Tensor:
+    def _load(self, key: tuple, shape: tuple[int, ...], rows: tuple[int, int] | None) -> Tensor:
         if len(shape) == 1:
-            return self._float32(name, shape, (slice(*rows or (None,)),))
-        info = self._info(name, shape, MATRIX_TYPES)
+            return self._float32(key, shape, rows)
+        name, info = key[0], self._info(key[0], shape, MATRIX_TYPES)
         *stack, n_rows, n_cols = shape
         first, last = rows or (0, n_rows)
-        tiles = None
+        n_matrices = prod(stack)
+
+        def part(start: int, end: int) -> np.ndarray:
+            data = self.file.data(name).reshape(n_matrices, n_rows, -1)[:, first + start:first + end]
+            return tile.pack(data, info.type.name, end - start, n_cols, n_matrices, name=name)
+        tensor = self._leaf(key, info.type.name, (*stack, last - first, n_cols), -2, part)
         if not self.on_paper:
-            n_matrices = prod(stack)
-            data = self.file.data(name).reshape(n_matrices, n_rows, -1)[:, first:last]
-            tiles = tile.pack(data, info.type.name, last - first, n_cols, n_matrices, name=name)
             self.file.release(name)
-        return self._leaf(name, info.type.name, (*stack, last - first, n_cols), tiles)
+        return tensor
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What has memory: tensors, or their parts and copies."""
+        return [held for tensor in self.loaded.values() for held in tensor.held]
 
     @property
     def n_bytes(self) -> int:
@@ -122,7 +140,7 @@ class Weights:
 
     def bytes_by_device(self) -> Counter[str]:
         found: Counter[str] = Counter()
-        for tensor in self.loaded.values():
+        for tensor in self.held:
             found[tensor.device] += n_bytes(tensor)
         return found
 
@@ -138,6 +156,6 @@ class Weights:
         if self.placement.offload is not None:
             for backend in self.backends.values():
                 backend.settle()
-        for tensor in self.loaded.values():
+        for tensor in self.held:
             self.backends[tensor.device].free(tensor.buffer)
         self.loaded = {}

@@ -17,8 +17,9 @@ class Tensor:
     """A region of memory: `offset` bytes into `buffer`, or into the region of another tensor, its `base`.
 
     node: whose result it is; None of a leaf (weight, cache, input) and of a view, which is a part of its base. The result of an
-    op that writes into an operand has the operand as its base. layout: how a backend holds the dtype (`base.storage.LAYOUTS`), ""
-    where there is one way only."""
+    op that writes into an operand has the operand as its base. shards: what other devices have of a leaf, each a copy; or, where
+    its own device is among them, each a part (`graph.columns`). layout: how a backend holds the dtype (`base.storage.LAYOUTS`),
+    "" where there is one way only."""
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -28,9 +29,21 @@ class Tensor:
     offset: int = 0
     buffer: Any = None
     layout: str = ""
+    shards: dict[str, "Tensor"] = field(default_factory=dict)
 
     def __repr__(self):
         return f"{self.name}: {self.dtype} [{', '.join(map(str, self.shape))}]"
+
+    @property
+    def is_cut(self) -> bool:
+        """Of a leaf, whether its shards are parts."""
+        return self.device in self.shards
+
+    @property
+    def held(self) -> list["Tensor"]:
+        """Of a leaf, what has memory of its own: itself or its parts, and its copies."""
+        whole = [self] if not self.is_cut or self.shards[self.device].is_view else []
+        return whole + [shard for shard in self.shards.values() if not shard.is_view]
 
     @property
     def root(self) -> "Tensor":

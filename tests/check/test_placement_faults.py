@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from ggml_py.backends.cpu import CPUBackend
-from ggml_py.graph import program, split
+from ggml_py.graph import columns, program, split
 from ggml_py.graph.program import Crossing, Fetch
+from ggml_py.models.weights import Weights
+from ggml_py.state.kv_cache import KVCache
 from planted_faults import (FaultyBackend, after, caught_by, instead, norms, other_order, rough_swiglu, verify,
                             without_the_last_expert, write)
 
@@ -17,7 +19,7 @@ WINDOWS = np.random.default_rng(0).integers(0, 70, (2, 40)).astype(np.int32)
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return {kind: write(folder / f"{kind}.gguf", kind) for kind in ("llama", "qwen3moe", "qwen35")}
+    return {kind: write(folder / f"{kind}.gguf", kind) for kind in ("llama", "qwen3moe", "qwen35", "gpt-oss")}
 
 
 def verified(path, make=None):
@@ -25,10 +27,10 @@ def verified(path, make=None):
     return verify(path, WINDOWS, ["placement"], {"cpu": CPUBackend()}, make)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3moe", "qwen35"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3moe", "qwen35", "gpt-oss"])
 def test_without_a_fault(paths, kind):
     verification = verified(paths[kind])
-    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 5, verification.verdict()
+    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 6, verification.verdict()
 
 
 @pytest.mark.parametrize("kind, op, twins", [
@@ -82,6 +84,51 @@ def test_a_stale_copy(paths, monkeypatch):
     assert caught_by(verification) == {"placement"}
     found = verification.bisect(verification.first_mismatch())
     assert found.culprits == ["the copy of l_out-1 from cpu:1 to cpu, in: placement, half of the layers on cpu:1"], str(found)
+
+
+@pytest.mark.parametrize("kind, weight, part", [
+    ("llama", "blk.1.attn_q.weight", "rows 0 to 63"), ("llama", "blk.0.attn_k.weight", "rows 0 to 31"),
+    ("qwen3moe", "blk.1.ffn_down_exps.weight", "rows 0 to 31"), ("gpt-oss", "blk.0.ffn_up_exps.bias", "columns 0 to 31")])
+def test_parts_of_a_weight_that_are_swapped(paths, monkeypatch, kind, weight, part):
+    load = Weights._leaf
+
+    def swapped(weights, key, *args):
+        tensor = load(weights, key, *args)
+        if key[0] == weight and tensor.is_cut:
+            a, b = tensor.shards.values()
+            a.buffer, b.buffer = b.buffer, a.buffer
+        return tensor
+    monkeypatch.setattr(Weights, "_leaf", swapped)
+    verification = verified(paths[kind])
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert any(f"{weight}@cpu is not {part} of {weight}, in: placement, columns" in each for each in found.culprits), str(found)
+
+
+def test_parts_of_a_result_that_change_places(paths, monkeypatch):
+    """The gather puts them side by side in another order."""
+    monkeypatch.setattr(columns._Sharing, "_gathered", lambda self, tensor, device: self._make(
+        tensor.name, device, "concat_heads", self.parts[tensor][::-1], dict(n_head=1, n_head_y=1)).results[0])
+    verification = verified(paths["llama"])
+    assert caught_by(verification) == {"placement"}
+    assert verification.bisect(verification.first_mismatch()).name == "kqv_out-0"
+
+
+def test_a_cache_on_the_wrong_device(paths, monkeypatch):
+    """Of layer 1 each device writes K of its heads where the other's V is."""
+    write = KVCache.write
+
+    def written(cache, graph, layer, part, x, name):
+        tensors = {"k": cache.k, "v": cache.v}[part][layer]
+        if layer == 1 and part == "k" and tensors.is_cut and not hasattr(cache, "is_swapped"):
+            a, b = tensors.shards.values()
+            a.buffer, b.buffer, cache.is_swapped = cache.v[layer].shards[a.device].buffer, b.buffer, True
+        return write(cache, graph, layer, part, x, name)
+    monkeypatch.setattr(KVCache, "write", written)
+    verification = verified(paths["llama"])
+    assert caught_by(verification) == {"placement"}
+    found = verification.bisect(verification.first_mismatch())
+    assert found.name == "kqv_out-1", str(found)
 
 
 class LateFetch(CPUBackend):

@@ -49,6 +49,8 @@ def test_several_devices_share_the_layers():
     assert asked("--device", "cpu,cpu:1", "-sm", "none", "-mg", "1") == PlacementOptions(("cpu", "cpu:1"), split_mode="none",
                                                                                      main_gpu=1)
     assert typed(PlacementOptions(("cpu", "cpu:1"), 2, split_mode="none", main_gpu=1)) == "-ngl 2 -sm none -mg 1"
+    for name in "column", "tensor":
+        assert asked("--device", "cpu,cpu:1", "-sm", name) == PlacementOptions(("cpu", "cpu:1"), split_mode="column")
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -59,7 +61,6 @@ def test_several_devices_share_the_layers():
     (["-cmoe"], "-ot: experts are in the name of none of the 21 tensors"), (["-ncmoe", "0"], "must be at least 1, got 0"),
     (["-ngl", "-5"], "must be at least 0, got -5"),
     (["-sm", "row"], "-sm: 'row' is not possible: rows of a product would be summed"),
-    (["-sm", "tensor"], "-sm: 'tensor' is not possible: columns are not split over devices yet; allowed: none, layer"),
     (["-mg", "1"], "-mg: must be 0 to 0, the number of one of cpu, got 1"),
     (["-ts", "1,2"], "-ts: must be 1 numbers, for cpu, at least 0 and not all 0, got 1, 2"),
     (["-ts", "x"], "must be a number, got 'x'"), (["-fmoe"], "-fmoe: fused wherever"),

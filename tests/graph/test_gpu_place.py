@@ -7,6 +7,7 @@ import pytest
 from cuda_simulator import no_gpu
 from ggml_py.backends import open_backend
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.testing import assert_bitwise_equal
@@ -18,6 +19,8 @@ TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5], [3, 5], [8], [9]]
 MODELS = {
     "llama": lambda path: write_model(path, "llama", ("Q8_0", "Q4_1")),
     "qwen3moe": lambda path: write_moe_model(path, "qwen3moe", ("Q8_0",)),
+    "wide": lambda path: write_model(path, "qwen2", ("Q8_0", "Q4_1", "F32"), n_embd=128, n_head=8, n_head_kv=4, n_ff=288,
+                                     n_vocab=160, qkv_bias=True),
     "deepseek2": lambda path: write_moe_model(path, "deepseek2", ("Q8_0",)),
 }
 
@@ -57,3 +60,20 @@ def test_nodes_anywhere(case, home, seed):
     assert devices == {"cpu", "cuda:0"} and copies > 10
     assert_bitwise_equal(found, expected, f"seed {seed}, home {home}")
     assert_bitwise_equal(found_ids, ids, f"seed {seed}, home {home}, greedy")
+
+
+@pytest.mark.parametrize("split_mode", ["layer", "column"])
+@pytest.mark.parametrize("settings", [{}, dict(n_ubatch=3), dict(n_ubatch=3, graphs=False, kv_write="cpy")])
+def test_streams_of_one_gpu_stand_for_several(case, split_mode, settings):
+    """Each has its own stream, memory and graphs, and micro-batches are queued ahead."""
+    path, (expected, ids) = case
+    backends = [open_backend("cuda:0") for _ in range(3 if split_mode == "layer" else 2)]
+    for i, backend in enumerate(backends):
+        backend.device = f"cuda:{i}"
+    options = PlacementOptions(tuple(backend.device for backend in backends), split_mode=split_mode)
+    with Model(GGUFFile.open(path), *backends, placement=options) as model:
+        for _ in range(20):
+            found, found_ids, devices, _ = logits(model, **settings)
+            assert devices == {*options.devices}
+            assert_bitwise_equal(found, expected, f"{split_mode}")
+            assert_bitwise_equal(found_ids, ids, f"{split_mode}, greedy")

@@ -75,11 +75,9 @@ class GuardedCPU(CPUBackend):
 
     def flush_before(self, pending) -> None:
         """What was queued before a pending value."""
-        while self.queue:
-            work = self.queue.pop(0)
-            if work == pending.land:
-                break
-            work()
+        while pending.land in self.queue:
+            if (work := self.queue.pop(0)) != pending.land:
+                work()
 
     def copy(self, buffer, offset, source, source_buffer, source_offset, n_bytes) -> None:
         done = []
@@ -96,22 +94,24 @@ class GuardedCPU(CPUBackend):
 
     def fetch(self, buffer, offset, source, source_buffer, source_offset, n_bytes):
         """Every second one comes at once, the others when they are awaited."""
+        def begun():
+            """Where it is in the order of work."""
+
         def bring():
+            self.flush_before_work(begun)
             buffer[offset:offset + n_bytes] = source_buffer[source_offset:source_offset + n_bytes]
         source.flush()
+        self.queue.append(begun)
         self.n_fetched += 1
         if self.n_fetched % 2:
             return bring
-        self.flush()
         bring()
         return lambda: None
 
     def flush_before_work(self, mine) -> None:
-        while self.queue:
-            work = self.queue.pop(0)
-            if work is mine:
-                break
-            work()
+        while mine in self.queue:  # else what was before it has been done, or is being done
+            if (work := self.queue.pop(0)) is not mine:
+                work()
 
     def run(self, steps) -> None:
         self.flush()

@@ -14,7 +14,7 @@ from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
-from ggml_py.graph import split
+from ggml_py.graph import columns, split
 from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
 from ggml_py.testing import assert_bitwise_equal
 from guarded_cpu import guarded_devices
@@ -24,10 +24,14 @@ from tiny_moe_models import ARCHITECTURES, write_moe_model
 
 WRITERS = {**{arch: lambda path, arch=arch: write_model(path, arch, ("Q8_0", "Q4_1")) for arch in ("llama", "qwen2", "qwen3")},
            "tied": lambda path: write_model(path, "llama", ("Q8_0",), tied=True),
+           # four devices can share all of them: heads, feed-forward, vocabulary
+           **{f"wide{'-tied' * tied}": lambda path, tied=tied: write_model(
+                  path, "qwen2", ("Q8_0", "Q4_1", "F32"), n_embd=128, n_head=8, n_head_kv=4, n_ff=288, n_vocab=160, tied=tied,
+                  qkv_bias=True) for tied in (False, True)},
            **{kind: lambda path, kind=kind: write_moe_model(path, kind, ("Q8_0", "F32")) for kind in ARCHITECTURES},
            **{kind: lambda path, kind=kind: write_delta_net_model(path, kind, ("Q8_0",)) for kind in KINDS}}
 TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
-DEVICES = "cpu", "cpu:1", "cpu:2"
+DEVICES = "cpu", "cpu:1", "cpu:2", "cpu:3"
 
 
 def decoded(model, **context_settings) -> np.ndarray:
@@ -59,9 +63,10 @@ def on_several(kind: str, options: PlacementOptions, **context_settings) -> np.n
         placement = model.architecture.placement
         for (name, *_), tensor in model.architecture.w.loaded.items():
             assert tensor.device == placement.weight(name), tensor
+            assert set(tensor.shards) <= {*placement.columns} and {held.device for held in tensor.held} >= {*tensor.shards}
         with model.new_context(n_ctx=8) as context:
             nodes = context.program(2, 1).nodes
-        if not options.offload:
+        if not options.offload and not placement.columns:
             assert all(node.device == node.operands["w"].root.device for node in nodes if node.op in ("mul_mat", "mul_mat_id"))
         return decoded(model, **context_settings)
 
@@ -74,11 +79,11 @@ OFFLOADS = (), (("all", 1),), (("all", 3),), (("mul_mat_id", 1), ("all", None)),
 
 @st.composite
 def placements(draw, names: list[str]) -> PlacementOptions:
-    devices = tuple(draw(st.lists(st.sampled_from(DEVICES), min_size=1, max_size=3, unique=True)))
+    devices = tuple(draw(st.lists(st.sampled_from(DEVICES), min_size=1, max_size=4, unique=True)))
     found = [pattern for pattern in PATTERNS if any(re.search(pattern, name) for name in names)]
     overrides = draw(st.lists(st.builds(Override, st.sampled_from(found), st.sampled_from(DEVICES)), max_size=4))
     return PlacementOptions(devices, draw(st.none() | st.integers(0, 5)), tuple(overrides),
-                            draw(st.sampled_from(["layer", "none"])),
+                            draw(st.sampled_from(["layer", "none", "column"])),
                             draw(st.just(()) | st.tuples(*[st.sampled_from([1.0, 2.5])] * len(devices))),
                             draw(st.integers(0, len(devices) - 1)), draw(st.booleans()), draw(st.sampled_from(OFFLOADS)))
 
@@ -87,11 +92,17 @@ def placements(draw, names: list[str]) -> PlacementOptions:
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_placement_gives_the_bits_of_one_device(kind, data):
-    """350 placements of models of every architecture, weights of the host streamed or not."""
+    """400 placements of models of every architecture, weights of the host streamed or not, products shared or not."""
     options = data.draw(placements([*GGUFFile.open(file_of(kind)).tensors]))
     no_fuse, kv_write = data.draw(st.sampled_from([(), ("all",), ("elide",)])), data.draw(st.sampled_from(["set_rows", "cpy"]))
-    with mock.patch.multiple(split, WINDOW=0, LEAST_AHEAD=data.draw(st.sampled_from([1, 2, 5]))):
-        found = on_several(kind, options, no_fuse=no_fuse, kv_write=kv_write)
+    with (mock.patch.multiple(split, WINDOW=0, LEAST_AHEAD=data.draw(st.sampled_from([1, 2, 5]))),
+          mock.patch.object(columns, "EVERYWHERE", data.draw(st.sampled_from([0, 1 << 30])))):
+        try:
+            found = on_several(kind, options, no_fuse=no_fuse, kv_write=kv_write)
+        except ParameterError as error:
+            if error.parameter == "split_mode":
+                return
+            raise
     assert_bitwise_equal(found, expected(kind), f"{kind}: {options}")
 
 
@@ -143,8 +154,7 @@ def test_experts_on_the_host(asked, layers):
 
 @pytest.mark.parametrize("options, message", [
     (dict(split_mode="row"), "split_mode: 'row' is not possible: rows of a product would be summed across devices"),
-    (dict(split_mode="tensor"), "split_mode: 'tensor' is not possible: columns are not split over devices yet; allowed: none, "),
-    (dict(split_mode="graph"), "split_mode: 'graph' is not allowed; allowed: none, layer"),
+    (dict(split_mode="graph"), "split_mode: 'graph' is not allowed; allowed: none, layer, column"),
     (dict(main_gpu=2), "main_gpu: must be 0 to 1, the number of one of cpu, cpu:1, got 2"),
     (dict(n_gpu_layers=-2), "n_gpu_layers: must be at least 0, got -2"),
     (dict(tensor_split=(1.0,)), "tensor_split: must be 2 numbers, for cpu, cpu:1, at least 0 and not all 0, got 1"),
@@ -180,6 +190,71 @@ def test_a_model_closes_the_devices_that_it_was_given_and_no_others():
     with Model(GGUFFile.open(file_of("llama")), given) as model:
         model.backends["cpu:1"] = lent
     assert (given.n_closed, lent.n_closed) == (1, 0)
+
+
+# Products that devices share
+
+def shared(kind: str, *devices: str, **options) -> dict[str, list[tuple[int, ...]]]:
+    """Of each weight and cache that is cut, the shapes of its parts."""
+    with (Model.load(file_of(kind), placement=PlacementOptions(devices, split_mode="column", **options)) as model,
+          model.new_context(n_ctx=8) as context):
+        leaves = [*model.architecture.w.loaded.values(), *context.memory.k, *context.memory.v]
+        return {leaf.name: [part.shape for part in leaf.shards.values()] for leaf in leaves if leaf.is_cut}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["wide", "wide-tied"])
+def test_devices_share_heads_feed_forward_blocks_and_the_vocabulary(kind, n):
+    """Whole tiles and whole heads, in equal shares as far as they go."""
+    found = shared(kind, *DEVICES[:n])
+    heads = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}[n]
+    tiles = {2: ([4, 5], [2, 3], [2, 2]), 3: ([3, 3, 3], [2, 1, 2], [1, 2, 1]), 4: ([2, 2, 3, 2], [1, 1, 2, 1], [1, 1, 1, 1])}[n]
+    of_tiles = lambda i, k: [(32 * each, k) for each in tiles[i]]
+    assert found["blk.0.attn_q.weight"] == [(64 * each, 128) for each in heads]
+    assert found["blk.1.attn_v.weight"] == [(32 * each, 128) for each in heads]
+    assert found["cache_k-1"] == found["cache_v-0"] == [(8, 32 * each) for each in heads]
+    assert found["blk.0.ffn_up.weight"] == found["blk.0.ffn_gate.weight"] == of_tiles(0, 128)
+    assert found["blk.0.ffn_down.weight"] == of_tiles(2, 288) and found["blk.1.attn_output.weight"] == of_tiles(2, 256)
+    assert found["token_embd.weight" if kind == "wide-tied" else "output.weight"] == of_tiles(1, 128)
+    assert not any("norm" in name or "bias" in name for name in found) and ("token_embd.weight" in found) == (kind == "wide-tied")
+
+
+def test_shares_are_in_proportion_and_none_is_empty():
+    assert shared("wide", "cpu", "cpu:1", tensor_split=(1, 8))["blk.0.ffn_up.weight"] == [(32, 128), (256, 128)]
+    assert shared("wide", "cpu", "cpu:1", tensor_split=(1, 100))["cache_k-0"] == [(8, 32), (8, 96)]
+    assert shared("wide", "cpu", "cpu:1", "cpu:2", tensor_split=(1, 0, 1)) == shared("wide", "cpu", "cpu:2")
+
+
+def test_heads_that_are_too_few_are_one_devices_own():
+    assert not [name for name in shared("llama", "cpu", "cpu:1", "cpu:2") if "attn" in name or "cache" in name]
+    with pytest.raises(ParameterError, match="^split_mode: .* no product can be shared by 3 devices; allowed: matrices of as "
+                                             "many times 32 rows, attention of as many KV heads$"):
+        shared("qwen3moe", "cpu", "cpu:1", "cpu:2")
+
+
+def test_weights_of_other_places_are_not_shared():
+    overrides = Override(r"blk\.0\.ffn_up", "cpu:2"), Override("attn_v", "cpu")
+    found = shared("wide", "cpu", "cpu:1", overrides=overrides)
+    assert "blk.0.ffn_up.weight" not in found and "blk.0.ffn_gate.weight" not in found and "blk.1.ffn_up.weight" in found
+    assert "blk.0.attn_v.weight" in found
+    found = shared("wide", "cpu:1", "cpu:2", n_gpu_layers=2)
+    assert "blk.0.attn_q.weight" not in found and {"blk.1.attn_q.weight", "output.weight"} <= {*found}
+
+
+def test_between_gathers_devices_work_side_by_side():
+    """Four exchanges a layer, and of the logits; all copies of an exchange come before what either device does next."""
+    options = PlacementOptions(("cpu:1", "cpu:2"), split_mode="column")
+    with Model.load(file_of("wide"), placement=options) as model, model.new_context(n_ctx=16) as context:
+        runs = context.program(5, 5).runs
+    assert [run.device for run in runs] == ["cpu:1", "cpu:2"] * 9 + ["cpu:1"]
+    gathered = [[copy.results[0].device for copy in run.copies] for run in runs[2:]]
+    assert gathered == [["cpu:1", "cpu:2"], []] * 8 + [["cpu:1"]]
+
+
+def test_nodes_of_columns_have_no_other_device():
+    with (Model.load(file_of("wide"), placement=PlacementOptions(DEVICES[:2], split_mode="column")) as model,
+          pytest.raises(ParameterError, match="^device_of: devices that share columns have parts of weights; allowed: None$")):
+        model.new_context(n_ctx=8, device_of=lambda node: "cpu")
 
 
 # What crosses
