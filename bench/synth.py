@@ -17,9 +17,10 @@ import checkout  # noqa: F401
 import gguf
 import numpy as np
 from gguf import GGUFWriter
-from gguf.quants import dequantize
 
+from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.formats import FORMATS, Format
+from gguf_tensors import add_tensor
 from random_weights import random_weight
 
 POOL_BYTES = 16 << 20  # of one type and row length
@@ -28,7 +29,7 @@ SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
 # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # with a float16 scale a block; gguf cannot read Q1_0
-TYPES = [fmt.name for fmt in FORMATS.values() if ("d", 2) in fmt.fields and fmt.name != "Q1_0"]
+TYPES = [fmt.name for fmt in FORMATS.values() if (("d", 2) in fmt.fields or fmt.header) and fmt.name != "Q1_0"]
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,16 @@ def pool(fmt: Format, n_cols: int, rng: np.random.Generator) -> np.ndarray:
     of even size, are not equal."""
     n_rows = POOL_BYTES // fmt.row_bytes(n_cols) | 1
     rows = random_weight(fmt, n_rows, n_cols, rng)
-    sample = dequantize(rows[:SAMPLE_ROWS], fmt.type_id)
+    sample = dequantize(rows[:SAMPLE_ROWS], fmt, (min(SAMPLE_ROWS, n_rows), n_cols))
     factor = np.float32(1 / np.sqrt(np.square(sample).mean() * n_cols))
     if not fmt.is_quantized:
         values = rows.view(np.float32)  # F32, the router's: TYPES has no other
         values *= factor
+        return rows
+    if fmt.header_bytes:
+        rows = np.ascontiguousarray(rows)
+        scales = rows[:, :fmt.header_bytes].view(np.float32 if fmt.header_bytes == 4 else np.float16)
+        scales[:] = scales * factor
         return rows
     blocks, first = rows.reshape(n_rows, -1, fmt.type_size), 0
     for name, size in fmt.fields:
@@ -254,7 +260,7 @@ def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
             pools[fmt.name, n_cols] = pool(fmt, n_cols, rng)
         rows = pools[fmt.name, n_cols]
         data = Repeated(rows, int(rng.integers(len(rows))), int(np.prod(t.shape[:-1])))
-        w.add_tensor(t.name, data, raw_shape=(*t.shape[:-1], data.shape[1]), raw_dtype=fmt.type_id)
+        add_tensor(w, t.name, data, fmt, t.shape)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

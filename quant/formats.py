@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from . import floats, fp4, i_quants, k_quants, legacy, ternary
+from . import floats, fp4, i_quants, ik_quants, k_quants, legacy, ternary
 from .words import Unpacker, unpacker
 
 CHUNK = 256  # columns of a row that are unpacked together; every block size divides it
@@ -20,6 +20,7 @@ class Format:
     name: str
     block_size: int                 # columns in a block
     fields: tuple                   # of (name, bytes): a block's fields, in file order
+    header: tuple                   # of a row's, before its blocks; in a tile before those of each chunk. Then a block is a chunk
     planes: tuple = ()              # of tuples of names: the fields' order in a tile; a plane holds, block by block, its fields
     parts: Callable | None = None   # quantized: (Primitives, ldw, ld4, ld2) -> words.Parts; the loads: `tile.loads`
     values: Callable | None = None  # float: (Primitives, ldw) -> device function (t, q) -> 8 float32, columns 8q..8q+7
@@ -30,15 +31,21 @@ class Format:
     max_isc: int = 0
     max_imin: int = 0
     dtype: str | None = None        # numpy's name of a plain type's values
+    own_id: int | None = None       # of a type that the package gguf does not know
 
     @cached_property
-    def type_id(self) -> GGMLQuantizationType:
-        return GGMLQuantizationType[self.name]
+    def type_id(self) -> int:
+        """In files."""
+        return GGMLQuantizationType[self.name] if self.own_id is None else self.own_id
 
     @cached_property
     def type_size(self) -> int:
         """Bytes in a block: the sum of its fields."""
         return sum(size for _, size in self.fields)
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return sum(size for _, size in self.header)
 
     @property
     def is_quantized(self) -> bool:
@@ -57,13 +64,13 @@ class Format:
         """Bytes of a row of n_cols values in the file: whole blocks, or the tensor is refused by name."""
         if n_cols % self.block_size:
             raise ValueError(f"{name}: {self.name} rows must be a multiple of {self.block_size} values, got {n_cols}")
-        return n_cols // self.block_size * self.type_size
+        return self.header_bytes + n_cols // self.block_size * self.type_size
 
     # A row's chunk in a tile: `chunk_bytes` = 16 n_pieces + 4 n_words + 2 n_halves, in piece order.
 
     @cached_property
     def chunk_bytes(self) -> int:
-        return CHUNK // self.block_size * self.type_size
+        return self.header_bytes + CHUNK // self.block_size * self.type_size
 
     @property
     def n_pieces(self) -> int:
@@ -79,9 +86,10 @@ class Format:
 
     @cached_property
     def piece_order(self) -> np.ndarray:
-        """int64 [chunk_bytes]: byte i of a chunk in piece order is byte piece_order[i] of the chunk in the file."""
+        """int64 [chunk_bytes]: byte i of a chunk in piece order is byte piece_order[i] of the chunk in the file, behind the row's
+        header if there is one."""
         offsets, offset = {}, 0
-        for field, size in self.fields:
+        for field, size in (*self.header, *self.fields):
             offsets[field] = range(offset, offset + size)
             offset += size
         order = np.array([block * self.type_size + byte for plane in self.planes for block in range(CHUNK // self.block_size)
@@ -103,14 +111,16 @@ def check_bytes(fmt: Format, data: np.ndarray, shape: tuple[int, ...], name: str
 FORMATS: dict[str, Format] = {}
 
 
-def _row(name, block_size, fields, planes="", parts=None, *numbers, **kwargs):
+def _row(name, block_size, fields, planes="", parts=None, *numbers, header="", **kwargs):
     """Enters a type. fields: "d:2 qs:16" in file order; planes: "qs d+m" in tile order, fields joined by + alternate block by
-    block."""
-    fields = tuple((field, int(size)) for field, size in (f.split(":") for f in fields.split()))
-    fmt = Format(name, block_size, fields, tuple(tuple(plane.split("+")) for plane in planes.split()), parts,
+    block. header: as fields, of a row."""
+    header, fields = (tuple((field, int(size)) for field, size in (f.split(":") for f in part.split())) for part in
+                      (header, fields))
+    fmt = Format(name, block_size, fields, header, tuple(tuple(plane.split("+")) for plane in planes.split()), parts,
                  **dict(zip(("zero", "sub", "group", "max_level", "max_isc", "max_imin"), numbers)), **kwargs)
     assert name not in FORMATS, name
-    assert (fmt.block_size, fmt.type_size) == GGML_QUANT_SIZES[fmt.type_id], name
+    assert fmt.own_id is not None or (fmt.block_size, fmt.type_size) == GGML_QUANT_SIZES[GGMLQuantizationType[name]], name
+    assert not header or block_size == CHUNK, name
     FORMATS[name] = fmt
 
 
@@ -143,6 +153,32 @@ _row("TQ2_0",   256, "qs:64 d:2",                         "qs d",               
 _row("MXFP4",    32, "e:1 qs:16",                         "qs e",                   fp4.mxfp4,        0, 32,  32,  12,   1)
 _row("NVFP4",    64, "d:4 qs:32",                         "qs d",                   fp4.nvfp4,        0, 16,  16,  12,   1)
 _row("Q1_0",    128, "d:2 qs:16",                         "qs d",                   ternary.q1_0,     1, 32, 128,   1,   1)
+
+
+def _own(own_id, *row):
+    """Enters a type that gguf does not know. row: as of `_row`, with the header last where rows have one."""
+    *values, header = row if isinstance(row[-1], str) else (*row, "")
+    _row(*values, header=header, own_id=own_id)
+
+
+# of ik_llama.cpp
+_own(133, "Q6_0",     32, "d:2 qh:8 qs:16",                   "qs qh d",         ik_quants.q6_0,     32, 32,  32,  32,   1)
+_own(137, "IQ2_K",   256, "d:2 x:2 sc:8 qs:64",               "qs sc d x",       ik_quants.iq2_k,     0, 16, 256,  31,   8)
+_own(138, "IQ3_K",   256, "d:2 x:2 sh:2 sl:8 qs:64 qh:32",    "qs qh sl d x sh", ik_quants.iq3_k,     0, 16, 256,  63,  31)
+_own(139, "IQ4_K",   256, "d:2 x:2 sh:4 sl:8 qs:128",         "qs d x sh sl",    ik_quants.iq4_k,     0, 16, 256, 127,  32)
+_own(140, "IQ5_K",   256, "d:2 x:2 sh:4 sl:8 qs:128 qh:32",   "qs qh d x sh sl", ik_quants.iq5_k,     0, 16, 256, 126,  32)
+_own(141, "IQ6_K",   256, "d:2 x:2 sc:16 qs:128 qh:64",       "qs qh sc d x",    ik_quants.iq6_k,     0, 16, 256, 127, 128)
+_own(145, "IQ2_KS",  256, "x:2 sc:4 qs:64",                   "qs sc d x",       ik_quants.iq2_ks,    0, 32, 256,  31,  16, "d:2")
+_own(156, "IQ3_KS",  256, "x:2 sc:4 qs:64 qh:32",             "qs qh sc d x",    ik_quants.iq3_ks,    0, 32, 256,  63,  16, "d:2")
+_own(157, "IQ2_KL",  256, "x:2 sc:4 qs:64 qh:16",             "qs qh sc d x",    ik_quants.iq2_kl,    0, 32, 256,  63,  32, "d:2")
+_own(144, "IQ4_KS",  256, "sc:8 qs:128",                      "qs sc d",         ik_quants.iq4_ks,    0, 32, 256, 127, 127, "d:4")
+_own(146, "IQ4_KSS", 256, "qs:128",                           "qs d",            ik_quants.iq4_kss,   0, 32, 256, 127, 127, "d:4")
+_own(152, "IQ5_KS",  256, "sc:8 qs:128 qh:32",                "qs qh sc d",      ik_quants.iq5_ks,    0, 32, 256, 126, 127, "d:4")
+_own(158, "IQ1_KT",  256, "sh:8 ql:32 qh:16",                 "ql qh sh d",      ik_quants.iq1_kt,    0, 32, 256, 126, 127, "d:4")
+_own(153, "IQ2_KT",  256, "sc:4 ql:64",                       "ql sc d",         ik_quants.iq2_kt,    0, 32, 256, 126, 127, "d:4")
+_own(154, "IQ3_KT",  256, "sc:4 ql:64 qh:32",                 "ql qh sc d",      ik_quants.iq3_kt,    0, 32, 256, 126,  15, "d:4")
+_own(155, "IQ4_KT",  256, "w:32 ql:64 qh:32",                 "ql qh w d",       ik_quants.iq4_kt,    0, 32, 256, 126,  64, "d:4")
+
 _row("I8",         1, "value:1", dtype="int8")
 _row("I16",        1, "value:2", dtype="int16")
 _row("I32",        1, "value:4", dtype="int32")

@@ -7,14 +7,19 @@ there).
 from .words import NIBBLES, ONES, TWOS, Parts, half_scale, halves, i32, u32
 
 
-def two_bits(p, ldw):
-    """`quarter` of 64 bytes of 2-bit fields in pieces 0..3."""
+def two_bits_word(p, ldw):
+    """(t, j, h, q) -> word of 2-bit codes of 64 bytes in pieces 0..3."""
     shr = p.shr
 
     @p.jit
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 2) + h, q), 2 * (j & 3)) & TWOS)
-    return halves(p, word)
+    return word
+
+
+def two_bits(p, ldw):
+    """`quarter` of the same."""
+    return halves(p, two_bits_word(p, ldw))
 
 
 def min_pair(p):

@@ -106,6 +106,13 @@ def _slabs(tiling: Tiling):
             for r in range(0, tiling.n_row_tiles, step))
 
 
+def _with_headers(rows: np.ndarray, fmt: Format) -> np.ndarray:
+    """Rows of which each chunk begins with the row's header."""
+    header, blocks = rows[:, :fmt.header_bytes], rows[:, fmt.header_bytes:].reshape(len(rows), -1, fmt.type_size)
+    return np.concatenate([np.broadcast_to(header[:, None], (*blocks.shape[:2], fmt.header_bytes)), blocks],
+                          axis=2).reshape(len(rows), -1)
+
+
 def pack(data: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1, name: str = "tensor") -> np.ndarray:
     """Rows in file order -> tiles.
 
@@ -117,9 +124,11 @@ def pack(data: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1,
     rows = check_bytes(fmt, data, (n_matrices, n_rows, n_cols), name).reshape(n_matrices, n_rows, fmt.row_bytes(n_cols))
     tiles = np.empty(tiling.shape, np.uint8)
     # Fields move in units of up to 8 bytes, of which every field is a multiple
-    unit = gcd(8, *(size for _, size in fmt.fields))
+    unit = gcd(8, *(size for _, size in (*fmt.header, *fmt.fields)))
     for m, first, last in _slabs(tiling):
         slab = rows[m, first * ROWS:last * ROWS]
+        if fmt.header_bytes:
+            slab = _with_headers(slab, fmt)
         padded = ((last - first) * ROWS, tiling.n_chunks * fmt.chunk_bytes)
         if slab.shape != padded:
             slab = np.pad(slab, [(0, p - s) for p, s in zip(padded, slab.shape)])

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from ..base.errors import UserError, quoted
+from ..quant.formats import FORMATS
 
 # Limits that the format itself sets.
 MAX_KEY_BYTES = 65_535
@@ -103,12 +104,29 @@ class StringArray(Sequence[str]):
         return f"<StringArray of {self._n_strings} strings>"
 
 
+class Type(NamedTuple):
+    """Of a tensor. header_bytes: in front of each row."""
+    name: str
+    block_size: int
+    type_size: int
+    header_bytes: int = 0
+
+
+TYPES = {int(type): Type(type.name, *GGML_QUANT_SIZES[type]) for type in GGML_QUANT_SIZES}
+TYPES |= {fmt.type_id: Type(fmt.name, fmt.block_size, fmt.type_size, fmt.header_bytes) for fmt in FORMATS.values()}
+REFUSED = {36: "I2_S of BitNet", 134: "IQ1_BN of BitNet", 135: "IQ2_BN of BitNet", 335: "IQ2_BN_R4 of BitNet",
+           151: "Q8_KV of caches", 398: "Q8_KV_R8 of caches",
+           **dict.fromkeys((97, 98, 99, 136, 147, 148, 149, 150), "which holds activations"),
+           **{type_id: f"{name}, which is made in memory" for type_id, name in
+              ((230, "BF16_R16"), (397, "Q8_K_R16"), (399, "Q8_K_R8"))}}
+
+
 class TensorInfo(NamedTuple):
     """One row of the tensor table. shape: ne0, the contiguous dimension, first;
     offset: bytes from the start of file number `part`."""
     name: str
     shape: tuple[int, ...]
-    type: GGMLQuantizationType
+    type: Type
     offset: int
     n_bytes: int
     part: int
@@ -459,17 +477,18 @@ class _Part:
             if not 1 <= n_values < 2**63:
                 raise self.error(f"{who} of shape {shape} has {n_values} values, must have 1 to 2^63 - 1")
             type_id = self._u32(f"type of {who}")
-            if type_id not in GGML_QUANT_SIZES:
-                raise self.error(f"{who} has unknown type {type_id}, allowed are "
-                                 f"{', '.join(f'{t:d} ({t.name})' for t in GGML_QUANT_SIZES)}")
-            type = GGMLQuantizationType(type_id)
-            block_size, type_size = GGML_QUANT_SIZES[type]
-            if shape[0] % block_size:
-                raise self.error(f"{who}: {type.name} rows must be a multiple of {block_size} values, got {shape[0]}")
+            if type_id not in TYPES:
+                found = f"type {type_id}, {REFUSED[type_id]}" if type_id in REFUSED else f"unknown type {type_id}"
+                raise self.error(f"{who} has {found}, allowed are "
+                                 f"{', '.join(f'{t} ({type.name})' for t, type in TYPES.items())}")
+            type = TYPES[type_id]
+            if shape[0] % type.block_size:
+                raise self.error(f"{who}: {type.name} rows must be a multiple of {type.block_size} values, got {shape[0]}")
             offset = self._u64(f"offset of {who}")
             if offset % self.alignment:
                 raise self.error(f"{who} has offset {offset}, must be a multiple of general.alignment, {self.alignment}")
-            tensors.append(TensorInfo(name, shape, type, offset, n_values // block_size * type_size, 0))
+            n_bytes = n_values // shape[0] * type.header_bytes + n_values // type.block_size * type.type_size
+            tensors.append(TensorInfo(name, shape, type, offset, n_bytes, 0))
 
         data_start = -(-self._pos // self.alignment) * self.alignment
         tensors = [t._replace(offset=data_start + t.offset) for t in tensors]

@@ -174,9 +174,10 @@ def preparer(fmt: Format, unpack, n_quads: int):
 def splitter(fmt: Format):
     """(w, f0, f1, f2, f3) -> v = isc * level of the words of a fragment of 16 rows as limbs, fragments h, of int8, then l, of
     uint8: v = 256 h + l. f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15,
-    whose bytes are h + 128 and l."""
+    whose bytes are h + 128 and l, so |v| < 2^15. Then |h| <= 128, l <= 255, and with limbs of q up to 127 and 64 no sum of
+    `split_sum` reaches 2^31: 128 * 256 * 255 * 127 + 256 * 255 * 64 + 256 * 256 * 128 * 64 < 1.61e9."""
     offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
-    assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 8192, fmt.name
+    assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 2**15, fmt.name
     offsets, middle = i64(offset * 0x00010001), i64(0x80008000)
     loaded = constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup16
 

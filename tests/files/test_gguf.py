@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import fuzz_gguf
 import ggml_py.files.gguf
-from fuzz_gguf import ALL_KEYS, ALL_TENSORS, FORMATS, Field, file_fields, joined, models, split_keys, string, u32, u64
+from fuzz_gguf import (ALL_KEYS, ALL_TENSORS, FORMATS, OWN, TYPE_OF, Field, file_fields, joined, models, split_keys, string, u32,
+                       u64)
 from ggml_py.files.gguf import GGUFError, GGUFFile, StringArray
 from places import REFERENCE, environment
 
@@ -49,7 +50,7 @@ def test_all_value_types_and_tensors(tmp_path, version, alignment):
         assert {k: plain(v) for k, v in file.metadata.items()} == {key: value for key, _, value in keys}
         assert file.metadata_types == {key: type for key, type, _ in keys}
         assert file.metadata["a.f32"].dtype == np.float32 and file.metadata["a.bool"].dtype == bool
-        assert [(t.name, t.type, t.shape) for t in file.tensors.values()] == ALL_TENSORS
+        assert [(t.name, TYPE_OF[t.type.name], t.shape) for t in file.tensors.values()] == ALL_TENSORS
         for i, (name, tensor) in enumerate(file.tensors.items()):
             data = file.data(name)
             assert tensor.offset % alignment == 0 and tensor.part == 0 and not data.flags.writeable
@@ -62,6 +63,29 @@ def test_every_tensor_type(tmp_path, type):
     with GGUFFile.open(write(tmp_path / "m.gguf", file_fields([], tensors))) as file:
         assert file.tensors["a"].n_bytes == 6 * GGML_QUANT_SIZES[type][1] == file.data("a").nbytes
         assert file.data("b")[0] == 1
+
+
+@pytest.mark.parametrize("type", OWN, ids=lambda t: OWN[t][0])
+def test_types_of_ik_llama_cpp(tmp_path, type):
+    """Rows may have a header. Whole blocks are needed, and bytes for the headers."""
+    name, block, size, header = OWN[type]
+    fields = file_fields([], [("a", type, (2 * block, 3)), ("b", type, (block,))])
+    with GGUFFile.open(path := write(tmp_path / "m.gguf", fields)) as file:
+        assert file.tensors["a"].type.name == name
+        assert file.tensors["a"].n_bytes == 3 * (header + 2 * size) == file.data("a").nbytes
+        assert file.tensors["b"].n_bytes == header + size and file.data("b")[0] == 1
+    path.write_bytes(path.read_bytes()[:-(-(header + size) % 32) - 1])  # with the last byte of the tensor
+    with pytest.raises(GGUFError, match=rf"'b' \({name}, shape \({block},\)\) takes {header + size} bytes from offset .*, but"):
+        GGUFFile.open(path)
+    with pytest.raises(GGUFError, match=f"tensor 'a': {name} rows must be a multiple of {block} values, got {block + 1}$"):
+        GGUFFile.open(write(path, file_fields([], [("a", type, (block + 1, 3), b"")])))
+
+
+@pytest.mark.parametrize("type, name", [(36, "I2_S of BitNet"), (151, "Q8_KV of caches"), (398, "Q8_KV_R8 of caches"),
+                                        (97, "which holds activations"), (399, "Q8_K_R8, which is made in memory")])
+def test_types_that_are_refused_by_name(tmp_path, type, name):
+    with pytest.raises(GGUFError, match=rf"tensor 'a' has type {type}, {name}, allowed are 0 \(F32\), .*, 144 \(IQ4_KS\), "):
+        GGUFFile.open(write(tmp_path / "m.gguf", changed(file_fields([], [("a", Q.F32, (8,))]), "tensor type", "a", u32(type))))
 
 
 def test_text_that_is_not_utf8_stays_distinct(tmp_path):
@@ -157,7 +181,7 @@ def test_reads_what_gguf_writes_as_gguf_reads_it(tmp_path, keys, tensors, alignm
         fields = {k: f for k, f in reference.fields.items() if not k.startswith("GGUF.")}
         assert {k: plain(v) for k, v in file.metadata.items()} == {k: f.contents() for k, f in fields.items()}
         assert {name: file.data(name).tobytes() for name in file.tensors} == data
-        assert [(t.name, list(t.shape), t.type, t.offset, t.n_bytes) for t in file.tensors.values()] == [
+        assert [(t.name, list(t.shape), Q[t.type.name], t.offset, t.n_bytes) for t in file.tensors.values()] == [
             (t.name, t.shape.tolist(), t.tensor_type, t.data_offset, t.n_bytes) for t in reference.tensors]
 
 
@@ -242,7 +266,7 @@ def test_split_model(tmp_path):
     paths = write_split(tmp_path)
     with GGUFFile.open(paths[0]) as file:
         assert file.paths == tuple(paths) and file.get("general.architecture", "str") == "llama"
-        assert [(t.name, t.type, t.shape) for t in file.tensors.values()] == ALL_TENSORS
+        assert [(t.name, TYPE_OF[t.type.name], t.shape) for t in file.tensors.values()] == ALL_TENSORS
         assert [t.part for t in file.tensors.values()] == [0, 0, 0, 1, 1, 2, 2, 2]
         for i, name in enumerate(file.tensors):
             first = [0, 1, 2, 0, 1, 0, 1, 2][i]  # data counts on from a tensor's place in its part

@@ -41,16 +41,17 @@ def edges(n: int, k: int, rng) -> np.ndarray:
 
 
 def extreme_weight(fmt, n_rows: int, n_cols: int, fill: int, scales: int) -> np.ndarray:
-    """Blocks of one byte throughout, but for float16 scales of 1 and integer scales of bytes `scales`: the largest sums."""
+    """Blocks of one byte throughout, but for float scales of 1 and integer scales of bytes `scales`: the largest sums."""
     blocks = np.full((n_rows, n_cols // fmt.block_size, fmt.type_size), fill, np.uint8)
     first = 0
     for field, size in fmt.fields:
         if field in ("d", "dmin", "m") and size == 2:
             blocks[..., first:first + 2] = np.float16([1]).view(np.uint8)
-        elif field.startswith("scales"):
+        elif field.startswith("scales") or field in ("sc", "sl", "sh"):
             blocks[..., first:first + size] = scales
         first += size
-    return blocks.reshape(n_rows, -1)
+    blocks, one = blocks.reshape(n_rows, -1), np.ones((n_rows, 1), np.float32 if fmt.header_bytes == 4 else np.float16)
+    return np.concatenate([one.view(np.uint8), blocks], axis=1) if fmt.header_bytes else blocks
 
 
 def random_matrix(name: str, type_: str, n_rows: int, n_cols: int, rng) -> Value:

@@ -7,8 +7,8 @@ EXPONENTS = {"F16": 0x3fff, "BF16": 0x3fff, "F32": 0x3fffffff}  # bits kept: val
 
 
 def random_weight(fmt: Format, n_rows: int, n_cols: int, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [n_rows, bytes of a row]: blocks of random bytes; float16 fields d,
-    dmin and m between 2^-7 and 2^-3 with random signs, exponents of MXFP4 2^-7 to 2^0."""
+    """uint8 [n_rows, bytes of a row]: blocks of random bytes; float16 fields d, dmin and m, and the scale of a row's header,
+    between 2^-7 and 2^-3 with random signs, exponents of MXFP4 2^-7 to 2^0."""
     fmt.row_bytes(n_cols, "random weight")
     if not fmt.is_quantized:
         x = rng.standard_normal((n_rows, n_cols)).astype(np.float32)
@@ -31,4 +31,9 @@ def random_weight(fmt: Format, n_rows: int, n_cols: int, rng: np.random.Generato
             for i in range(4):
                 words[..., i] = words[..., i] & 0x0fff | (d >> (4 * i) & 0xf) << 12
         first += size
-    return blocks.reshape(n_rows, -1)
+    blocks = blocks.reshape(n_rows, -1)
+    if not fmt.header_bytes:
+        return blocks
+    d = (np.exp2(rng.uniform(-7, -3, n_rows)) * rng.choice([-1, 1], n_rows)).astype(np.float32 if fmt.header_bytes == 4 else
+                                                                                      np.float16)
+    return np.concatenate([d[:, None].view(np.uint8), blocks], axis=1)

@@ -11,6 +11,8 @@ from ggml_py.quant import tile
 from ggml_py.quant.dequantize import CPU, dequantize
 from ggml_py.quant.formats import CHUNK, FORMATS, format_of
 from ggml_py.quant.i_quants import codebook
+from ik_reference import dequantized
+from places import REFERENCE
 from ggml_py.quant.words import Parts, Primitives, negated, primitives, signs8, unpacker
 
 QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
@@ -23,9 +25,11 @@ def random_bytes(fmt, n_rows, n_cols):
 
 
 def reference(data, fmt):
-    """gguf's dequantization, and our own of Q1_0, which gguf lacks: bit c of the 16 bytes after d is column c, set for +d,
-    clear for -d."""
+    """gguf's dequantization, and our own of what gguf lacks: ik_llama.cpp's types, and Q1_0: bit c of the 16 bytes after d is
+    column c, set for +d, clear for -d."""
     with np.errstate(all="ignore"):
+        if fmt.own_id is not None:
+            return dequantized(data, fmt)
         if fmt.name == "Q1_0":
             blocks = data.reshape(-1, 18)
             d = blocks[:, :2].copy().view(np.float16).astype(np.float32)
@@ -40,7 +44,7 @@ def assert_same_values(fmt, data, ours, theirs):
     bad = (ours.view(np.uint32) != theirs.view(np.uint32)) & ~(np.isnan(ours) & np.isnan(theirs))
     if bad.any():
         row, col = np.argwhere(bad)[0]
-        block = data[row].reshape(-1, fmt.type_size)[col // fmt.block_size]
+        block = data[row, fmt.header_bytes:].reshape(-1, fmt.type_size)[col // fmt.block_size]
         raise AssertionError(f"{fmt.name}: {bad.sum()} of {bad.size} differ, first at ({row}, {col}): "
                              f"{ours[row, col].view(np.uint32):#010x} != {theirs[row, col].view(np.uint32):#010x} "
                              f"({ours[row, col]}, {theirs[row, col]}), block {block.tobytes().hex()}")
@@ -50,13 +54,15 @@ def assert_same_values(fmt, data, ours, theirs):
 
 def test_table_has_every_type_of_gguf():
     intermediate = {"Q8_1", "Q8_K"}  # of dot products only: no tensor in a file has them
-    assert set(FORMATS) == {t.name for t in GGMLQuantizationType} - intermediate
+    own = {fmt.name for fmt in FORMATS.values() if fmt.own_id is not None}
+    assert set(FORMATS) - own == {t.name for t in GGMLQuantizationType} - intermediate
+    assert not {FORMATS[name].type_id for name in own} & {int(t) for t in GGMLQuantizationType}
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_lookup(name):
     fmt = FORMATS[name]
-    assert format_of(name) is format_of(int(GGMLQuantizationType[name])) is format_of(fmt.type_id) is format_of(fmt) is fmt
+    assert format_of(name) is format_of(int(fmt.type_id)) is format_of(fmt.type_id) is format_of(fmt) is fmt
 
 
 @pytest.mark.parametrize("unknown", ["Q9_9", "q4_k", 7777, -1, 9])
@@ -83,9 +89,10 @@ def test_bounds_keep_integer_sums_exact(name):
 @pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values() if fmt.planes])
 def test_chunk_splits_into_pieces_words_halves(name):
     fmt = FORMATS[name]
-    assert fmt.chunk_bytes == 16 * fmt.n_pieces + 4 * fmt.n_words + 2 * fmt.n_halves == CHUNK // fmt.block_size * fmt.type_size
+    assert fmt.chunk_bytes == 16 * fmt.n_pieces + 4 * fmt.n_words + 2 * fmt.n_halves
+    assert fmt.chunk_bytes == fmt.header_bytes + CHUNK // fmt.block_size * fmt.type_size
     assert fmt.n_words < 4 and fmt.n_halves < 2
-    assert {field for plane in fmt.planes for field in plane} == {field for field, _ in fmt.fields}
+    assert {field for plane in fmt.planes for field in plane} == {field for field, _ in (*fmt.header, *fmt.fields)}
 
 
 def test_row_that_is_no_whole_number_of_blocks():
@@ -101,7 +108,7 @@ def test_row_that_is_no_whole_number_of_blocks():
 # Unpacking
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_dequantize_equals_gguf(name):
+def test_dequantize_equals_the_definition(name):
     """20,480 random blocks, NaN and infinite scales among them, and rows of zero blocks."""
     fmt = FORMATS[name]
     data = random_bytes(fmt, 80, 256 * fmt.block_size)
@@ -109,8 +116,23 @@ def test_dequantize_equals_gguf(name):
     assert_same_values(fmt, data, dequantize(data, name, (80, 256 * fmt.block_size)), reference(data, fmt))
 
 
+@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values() if fmt.own_id is not None])
+def test_dequantize_equals_ik_llama_cpp(name):
+    """Rows of random bytes and of its own quantizers: what its products take, and where it has no such array, its `to_float`."""
+    path = REFERENCE / "quants" / "ik.npz"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    with np.load(path) as vectors:
+        data = vectors[f"{name}.bytes"]
+        values = vectors[f"{name}.matmul" if f"{name}.matmul" in vectors else f"{name}.values"]
+    found = dequantize(data, name, values.shape)
+    if name == "IQ3_KT":  # whose levels are integers, without a negative zero
+        found, values = found + np.float32(0), values + np.float32(0)
+    assert_same_values(FORMATS[name], data, found, values)
+
+
 @pytest.mark.parametrize("n_blocks", [1, 3, 9])
-@pytest.mark.parametrize("name", ["Q1_0", "Q4_1", "Q6_K", "NVFP4"])
+@pytest.mark.parametrize("name", ["Q1_0", "Q4_1", "Q6_K", "NVFP4", "Q6_0", "IQ2_KS", "IQ4_KSS"])
 def test_dequantize_partial_chunks_and_tiles(name, n_blocks):
     fmt = FORMATS[name]
     data = random_bytes(fmt, 33, n_blocks * fmt.block_size)

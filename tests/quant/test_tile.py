@@ -35,6 +35,10 @@ def check(fmt, n_matrices, n_rows, n_cols):
     tiling = tile.Tiling(fmt, n_rows, n_cols, n_matrices)
     tiles = tile.pack(data, fmt, n_rows, n_cols, n_matrices)
     assert tiles.shape == tiling.shape and tiles.nbytes == tiling.n_bytes and tiles.dtype == np.uint8
+    if header := fmt.header_bytes:  # each chunk has it
+        chunks = data[..., header:].reshape(n_matrices, n_rows, tiling.n_chunks, fmt.type_size)
+        headers = np.repeat(data[:, :, None, :header], tiling.n_chunks, axis=2)
+        data = np.concatenate([headers, chunks], axis=3).reshape(n_matrices, n_rows, -1)
     padded = np.zeros((n_matrices, tiling.n_row_tiles * 32, tiling.n_chunks * fmt.chunk_bytes), np.uint8)
     padded[:, :n_rows, :data.shape[2]] = data
     assert np.array_equal(unpack(tiles, fmt), padded)
@@ -49,12 +53,12 @@ def test_pack(name):
             check(fmt, 1, n_rows, n_cols)
 
 
-@pytest.mark.parametrize("name", ["F32", "MXFP4", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("name", ["F32", "MXFP4", "Q4_K", "Q6_K", "IQ5_KS"])
 def test_several_matrices(name):
     check(FORMATS[name], 3, 33, 512)
 
 
-@pytest.mark.parametrize("name", ["BF16", "Q4_0", "IQ3_S"])
+@pytest.mark.parametrize("name", ["BF16", "Q4_0", "IQ3_S", "IQ2_KL"])
 def test_slabs(name, monkeypatch):
     """The same tiles whatever the slab: one row tile at a time, or all at once."""
     fmt = FORMATS[name]
@@ -91,7 +95,7 @@ def test_empty(n_rows, n_cols):
 @pytest.mark.parametrize("name", TILED)
 def test_bits_per_weight_and_alignment(name):
     fmt = FORMATS[name]
-    assert tile.tile_bytes(name) * fmt.block_size == 32 * CHUNK * fmt.type_size
+    assert tile.tile_bytes(name) * fmt.block_size == 32 * (CHUNK * fmt.type_size + fmt.block_size * fmt.header_bytes)
     assert tile.tile_bytes(name) % 64 == 0 and 32 * 16 * fmt.n_pieces % 64 == 0 and 32 * 4 * fmt.n_words % 64 == 0
 
 
@@ -106,5 +110,5 @@ def test_errors_name_the_tensor():
         tile.pack(np.zeros(2250, np.uint8), "Q4_K", 1, 4000, name="blk.0.ffn_up.weight")
     with pytest.raises(ValueError, match=r"^w: Q4_0 of shape \(1, 2, 64\) takes 72 bytes, got 71$"):
         tile.pack(np.zeros(71, np.uint8), "Q4_0", 2, 64, name="w")
-    with pytest.raises(ValueError, match=r"^ids: I32 has no tile layout; types that have: F32, F16, BF16, Q4_0, .*Q1_0$"):
+    with pytest.raises(ValueError, match=r"^ids: I32 has no tile layout; types that have: F32, F16, BF16, Q4_0, .*IQ4_KT$"):
         tile.pack(np.zeros(4, np.int32), "I32", 1, 4, name="ids")

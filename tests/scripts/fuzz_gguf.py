@@ -66,11 +66,20 @@ def key_fields(key: str, type: V, value) -> list[Field]:
     return fields
 
 
-def tensor_n_bytes(type: Q, shape: tuple[int, ...]) -> int:
+# values and bytes of a block, bytes in front of a row; of ik_llama.cpp's types some of each kind
+OWN = {133: ("Q6_0", 32, 26, 0), 139: ("IQ4_K", 256, 144, 0), 145: ("IQ2_KS", 256, 70, 2), 144: ("IQ4_KS", 256, 136, 4),
+       158: ("IQ1_KT", 256, 56, 4)}
+SIZES = {**{int(type): (*sizes, 0) for type, sizes in GGML_QUANT_SIZES.items()},
+         **{type: tuple(sizes) for type, (_, *sizes) in OWN.items()}}
+TYPE_OF = {**{type.name: int(type) for type in GGML_QUANT_SIZES}, **{name: type for type, (name, *_) in OWN.items()}}
+
+
+def tensor_n_bytes(type: int, shape: tuple[int, ...]) -> int:
     n_values = 1
     for ne in shape:
         n_values *= ne
-    return n_values // GGML_QUANT_SIZES[type][0] * GGML_QUANT_SIZES[type][1]
+    block, size, header = SIZES[type]
+    return n_values // shape[0] * header + n_values // block * size
 
 
 def file_fields(keys: list[tuple], tensors: list[tuple], version: int = 3, alignment: int = 32) -> list[Field]:
@@ -111,7 +120,7 @@ ALL_KEYS = [
 ]
 ALL_TENSORS = [("token_embd.weight", Q.F32, (8, 6)), ("blk.0.attn_norm.weight", Q.F16, (7,)), ("blk.0.a", Q.BF16, (3, 2, 2)),
                ("blk.0.b", Q.Q4_0, (64, 3)), ("blk.0.c", Q.Q8_0, (32, 2, 1, 2)), ("blk.0.d", Q.Q6_K, (256, 2)),
-               ("blk.0.e", Q.IQ4_NL, (32, 1)), ("blk.0.f", Q.MXFP4, (64,))]
+               ("blk.0.e", 144, (256, 3)), ("blk.0.f", 145, (512,))]  # IQ4_KS and IQ2_KS, whose rows have headers
 VOCABULARY = [("tokenizer.ggml.model", V.STRING, "gpt2"), ("tokenizer.ggml.tokens", V.STRING, [f"token{i}" for i in range(400)]),
               ("tokenizer.ggml.scores", V.FLOAT32, [-0.5 * i for i in range(400)]),
               ("tokenizer.ggml.token_type", V.INT32, [1] * 400)]
@@ -264,7 +273,7 @@ def exercise(path: Path) -> None:
                     check_message(e, path)
         for name, tensor in file.tensors.items():
             data = file.data(name)
-            assert data.nbytes == tensor.n_bytes == tensor_n_bytes(tensor.type, tensor.shape), name
+            assert data.nbytes == tensor.n_bytes == tensor_n_bytes(TYPE_OF[tensor.type.name], tensor.shape), name
             assert not data.flags.writeable, name
             data.max()  # every byte is there
 

@@ -96,7 +96,8 @@ def test_largest_sums(name):
     """Rows whose integer fields are all zeros, all ones, or the top bit: levels and scales at their bounds,
     with activations at theirs."""
     fmt, rng, n_rows = format_of(name), seeded(f"largest {name}"), 64
-    data = random_weight(fmt, n_rows, 2 * CHUNK, rng).reshape(n_rows, -1, fmt.type_size)
+    rows = random_weight(fmt, n_rows, 2 * CHUNK, rng)
+    data = rows[:, fmt.header_bytes:].reshape(n_rows, -1, fmt.type_size)
     first, digit = 0, 1
     for field, size in fmt.fields:
         if field not in ("d", "dmin", "m", "e"):
@@ -106,7 +107,7 @@ def test_largest_sums(name):
     x = np.ones((3, 2 * CHUNK), np.float32)
     x[1], x[2, ::2] = -1, -1
     assert np.abs(quantize_activations(x)[0]).min() == LIMIT
-    check(fmt, data.reshape(n_rows, -1), x, [n_rows], [3])
+    check(fmt, np.concatenate([rows[:, :fmt.header_bytes], data.reshape(n_rows, -1)], axis=1), x, [n_rows], [3])
 
 
 @pytest.mark.parametrize("isa", ISAS)
