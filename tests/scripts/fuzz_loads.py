@@ -30,7 +30,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType as Q, GGUFValueType as V
 from numba.core import event
 
 import with_helpers  # noqa: F401  (for what is next)
-from fuzz_gguf import MUTATIONS as HEADER_MUTATIONS, Field, file_fields, joined
+from fuzz_gguf import MUTATIONS as HEADER_MUTATIONS, OWN, SIZES, Field, file_fields, joined, tensor_n_bytes
 from ggml_py.base.errors import UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
@@ -59,7 +59,7 @@ class Whole:
             plain = lambda value: value.item() if isinstance(value, np.generic) else value
             listed = lambda value: value if isinstance(value, (bool, int, float, str)) else [plain(v) for v in value]
             return cls({key: (file.metadata_types[key], listed(value)) for key, value in file.metadata.items()},
-                       {t.name: (t.type, t.shape, file.data(t.name).tobytes()) for t in file.tensors.values()}, options)
+                       {t.name: (Q[t.type.name], t.shape, file.data(t.name).tobytes()) for t in file.tensors.values()}, options)
 
     def fields(self) -> list[Field]:
         """The file's fields, in file order."""
@@ -220,8 +220,7 @@ def add_key(rng, model):
 def refit(model: Whole, name: str, type: Q, shape: tuple[int, ...]) -> None:
     """The tensor with another type and shape, its bytes again and again; a shape that is too large for a file has fewer bytes."""
     data = model.tensors[name][2]
-    block, size = GGML_QUANT_SIZES[type]
-    n_bytes = min(int(np.prod(shape, dtype=object)) // block * size, 1 << 20)
+    n_bytes = min(tensor_n_bytes(type, shape), 1 << 20)
     model.tensors[name] = type, shape, (data * (n_bytes // max(len(data), 1) + 1))[:n_bytes]
 
 
@@ -302,7 +301,7 @@ def resize(rng, model):
     for name, (type, shape, _) in list(model.tensors.items()):
         if old in shape and not (sloppy and rng.random() < 0.1):
             other = tuple(new if n == old else n for n in shape)
-            refit(model, name, type if other[0] % GGML_QUANT_SIZES[type][0] == 0 else Q.F32, other)
+            refit(model, name, type if other[0] % SIZES[type][0] == 0 else Q.F32, other)
     for key, (type, value) in list(model.keys.items()):
         if type == V.UINT32 and value == old and not (sloppy and rng.random() < 0.1):
             model.keys[key] = type, new
@@ -342,7 +341,7 @@ def exercise(rng: random.Random, path: Path, options: dict) -> None:
             model.tokenizer.encode("a a")
         types = rng.choice([("f16", "f16"), ("f32", "f32"), ("f16", "f32")])
         # Fused kernels take several weights: every mix of their types would be compiled. Fused or not is one in tests of models.
-        no_fuse = "all" if any(t.type != Q.F32 for t in model.file.tensors.values()) else rng.choice(["all", ()])
+        no_fuse = "all" if any(t.type.name != "F32" for t in model.file.tensors.values()) else rng.choice(["all", ()])
         with model.new_context(n_ctx=16, type_k=types[0], type_v=types[1], no_fuse=no_fuse) as context:
             assert context.decode(tokens[:3], logits="all").shape == (3, model.n_vocab)
             context.decode(tokens[3:], logits="argmax")
@@ -488,7 +487,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true")
     a = parser.parse_args()
     if a.all_types:
-        ALLOWED_TYPES[:] = [t for t in GGML_QUANT_SIZES if t not in REFUSED_TYPES]
+        ALLOWED_TYPES[:] = [t for t in [*GGML_QUANT_SIZES, *OWN] if t not in REFUSED_TYPES]
     start = time.perf_counter()
     r = fuzz(a.n, a.seed, a.first, a.keep_going, sys.stderr if a.verbose else None)
     print(f"{r['n']} mutations: {r['n_loaded']} loaded, {r['n_refused']} refused, {r['faults'].total()} faults, "
