@@ -15,8 +15,8 @@ from ggml_py.quant.formats import CHUNK, FORMATS, Format
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "formats.md"
-RECORDS = "nvidia-h200.json", "ik-types-h200.json"  # of bench/gpu.py; the last that has a case counts
-ERRORS = RESULTS / "formats-error.json"
+RECORDS = "nvidia-h200.json", "formats/h200.json"  # of bench/gpu.py; the last that has a case counts
+ERRORS = RESULTS / "formats" / "errors.json"
 M, K = 4096, 14336
 
 HEAD = """# Types of weights

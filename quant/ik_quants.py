@@ -384,26 +384,20 @@ def iq4_kss(p, ldw, ld4, ld2):
 
 # Trellis: column k of a group has the sum of the lowest six bits of the four bytes of start * MULTIPLIER^(k + 1), minus 126
 
-def trellis_level(p, k):
-    """(start) -> int32 level of column k, -126..126."""
-    factor, word, sixes = u64(pow(MULTIPLIER, k + 1, 1 << 32)), u64(0xffffffff), u32(0x3f3f3f3f)
-
-    @p.jit
-    def level(start):
-        y = u32(u64(start) * factor & word) & sixes
-        return i32(i32(u32(u64(y) * u64(ONES) & word) >> u32(24)) - i32(126))
-    return level
-
-
 def four_levels(p, first):
-    """(start) -> int32 word of the levels of columns first .. first + 3 of a group."""
-    a, b, c, d = (trellis_level(p, first + k) for k in range(4))
+    """(start) -> word of the levels of columns first .. first + 3 of a group, and 128 more: 2 to 254."""
+    k0, k1, k2, k3 = (u64(pow(MULTIPLIER, first + k + 1, 1 << 32)) for k in range(4))
+    word, sixes, ones = u64(0xffffffff), u64(0x3f3f3f3f), u64(ONES)
 
     @p.jit
-    def word(start):
-        return i32(u32((u32(a(start) & i32(255))) | (u32(b(start) & i32(255))) << u32(8) | (u32(c(start) & i32(255))) << u32(16)
-                       | (u32(d(start) & i32(255))) << u32(24)))
-    return word
+    def total(start, factor):
+        return u32(u32((u64(start) * factor & sixes) * ones & word) >> u32(24))  # the highest byte is the sum of the four
+
+    @p.jit
+    def four(start):
+        low = u32(total(start, k0) | total(start, k1) << u32(8))
+        return u32(u32(low | total(start, k2) << u32(16) | total(start, k3) << u32(24)) + TWOS - ONES)
+    return four
 
 
 def eight_levels(p, start):
@@ -413,7 +407,7 @@ def eight_levels(p, start):
     @p.jit
     def quarter(t, j, q):
         x = start(t, 4 * j + q)
-        return low(x), high(x)
+        return i32(u32(low(x) ^ TOPS)), i32(u32(high(x) ^ TOPS))
     return quarter
 
 
@@ -468,24 +462,18 @@ def iq2_kt(p, ldw, ld4, ld2):
 def iq3_kt(p, ldw, ld4, ld2):
     """Magnitudes; bit j of byte c % 32 of pieces 4 and 5 is a sign. The scale is 1.01 times the file's. Words: as IQ2_KT."""
     shr, nibble, start = p.shr, nibble_of_four(p, p.jit(lambda t: ld4(t, 0))), sixteen_bit_start(p, ldw)
-    columns = [trellis_level(p, k) for k in range(8)]
+    first, last = four_levels(p, 0), four_levels(p, 4)
 
-    def signed(k):
-        level = columns[k]
-
-        @p.jit
-        def one(x, signs):
-            magnitude = abs(level(x))
-            return u32(i32(-magnitude if (signs >> u32(8 * (k & 3))) & u32(1) else magnitude) & i32(255)) << u32(8 * (k & 3))
-        return one
-    a, b, c, d, e, f, g, h = (signed(k) for k in range(8))
+    @p.jit
+    def signed(w, signs):
+        """Of words of level + 128: the level with the sign that the bits ask for. 256 - b = (b ^ 255) + 1 carries nothing."""
+        kept = u32(((w >> u32(7)) ^ signs) & ONES)  # 1 where the level has that sign already
+        return i32(u32(u32((~w ^ u32(kept * u32(255))) + (kept ^ ONES)) ^ TOPS))
 
     @p.jit
     def quarter(t, j, q):
-        x = start(t, 4 * j + q)
-        low, high = shr(ldw(t, 4 + (q >> 1), 2 * (q & 1)), j), shr(ldw(t, 4 + (q >> 1), 2 * (q & 1) + 1), j)
-        return (i32(u32(a(x, low) | b(x, low) | c(x, low) | d(x, low))),
-                i32(u32(e(x, high) | f(x, high) | g(x, high) | h(x, high))))
+        x, piece, word = start(t, 4 * j + q), 4 + (q >> 1), 2 * (q & 1)
+        return (signed(first(x), shr(ldw(t, piece, word), j)), signed(last(x), shr(ldw(t, piece, word + 1), j)))
 
     @p.jit
     def sub(t, i):
@@ -509,7 +497,7 @@ def iq4_kt(p, ldw, ld4, ld2):
 
     @p.jit
     def quarter(t, j, q):
-        return word(start(t, 8 * j + 2 * q)), word(start(t, 8 * j + 2 * q + 1))
+        return i32(u32(word(start(t, 8 * j + 2 * q)) ^ TOPS)), i32(u32(word(start(t, 8 * j + 2 * q + 1)) ^ TOPS))
 
     @p.jit
     def sub(t, i):
