@@ -12,10 +12,11 @@ import numpy as np
 
 from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.formats import CHUNK, FORMATS, Format
+from ggml_py.quant.interleaved import INTERLEAVED
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "formats.md"
-RECORDS = "nvidia-h200.json", "formats/h200.json"  # of bench/gpu.py; the last that has a case counts
+RECORDS = "nvidia-h200.json", "formats/h200.json", "formats/h200-trellis.json"  # of bench/gpu.py; the last that has a case counts
 ERRORS = RESULTS / "formats" / "errors.json"
 M, K = 4096, 14336
 
@@ -45,10 +46,19 @@ a file.
 """
 TAIL = """
 Refused by their names: BitNet's types, Q8_KV, and the formats of activations and repacked weights that ik_llama.cpp makes in
-memory. Its interleaved types (`_R4`, `_R8`) are not read yet.
+memory.
 
 IQ2_KT and IQ3_KT are multiplied by 1.05 and 1.01, and the levels of IQ6_K are integers, as all of ik_llama.cpp's products
 have it; its `to_float` differs there.
+
+## Interleaved types
+
+ik_llama.cpp's types with R4 or R8 in their names mix the bits of as many rows. Their bits are put back while tiles are packed
+(`quant/interleaved.py`), so everything after that knows their plain type alone: same values, same speed. `info` shows both
+names. IQ1_M_R4 has no plain type in files: its rows are IQ1_M_R1 here.
+
+| type | id | rows | read as |
+| --- | ---: | ---: | --- |
 """
 
 
@@ -100,7 +110,8 @@ def line(fmt: Format, error: dict[str, float], us: dict[tuple[str, int], float])
 
 def page() -> str:
     error, us = json.loads(ERRORS.read_text())["errors"], times()
-    return HEAD + "".join(line(fmt, error, us) for fmt in FORMATS.values() if fmt.planes) + TAIL
+    return HEAD + "".join(line(fmt, error, us) for fmt in FORMATS.values() if fmt.planes) + TAIL + "".join(
+        f"| `{t.name}` | {t.type_id} | {t.n_rows} | `{t.plain.name}` |\n" for t in INTERLEAVED.values())
 
 
 def main() -> int:

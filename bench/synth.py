@@ -29,7 +29,8 @@ SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
 # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 # with a float16 scale a block; gguf cannot read Q1_0
-TYPES = [fmt.name for fmt in FORMATS.values() if (("d", 2) in fmt.fields or fmt.header) and fmt.name != "Q1_0"]
+TYPES = [fmt.name for fmt in FORMATS.values()
+         if (("d", 2) in fmt.fields or fmt.header) and fmt.is_in_files and fmt.name != "Q1_0"]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 
 from . import tile
 from .formats import CHUNK, check_bytes, format_of
+from .interleaved import INTERLEAVED, Interleaved
 from .words import f32, primitives
 
 jit = numba.njit(error_model="numpy")  # the only place where this package compiles for the CPU
@@ -44,17 +45,20 @@ def _kernel(name: str):
 
 
 def dequantize(data: np.ndarray, type_, shape, name: str = "tensor") -> np.ndarray:
-    """data: the bytes of a tensor of `shape` (numpy order: rows last) as in the file. Returns float32 of that shape, the same
-    bits as `gguf.quants.dequantize`. name: the tensor's, for errors."""
-    fmt, shape = format_of(type_, name), tuple(shape)
-    rows = check_bytes(fmt, data, shape, name)
+    """data: the bytes of a tensor of `shape` (numpy order: rows last) as in the file. type_: also the name of an interleaved one.
+    Returns float32 of that shape, the same bits as `gguf.quants.dequantize`. name: the tensor's, for errors."""
+    source, shape = INTERLEAVED.get(type_) or format_of(type_, name), tuple(shape)
+    fmt = source.plain if isinstance(source, Interleaved) else source
+    data = check_bytes(source, data, shape, name)
     if not fmt.is_quantized:
-        return _float_values(fmt, rows, name).reshape(shape)
-    out = np.empty((prod(shape[:-1]), shape[-1]), np.float32)
+        return _float_values(fmt, data, name).reshape(shape)
+    n_rows, n_cols = prod(shape[:-1]), shape[-1]
+    out = np.empty((n_rows, n_cols), np.float32)
     kernel = _kernel(fmt.name)
-    for first in range(0, len(rows), SLAB_ROWS):
-        slab = rows[first:first + SLAB_ROWS]
-        kernel(tile.pack(slab, fmt, len(slab), shape[-1], name=name).reshape(-1).view(np.uint32), out[first:first + SLAB_ROWS])
+    for first in range(0, n_rows, SLAB_ROWS):
+        slab = out[first:first + SLAB_ROWS]
+        tiles = tile.pack(data, type_, n_rows, n_cols, name=name, only=(first, first + len(slab)))
+        kernel(tiles.reshape(-1).view(np.uint32), slab)
     return out.reshape(shape)
 
 

@@ -48,6 +48,11 @@ class Format:
         return sum(size for _, size in self.header)
 
     @property
+    def is_in_files(self) -> bool:
+        """Not only what interleaved rows are read as."""
+        return self.name != "IQ1_M_R1"
+
+    @property
     def is_quantized(self) -> bool:
         return self.parts is not None
 
@@ -99,8 +104,9 @@ class Format:
         return order
 
 
-def check_bytes(fmt: Format, data: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """The bytes of a tensor [..., n_cols] as uint8 [n_rows, row_bytes], without a copy; refuses another number of them."""
+def check_bytes(fmt, data: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """The bytes of a tensor [..., n_cols] as uint8 [n_rows, row_bytes], without a copy; refuses another number of them. fmt: a
+    `Format`, or what has its `name` and `row_bytes`."""
     n_rows, row_bytes = prod(shape[:-1]), fmt.row_bytes(shape[-1], name)
     data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if data.size != n_rows * row_bytes:
@@ -178,6 +184,9 @@ _own(158, "IQ1_KT",  256, "sh:8 ql:32 qh:16",                 "ql qh sh d",     
 _own(153, "IQ2_KT",  256, "sc:4 ql:64",                       "ql sc d",         ik_quants.iq2_kt,    0, 32, 256, 126, 127, "d:4")
 _own(154, "IQ3_KT",  256, "sc:4 ql:64 qh:32",                 "ql qh sc d",      ik_quants.iq3_kt,    0, 32, 256, 126,  15, "d:4")
 _own(155, "IQ4_KT",  256, "w:32 ql:64 qh:32",                 "ql qh w d",       ik_quants.iq4_kt,    0, 32, 256, 126,  64, "d:4")
+
+# The rows of IQ1_M_R4 (`interleaved`), and with its id
+_own(229, "IQ1_M_R1", 256, "qs:32 qh:16 scales:8",           "qs qh scales d",  i_quants.iq1_m_r1,   9, 16, 256,   9,  15, "d:2")
 
 _row("I8",         1, "value:1", dtype="int8")
 _row("I16",        1, "value:2", dtype="int16")

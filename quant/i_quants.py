@@ -155,16 +155,21 @@ def iq1_s(p, ldw, ld4, ld2):
     return Parts(quarter, sub, half_scale(p, ld2, 1 / 8), pairs=True)
 
 
-def iq1_m(p, ldw, ld4, ld2):
-    """Entry numbers in bytes, their bits 8..10 and the shift's sign in nibbles of qh; four 16-bit words hold s of 16 columns in
-    three-bit fields, and together, in their top four bits, the float16 d."""
-    eight, shr, byte, f16, mul = shifted(p, "IQ1_M"), p.shr, p.byte, p.f16, p.mul
-    eighth = np.float32(1 / 8)
+def nibbles_above(p, ldw):
+    """`quarter` of entry numbers in bytes, their bits 8..10 and the shift's sign in nibbles of qh."""
+    eight, shr, byte = shifted(p, "IQ1_M"), p.shr, p.byte
 
     @p.jit
     def quarter(t, j, q):
         h = shr(ldw(t, 2, j >> 1), 16 * (j & 1) + 4 * q)
         return eight(t, byte(ldw(t, j >> 2, j & 3), q) | (h & u32(7)) << u32(8), (h >> u32(3)) & u32(1))
+    return quarter
+
+
+def iq1_m(p, ldw, ld4, ld2):
+    """Four 16-bit words hold s of 16 columns in three-bit fields, and together, in their top four bits, the float16 d."""
+    shr, f16, mul = p.shr, p.f16, p.mul
+    eighth = np.float32(1 / 8)
 
     @p.jit
     def sub(t, i):
@@ -177,7 +182,18 @@ def iq1_m(p, ldw, ld4, ld2):
         bits = (a >> u32(12)) & u32(15) | (a >> u32(24)) & u32(0xf0) | (b >> u32(4)) & u32(0xf00) | (b >> u32(16)) & u32(0xf000)
         return mul(f16(bits), eighth), np.float32(0)
 
-    return Parts(quarter, sub, group, pairs=True)
+    return Parts(nibbles_above(p, ldw), sub, group, pairs=True)
+
+
+def iq1_m_r1(p, ldw, ld4, ld2):
+    """As IQ1_M; d a row, and isc in nibbles."""
+    shr = p.shr
+
+    @p.jit
+    def sub(t, i):
+        return i32(shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)), i32(0)
+
+    return Parts(nibbles_above(p, ldw), sub, half_scale(p, ld2, 1 / 8), pairs=True)
 
 
 def iq4_xs(p, ldw, ld4, ld2):

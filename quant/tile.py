@@ -18,6 +18,7 @@ from math import gcd, prod
 import numpy as np
 
 from .formats import CHUNK, FORMATS, Format, check_bytes, format_of
+from .interleaved import INTERLEAVED
 from .words import u32
 
 ROWS = 32  # rows of a tile
@@ -113,20 +114,27 @@ def _with_headers(rows: np.ndarray, fmt: Format) -> np.ndarray:
                           axis=2).reshape(len(rows), -1)
 
 
-def pack(data: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1, name: str = "tensor") -> np.ndarray:
+def pack(data: np.ndarray, type_, n_rows: int, n_cols: int, n_matrices: int = 1, name: str = "tensor",
+         only: tuple[int, int] | None = None) -> np.ndarray:
     """Rows in file order -> tiles.
 
-    data: the bytes of n_matrices x [n_rows, n_cols] as in the file, any dtype and shape of that size. name: the tensor's, for
-    errors. Returns uint8 [n_matrices, n_row_tiles, n_chunks, tile_bytes].
+    data: the bytes of n_matrices x [n_rows, n_cols] as in the file, any dtype and shape of that size. type_: also the name of an
+    interleaved one. name: the tensor's, for errors. only: the rows [first, last) of each matrix. Returns uint8
+    [n_matrices, n_row_tiles, n_chunks, tile_bytes].
     """
-    fmt = _tiled(type_, name)
-    tiling = Tiling(fmt, n_rows, n_cols, n_matrices)
-    rows = check_bytes(fmt, data, (n_matrices, n_rows, n_cols), name).reshape(n_matrices, n_rows, fmt.row_bytes(n_cols))
+    interleaved = INTERLEAVED.get(type_)
+    fmt = _tiled(interleaved.plain if interleaved else type_, name)
+    first_row, last_row = only or (0, n_rows)
+    tiling = Tiling(fmt, last_row - first_row, n_cols, n_matrices)
+    data = check_bytes(interleaved or fmt, data, (n_matrices, n_rows, n_cols), name)
+    data = data.reshape(n_matrices, n_rows, data.shape[1])
+    rows_of = [interleaved.plain_rows(rows, n_cols) if interleaved else lambda first, last, rows=rows: rows[first:last]
+               for rows in data]
     tiles = np.empty(tiling.shape, np.uint8)
     # Fields move in units of up to 8 bytes, of which every field is a multiple
     unit = gcd(8, *(size for _, size in (*fmt.header, *fmt.fields)))
     for m, first, last in _slabs(tiling):
-        slab = rows[m, first * ROWS:last * ROWS]
+        slab = rows_of[m](first_row + first * ROWS, min(first_row + last * ROWS, last_row))
         if fmt.header_bytes:
             slab = _with_headers(slab, fmt)
         padded = ((last - first) * ROWS, tiling.n_chunks * fmt.chunk_bytes)

@@ -122,9 +122,10 @@ def tensor_table(file):
     n_bytes: Counter[str] = Counter()
     n_values: Counter[str] = Counter()
     for tensor in file.tensors.values():
-        counts[tensor.type.name] += 1
-        n_bytes[tensor.type.name] += tensor.n_bytes
-        n_values[tensor.type.name] += math.prod(tensor.shape)
+        name = f"{tensor.type.name}, read as {tensor.type.plain}" if tensor.type.plain else tensor.type.name
+        counts[name] += 1
+        n_bytes[name] += tensor.n_bytes
+        n_values[name] += math.prod(tensor.shape)
     table = new_table("type", title=f"{len(file.tensors)} tensors", right=("tensors", "values", "bytes", "bits per value"))
     for name, count in counts.most_common():
         table.add_row(name, str(count), f"{n_values[name]:,}", size(n_bytes[name]), f"{8 * n_bytes[name] / n_values[name]:.4g}")

@@ -33,6 +33,7 @@ from gguf import GGML_QUANT_SIZES, GGUFValueType
 
 from ..base.errors import UserError, quoted
 from ..quant.formats import FORMATS
+from ..quant.interleaved import INTERLEAVED
 
 # Limits that the format itself sets.
 MAX_KEY_BYTES = 65_535
@@ -105,15 +106,25 @@ class StringArray(Sequence[str]):
 
 
 class Type(NamedTuple):
-    """Of a tensor. header_bytes: in front of each row."""
+    """Of a tensor. header_bytes: in front of each row. n_rows: so many rows are one group. plain: the type as which the rows of
+    an interleaved one are read."""
     name: str
     block_size: int
     type_size: int
     header_bytes: int = 0
+    n_rows: int = 1
+    plain: str = ""
+
+    @property
+    def read_as(self) -> str:
+        return self.plain or self.name
 
 
 TYPES = {int(type): Type(type.name, *GGML_QUANT_SIZES[type]) for type in GGML_QUANT_SIZES}
-TYPES |= {fmt.type_id: Type(fmt.name, fmt.block_size, fmt.type_size, fmt.header_bytes) for fmt in FORMATS.values()}
+TYPES |= {fmt.type_id: Type(fmt.name, fmt.block_size, fmt.type_size, fmt.header_bytes) for fmt in FORMATS.values()
+          if fmt.is_in_files}
+TYPES |= {t.type_id: Type(t.name, t.plain.block_size, t.type_size, t.header_bytes, t.n_rows, t.plain.name)
+          for t in INTERLEAVED.values()}
 REFUSED = {36: "I2_S of BitNet", 134: "IQ1_BN of BitNet", 135: "IQ2_BN of BitNet", 335: "IQ2_BN_R4 of BitNet",
            151: "Q8_KV of caches", 398: "Q8_KV_R8 of caches",
            **dict.fromkeys((97, 98, 99, 136, 147, 148, 149, 150), "which holds activations"),
@@ -484,6 +495,9 @@ class _Part:
             type = TYPES[type_id]
             if shape[0] % type.block_size:
                 raise self.error(f"{who}: {type.name} rows must be a multiple of {type.block_size} values, got {shape[0]}")
+            if math.prod(shape[1:2]) % type.n_rows:
+                raise self.error(f"{who}: {type.name} matrices must have a multiple of {type.n_rows} rows, got "
+                                 f"{math.prod(shape[1:2])}")
             offset = self._u64(f"offset of {who}")
             if offset % self.alignment:
                 raise self.error(f"{who} has offset {offset}, must be a multiple of general.alignment, {self.alignment}")

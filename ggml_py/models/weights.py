@@ -13,9 +13,10 @@ from ..files.gguf import GGUFFile, TensorInfo
 from ..graph.graph import Tensor
 from ..quant import tile
 from ..quant.formats import CHUNK, FORMATS
+from ..quant.interleaved import INTERLEAVED
 from .hparams import because
 
-MATRIX_TYPES = tuple(name for name, format in FORMATS.items() if format.planes)  # those that have a tile layout
+MATRIX_TYPES = *(name for name, format in FORMATS.items() if format.planes and format.is_in_files), *INTERLEAVED  # have tiles
 VECTOR_TYPES = tuple(name for name, format in FORMATS.items() if format.values)  # floats
 # Tiles are padded to 32 rows and 256 columns: a file of tiny matrices could take thousands of times its size. Weights may take
 # MOST_TIMES as many bytes as the tensors of the file, and SPARE_BYTES.
@@ -122,9 +123,9 @@ class Weights:
         n_matrices = prod(stack)
 
         def part(start: int, end: int) -> np.ndarray:
-            data = self.file.data(name).reshape(n_matrices, n_rows, -1)[:, first + start:first + end]
-            return tile.pack(data, info.type.name, end - start, n_cols, n_matrices, name=name)
-        tensor = self._leaf(key, info.type.name, (*stack, last - first, n_cols), -2, part)
+            only = first + start, first + end
+            return tile.pack(self.file.data(name), info.type.name, n_rows, n_cols, n_matrices, name, only)
+        tensor = self._leaf(key, info.type.read_as, (*stack, last - first, n_cols), -2, part)
         if not self.on_paper:
             self.file.release(name)
         return tensor

@@ -69,16 +69,20 @@ def test_every_tensor_type(tmp_path, type):
 def test_types_of_ik_llama_cpp(tmp_path, type):
     """Rows may have a header. Whole blocks are needed, and bytes for the headers."""
     name, block, size, header = OWN[type]
-    fields = file_fields([], [("a", type, (2 * block, 3)), ("b", type, (block,))])
+    group = int(name.partition("_R")[2] or 1)
+    fields = file_fields([], [("a", type, (2 * block, 3 * group)), ("b", type, (block, group))])
     with GGUFFile.open(path := write(tmp_path / "m.gguf", fields)) as file:
-        assert file.tensors["a"].type.name == name
-        assert file.tensors["a"].n_bytes == 3 * (header + 2 * size) == file.data("a").nbytes
-        assert file.tensors["b"].n_bytes == header + size and file.data("b")[0] == 1
-    path.write_bytes(path.read_bytes()[:-(-(header + size) % 32) - 1])  # with the last byte of the tensor
-    with pytest.raises(GGUFError, match=rf"'b' \({name}, shape \({block},\)\) takes {header + size} bytes from offset .*, but"):
+        assert file.tensors["a"].type.name == name and file.tensors["a"].type.read_as == name.partition("_R")[0]
+        assert file.tensors["a"].n_bytes == 3 * group * (header + 2 * size) == file.data("a").nbytes
+        assert file.tensors["b"].n_bytes == group * (header + size) and file.data("b")[0] == 1
+    path.write_bytes(path.read_bytes()[:-(-group * (header + size) % 32) - 1])  # with the last byte of the tensor
+    with pytest.raises(GGUFError, match=rf"'b' \({name}, shape .*\) takes {group * (header + size)} bytes from offset .*, but"):
         GGUFFile.open(path)
     with pytest.raises(GGUFError, match=f"tensor 'a': {name} rows must be a multiple of {block} values, got {block + 1}$"):
         GGUFFile.open(write(path, file_fields([], [("a", type, (block + 1, 3), b"")])))
+    for shape, n_rows in (((block, group + 1, 2), group + 1), ((block,), 1)) if group > 1 else ():
+        with pytest.raises(GGUFError, match=f"tensor 'a': {name} matrices must have a multiple of {group} rows, got {n_rows}$"):
+            GGUFFile.open(write(path, file_fields([], [("a", type, shape, b"")])))
 
 
 @pytest.mark.parametrize("type, name", [(36, "I2_S of BitNet"), (151, "Q8_KV of caches"), (398, "Q8_KV_R8 of caches"),

@@ -3,6 +3,7 @@ import numpy as np
 
 from ggml_py.quant.ik_quants import (FIVE_BIT_LEVELS, FIVE_BIT_SHIFT, FOUR_BIT_SHIFT, MULTIPLIER, PAIR_LEVELS, SIX_BIT_LEVELS,
                                      SIX_BIT_SHIFT, THREE_BIT_LEVELS, THREE_BIT_SHIFT, TWO_BIT_LEVELS, TWO_BIT_SHIFT)
+from ggml_py.quant.i_quants import codebook
 from ggml_py.quant.legacy import IQ4_LEVELS
 
 C = np.arange(256)
@@ -93,6 +94,10 @@ def parts(name, f):
             v = words & 0xfffe
             plain = (v ^ v >> 1).astype("<u2").view(np.uint8)
             return (scale & 254) - 127, of_table(IQ4_LEVELS, FOUR_BIT_SHIFT, four_bits(plain), scale & 1)
+        case "IQ1_M_R1":
+            h = bits(f["qh"][:, C // 16], 4 * (C // 8 % 2), 4)
+            level = codebook("IQ1_M")[f["qs"][:, C // 8] | (h & 7) << 8, C % 8]
+            return nibble_scales(f["scales"], C // 16), 8 * level + 1 - 2 * (h >> 3)
     table, k = np.array(IQ4_LEVELS), C % 8
     match name:
         case "IQ1_KT":
@@ -123,6 +128,6 @@ def dequantized(data, fmt) -> np.ndarray:
         fields[field], at = blocks[:, at:at + size], at + size
     d = np.repeat(header, len(blocks) // len(data), axis=0) if fmt.header_bytes else fields["d"]
     d = np.ascontiguousarray(d).view("<f4" if fmt.header_bytes == 4 else "<f2").astype(np.float32)
-    d = d * np.float32({"IQ2_KT": 1.05, "IQ3_KT": 1.01}.get(fmt.name, 1))
+    d = d * np.float32({"IQ2_KT": 1.05, "IQ3_KT": 1.01, "IQ1_M_R1": 1 / 8}.get(fmt.name, 1))
     isc, level = parts(fmt.name, fields)
     return (d * isc.astype(np.float32) * level.astype(np.float32)).reshape(len(data), -1)

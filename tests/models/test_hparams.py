@@ -252,8 +252,8 @@ FLOATS = "F32, F16, BF16"
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.float64])
-@pytest.mark.parametrize("name, shape, allowed", [("blk.0.ffn_up.weight", (96, 64), f"{FLOATS}, Q4_0, .*, IQ4_KT"),
-                                                  ("token_embd.weight", (70, 64), f"{FLOATS}, Q4_0, .*, IQ4_KT"),
+@pytest.mark.parametrize("name, shape, allowed", [("blk.0.ffn_up.weight", (96, 64), f"{FLOATS}, Q4_0, .*, Q4_K_R4, .*"),
+                                                  ("token_embd.weight", (70, 64), f"{FLOATS}, Q4_0, .*, Q4_K_R4, .*"),
                                                   ("blk.1.attn_norm.weight", (64,), FLOATS), ("rope_freqs.weight", (16,), FLOATS),
                                                   ("blk.0.attn_q.bias", (128,), FLOATS)])
 def test_types_that_weights_cannot_have(name, shape, allowed, dtype, tmp_path):

@@ -116,7 +116,7 @@ def test_dequantize_equals_the_definition(name):
     assert_same_values(fmt, data, dequantize(data, name, (80, 256 * fmt.block_size)), reference(data, fmt))
 
 
-@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values() if fmt.own_id is not None])
+@pytest.mark.parametrize("name", [fmt.name for fmt in FORMATS.values() if fmt.own_id is not None and fmt.is_in_files])
 def test_dequantize_equals_ik_llama_cpp(name):
     """Rows of random bytes and of its own quantizers: what its products take, and where it has no such array, its `to_float`."""
     path = REFERENCE / "quants" / "ik.npz"

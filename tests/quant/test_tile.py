@@ -110,5 +110,5 @@ def test_errors_name_the_tensor():
         tile.pack(np.zeros(2250, np.uint8), "Q4_K", 1, 4000, name="blk.0.ffn_up.weight")
     with pytest.raises(ValueError, match=r"^w: Q4_0 of shape \(1, 2, 64\) takes 72 bytes, got 71$"):
         tile.pack(np.zeros(71, np.uint8), "Q4_0", 2, 64, name="w")
-    with pytest.raises(ValueError, match=r"^ids: I32 has no tile layout; types that have: F32, F16, BF16, Q4_0, .*IQ4_KT$"):
+    with pytest.raises(ValueError, match=r"^ids: I32 has no tile layout; types that have: F32, F16, BF16, Q4_0, .*IQ1_M_R1$"):
         tile.pack(np.zeros(4, np.int32), "I32", 1, 4, name="ids")

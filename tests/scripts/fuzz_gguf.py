@@ -68,7 +68,8 @@ def key_fields(key: str, type: V, value) -> list[Field]:
 
 # values and bytes of a block, bytes in front of a row; of ik_llama.cpp's types some of each kind
 OWN = {133: ("Q6_0", 32, 26, 0), 139: ("IQ4_K", 256, 144, 0), 145: ("IQ2_KS", 256, 70, 2), 144: ("IQ4_KS", 256, 136, 4),
-       158: ("IQ1_KT", 256, 56, 4)}
+       158: ("IQ1_KT", 256, 56, 4), 212: ("Q4_K_R4", 256, 144, 0), 344: ("IQ4_KS_R4", 256, 136, 4),
+       223: ("IQ4_XS_R8", 256, 136, 0)}
 SIZES = {**{int(type): (*sizes, 0) for type, sizes in GGML_QUANT_SIZES.items()},
          **{type: tuple(sizes) for type, (_, *sizes) in OWN.items()}}
 TYPE_OF = {**{type.name: int(type) for type in GGML_QUANT_SIZES}, **{name: type for type, (name, *_) in OWN.items()}}
