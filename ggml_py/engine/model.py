@@ -129,7 +129,7 @@ class Model:
     def describe(self) -> str:
         hp = self.architecture.hp
         return (f"{self.file.path}: {self.architecture.name}, {hp.n_layer} layers of {hp.n_embd}, {hp.n_head[0]} heads, "
-                f"{hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k}, vocabulary {self.n_vocab}, trained for {self.n_ctx_train} "
+                f"{hp.n_head_kv[0]} KV heads of {hp.n_embd_head_k[0]}, vocabulary {self.n_vocab}, trained for {self.n_ctx_train} "
                 f"positions; {', '.join(f'{n:,} bytes of weights on {device}' for device, n in self.weight_bytes().items())}")
 
     def weight_bytes(self) -> dict[str, int]:

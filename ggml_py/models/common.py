@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base.errors import ParameterError, UserError
 from ..base.placement import PlacementOptions
-from ..base.rope_table import rope_table
+from ..base.rope_table import RopeSettings, rope_table
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
 from ..graph.columns import decide, share
@@ -20,10 +20,11 @@ from ..state.base import Memory
 from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
 from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
-from .hparams import Hparams, Keys, because
+from .hparams import Hparams, Keys, Windows, because
 from .weights import Paper, Weights
 
-RopeTables = Mapping[str, Tensor]  # by device
+RopeTables = Mapping[tuple[str, str], Tensor]  # by kind and device
+FULL, WINDOWED = "full", "windowed"  # the kinds of tables: of layers that see all positions, and of those with a window
 
 
 @dataclass
@@ -38,10 +39,9 @@ class Batch:
     out_ids: Tensor
     all_rows: bool = False  # all tokens go on behind the last layer
 
-    @property
-    def rope_table(self) -> Tensor:
-        """Of the device where the layer is that is being built."""
-        return self.rope_tables[self.g.device]
+    def rope_table(self, kind: str = FULL) -> Tensor:
+        """On the device where the layer is that is being built."""
+        return self.rope_tables[kind, self.g.device]
 
 
 class Transformer:
@@ -54,6 +54,8 @@ class Transformer:
     neox = True  # rotary pairs (i, i + R/2); else (2i, 2i + 1)
     has_nextn = False  # its files may have a block behind the layers that predicts a token further on
     ffn_norm = "ffn_norm"  # what files call the norm before the feed-forward block
+    windows: Windows | None = None  # of architectures with layers that see only the last positions
+    norms_heads = False  # each head of Q and K is normed, with weights that all heads share, before its rotation
 
     def __init__(self, file: GGUFFile, options: PlacementOptions, backends: Mapping | None = None):
         """backends: of the devices that the options need; None: what is built is checked on `Paper`."""
@@ -73,7 +75,7 @@ class Transformer:
         self.check()
 
     def read_hparams(self) -> Hparams:
-        return Hparams.read(self.keys)
+        return Hparams.read(self.keys, self.windows)
 
     def check(self) -> None:
         """Refuses files whose layers this architecture's code does not compute."""
@@ -98,7 +100,7 @@ class Transformer:
 
     def cache_sizes(self) -> list[tuple[int, int]]:
         """Columns of K and of V of each block."""
-        return [(n * self.hp.n_embd_head_k, n * self.hp.n_embd_head_v) for n in self.hp.n_head_kv]
+        return [(n * k, n * v) for n, k, v in zip(self.hp.n_head_kv, self.hp.n_embd_head_k, self.hp.n_embd_head_v)]
 
     def state_sizes(self) -> StateSizes:
         """Of the layers that are recurrent."""
@@ -129,8 +131,8 @@ class Transformer:
             found[tensor.device] += n_bytes(tensor)
         for tensor in self._states(n_rollback):
             found[tensor.device] += n_seq_max * n_bytes(tensor)
-        for device in self.table_devices:
-            found[device] += n_ctx * self.hp.rope.n_rot * 4
+        for table in self.rope_tensors(n_ctx).values():
+            found[table.device] += n_bytes(table)
         return found
 
     def new_nextn_memory(self, n_ctx: int, type_k: str, type_v: str) -> Memory:
@@ -139,37 +141,53 @@ class Transformer:
         return KVCache(self.backends, sizes, self.memory_devices, n_ctx, 1, type_k, type_v, shards=self.on_paper.cache_shards)
 
     def new_rope_tables(self, n_ctx: int) -> RopeTables:
-        """One on each device that has layers."""
+        """One of each kind on each device that has layers."""
         return self.upload_rope_tables(n_ctx, self.rope_factors(n_ctx))
 
     def new_nextn_rope_tables(self, n_ctx: int) -> RopeTables:
         return self.new_rope_tables(n_ctx)
 
     def upload_rope_tables(self, n_ctx: int, factors: np.ndarray | None) -> RopeTables:
-        table = rope_table(self.hp.rope, n_ctx, factors)
-        tables = self.rope_tensors(table.shape)
-        for device, tensor in tables.items():
-            tensor.buffer = self.backends[device].upload(table)
+        """factors: of the layers that see all positions."""
+        tables = self.rope_tensors(n_ctx)
+        for kind, settings in self.ropes.items():
+            table = rope_table(settings, n_ctx, factors if kind == FULL else None)
+            for device in self.table_devices:
+                tables[kind, device].buffer = self.backends[device].upload(table)
         return tables
+
+    @property
+    def ropes(self) -> dict[str, RopeSettings]:
+        """What the angles depend on, of each kind of tables that a block needs."""
+        of_kinds = {FULL: self.hp.rope, WINDOWED: self.hp.rope_windowed or self.hp.rope}
+        return {kind: of_kinds[kind] for kind in of_kinds if kind in map(self.rope_kind, range(self.hp.n_block))}
+
+    def rope_kind(self, il: int) -> str | None:
+        """The kind of table that a block rotates heads by; None: it rotates none."""
+        return WINDOWED if self.hp.windows[il] and self.hp.rope_windowed is not None else FULL
 
     @property
     def table_devices(self) -> list[str]:
         """Where layers rotate heads."""
         return list(dict.fromkeys([*self.placement.layers, *self.placement.columns]))
 
-    def rope_tensors(self, shape: tuple[int, ...]) -> RopeTables:
-        """One on each device that rotates, without memory. Those that share columns know each other's."""
-        tables = {device: Tensor("rope_table", "f32", shape, device) for device in self.table_devices}
-        for home in list(self.placement.columns)[:1]:
-            tables[home].shards.update({device: tables[device] for device in self.placement.columns if device != home})
+    def rope_tensors(self, n_ctx: int) -> RopeTables:
+        """Of each kind one on each device that rotates, for n_ctx positions, without memory. Those that share columns know each
+        other's."""
+        columns, tables = list(self.placement.columns), {}
+        for kind, settings in self.ropes.items():
+            name, shape = "rope_table" + f"_{kind}" * (kind != FULL), (n_ctx, settings.n_rot // 2, 2)
+            tables.update({(kind, device): Tensor(name, "f32", shape, device) for device in self.table_devices})
+            for home in columns[:1]:
+                tables[kind, home].shards.update({device: tables[kind, device] for device in columns[1:]})
         return tables
 
     def free_rope_tables(self, tables: RopeTables) -> None:
-        for device, table in tables.items():
-            self.backends[device].free(table.buffer)
+        for table in tables.values():
+            self.backends[table.device].free(table.buffer)
 
     def rope_factors(self, n_ctx: int) -> np.ndarray | None:
-        """Frequency divisors [R/2] in contexts of n_ctx positions."""
+        """Frequency divisors [R/2] in contexts of n_ctx positions, of layers that see all positions."""
         return None
 
     def load(self, nextn: bool = False) -> None:
@@ -203,7 +221,7 @@ class Transformer:
             raise UserError(f"{self.file.path}: token_embd.weight has {self.n_vocab} rows, must have one for each of "
                             f"{self.hp.n_vocab} tokens{because(self.hp.n_vocab)}")
         memory = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block)
-        graphs = self.graphs_of_one_token(memory, self.rope_tensors((1, self.hp.rope.n_rot // 2, 2)), nextn)
+        graphs = self.graphs_of_one_token(memory, self.rope_tensors(1), nextn)
         if self.placement.columns:
             self.share_columns(graphs)
         self.rope_factors(1)
@@ -305,33 +323,40 @@ class Transformer:
         return self.attend(b, il, *self.qkv(b, il, h))
 
     def attend(self, b: Batch, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        hp, g, n_head, n_head_kv = self.hp, b.g, self.hp.n_head[il], self.hp.n_head_kv[il]
-        q = self.norm_head(b, q, f"blk.{il}.attn_q_norm.weight", f"Qcur_normed-{il}")
-        k = self.norm_head(b, k, f"blk.{il}.attn_k_norm.weight", f"Kcur_normed-{il}")
-        q = g.rope(q, b.pos, b.rope_table, n_head=n_head, neox=self.neox, name=f"Qcur-{il}")
-        k = g.rope(k, b.pos, b.rope_table, n_head=n_head_kv, neox=self.neox, name=f"Kcur-{il}")
+        g, n_head, n_head_kv = b.g, self.hp.n_head[il], self.hp.n_head_kv[il]
+        q = self.rotate(b, il, self.norm_head(b, il, q, "q"), n_head, f"Qcur-{il}")
+        k = self.rotate(b, il, self.norm_head(b, il, k, "k"), n_head_kv, f"Kcur-{il}")
         k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
         v = b.memory.write(g, il, "v", v, name=f"v_cache-{il}")
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il),
-                                n_head=n_head, n_head_kv=n_head_kv, scale=hp.n_embd_head_k**-0.5, window=self.window(il),
-                                name=f"kqv_out-{il}")
+                                n_head=n_head, n_head_kv=n_head_kv, scale=self.attention_scale(il),
+                                window=self.hp.windows[il], name=f"kqv_out-{il}")
+
+    def rotate(self, b: Batch, il: int, x: Tensor, n_head: int, name: str) -> Tensor:
+        """The heads of x turned by the angles of their positions; x itself in blocks that rotate none."""
+        kind = self.rope_kind(il)
+        return x if kind is None else b.g.rope(x, b.pos, b.rope_table(kind), n_head=n_head, neox=self.neox, name=name)
+
+    def attention_scale(self, il: int) -> float:
+        """What products of queries and keys are multiplied by."""
+        return self.hp.n_embd_head_k[il]**-0.5
 
     def sinks(self, il: int) -> tuple[Tensor, ...]:
         """(a logit for each head that takes part in the softmax without a value,), in architectures that have them."""
         return ()
 
-    def window(self, il: int) -> int:
-        """How many positions a query sees, its own and those before it; 0 for all."""
-        return 0
-
-    def norm_head(self, b: Batch, x: Tensor, weight: str, name: str) -> Tensor:
-        """The norm of each head before its rotation; architectures without one return x."""
-        return x
+    def norm_head(self, b: Batch, il: int, x: Tensor, part: str) -> Tensor:
+        """The norm of each head of Q or K (part: "q", "k") before its rotation; x itself in architectures without one."""
+        if not self.norms_heads:
+            return x
+        w = self.w(f"blk.{il}.attn_{part}_norm.weight", self.hp.n_embd_head_k[il])
+        return b.g.rms_norm(x, w, eps=self.hp.eps, name=f"{part.upper()}cur_normed-{il}")
 
     def qkv(self, b: Batch, il: int, h: Tensor) -> list[Tensor]:
         """Q, K and V from three matrices, or from the rows of one. The products come first: one op can make them all."""
         hp, p = self.hp, f"blk.{il}.attn_"
-        sizes = [hp.n_head[il] * hp.n_embd_head_k, hp.n_head_kv[il] * hp.n_embd_head_k, hp.n_head_kv[il] * hp.n_embd_head_v]
+        head_k, head_v = hp.n_embd_head_k[il], hp.n_embd_head_v[il]
+        sizes = [hp.n_head[il] * head_k, hp.n_head_kv[il] * head_k, hp.n_head_kv[il] * head_v]
         parts = []
         for part, n, end in zip("qkv", sizes, accumulate(sizes)):
             base, n_out, rows = (p + "qkv", sum(sizes), (end - n, end)) if p + "qkv.weight" in self.w else (p + part, n, None)

@@ -38,7 +38,7 @@ class Deepseek2(MixtureOfExperts):
         self.kv_lora = keys.integer("attention.kv_lora_rank", least=1)
         head_k, head_v = keys.integer("attention.key_length_mla", 0), keys.integer("attention.value_length_mla", 0)
         self.absorbed = head_k > 0 and head_v > 0
-        self.head_k, self.head_v = (head_k, head_v) if self.absorbed else (hp.n_embd_head_k, hp.n_embd_head_v)
+        self.head_k, self.head_v = (head_k, head_v) if self.absorbed else (hp.n_embd_head_k[0], hp.n_embd_head_v[0])
         self.n_rot, self.n_nope = hp.rope.n_rot, self.head_k - hp.rope.n_rot
         if self.n_nope <= 0:
             raise keys.error("rope.dimension_count", self.n_rot, f"less than the {self.head_k} channels of a head", self.head_k)
@@ -52,8 +52,8 @@ class Deepseek2(MixtureOfExperts):
         hp, heads = self.hp, list(zip(self.hp.n_head, self.hp.n_head_kv))[:self.hp.n_layer]
         expected = [("head_count_kv", heads_kv, 1 if self.absorbed else n_head) for n_head, heads_kv in heads]
         if self.absorbed:
-            expected += [("key_length", hp.n_embd_head_k, self.kv_lora + self.n_rot),
-                         ("value_length", hp.n_embd_head_v, self.kv_lora)]
+            expected += [("key_length", hp.n_embd_head_k[0], self.kv_lora + self.n_rot),
+                         ("value_length", hp.n_embd_head_v[0], self.kv_lora)]
         for key, found, allowed in expected:
             if found != allowed:
                 raise self.keys.error(f"attention.{key}", found, f"{allowed}", allowed)
@@ -66,10 +66,10 @@ class Deepseek2(MixtureOfExperts):
         q = self.query(b, il, h)
         q_nope = g.slice_heads(q, n_head=n_head, first=0, n=self.n_nope, name=f"q_nope-{il}")
         q_rot = g.slice_heads(q, n_head=n_head, first=self.n_nope, n=self.n_rot, name=f"q_rot_lin-{il}")
-        q_rot = g.rope(q_rot, b.pos, b.rope_table, n_head=n_head, neox=self.neox, name=f"q_rot-{il}")
+        q_rot = self.rotate(b, il, q_rot, n_head, f"q_rot-{il}")
         kv = self.linear(b, h, f"blk.{il}.attn_kv_a_mqa", self.kv_lora + self.n_rot, name=f"kv_a-{il}")
         k_rot = g.slice_heads(kv, n_head=1, first=self.kv_lora, n=self.n_rot, name=f"k_rot_lin-{il}")
-        k_rot = g.rope(k_rot, b.pos, b.rope_table, n_head=1, neox=self.neox, name=f"k_rot-{il}")
+        k_rot = self.rotate(b, il, k_rot, 1, f"k_rot-{il}")
         c = g.slice_heads(kv, n_head=1, first=0, n=self.kv_lora, name=f"kv_lin-{il}")
         c = g.rms_norm(c, self.w(f"blk.{il}.attn_kv_a_norm.weight", self.kv_lora), eps=self.hp.eps, name=f"kv_normed-{il}")
         attend = self.attend_latent if self.absorbed else self.attend_heads

@@ -46,6 +46,7 @@ class DeltaNetModel(Transformer):
     """Base of the architectures."""
     ffn_norm = "post_attention_norm"
     has_nextn = True
+    norms_heads = True
     tiled = False  # value head j has the key head j % n_head_k; else j / (n_head_v / n_head_k)
 
     def read_hparams(self) -> Hparams:
@@ -63,18 +64,15 @@ class DeltaNetModel(Transformer):
         sizes = {"conv": (d.taps - 1) * d.n_channels, "delta": d.n_values * d.dim}
         return {il: sizes for il, recurrent in enumerate(d.is_recurrent) if recurrent}
 
-    def norm_head(self, b: Batch, x: Tensor, weight: str, name: str) -> Tensor:
-        return b.g.rms_norm(x, self.w(weight, self.hp.n_embd_head_k), eps=self.hp.eps, name=name)
-
     def mixed(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, str]:
         return (self.delta_net(b, il, h), "ssm_out") if self.delta.is_recurrent[il] else super().mixed(b, il, h)
 
     def attention(self, b: Batch, il: int, h: Tensor) -> Tensor:
         """Each head of Q has its gate behind it."""
-        hp, g, p, n_head, dim = self.hp, b.g, f"blk.{il}.attn_", self.hp.n_head[il], self.hp.n_embd_head_k
+        hp, g, p, n_head, dim = self.hp, b.g, f"blk.{il}.attn_", self.hp.n_head[il], self.hp.n_embd_head_k[il]
         qg = self.linear(b, h, p + "q", 2 * n_head * dim, name=f"Qgate-{il}")
         k = self.linear(b, h, p + "k", hp.n_head_kv[il] * dim, name=f"Klin-{il}")
-        v = self.linear(b, h, p + "v", hp.n_head_kv[il] * hp.n_embd_head_v, name=f"Vlin-{il}")
+        v = self.linear(b, h, p + "v", hp.n_head_kv[il] * hp.n_embd_head_v[il], name=f"Vlin-{il}")
         q, gate = (g.slice_heads(qg, n_head=n_head, first=i * dim, n=dim, name=f"{name}-{il}")
                    for i, name in enumerate(("Qlin", "attn_gate")))
         y = self.attend(b, il, q, k, v)

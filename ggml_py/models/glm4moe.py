@@ -15,8 +15,9 @@ class Glm4MoE(MixtureOfExperts):
     default_gating = SIGMOID
     has_nextn = True
 
-    def norm_head(self, b: Batch, x: Tensor, weight: str, name: str) -> Tensor:
-        return b.g.rms_norm(x, self.w(weight, self.hp.n_embd_head_k), eps=self.hp.eps, name=name) if weight in self.w else x
+    def check(self) -> None:
+        super().check()
+        self.norms_heads = "blk.0.attn_q_norm.weight" in self.w
 
     def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
         self.w(f"blk.{il}.exp_probs_b.bias", self.experts.n)  # must be there

@@ -7,7 +7,7 @@
   paper numbers are `Stated`: they remember the keys that they follow from, so that the error about a tensor names them.
 """
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -114,6 +114,11 @@ class Keys:
     def flag(self, key: str, default: bool) -> bool:
         return self.file.get(self.name(key), "bool", default)
 
+    def flags(self, key: str, n: int) -> list[bool]:
+        """Of an array with one for each block, which must be there."""
+        self.file.get(self.name(key), "arr[int]")
+        return [bool(flag) for flag in self.per_block(key, n)]
+
     def block_count(self) -> int:
         """The number of blocks, which must be that of the blocks in the names of tensors: blk.0, blk.1 and so on."""
         n_block = self.integer("block_count", most=2**32 - 1)
@@ -130,6 +135,54 @@ class Keys:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """What an architecture says of its layers that see only the last positions. None: its files must say it."""
+    size: int | None = None     # positions that they see, a query's own among them; 0: there is no such layer
+    pattern: int | None = None  # the last of each so many layers sees all, 0: none does; None: the file has a list
+    base: float | None = None   # of their rotary angles; None: that of the other layers
+    scaled: bool = True         # their rotary angles are scaled as those of the other layers
+    heads: bool = False         # the file must say the sizes of their heads; else they are those of the other layers
+
+    def read(self, keys: Keys, n_block: int) -> list[int]:
+        """How many positions each block sees; 0: all. What a file says of layers, a list or a number, it says for all blocks."""
+        size_key, key = "attention.sliding_window", "attention.sliding_window_pattern"
+        size = keys.integer(size_key, _REQUIRED if self.size is None else self.size, least=int(self.size != 0))
+        if self.pattern is None or isinstance(keys.file.metadata.get(keys.name(key)), np.ndarray):
+            windowed = keys.flags(key, n_block)
+            if any(windowed) and not size:
+                raise keys.error(size_key, size, f"positive, since {keys.name(key)} has blocks with a window")
+        else:
+            n = keys.integer(key, self.pattern)
+            windowed = [not n or il % n < n - 1 for il in range(n_block)]
+        return [size if each else 0 for each in windowed]
+
+    def read_head(self, keys: Keys, part: str, size: int) -> int:
+        """Channels of the keys or values (part: "key", "value") of layers with a window; size: of the others."""
+        return keys.integer(f"attention.{part}_length_swa", _REQUIRED if self.heads else size, least=1)
+
+    def read_rope(self, keys: Keys, head: int, others: RopeSettings) -> RopeSettings | None:
+        """Of layers with a window, whose heads have so many channels; None: that of the others is theirs too."""
+        n_rot = read_n_rot(keys, "rope.dimension_count_swa", head, head if self.heads else others.n_rot)
+        base = read_base(keys, "rope.freq_base_swa", self.base or others.freq_base)
+        if not self.scaled:
+            return RopeSettings(n_rot, base)
+        rope = replace(others, n_rot=n_rot, freq_base=base)
+        return None if rope == others else rope
+
+
+def read_n_rot(keys: Keys, key: str, head: int, default: int) -> int:
+    """The rotated channels of heads of so many channels."""
+    n_rot = keys.integer(key, default)
+    if n_rot % 2 or not 0 < n_rot <= head:
+        raise keys.error(key, n_rot, f"even and 2 to {head}, the channels of a head", head)
+    return n_rot
+
+
+def read_base(keys: Keys, key: str, default: float) -> float:
+    return keys.real(key, default, least=2, most=1e30)
+
+
+@dataclass(frozen=True)
 class Hparams:
     """Numbers of a transformer with plain attention. Heads may differ from layer to layer; lists have one for each block, also of
     those behind the layers."""
@@ -139,16 +192,19 @@ class Hparams:
     n_ctx_train: int
     n_head: list[int]
     n_head_kv: list[int]
-    n_embd_head_k: int
-    n_embd_head_v: int
+    n_embd_head_k: list[int]
+    n_embd_head_v: list[int]
     n_ff: list[int]
     eps: float
     rope: RopeSettings
     scaling: str
     n_block: int  # layers, and NextN blocks behind them
+    windows: list[int]  # how many positions a query sees, its own and those before it; 0: all
+    rope_windowed: RopeSettings | None  # of blocks with a window; None: `rope`
 
     @classmethod
-    def read(cls, keys: Keys) -> "Hparams":
+    def read(cls, keys: Keys, windows: Windows | None = None) -> "Hparams":
+        """windows: of architectures whose layers may have them."""
         n_block = keys.block_count()
         n_layer = n_block - keys.integer("nextn_predict_layers", 0, most=n_block - 1)
         n_embd, n_ctx = keys.integer("embedding_length", least=1), keys.integer("context_length", least=1)
@@ -161,10 +217,16 @@ class Hparams:
                 raise keys.error("attention.head_count_kv", heads_kv, f"a divisor of the {heads} heads of layer {il}")
         k = keys.integer("attention.key_length", n_embd // n_head[0], least=1)
         v = keys.integer("attention.value_length", n_embd // n_head[0], least=1)
+        rope, scaling = cls.read_rope(keys, k, n_ctx)
+        sizes, heads_k, heads_v, rope_windowed = [0] * n_block, [k] * n_block, [v] * n_block, None
+        if windows is not None and any(sizes := windows.read(keys, n_block)):
+            k_windowed, v_windowed = windows.read_head(keys, "key", k), windows.read_head(keys, "value", v)
+            heads_k, heads_v = [k_windowed if n else k for n in sizes], [v_windowed if n else v for n in sizes]
+            rope_windowed = windows.read_rope(keys, k_windowed, rope)
         n_ff = keys.per_block("feed_forward_length", n_block, 0)
         eps = keys.real("attention.layer_norm_rms_epsilon", least=0, most=1)
-        return cls(n_layer, n_embd, cls.read_vocabulary(keys), n_ctx, n_head, n_head_kv, k, v, n_ff, eps,
-                   *cls.read_rope(keys, k, n_ctx), n_block)
+        return cls(n_layer, n_embd, cls.read_vocabulary(keys), n_ctx, n_head, n_head_kv, heads_k, heads_v, n_ff, eps, rope,
+                   scaling, n_block, sizes, rope_windowed)
 
     @staticmethod
     def read_vocabulary(keys: Keys) -> int:
@@ -176,9 +238,7 @@ class Hparams:
     @staticmethod
     def read_rope(keys: Keys, head: int, n_ctx: int) -> tuple[RopeSettings, str]:
         """How heads of so many channels are rotated, and the type of scaling."""
-        n_rot = keys.integer("rope.dimension_count", head)
-        if n_rot % 2 or not 0 < n_rot <= head:
-            raise keys.error("rope.dimension_count", n_rot, f"even and 2 to {head}, the channels of a head", head)
+        n_rot = read_n_rot(keys, "rope.dimension_count", head, head)
         scaling = keys.file.get(keys.name("rope.scaling.type"), "str", "linear")
         if scaling not in SCALING:
             raise keys.error("rope.scaling.type", quoted(scaling), f"one of {', '.join(SCALING)}")
@@ -192,5 +252,5 @@ class Hparams:
             ln = float(log(factor))
             attn_factor *= (0.1 * ln + 1 if factor > 1 else 1.0) / (1 + 0.1 * ln)
         n_ctx_orig = keys.integer("rope.scaling.original_context_length", 0) or n_ctx
-        base = keys.real("rope.freq_base", 10000.0, least=2, most=1e30)
+        base = read_base(keys, "rope.freq_base", 10000.0)
         return RopeSettings(n_rot, base, 1.0 / factor, yarn, attn_factor, n_ctx_orig), scaling

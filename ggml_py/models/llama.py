@@ -13,7 +13,7 @@ class Llama(Transformer):
     def check(self) -> None:
         super().check()
         n_rot = self.hp.rope.n_rot
-        for key, size in ("key_length", self.hp.n_embd_head_k), ("value_length", self.hp.n_embd_head_v):
+        for key, size in ("key_length", self.hp.n_embd_head_k[0]), ("value_length", self.hp.n_embd_head_v[0]):
             if size != n_rot:
                 raise self.keys.error(f"attention.{key}", size, f"{n_rot}, since all channels of heads are rotated", n_rot)
 

@@ -210,7 +210,7 @@ def test_an_original_context_of_0_is_that_of_the_key(tmp_path):
         path = write_model(tmp_path / f"{n_ctx_orig}.gguf", "qwen3", n_ctx=256,
                            keys={**YARN["keys"], "rope.scaling.original_context_length": ("uint32", n_ctx_orig)})
         with Model.load(path, device="cpu") as model:
-            tables.append(model.backend.data(model.architecture.new_rope_tables(20)["cpu"]))
+            tables.append(model.backend.data(model.architecture.new_rope_tables(20)["full", "cpu"]))
     assert np.array_equal(*tables) and np.isfinite(tables[0]).all()
 
 

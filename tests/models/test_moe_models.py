@@ -185,7 +185,7 @@ def test_yarn_of_deepseek2(yarn, magnitude, scale, tmp_path):
     without one both have it."""
     path = write_moe_model(tmp_path / "m.gguf", "deepseek2-mla", yarn=yarn)
     model = Deepseek2(GGUFFile.open(path), PlacementOptions(("cpu",)), {"cpu": CPUBackend()})
-    table = model.new_rope_tables(4)["cpu"]
+    table = model.new_rope_tables(4)["full", "cpu"]
     cos, sin = np.moveaxis(model.backends["cpu"].data(table), 2, 0)
     assert np.allclose(np.hypot(cos, sin), magnitude, rtol=1e-6)
     assert model.scale == pytest.approx(scale / 64**0.5, rel=1e-6)
@@ -239,7 +239,7 @@ def test_sections_of_glm4moe(tmp_path):
                               ([0, 0, 0, 0], [1] * 8)):
         path = write_moe_model(tmp_path / "m.gguf", "glm4moe", keys={"rope.dimension_sections": ("array", sections)})
         model = Glm4MoE(GGUFFile.open(path), PlacementOptions(("cpu",)), {"cpu": CPUBackend()})
-        sin = model.backends["cpu"].data(model.new_rope_tables(3)["cpu"])[2, :, 1]
+        sin = model.backends["cpu"].data(model.new_rope_tables(3)["full", "cpu"])[2, :, 1]
         assert ((sin != 0) == turning).all()
 
 
