@@ -4,6 +4,7 @@ from ..base.errors import UserError, quoted
 from .bailingmoe2 import BailingMoE2
 from .deepseek2 import Deepseek2
 from .glm4moe import Glm4MoE
+from .gemma import Gemma
 from .gpt_oss import GptOss
 from .llama import Llama
 from .qwen2 import Qwen2
@@ -14,7 +15,7 @@ from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
 
 ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE, GptOss, Deepseek2,
-                                                Glm4MoE, BailingMoE2)}
+                                                Glm4MoE, BailingMoE2, Gemma)}
 
 
 def model_class(file):

@@ -55,6 +55,9 @@ class Transformer:
     has_nextn = False  # its files may have a block behind the layers that predicts a token further on
     ffn_norm = "ffn_norm"  # what files call the norm before the feed-forward block
     windows: Windows | None = None  # of architectures with layers that see only the last positions
+    tied = False  # whatever its files have, the embedding is the output head
+    embedding_scale = 1.0  # what the embeddings of tokens are multiplied by
+    logit_cap = 0.0  # beyond which no logit goes; 0: there is none
     norms_heads = False  # each head of Q and K is normed, with weights that all heads share, before its rotation
 
     def __init__(self, file: GGUFFile, options: PlacementOptions, backends: Mapping | None = None):
@@ -247,6 +250,8 @@ class Transformer:
                        name="inp_embd")
         b = Batch(g, memory, tables, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
                   g.input("out_ids", "i32", (n_outputs,)), hidden)
+        if self.embedding_scale != 1:
+            x = g.scale(x, factor=self.embedding_scale, name="inp_scaled")
         memory.inputs(g, n_tokens)
         for il in range(hp.n_layer):
             g.device = self.placement.layers[il]
@@ -254,7 +259,7 @@ class Transformer:
         g.device = self.placement.output
         x = g.rms_norm(x, self.w("output_norm.weight", hp.n_embd), eps=hp.eps, name="result_norm")
         rows = g.take_rows(x, b.out_ids, name="result_rows") if hidden and n_outputs < n_tokens else x
-        logits = self.linear(b, rows, self.head, self.n_vocab, name="result_output")
+        logits = self.logits(b, rows)
         g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
         g.outputs += [x] * hidden
         return g
@@ -262,7 +267,11 @@ class Transformer:
     @property
     def head(self) -> str:
         """The output head, or the embedding, to which it is tied."""
-        return "output" if "output.weight" in self.w else "token_embd"
+        return "output" if "output.weight" in self.w and not self.tied else "token_embd"
+
+    def logits(self, b: Batch, x: Tensor) -> Tensor:
+        y = self.linear(b, x, self.head, self.n_vocab, name="result_output")
+        return b.g.softcap(y, cap=self.logit_cap, name="result_capped") if self.logit_cap else y
 
     def build_nextn(self, memory: Memory, tables: RopeTables, n_tokens: int, il: int, logits: str = "all") -> Graph:
         """The NextN block il behind the layers. Inputs: tokens, pos, memory's, and hidden f32 [n, n_embd]: of each token the
@@ -308,12 +317,16 @@ class Transformer:
         return self.gated_ffn(b, il, h, self.hp.n_ff[il])
 
     def gated_ffn(self, b: Batch, il: int, h: Tensor, n_ff: int, kind: str = "") -> Tensor:
-        """down(silu(gate h) * up h). kind: at the end of the names of its tensors."""
+        """down(activate(gate h, up h)). kind: at the end of the names of its tensors."""
         p = f"blk.{il}.ffn_"
         gate = self.linear(b, h, f"{p}gate{kind}", n_ff, name=f"ffn_gate{kind}-{il}")
         up = self.linear(b, h, f"{p}up{kind}", n_ff, name=f"ffn_up{kind}-{il}")
-        h = b.g.swiglu(gate, up, name=f"ffn_swiglu{kind}-{il}")
+        h = self.activate(b, gate, up, f"ffn_glu{kind}-{il}")
         return self.linear(b, h, f"{p}down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
+
+    def activate(self, b: Batch, gate: Tensor, up: Tensor, name: str) -> Tensor:
+        """The gated unit of feed-forward blocks and experts."""
+        return b.g.swiglu(gate, up, name=name)
 
     def mixed(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, str]:
         """What a token takes from those before it, and the name of the matrix that it is multiplied with."""

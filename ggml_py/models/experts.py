@@ -98,9 +98,6 @@ class MixtureOfExperts(Transformer):
         return g.weighted_sum(self.expert_linear(b, y, ids, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down-{il}"), weights,
                               name=f"ffn_moe_out-{il}")
 
-    def activate(self, b: Batch, gate: Tensor, up: Tensor, name: str) -> Tensor:
-        return b.g.swiglu(gate, up, name=name)
-
     def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
         """(ids i32 [n, used], the largest first; their weights f32 [n, used]).
         A bias of `exp_probs_b` counts for the choice alone."""

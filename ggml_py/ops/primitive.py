@@ -215,6 +215,13 @@ declare("sigmoid", "x", _unary, module="elementwise")
 declare("softplus", "x", _unary, module="elementwise")
 
 
+@op("x", "cap", module="elementwise")
+def softcap(params, x):
+    """cap times tanh of x / cap."""
+    need(params["cap"] > 0, f"cap must be positive, got {params['cap']}")
+    return _unary(params, x)
+
+
 def _glu(_, gate, up):
     need(gate.dtype == up.dtype == "f32" and gate.shape == up.shape, "gate and up must be f32 of one shape")
     return Shape("f32", gate.shape)

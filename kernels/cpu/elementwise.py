@@ -39,6 +39,14 @@ def scale_rows(first, last, x, a, out):
             o[column] = arith.mul(v[column], a)
 
 
+@jit
+def softcap_rows(first, last, x, c, out):
+    for row in range(first, last):
+        v, o = x[row], out[row]
+        for column in range(v.shape[0]):
+            o[column] = arith.mul(c, arith.tanh(arith.div(v[column], c)))
+
+
 def unary_rows(name, function):
     """(first, last, x, out) of over_rows: out = function(x). x, out: f32 [n, k]."""
     @jit(key=name)
@@ -60,6 +68,7 @@ def over_binary(name):
 add = partial(reference.add, kernel=over_binary("add"))
 mul = partial(reference.mul, kernel=over_binary("mul"))
 scale = partial(reference.scale, kernel=over_rows(scale_rows))
+softcap = partial(reference.softcap, kernel=over_rows(softcap_rows))
 swiglu = partial(reference.swiglu, kernel=over_binary("swiglu"))
 sigmoid = partial(reference.sigmoid, kernel=over_rows(sigmoid_rows, ("sigmoid",)))
 softplus = partial(reference.softplus, kernel=over_rows(softplus_rows, ("softplus",)))

@@ -1,5 +1,5 @@
-"""add, mul, scale, sigmoid, softplus and the gated linear units: one result an element (numerics, section 5), one thread an
-element.
+"""add, mul, scale, sigmoid, softcap, softplus and the gated linear units: one result an element (numerics, section 5), one
+thread an element.
 
 Blocks of the grid: x = row, y = 256 columns. `out` may be the memory of an operand of its shape.
 """
@@ -50,6 +50,22 @@ def scale_kernel():
     return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
 
 
+@device
+def capped(x, c):
+    """c tanh(x / c)."""
+    return ptx.mul(c, ptx.tanh(ptx.div(x, c)))
+
+
+@factory([()])
+def softcap_kernel():
+    def kernel(x, out, n_cols, c):
+        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            i = i64(cuda.blockIdx.x) * n_cols + column
+            st(out, i, capped(ld(x, i), c))
+    return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
+
+
 @factory([(op,) for op in UNARY])
 def unary_kernel(op):
     function = UNARY[op]
@@ -69,6 +85,8 @@ def check_grid(out: Operand) -> None:
 
 def check(call):
     check_grid(call.out)
+    if call.op == "softcap":
+        need(call.cap > 0, "cap", call.cap, "above 0")
     if call.op in ("add", "mul"):
         need(call.y.n_rows in (1, call.x.n_rows), "y_rows", call.y.n_rows, f"1 or {call.x.n_rows}")
 
@@ -107,6 +125,11 @@ def swiglu(call):
 def scale(call):
     """out = x * factor. x, out: f32 [n, k]; factor: a float32."""
     return by_element(call, scale_kernel(), *addresses(call.x, call.out), call.out.n_cols, call.factor)
+
+
+def softcap(call):
+    """out = cap * tanh(x / cap). x, out: f32 [n, k]; cap: a float32 above 0."""
+    return by_element(call, softcap_kernel(), *addresses(call.x, call.out), call.out.n_cols, call.cap)
 
 
 def unary(call: Call):

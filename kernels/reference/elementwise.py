@@ -30,6 +30,14 @@ def scale_arrays(x, a, out):
 
 
 @jit
+def softcap_arrays(x, c, out):
+    """out = c * tanh(x / c), c: f32."""
+    for token in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[token, column] = arith.mul(c, arith.tanh(arith.div(x[token, column], c)))
+
+
+@jit
 def swiglu_arrays(g, u, out):
     """out = silu(g) * u."""
     for token in range(g.shape[0]):
@@ -64,6 +72,11 @@ def mul(call, kernel=mul_arrays):
 def scale(call, kernel=scale_arrays):
     """out = x * factor. x, out: f32 [n, k]."""
     return partial(kernel, call.x.rows, f32(call.factor), call.out.rows)
+
+
+def softcap(call, kernel=softcap_arrays):
+    """out = cap * tanh(x / cap). x, out: f32 [n, k]."""
+    return partial(kernel, call.x.rows, f32(call.cap), call.out.rows)
 
 
 def swiglu(call, kernel=swiglu_arrays):

@@ -183,7 +183,7 @@ def test_a_fault_inside_a_fused_node(path):
     for result in without:
         found = verification.bisect(result)
         culprit, = found.culprits
-        assert found.name.startswith("ffn_swiglu-0") and "mul_mat_glu" in culprit and "in: default" in culprit, str(found)
+        assert found.name.startswith("ffn_glu-0") and "mul_mat_glu" in culprit and "in: default" in culprit, str(found)
 
     def only_of_160_rows(call):
         if call.out.n_cols == 160:

@@ -162,6 +162,7 @@ CASES = {
     "add": (PLAIN, lambda o: [o.x(), o.x()], {}),
     "mul": (PLAIN, lambda o: [o.x(), o.vector()], {}),
     "scale": (PLAIN, lambda o: [o.x()], {"factor": 0.3}),
+    "softcap": (PLAIN, lambda o: [o.x()], {"cap": 0.7}),
     "swiglu": (PLAIN, lambda o: [o.x(), o.x()], {}),
     "geglu": (PLAIN, lambda o: [o.x(), o.x()], {}),
     "reglu": (PLAIN, lambda o: [o.x(), o.x()], {}),

@@ -31,6 +31,7 @@ def test_rows_of_floats(n, k, n_threads):
     for op, second in product(("add", "mul"), (y, w)):
         compare(name, op, x, second)
     compare(name, "scale", x, factor=0.3)
+    compare(name, "softcap", x, cap=30.0)
     for op in "swiglu", "geglu", "reglu", "swiglu_act":
         compare(name, op, x, y)
     compare(name, "quantize", x)

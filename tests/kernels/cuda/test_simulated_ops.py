@@ -328,6 +328,7 @@ def rows_of(op, x, **params):
      "n_cols is 32768, allowed: a multiple of 4 up to 6144"),
     ("swiglu_act", dict(gate=f32(65536, 5), up=f32(65536, 5), act=Operand("act", (65536, 5))), "n is 65536, allowed: 1..65535"),
     ("add", dict(x=f32(4, 5), y=f32(2, 5), out=f32(4, 5)), "y_rows is 2, allowed: 1 or 4"),
+    ("softcap", dict(x=f32(4, 5), out=f32(4, 5), cap=0.0), "cap is 0.0, allowed: above 0"),
     ("scale", dict(x=f32(1, 65535 * 256 + 1), out=f32(1, 65535 * 256 + 1), factor=2.0),
      "n_cols is 16776961, allowed: 1 to 16776960"),
     ("rope", dict(x=f32(1, 64), pos=ints(1), table=f32(9, 33, 2), out=f32(1, 64), n_head=1, neox=True),
