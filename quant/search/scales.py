@@ -1,0 +1,46 @@
+"""Scales: how they are stored, and integer scales under them."""
+import math
+
+import numba
+import numpy as np
+
+jit = numba.njit(nogil=True, error_model="numpy")
+HALF, ANY = -1, -2  # how d is rounded, in place of the number of allowed values
+LARGEST_HALF = 65504.0
+
+
+@jit
+def power_of_two(x):
+    """The least power of two that is larger than all magnitudes; 1 for zeros."""
+    largest = 0.0
+    for c in range(len(x)):
+        largest = max(largest, abs(float(x[c])))
+    return 2.0 ** math.frexp(largest)[1] if largest > 0.0 else 1.0
+
+
+@jit
+def as_half(x):
+    """x as a float16 has it, nearest even; no infinities."""
+    if abs(x) < 2.0**-14:
+        return (x + 1.5 * 2.0**28) - 1.5 * 2.0**28
+    c = x * (2.0**42 + 1)
+    return min(max(c - (c - x), -LARGEST_HALF), LARGEST_HALF)
+
+
+@jit
+def rounded(d, allowed):
+    """d as it is stored. allowed: ascending positive values, else one that is HALF or ANY."""
+    if allowed[0] == HALF:
+        return as_half(d)
+    if allowed[0] == ANY:
+        return float(np.float32(d))
+    i = np.searchsorted(allowed, abs(d))
+    if i > 0 and (i == len(allowed) or abs(d) - allowed[i - 1] <= allowed[i] - abs(d)):
+        i -= 1
+    return allowed[i]
+
+
+@jit
+def nearest_scale(scale, d, first, step, n_scales):
+    """j of the integer scale first + step j that is nearest to scale / d."""
+    return int(min(max(np.floor((scale / d - first) / step + 0.5), 0.0), n_scales - 1.0)) if d != 0.0 else 0
