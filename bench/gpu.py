@@ -143,6 +143,13 @@ def gated_delta_net():
                 for n, seqs in tokens for plan in ((MANY_TOKENS, 1, 2, 4) if n <= 16 else (MANY_TOKENS,)))
 
 
+def ssm_scan():
+    """Of Nemotron 3 Nano 30B-A3B: n tokens of each of `seqs` sequences, by either kernel, as above."""
+    tokens = [(n, 1) for n in (1, 4, 16, 64, 512, 2048)] + [(1, seqs) for seqs in (4, 16, 64)] + [(512, 4)]
+    yield from (Case("ssm_scan", "f32", dict(n=n, seqs=seqs, plan=plan))
+                for n, seqs in tokens for plan in ((MANY_TOKENS, 1, 2) if n <= 16 else (MANY_TOKENS,)))
+
+
 def ssm_conv():
     yield from (Case("ssm_conv", "f32", dict(n=n, seqs=seqs)) for n, seqs in ((1, 1), (512, 1), (2048, 1), (1, 16), (1, 64)))
 
@@ -150,7 +157,7 @@ def ssm_conv():
 SUITES = {suite.__name__: suite
           for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows,
                         dequantize, quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext, ssm_conv,
-                        gated_delta_net)}
+                        gated_delta_net, ssm_scan)}
 
 
 # Work of a case
@@ -333,6 +340,18 @@ def gated_delta_net_work(gpu, kernel, type_, n, seqs, plan, cache) -> Work:
     return recurrent_work(gpu, kernel, n, seqs, N_HEAD_V * DIM_V * DIM_V, operands, cache, plan)
 
 
+N_HEAD_SCAN, DIM_SCAN, N_GROUP, N_STATE = 64, 64, 8, 128  # of Nemotron 3 Nano 30B-A3B's Mamba 2 layers
+
+
+def ssm_scan_work(gpu, kernel, type_, n, seqs, plan, cache) -> Work:
+    rows, inner = n * seqs, N_HEAD_SCAN * DIM_SCAN
+    vectors = {name: floats(gpu, 1, N_HEAD_SCAN, change=change)
+               for name, change in (("bias", np.negative), ("a", lambda x: -np.exp(x)), ("d", np.abs))}
+    operands = dict(x=floats(gpu, rows, inner + 2 * N_GROUP * N_STATE), dt=floats(gpu, rows, N_HEAD_SCAN), **vectors,
+                    out=output(gpu, rows, inner), n_head=N_HEAD_SCAN, n_group=N_GROUP, n_state=N_STATE)
+    return recurrent_work(gpu, kernel, n, seqs, inner * N_STATE, operands, cache, plan)
+
+
 def ssm_conv_work(gpu, kernel, type_, n, seqs, cache) -> Work:
     n_channels = (2 * N_HEAD_K + N_HEAD_V) * DIM_V
     operands = dict(x=floats(gpu, n * seqs, n_channels), w=floats(gpu, n_channels, 4), out=output(gpu, n * seqs, n_channels))
@@ -347,7 +366,8 @@ WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_wor
         "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work,
         "quantize": quantize_work, "rms_norm": rms_norm_work,
         "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work,
-        "flash_attn_ext": flash_attn_ext_work, "gated_delta_net": gated_delta_net_work, "ssm_conv": ssm_conv_work}
+        "flash_attn_ext": flash_attn_ext_work, "gated_delta_net": gated_delta_net_work, "ssm_conv": ssm_conv_work,
+        "ssm_scan": ssm_scan_work}
 
 
 def work(gpu, case: Case) -> Work:

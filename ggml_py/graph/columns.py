@@ -54,7 +54,7 @@ def _n_head(node: Node) -> int:
 
 RULES = {
     **dict.fromkeys(("add", "mul"), Rule("x y")),
-    **dict.fromkeys(("scale", "sigmoid", "softcap", "softplus", "take_rows", "weighted_sum", "scale_id"), Rule("x")),
+    **dict.fromkeys(("scale", "sigmoid", "softcap", "softplus", "relu_sqr", "take_rows", "weighted_sum", "scale_id"), Rule("x")),
     **dict.fromkeys(("swiglu", "geglu", "reglu", "swiglu_oai"), Rule("gate up")),
     "add_id": Rule("x b"),
     "rms_norm": Rule("x", lambda node: node.results[0].shape[1] // node.src[1].shape[0]),

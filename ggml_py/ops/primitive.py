@@ -213,6 +213,7 @@ def _unary(_, x):
 declare("scale", "x", _unary, "factor", module="elementwise")
 declare("sigmoid", "x", _unary, module="elementwise")
 declare("softplus", "x", _unary, module="elementwise")
+declare("relu_sqr", "x", _unary, module="elementwise")
 
 
 @op("x", "cap", module="elementwise")
@@ -321,14 +322,37 @@ def _recurrent(state, runs) -> None:
     need(is_leaf(runs), "runs must be an input")
 
 
-@op("state:slots x:whole w:weight runs:whole", results="out state", overwrites={"state": "state"})
-def ssm_conv(_, state, x, w, runs):
-    """silu of each channel's sum, with weights, of its values at the last tokens; state: those of the tokens before."""
+@op("state:slots x:whole w:weight runs:whole bias:weight", "activation", results="out state", overwrites={"state": "state"},
+    n_optional=1, defaults={"activation": "silu"})
+def ssm_conv(params, state, x, w, runs, *bias):
+    """Each channel's sum, with weights, of its values at the last tokens, plus a bias where there is one, and silu of that or,
+    with the activation "none", as it is; state: the values at the tokens before."""
     _recurrent(state, runs)
+    need(params["activation"] in ("silu", "none"), f"activation is {params['activation']!r}, must be silu or none")
     need(x.dtype == w.dtype == "f32" and len(x.shape) == len(w.shape) == 2 and w.shape[0] == x.shape[1] and w.shape[1] > 1,
          "x and w must be f32, x [n, channels], w [channels, 2 or more]")
     need(state.shape[1] == (w.shape[1] - 1) * x.shape[1], f"rows of state must have {(w.shape[1] - 1) * x.shape[1]} values")
+    need(all(b.dtype == "f32" and b.shape == x.shape[1:] for b in bias), f"bias must be f32 [{x.shape[1]}]")
     return Shape("f32", x.shape), Shape("f32", state.shape)
+
+
+@op("state:slots x:whole dt:whole bias:weight a:weight d:weight runs:whole", "n_head n_group n_state", results="out state",
+    overwrites={"state": "state"})
+def ssm_scan(params, state, x, dt, bias, a, d, runs):
+    """x: of each token n_head heads of x, n_group groups of n_state values of B, as many of C; head j has the group
+    j / (n_head / n_group)."""
+    _recurrent(state, runs)
+    _rows(x)
+    n_head, n_group, n_state = params["n_head"], params["n_group"], params["n_state"]
+    need(n_group > 0 and n_head > 0 and n_head % n_group == 0, f"{n_head} heads are not {n_group} groups of one size")
+    need(n_state > 0 and n_state % 8 == 0, f"n_state is {n_state}, must be a multiple of 8")
+    inner = x.shape[1] - 2 * n_group * n_state
+    need(inner > 0 and inner % n_head == 0,
+         f"{x.shape[1]} columns are not {n_head} heads and twice {n_group} groups of {n_state}")
+    need(dt.dtype == "f32" and dt.shape == (x.shape[0], n_head), f"dt must be f32 [n, {n_head}]")
+    need(all(t.dtype == "f32" and prod(t.shape) == n_head for t in (bias, a, d)), f"bias, a and d must be f32 [{n_head}]")
+    need(state.shape[1] == inner * n_state, f"rows of state must have {inner * n_state} values")
+    return Shape("f32", (x.shape[0], inner)), Shape("f32", state.shape)
 
 
 @op("state:slots qkv:whole g:whole beta:whole runs:whole", "n_head_k n_head_v tiled", results="out state",

@@ -58,7 +58,14 @@ def unary_rows(name, function):
     return rows
 
 
+@jit
+def squared_relu(x):
+    r = arith.relu(x)
+    return arith.mul(r, r)
+
+
 sigmoid_rows, softplus_rows = unary_rows("sigmoid", arith.sigmoid), unary_rows("softplus", arith.softplus)
+relu_sqr_rows = unary_rows("relu_sqr", squared_relu)
 
 
 def over_binary(name):
@@ -72,3 +79,4 @@ softcap = partial(reference.softcap, kernel=over_rows(softcap_rows))
 swiglu = partial(reference.swiglu, kernel=over_binary("swiglu"))
 sigmoid = partial(reference.sigmoid, kernel=over_rows(sigmoid_rows, ("sigmoid",)))
 softplus = partial(reference.softplus, kernel=over_rows(softplus_rows, ("softplus",)))
+relu_sqr = partial(reference.relu_sqr, kernel=over_rows(relu_sqr_rows, ("relu_sqr",)))

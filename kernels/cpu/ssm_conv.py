@@ -1,14 +1,14 @@
 """A short causal convolution of each channel over time, and the states that it leaves."""
 import numpy as np
 
-from ..arith import f32, fma, silu
+from ..arith import add, f32, fma, silu
 from ..compile import jit
 from ..reference import ssm_conv as reference
 from .parallel import over_rows
 
 
 @jit
-def ssm_conv_rows(first, last, x, state, w, runs, out):
+def ssm_conv_rows(first, last, x, state, w, runs, bias, with_silu, out):
     n_before = w.shape[1] - 1
     for run in runs:
         begin, source = run[0], run[2]
@@ -25,8 +25,11 @@ def ssm_conv_rows(first, last, x, state, w, runs, out):
                 else:
                     for channel in range(o.shape[0]):
                         o[channel] = fma(w[channel, tap], f32(0), o[channel])
-            for channel in range(o.shape[0]):
-                o[channel] = silu(o[channel])
+            for channel in range(bias.shape[0]):
+                o[channel] = add(o[channel], bias[channel])
+            if with_silu:
+                for channel in range(o.shape[0]):
+                    o[channel] = silu(o[channel])
 
 
 @jit
@@ -49,8 +52,8 @@ def keep_columns(state, x, n_before, runs):
 outputs = over_rows(ssm_conv_rows)
 
 
-def kernel(state, x, w, runs, out):
-    outputs(x, state, w, runs, out)
+def kernel(state, x, w, runs, bias, with_silu, out):
+    outputs(x, state, w, runs, bias, with_silu, out)
     keep_columns(state, x, w.shape[1] - 1, runs)
 
 

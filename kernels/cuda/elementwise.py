@@ -1,4 +1,5 @@
-"""add, mul, scale, sigmoid, softcap, softplus and the gated linear units: one result an element (numerics, section 5), one
+"""add, mul, scale, sigmoid, softcap, softplus, relu_sqr and the gated linear units: one result an element (numerics, section 5),
+one thread an element.
 thread an element.
 
 Blocks of the grid: x = row, y = 256 columns. `out` may be the memory of an operand of its shape.
@@ -23,8 +24,14 @@ def gated(activation):
     return device(lambda g, u: ptx.mul(activation(g), u))
 
 
+@device
+def squared_relu(x):
+    r = relu(x)
+    return ptx.mul(r, r)
+
+
 BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": gated(silu), "geglu": gated(gelu), "reglu": gated(relu)}
-UNARY = {"sigmoid": ptx.sigmoid, "softplus": ptx.softplus}
+UNARY = {"sigmoid": ptx.sigmoid, "softplus": ptx.softplus, "relu_sqr": squared_relu}
 GLU = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # activation -> its gated linear unit
 
 
@@ -144,4 +151,9 @@ def sigmoid(call):
 
 def softplus(call):
     """out = log(1 + exp(x)), x above 20. x, out: f32 [n, k]."""
+    return unary(call)
+
+
+def relu_sqr(call):
+    """out = relu(x) * relu(x). x, out: f32 [n, k]."""
     return unary(call)

@@ -59,22 +59,22 @@ def row_access(n_columns):
     return load, store
 
 
-def state_access(dim, n_columns):
-    """(load, store) of the rows and columns of a thread, from the element `where` of its first row on."""
+def state_access(n_rows, n_columns):
+    """(load, store) of the rows and columns of a thread, from the element `where` of its first row on, `dim` columns a row."""
     load_row, store_row = row_access(n_columns)
 
     @device
-    def load(state, row, where, s):
+    def load(state, row, where, dim, s):
         """row: the state's, negative for one of zeros."""
-        for m in range(dim // PARTIALS):
+        for m in range(n_rows):
             for c in range(n_columns):
                 s[m * n_columns + c] = f32(0)
             if row >= 0:
                 load_row(state, where + m * PARTIALS * dim, s, m * n_columns)
 
     @device
-    def store(state, where, s):
-        for m in range(dim // PARTIALS):
+    def store(state, where, dim, s):
+        for m in range(n_rows):
             store_row(state, where + m * PARTIALS * dim, s, m * n_columns)
     return load, store
 
@@ -110,21 +110,17 @@ def sums8(a, b, lane):
 
 class Token:
     """Words of a token in a stage: q, k, both as lanes take them, v of the block's columns, decay and beta."""
-    def __init__(self, dim: int):
-        n_rows = dim // PARTIALS
+    def __init__(self, n_rows: int, n_warps: int):
+        """n_rows: of a lane."""
         self.stride = n_rows if n_rows <= 4 else n_rows + 4  # so that the lanes' 16 bytes lie in different banks
         self.k = PARTIALS * self.stride
         self.v = 2 * self.k
-        self.gates = self.v + 4 * COLUMNS * n_warps(dim)
+        self.gates = self.v + 4 * COLUMNS * n_warps
         self.n_words = self.gates + 4
 
 
 @lru_cache(None)
-def token_step(dim):
-    """(load_rows, step, finish)."""
-    n_rows, scale, word = dim // PARTIALS, np.float32(1) / np.sqrt(np.float32(dim)), Token(dim)
-    to_k, to_v, to_gates = word.k, word.v, word.gates
-
+def row_loader(n_rows):
     @device
     def load_rows(stages, at, values):
         """values = those of a lane's rows of q or k."""
@@ -134,6 +130,15 @@ def token_step(dim):
         else:
             for m in range(n_rows):
                 values[m] = lds(stages, at + m)
+    return load_rows
+
+
+@lru_cache(None)
+def token_step(dim):
+    """(load_rows, step, finish)."""
+    n_rows, scale = dim // PARTIALS, np.float32(1) / np.sqrt(np.float32(dim))
+    word, load_rows = Token(n_rows, n_warps(dim)), row_loader(n_rows)
+    to_k, to_v, to_gates = word.k, word.v, word.gates
 
     @device
     def finish(y, lane, out, to):
@@ -169,7 +174,7 @@ def token_step(dim):
 @lru_cache(None)
 def bringer(dim, makes):
     """What the warps that bring do."""
-    threads, word, gates_of = 32 * n_warps(dim), Token(dim), made if makes else given
+    threads, word, gates_of = 32 * n_warps(dim), Token(dim // PARTIALS, n_warps(dim)), made if makes else given
     n_words, to_k, to_v, to_gates, stride = word.n_words, word.k, word.v, word.gates, word.stride
     of_block, at_once, wait = 4 * COLUMNS * n_warps(dim), threads // dim, copies_wait_but(1)
     values_at_once = threads // of_block
@@ -222,10 +227,11 @@ def bringer(dim, makes):
 @factory([(dim, makes) for dim in DIMS for makes in (False, True)])
 def gated_delta_net_kernel(dim, makes):
     """For runs of many tokens. makes: the gates too."""
-    n_rows, n_state, threads, word = dim // PARTIALS, dim // PARTIALS * COLUMNS, 32 * n_warps(dim), Token(dim)
+    n_rows, n_state, threads = dim // PARTIALS, dim // PARTIALS * COLUMNS, 32 * n_warps(dim)
+    word = Token(n_rows, n_warps(dim))
     n_words, to_k, stride, of_block = word.n_words, word.k, word.stride, 4 * COLUMNS * n_warps(dim)
     n_parts, end = dim // of_block, BUFFERS * STAGE * word.n_words
-    (load_rows, step, finish), (load, store), bring = token_step(dim), state_access(dim, COLUMNS), bringer(dim, makes)
+    (load_rows, step, finish), (load, store), bring = token_step(dim), state_access(n_rows, COLUMNS), bringer(dim, makes)
 
     def kernel(state, qkv, g, beta, dt, of_head, runs, out, n_head_k, n_head_v, tiled, n_kept):
         stages = cuda.shared.array(end, f32)
@@ -247,7 +253,7 @@ def gated_delta_net_kernel(dim, makes):
 
         lane, column, rows = tid & 31, i32((tid >> 3) * COLUMNS), i32((tid & 7) * stride)
         row_values, place = i64(n_head_v) * dim * dim, (i64(head) * dim + (tid & 7)) * dim + first_column + column
-        load(state, source, i64(source) * row_values + place, s)
+        load(state, source, i64(source) * row_values + place, dim, s)
         # Outputs of the token before go out with a token; in the place of those before the first one, its own are written twice
         to, next_to = (i64(first) * n_head_v + head) * dim + first_column + column, i64(n_head_v) * dim
         before = to
@@ -281,7 +287,7 @@ def gated_delta_net_kernel(dim, makes):
                 if n - token < n_kept:
                     row = ld(runs, run + 3 + n - token)
                     if row >= 0:
-                        store(state, i64(row) * row_values + place, s)
+                        store(state, i64(row) * row_values + place, dim, s)
         finish(y, lane, out, before)
     return Kernel(kernel, (F32, F32, F32, F32, F32, F32, I32, F32, N, N, N, N), 2 * threads)
 
@@ -291,6 +297,21 @@ def gated_delta_net_kernel(dim, makes):
 # Partial p is a warp's, of as many columns as it has lanes, times one, two or four: so rows of a state come and go whole, and no
 # thread waits for another before it has its part of the state. Partials meet in shared memory.
 
+@lru_cache(None)
+def total_of(of_block):
+    @device
+    def two(partials, column):
+        return add(lds(partials, column), lds(partials, column + 4 * of_block))
+
+    @device
+    def total(partials, column):
+        """The sum of dot8's partials of a column, each of them of_block words behind the one before."""
+        a, b = two(partials, column), two(partials, column + of_block)
+        c, d = two(partials, column + 2 * of_block), two(partials, column + 3 * of_block)
+        return add(add(a, c), add(b, d))
+    return total
+
+
 @factory([(dim, n_columns, makes) for dim in DIMS for n_columns in (1, 2, 4) if 32 * n_columns <= max(32, dim)
           for makes in (False, True)])
 def gated_delta_net_few_kernel(dim, n_columns, makes):
@@ -298,18 +319,7 @@ def gated_delta_net_few_kernel(dim, n_columns, makes):
     gates_of = made if makes else given
     n_rows, of_block, scale = dim // PARTIALS, min(dim, 32 * n_columns), np.float32(1) / np.sqrt(np.float32(dim))
     n_parts, n_words, n_state = dim // of_block, PARTIALS * of_block, n_rows * n_columns
-    load, store = state_access(dim, n_columns)
-
-    @device
-    def two(partials, column):
-        return add(lds(partials, column), lds(partials, column + 4 * of_block))
-
-    @device
-    def total(partials, column):
-        """The sum of dot8's."""
-        a, b = two(partials, column), two(partials, column + of_block)
-        c, d = two(partials, column + 2 * of_block), two(partials, column + 3 * of_block)
-        return add(add(a, c), add(b, d))
+    (load, store), total = state_access(n_rows, n_columns), total_of(of_block)
 
     def kernel(state, qkv, g, beta, dt, of_head, runs, out, n_head_k, n_head_v, tiled, n_kept):
         seen, outputs = cuda.shared.array(n_words, f32), cuda.shared.array(n_words, f32)
@@ -322,7 +332,7 @@ def gated_delta_net_few_kernel(dim, n_columns, makes):
         # Of 16 columns, the lanes that have none do what the last one does
         partial, column = tid >> 5, i32(min((tid & 31) * n_columns, of_block - n_columns))
         row_values, place = i64(n_head_v) * dim * dim, (i64(head) * dim + partial) * dim + first_column + column
-        load(state, source, i64(source) * row_values + place, s)
+        load(state, source, i64(source) * row_values + place, dim, s)
         dt_here, of_head_here = f32(0), f32(0)
         if makes:
             dt_here, of_head_here = ld(dt, head), ld(of_head, head)
@@ -356,7 +366,7 @@ def gated_delta_net_few_kernel(dim, n_columns, makes):
             if first + n - token < n_kept:
                 row = ld(runs, run + 3 + first + n - token)
                 if row >= 0:
-                    store(state, i64(row) * row_values + place, s)
+                    store(state, i64(row) * row_values + place, dim, s)
     return Kernel(kernel, (F32, F32, F32, F32, F32, F32, I32, F32, N, N, N, N), 32 * PARTIALS, 2)
 
 

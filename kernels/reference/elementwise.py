@@ -59,6 +59,15 @@ def softplus_arrays(x, out):
             out[token, column] = arith.softplus(x[token, column])
 
 
+@jit
+def relu_sqr_arrays(x, out):
+    """out = relu(x) squared."""
+    for token in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            r = arith.relu(x[token, column])
+            out[token, column] = arith.mul(r, r)
+
+
 def add(call, kernel=add_arrays):
     """out = x + y. x, out: f32 [n, k]; y: f32 of x's shape, or [k], one row for all. out may be x or y."""
     return partial(kernel, call.x.rows, call.y.rows, call.out.rows)
@@ -91,4 +100,9 @@ def sigmoid(call, kernel=sigmoid_arrays):
 
 def softplus(call, kernel=softplus_arrays):
     """out = log(1 + exp(x)), x above 20. x, out: f32 [n, k]."""
+    return partial(kernel, call.x.rows, call.out.rows)
+
+
+def relu_sqr(call, kernel=relu_sqr_arrays):
+    """out = relu(x) * relu(x). x, out: f32 [n, k]."""
     return partial(kernel, call.x.rows, call.out.rows)

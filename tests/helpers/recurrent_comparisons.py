@@ -49,17 +49,38 @@ def check_gated_delta_net_gates(machine, dim, n_head_v, lengths=LENGTHS, n_kept=
              tiled=True)
 
 
-def conv_case(n_channels: int, taps: int, lengths, n_kept: int, rng) -> list[np.ndarray]:
-    """state, x, w, runs."""
+def ssm_scan_case(n_state: int, dim: int, n_head: int, n_group: int, lengths, n_kept: int, rng) -> list[np.ndarray]:
+    """state, x, dt, bias, a, d, runs: decays of 0, 1 and between, and what is no number in the last sequence."""
+    n, inner = sum(lengths), n_head * dim
+    state, x = activations(N_ROWS, inner * n_state, rng), activations(n, inner + 2 * n_group * n_state, rng)
+    dt = (3 * rng.standard_normal((n, n_head))).astype(np.float32)
+    dt[::5], dt[1::7] = -100, 90
+    if n > 3:
+        x[-1, :len(SPECIAL)] = SPECIAL[:x.shape[1]]
+    bias, a, d = rng.standard_normal((3, n_head)).astype(np.float32)
+    return [state, x, dt, bias, -np.exp(a), d, runs_of(lengths, n_kept, rng)]
+
+
+def check_ssm_scan(machine, n_state, dim, n_head, n_group, lengths=LENGTHS, n_kept=3, plan=None) -> None:
+    """plan: columns of a lane."""
+    name = f"ssm_scan[{n_state}, {dim}, {n_head}, {n_group}, {lengths}, {n_kept}, {plan}]"
+    check_op(machine, name, "ssm_scan", *ssm_scan_case(n_state, dim, n_head, n_group, lengths, n_kept, seeded(name)),
+             n_head=n_head, n_group=n_group, n_state=n_state, plan=plan)
+
+
+def conv_case(n_channels: int, taps: int, lengths, n_kept: int, rng, biased: bool = False) -> list[np.ndarray]:
+    """state, x, w, runs, and a bias if there is one."""
     x = activations(sum(lengths), n_channels, rng)
     x.reshape(-1)[-len(SPECIAL):] = SPECIAL[:x.size]
     w = rng.standard_normal((n_channels, taps)).astype(np.float32)
-    return [activations(N_ROWS, (taps - 1) * n_channels, rng), x, w, runs_of(lengths, n_kept, rng)]
+    bias = [activations(1, n_channels, rng)[0]] * biased
+    return [activations(N_ROWS, (taps - 1) * n_channels, rng), x, w, runs_of(lengths, n_kept, rng), *bias]
 
 
-def check_ssm_conv(machine, n_channels, taps, lengths=LENGTHS, n_kept=3) -> None:
-    name = f"ssm_conv[{n_channels}, {taps}, {lengths}, {n_kept}]"
-    check_op(machine, name, "ssm_conv", *conv_case(n_channels, taps, lengths, n_kept, seeded(name)))
+def check_ssm_conv(machine, n_channels, taps, lengths=LENGTHS, n_kept=3, activation="silu", biased=False) -> None:
+    name = f"ssm_conv[{n_channels}, {taps}, {lengths}, {n_kept}, {activation}, {biased}]"
+    check_op(machine, name, "ssm_conv", *conv_case(n_channels, taps, lengths, n_kept, seeded(name), biased),
+             activation=activation)
 
 
 def check_l2_norm(machine, n, n_head, dim, n_cols, eps=EPS) -> None:

@@ -41,6 +41,13 @@ def test_rows_of_floats(n, k, n_threads):
         compare(name, op, x, y, w, eps=1e-5)
 
 
+def test_relu_sqr(n_threads):
+    x = numbers((9, 300), seeded("relu_sqr"))
+    compare("relu_sqr", "relu_sqr", x)
+    (found,), = define("relu_sqr", np.float32([[3, -2, -0.0, np.nan, -np.inf, 1e20]]))
+    assert_bitwise_equal(found, np.float32([[9, 0, 0, np.nan, 0, np.inf]]), "relu_sqr")
+
+
 @pytest.mark.parametrize("op, activation", [("geglu", arith.gelu), ("reglu", arith.relu)])
 def test_gated_linear_units_are_an_activation_and_a_product(op, activation):
     g, u = np.meshgrid(SPECIAL, SPECIAL)

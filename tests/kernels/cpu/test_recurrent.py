@@ -1,17 +1,18 @@
 """Ops of recurrent layers on the CPU: equal to the definition bit for bit, with one thread and two, whatever the vector
-instructions; gated delta nets over thousands of tokens: the error stays within what follows from each rounding, and NaN in its
-sequence."""
+instructions; gated delta nets and Mamba 2 over thousands of tokens: the error stays within what follows from each rounding, and
+NaN in its sequence."""
 import numpy as np
 import pytest
 from cpu_comparisons import compare, numbers, seeded
 from op_runs import plain, values
-from recurrent_comparisons import conv_case, delta_net_case
+from recurrent_comparisons import conv_case, delta_net_case, ssm_scan_case
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.check.evaluate import evaluate
 from ggml_py.kernels.cpu.gated_delta_net import gated_delta_net_arrays
+from ggml_py.kernels.cpu.ssm_scan import ssm_scan_arrays
 from ggml_py.kernels.cpu.vector import available_isas
-from ggml_py.kernels.reference import gated_delta_net as reference
+from ggml_py.kernels.reference import gated_delta_net as reference, ssm_scan as reference_scan
 from ggml_py.testing import assert_bitwise_equal
 
 
@@ -23,16 +24,27 @@ def test_gated_delta_net(dim, n_head_k, n_head_v, tiled, n_kept, n_threads):
     compare(name, "gated_delta_net", *delta_net_case(dim, n_head_k, n_head_v, (3, 0, 1, 17), n_kept, seeded(name)), **params)
 
 
+@pytest.mark.parametrize("n_state, dim, n_head, n_group", [(8, 6, 1, 1), (16, 80, 4, 2), (32, 64, 2, 1), (128, 64, 3, 3)])
+@pytest.mark.parametrize("n_kept", [1, 4])
+def test_ssm_scan(n_state, dim, n_head, n_group, n_kept, n_threads):
+    name, params = f"{n_state} {dim} {n_head} {n_group} {n_kept}", dict(n_head=n_head, n_group=n_group, n_state=n_state)
+    compare(name, "ssm_scan", *ssm_scan_case(n_state, dim, n_head, n_group, (3, 0, 1, 17), n_kept, seeded(name)), **params)
+
+
+@pytest.mark.parametrize("op, case, params, step_of", [
+    ("gated_delta_net", lambda rng: delta_net_case(40, 1, 2, (9, 1), 2, rng), dict(n_head_k=1, n_head_v=2, tiled=True),
+     lambda call, isa: reference.gated_delta_net(call, gated_delta_net_arrays(40, isa))),
+    ("ssm_scan", lambda rng: ssm_scan_case(16, 40, 2, 1, (9, 1), 2, rng), dict(n_head=2, n_group=1, n_state=16),
+     lambda call, isa: reference_scan.ssm_scan(call, ssm_scan_arrays(16, isa)))], ids=["gated_delta_net", "ssm_scan"])
 @pytest.mark.parametrize("isa", available_isas())
-def test_every_instruction_set(isa):
-    operands = values("gated_delta_net", delta_net_case(40, 1, 2, (9, 1), 2, seeded(isa)))
-    params = dict(n_head_k=1, n_head_v=2, tiled=True)
-    expected = evaluate(CPUBackend("reference"), "gated_delta_net", operands, params)
+def test_every_instruction_set(isa, op, case, params, step_of):
+    operands = values(op, case(seeded(isa)))
+    expected = evaluate(CPUBackend("reference"), op, operands, params)
 
     class OfIsa(CPUBackend):
         def step(self, call):
-            return reference.gated_delta_net(call, gated_delta_net_arrays(40, isa))
-    for (a,), (b,) in zip(evaluate(OfIsa(), "gated_delta_net", operands, params), expected, strict=True):
+            return step_of(call, isa)
+    for (a,), (b,) in zip(evaluate(OfIsa(), op, operands, params), expected, strict=True):
         assert_bitwise_equal(a, b, isa)
 
 
@@ -40,6 +52,12 @@ def test_every_instruction_set(isa):
 def test_ssm_conv(n_channels, taps, n_kept, n_threads):
     name = f"{n_channels} {taps} {n_kept}"
     compare(name, "ssm_conv", *conv_case(n_channels, taps, (30, 0, 1, 2, 3), n_kept, seeded(name)))
+
+
+@pytest.mark.parametrize("activation, biased", [("silu", True), ("none", False), ("none", True)])
+def test_ssm_conv_with_bias_and_without_activation(activation, biased, n_threads):
+    name = f"{activation} {biased}"
+    compare(name, "ssm_conv", *conv_case(257, 3, (30, 0, 1, 2, 3), 2, seeded(name), biased), activation=activation)
 
 
 @pytest.mark.parametrize("n_head, dim, k", [(3, 16, 70), (2, 128, 256), (9, 40, 361), (1, 512, 512)])
@@ -107,6 +125,41 @@ def test_long_inputs(name):
     assert (error <= bound).all() and np.isfinite(state).all()
     # the bound says something: a fault of one in a thousand would be seen
     assert bound.max() < 1e-3 * max(np.abs(expected).max(), 1e-3) * (60 if name in ("one", "near one") else 1), bound.max()
+
+
+def scanned(x, dt, a, d, n_state, runs):
+    """(out, state) of one head and group."""
+    state = np.full((runs[:, 3:].max() + 1, (x.shape[1] - 2 * n_state) * n_state), 7, np.float32)
+    operands = values("ssm_scan", [state, x, dt, np.zeros(1, "f4"), np.float32([a]), np.float32([d]), runs])
+    (out,), (state,) = evaluate(CPUBackend(), "ssm_scan", operands, dict(n_head=1, n_group=1, n_state=n_state))
+    return out, state
+
+
+@pytest.mark.parametrize("delta, a", [(0.01, -1e-4), (0.1, -1), (3, -30), (60, -4), (None, -1)])
+def test_long_inputs_of_mamba(delta, a):
+    """With E the error of a state value of size |S|: a token makes it γ (E + |S| times what γ loses) + what B x delta loses."""
+    rng, n_state, dim = np.random.default_rng(0), DIM, 8
+    x = rng.standard_normal((N, dim + 2 * n_state)).astype(np.float32)
+    delta = np.full(N, delta) if delta else np.exp(rng.uniform(-5, 4, N))
+    dt = np.where(delta > 20, delta, np.log(np.expm1(np.minimum(delta, 20))))[:, None].astype(np.float32)
+    found, state = scanned(x, dt, a, 0.5, n_state, np.int32([[0, N, -1, 0]]))
+    exact, t = x.astype(np.float64), dt[:, 0].astype(np.float64)
+    delta = np.where(t > 20, t, np.log1p(np.exp(np.minimum(t, 20))))
+    of_delta = 4 * U * (1 + delta)  # log takes 1 + exp(dt), rounded
+    s, error, size = (np.zeros((n_state, dim)) for _ in range(3))
+    bound, expected = np.empty((N, dim)), np.empty((N, dim))
+    for i in range(N):
+        values_, b, c = exact[i, :dim], exact[i, dim:dim + n_state, None], exact[i, dim + n_state:, None]
+        decay, taken = np.exp(delta[i] * a), np.abs(b * values_)
+        of_decay = -a * (of_delta[i] + U * delta[i]) + 4 * U
+        error = 1.0001 * (decay * (error + of_decay * size) + taken * (of_delta[i] + 4 * U * delta[i]))
+        size = decay * size + taken * delta[i]
+        s = decay * s + b * values_ * delta[i]
+        expected[i] = (c * s).sum(0) + 0.5 * values_
+        bound[i] = 1.01 * ((np.abs(c) * (error + (n_state // 8 + 4) * U * size)).sum(0) + 4 * U * np.abs(values_))
+    assert (np.abs(found - expected) <= bound).all() and np.isfinite(state).all()
+    # the bound says something: a fault of one in a thousand would be seen, but where nothing is forgotten
+    assert bound.max() < 1e-3 * np.abs(expected).max() * (300 if a > -1e-3 else 1), bound.max() / np.abs(expected).max()
 
 
 def test_nan_stays_in_its_sequence():

@@ -19,7 +19,8 @@ from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_ar
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
                             check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
-from recurrent_comparisons import LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv
+from recurrent_comparisons import (LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv,
+                                    check_ssm_scan)
 
 pytestmark = pytest.mark.gpu
 
@@ -366,6 +367,21 @@ def test_gated_delta_net_gates(machine, dim):
 @pytest.mark.parametrize("lengths", [LENGTHS, (1,), (300, 2, 70)])
 def test_ssm_conv(machine, n_channels, taps, n_kept, lengths):
     check_ssm_conv(machine, n_channels, taps, lengths, n_kept)
+
+
+@pytest.mark.parametrize("activation, biased", [("silu", True), ("none", False), ("none", True)])
+@pytest.mark.parametrize("taps", [3, 4])
+def test_ssm_conv_with_bias_and_without_activation(machine, taps, activation, biased):
+    check_ssm_conv(machine, 1000, taps, (300, 2, 70), 3, activation, biased)
+
+
+@pytest.mark.parametrize("n_state, dim, n_head, n_group", [(128, 64, 8, 2), (128, 80, 3, 1), (64, 64, 2, 1), (32, 32, 4, 2),
+                                                           (16, 6, 6, 3)])
+def test_ssm_scan(machine, n_state, dim, n_head, n_group):
+    """By either kernel, whatever the number of tokens."""
+    for plan in MANY_TOKENS, 1, 2:
+        check_ssm_scan(machine, n_state, dim, n_head, n_group, plan=plan)
+        check_ssm_scan(machine, n_state, dim, n_head, n_group, (300, 1), 1, plan)
 
 
 @pytest.mark.parametrize("n, n_head, dim, n_cols", [(1, 32, 128, 8192), (300, 32, 128, 8192), (3, 9, 40, 361), (2, 1, 512, 512)])
