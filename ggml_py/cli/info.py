@@ -1,12 +1,11 @@
 """ggml-py info: metadata, tensors by type, and the memory that weights and KV cache take."""
 import math
-import re
-import sys
 from collections import Counter
 
 from ..base.errors import UserError
 from .loading import devices_of, model_path, placement_of, typed
 from .options import cache_types, context_size, model, placement
+from .tables import new_table, print_tables, size
 from .values import device, listed
 
 SHOWN = 6  # elements of an array
@@ -26,20 +25,15 @@ def options(p) -> None:
 def run(options, load_model) -> None:
     """Prints three tables, and the last of them before it complains of a model that this version cannot run; a fourth of a
     placement."""
-    from rich.console import Console
     from ..files.gguf import GGUFFile
     if options.path is not None and "-m" in options.given.values():
         raise UserError(f"MODEL: got {options.path} and -m {options.model}, one is enough")
     with GGUFFile.open(model_path(options.path or options.model)) as file:
         parts, trouble = memory_bytes(file, options.n_ctx, options.type_k, options.type_v)
-        out = sys.stdout
-        console = Console(file=out, width=None if out.isatty() else 200, highlight=False)
-        with console.capture() as capture:
-            for table in metadata_table(file), tensor_table(file), memory_table(file, parts):
-                console.print(table)
-            if asked := placement_of(options, devices_of(options)):
-                console.print(placement_table(file, asked, options))
-        out.write(re.sub(r" +$", "", capture.get(), flags=re.MULTILINE))
+        tables = [metadata_table(file), tensor_table(file), memory_table(file, parts)]
+        if asked := placement_of(options, devices_of(options)):
+            tables.append(placement_table(file, asked, options))
+        print_tables(*tables)
     if trouble:
         raise trouble
 
@@ -74,20 +68,6 @@ def show_value(value) -> str:
         return str(value)
     items = [shorten(v) if isinstance(v, str) else str(v) for v in value[:SHOWN]]
     return f"{len(value)} values: {', '.join(items)}{', ...' if len(value) > SHOWN else ''}"
-
-
-def size(n_bytes: int) -> str:
-    return f"{n_bytes:,} ({n_bytes / 1e6:,.1f} MB)"
-
-
-def new_table(*columns: str, title=None, right: tuple[str, ...] = ()):
-    """Columns from the left, those of `right` aligned to the right."""
-    from rich import box
-    from rich.table import Table
-    table = Table(*columns, title=title, box=box.SIMPLE, title_justify="left")
-    for column in right:
-        table.add_column(column, justify="right")
-    return table
 
 
 def placement_table(file, asked, options):

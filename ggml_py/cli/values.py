@@ -90,6 +90,24 @@ def overrides(text: str) -> list[tuple[str, str]]:
     return [(pattern, device(name)) for pattern, name in found]
 
 
+def weight_type(text: str) -> str:
+    """The name of a type that weights can be quantized to, in any case."""
+    from ..quant.encode import ENCODERS
+    return one_of(*ENCODERS)(text.upper())
+
+
+def tensor_type(text: str) -> tuple[str, str]:
+    """REGEX=TYPE; what is before the last = is the pattern."""
+    pattern, sign, name = text.rpartition("=")
+    if not (sign and pattern):
+        raise ValueError(f"must be REGEX=TYPE, got {text!r}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression before =, got {pattern!r}: {error}") from None
+    return pattern, weight_type(name)
+
+
 def proportions(text: str) -> list[float]:
     return [number(0, 1e9)(part) for part in re.split("[,/]", text)]
 

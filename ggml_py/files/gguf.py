@@ -186,6 +186,15 @@ class Metadata(Mapping[str, Any]):
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
+    def raw(self, key: str) -> bytes:
+        """Type and value of a key, as they lie in the file."""
+        type, length, start, stop = self._entries[key]
+        if length is not None:
+            head = struct.pack("<IIQ", GGUFValueType.ARRAY, type, length)
+        else:
+            head = _U32.pack(type) + _U64.pack(stop - start) * (type == GGUFValueType.STRING)
+        return head + self._buffer[start:stop].tobytes()
+
     @property
     def types(self) -> dict[str, GGUFValueType]:
         """Value type of each key; of arrays, the type of the elements."""

@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from ..base.exact_math import exp, log, log_sum_exp, tree_sum
 from ..base.progress import Progress
 from ..check.digest import LogitsDigest
 from ..engine.settings import Settings, check_context
-from ..engine.windows import cap_chunks, decode_windows
+from ..engine.windows import cap_chunks, decode_windows, split_windows
 from ..files.writing import replacing
 from .statistics import mean_and_error
 
@@ -279,3 +281,18 @@ def compare(model, base: BaseFile, settings: Settings, out, log) -> Statistics:
         print("", summary(statistics), sep="\n", file=out)
     print(f"digest: {digest.hexdigest()}", file=out)
     return statistics
+
+
+def compare_models(model, source, tokens, settings: Settings, log) -> Statistics:
+    """A model against another of the same vocabulary on a text, window by window, by what a base file would hold of the other."""
+    if source.n_vocab != model.n_vocab:
+        raise UserError(f"{model.file.path}: it has a vocabulary of {model.n_vocab} tokens, {source.file.path} of "
+                        f"{source.n_vocab}")
+    windows = split_windows(tokens, settings)
+    comparisons = []
+    with Progress(log, "KL divergence", len(windows)) as progress:
+        both = zip(decode_windows(model, windows, settings, log), decode_windows(source, windows, settings, log))
+        for window, (logits, base) in zip(windows, both):
+            comparisons.append(compare_window(logits, encode(base), window[settings.n_ctx // 2 + 1:]))
+            progress.advance()
+    return Statistics(reduce(add, comparisons))

@@ -16,8 +16,9 @@ from ggml_py.cli.main import COMMANDS, worded
 from ggml_py.cli.parser import Parser
 
 FOLDER = Path(ggml_py.__file__).resolve().parent
-REQUIRED = {"logits": ["--tokens", "x", "-o", "x.npy"], "run": ["-p", "x"], "attest": ["-o", "x.json"], "pull": ["smollm2"]}
-OF_A_MODEL = sorted(set(COMMANDS) - {"pull", "info"})
+REQUIRED = {"quantize": ["x", "y", "Q8_0"], "logits": ["--tokens", "x", "-o", "x.npy"],
+            "run": ["-p", "x"], "attest": ["-o", "x.json"], "pull": ["smollm2"]}
+OF_A_MODEL = sorted(set(COMMANDS) - {"pull", "info", "quantize"})
 
 
 def parsers() -> dict[str, Parser]:
