@@ -10,12 +10,8 @@ import re
 from itertools import pairwise
 
 import numpy as np
-from gguf import TokenType
 
-from ..base.errors import quoted
-from .vocabulary import TokenizerError, Vocabulary
-
-SPACE = "\u2581"  # stands for a space in token texts
+from .vocabulary import BYTE_TOKENS, SPACE, TokenizerError, Vocabulary
 
 
 class SPM:
@@ -58,19 +54,13 @@ class SPM:
         return [self._byte_id(byte) for byte in _utf8(symbol)] if id is None else [id]
 
     def _byte_id(self, byte: int) -> int:
-        for text in (f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else ""):
+        for text in (BYTE_TOKENS[byte], chr(byte) if byte < 0x80 else ""):
             if text in self.vocabulary.ids:
                 return self.vocabulary.ids[text]
-        raise TokenizerError(f"tokenizer.ggml.tokens: no token <0x{byte:02X}> for a byte that no other token covers")
+        raise TokenizerError(f"tokenizer.ggml.tokens: no token {BYTE_TOKENS[byte]} for a byte that no other token covers")
 
     def token_bytes(self, id: int) -> bytes:
-        text, type = self.vocabulary.tokens[id], self.vocabulary.types[id]
-        if type == TokenType.BYTE:
-            if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
-                raise TokenizerError(f"tokenizer.ggml.tokens[{id}]: got {quoted(text)} for a byte token, "
-                                     "expected <0x00> to <0xFF>")
-            return bytes.fromhex(text[3:5])
-        return text.replace(SPACE, " ").encode() if type == TokenType.NORMAL else b""
+        return self.vocabulary.escaped_token_bytes(id)
 
 
 def _merge(symbols: list[str], vocabulary: Vocabulary) -> list[str]:

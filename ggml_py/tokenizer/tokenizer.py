@@ -3,19 +3,23 @@ import codecs
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Self
 
 from gguf import TokenType
 
 from ..base.errors import quoted
-from .bpe import ByteLevelBPE
-from .pretokenizers import PRE_TOKENIZERS
+from .bpe import BPE, ByteLevelBPE, SpaceEscapedBPE
+from .pretokenizers import GEMMA4, PRE_TOKENIZERS, PreTokenizer
 from .spm import SPM
 from .vocabulary import TokenizerError, Vocabulary, scalar, special_id
 
 log = logging.getLogger(__name__)
+ASCII_SPACES = " \t\n\r\v\f"
 SPECIAL = TokenType.USER_DEFINED, TokenType.CONTROL, TokenType.UNKNOWN  # their bytes are those of their texts
+NOT_READ = {"t5": "unigram", "bert": "WordPiece", "rwkv": "the longest match over bytes",
+            "plamo2": "the cheapest path over suffixes", "whitespace": "BPE of words", "hybriddna": "BPE and 6-mers of DNA"}
 
 
 class Tokenizer:
@@ -34,22 +38,24 @@ class Tokenizer:
     def __init__(self, metadata: Mapping):
         self.model = scalar(metadata, "tokenizer.ggml.model", str, "no_vocab")
         self.chat_template: str | None = scalar(metadata, "tokenizer.chat_template", str, None)
-        if self.model == "no_vocab":
+        if self.model in ("no_vocab", "none"):
+            self.model = "no_vocab"
             self.n_vocab = scalar(metadata, f"{metadata.get('general.architecture')}.vocab_size", int, 0)
             self.bos_id = self.eos_id = None
             self.add_bos = self.add_eos = False
             return
-        if self.model not in ("gpt2", "llama"):
-            raise TokenizerError(f"tokenizer.ggml.model: got {quoted(self.model)}, "
-                                 "known are 'gpt2' (byte-level BPE), 'llama' (SPM) and 'no_vocab'")
+        if self.model not in ("gpt2", "gemma4", "llama"):
+            kind = f" ({NOT_READ[self.model]}), which is not supported" if self.model in NOT_READ else ""
+            raise TokenizerError(f"tokenizer.ggml.model: got {quoted(self.model)}{kind}, known are 'gpt2' (byte-level BPE), "
+                                 "'gemma4' (BPE), 'llama' (SPM) and 'no_vocab'")
         self._vocabulary = Vocabulary.from_metadata(metadata)
         self.n_vocab = len(self._vocabulary.tokens)
-        if self.model == "gpt2":
-            name = _pre_tokenizer_name(metadata)
-            pre = PRE_TOKENIZERS[name]
+        if self.model != "llama":
+            pre = _pre_tokenizer(metadata) if self.model == "gpt2" else replace(GEMMA4, bos_id=None, eos_id=None)
             self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, False)
-            self._fragments: ByteLevelBPE | SPM = ByteLevelBPE(self._vocabulary, pre, metadata, merges_required=name != "kimi-k2")
-            self._clean_spaces, add_bos, bos, eos = pre.clean_spaces, pre.add_bos, pre.bos_id, 11
+            bpe = SpaceEscapedBPE if pre.spaces_escaped else ByteLevelBPE
+            self._fragments: BPE | SPM = bpe(self._vocabulary, pre, metadata)
+            self._clean_spaces, add_bos, bos, eos = pre.clean_spaces, pre.add_bos, pre.bos_id, pre.eos_id
         else:
             self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
             self._fragments = SPM(self._vocabulary, self._add_space_prefix)
@@ -57,6 +63,9 @@ class Tokenizer:
         self.bos_id = special_id(metadata, "bos", self.n_vocab, bos)
         self.eos_id = special_id(metadata, "eos", self.n_vocab, eos)
         self.add_bos = scalar(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
+        if self.model == "gemma4" and not self.add_bos:
+            log.warning("tokenizer.ggml.add_bos_token: false, as in early files of Gemma 4; BOS is added, the model needs it")
+            self.add_bos = True
         self.add_eos = scalar(metadata, "tokenizer.ggml.add_eos_token", bool, False)
         for name, add, id in (("bos", self.add_bos, self.bos_id), ("eos", self.add_eos, self.eos_id)):
             if add and id is None:
@@ -65,6 +74,7 @@ class Tokenizer:
         types = self._vocabulary.types
         self._user_defined = self._longest_first(id for id in range(self.n_vocab) if types[id] == TokenType.USER_DEFINED)
         self._special = self._longest_first(id for id in range(self.n_vocab) if types[id] in SPECIAL)
+        self._strips_left, self._strips_right = _stripping(metadata, self._vocabulary, {id for _, id in self._special})
         self._known_bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -83,6 +93,7 @@ class Tokenizer:
 
         add_special: put BOS and EOS around it where the model wants them (`add_bos`, `add_eos`).
         parse_special: texts of control tokens, such as <|im_start|>, become those tokens; without it only user-defined tokens do.
+        Those of a few models swallow the ASCII white space beside them (`_stripping`).
         A lone surrogate stands for a byte that is not UTF-8 (text decoded with errors="surrogateescape").
         """
         self._require_vocabulary()
@@ -93,19 +104,19 @@ class Tokenizer:
             ids.append(self.eos_id)
         return ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+    def decode(self, ids: Iterable[int], skip_special: bool = True, clean_spaces: bool | None = None) -> str:
         """Text of token ids; what is not UTF-8 becomes U+FFFD. skip_special: control and unknown tokens give no text.
 
         Where the model puts a space before every text, the first token loses its leading space (a token after BOS keeps it).
-        Models with `clean_spaces` lose the space before ? ! . , and the contractions 's 'm 're 've, and those around a lone
-        apostrophe.
+        clean_spaces: take away the space before ? ! . , and the contractions 's 'm 're 've, and those around a lone apostrophe;
+        None: as the model has it (docs/tokenizers.md). Only without it is the text of a text's tokens that text.
         """
         self._require_vocabulary()
         pieces = [self.token_bytes(id, skip_special) for id in ids]
         if pieces and self._add_space_prefix:
             pieces[0] = pieces[0].removeprefix(b" ")
         text = b"".join(pieces).decode("utf-8", "replace")
-        return _clean_spaces(text) if self._clean_spaces else text
+        return _clean_spaces(text) if (self._clean_spaces if clean_spaces is None else clean_spaces) else text
 
     def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
         """What one token adds to a text, in UTF-8 (a character may be spread over several tokens)."""
@@ -141,8 +152,20 @@ class Tokenizer:
         for token, id in candidates:
             if token in text:
                 fragments = [part for fragment in fragments
-                             for part in ([fragment] if isinstance(fragment, int) else _cut(fragment, token, id))]
+                             for part in ([fragment] if isinstance(fragment, int) else self._cut(fragment, token, id))]
         return fragments
+
+    def _cut(self, fragment: str, token: str, id: int) -> list[str | int]:
+        """fragment.split(token) with the id between the parts; empty parts are left out."""
+        texts = fragment.split(token)
+        if id in self._strips_left:
+            texts[:-1] = [text.rstrip(ASCII_SPACES) for text in texts[:-1]]
+        if id in self._strips_right:
+            texts[1:] = [text.lstrip(ASCII_SPACES) for text in texts[1:]]
+        parts: list[str | int] = [texts[0]] if texts[0] else []
+        for text in texts[1:]:
+            parts += [id, text] if text else [id]
+        return parts
 
     def _require_vocabulary(self) -> None:
         if self.model == "no_vocab":
@@ -178,24 +201,29 @@ class Detokenizer:
         return text
 
 
-def _pre_tokenizer_name(metadata: Mapping) -> str:
+def _pre_tokenizer(metadata: Mapping) -> PreTokenizer:
     name = scalar(metadata, "tokenizer.ggml.pre", str, None)
     if name is None:
         log.warning("tokenizer.ggml.pre: missing; text is split as for 'default', which may not be what the model was trained "
                     "with")
-        return "default"
+        name = "default"
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(f"tokenizer.ggml.pre: got {quoted(name)}, known are {', '.join(PRE_TOKENIZERS)}")
-    return name
+    return PRE_TOKENIZERS[name]
 
 
-def _cut(fragment: str, token: str, id: int) -> list[str | int]:
-    """fragment.split(token) with the id between the parts; empty parts are left out."""
-    first, *rest = fragment.split(token)
-    parts: list[str | int] = [first] if first else []
-    for part in rest:
-        parts += [id, part] if part else [id]
-    return parts
+def _stripping(metadata: Mapping, vocabulary: Vocabulary, special: set[int]) -> tuple[set[int], set[int]]:
+    """The tokens that swallow the white space to their left, and to their right. Files do not say which: models are known by
+    their names, as in llama.cpp."""
+    def ids(*texts: str) -> set[int]:
+        return {vocabulary.ids[text] for text in texts if text in vocabulary.ids}
+
+    name = scalar(metadata, "general.name", str, "").lower()
+    if any(pre in scalar(metadata, "tokenizer.ggml.pre", str, "") for pre in ("jina-v2-de", "jina-v2-es", "jina-v2-code")):
+        return ids("<mask>"), set()
+    if "phi-3" in name or "phi3" in name:
+        return set(), (special | ids("</s>")) - ids("<unk>", "<s>", "<|endoftext|>")
+    return ids("[MASK]") if "modern-bert" in name else set(), set()
 
 
 def _clean_spaces(text: str) -> str:

@@ -9,15 +9,18 @@ from gguf import TokenType
 
 from ..base.errors import UserError, quoted
 
+SPACE = "\u2581"  # stands for a space in token texts, where those are not byte letters
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]  # the text of the token of each byte, likewise
 SURROGATE = re.compile("[\ud800-\udfff]")  # no text in UTF-8 has one
 # Texts that end a turn or a document, whatever type the file gives them: they are treated as control tokens.
 END_OF_GENERATION = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>",
     "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>",
     "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["))
-# Where a turn is several messages, these texts end it, and the one behind them ends a message: gpt-oss writes its answer after
-# <|end|>.
-END_OF_MESSAGE = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"))
+# Where a vocabulary has the first texts, the one behind them ends no turn: gpt-oss writes its answer after <|end|>, and Gemma 4's
+# </s> is a tag of HTML.
+NO_END = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|flush|>", "<|calls|>"}, "<|end|>"),
+          ({"<|tool_response>"}, "</s>"))
 # A model that writes code files ends with the padding of a gap, or by starting the next repository or file; the first text found
 # counts.
 END_OF_FILE = (("fim_pad", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
@@ -46,6 +49,16 @@ class Vocabulary:
     def __repr__(self) -> str:
         return f"<Vocabulary of {len(self.tokens)} tokens>"
 
+    def escaped_token_bytes(self, id: int) -> bytes:
+        """The bytes of a normal token or a byte token whose text is not byte letters."""
+        text, type = self.tokens[id], self.types[id]
+        if type == TokenType.BYTE:
+            if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
+                raise TokenizerError(f"tokenizer.ggml.tokens[{id}]: got {quoted(text)} for a byte token, "
+                                     "expected <0x00> to <0xFF>")
+            return bytes.fromhex(text[3:5])
+        return text.replace(SPACE, " ").encode() if type == TokenType.NORMAL else b""
+
     @classmethod
     def from_metadata(cls, metadata: Mapping) -> "Vocabulary":
         tokens = [text or f"[EMPTY_{id}]" for id, text in enumerate(texts(metadata, "tokenizer.ggml.tokens"))]
@@ -58,8 +71,8 @@ class Vocabulary:
         scores = numbers(metadata, "tokenizer.ggml.scores", np.float32, len(tokens), 0)
 
         ends = {id for name in ("eos", "eot", "eom") if (id := special_id(metadata, name, len(tokens))) is not None}
-        messages = {end for turns, end in END_OF_MESSAGE if turns <= ids.keys()}
-        ends |= forced_control(types, (ids[text] for text in END_OF_GENERATION - messages if text in ids))
+        no_ends = {text for others, text in NO_END if others <= ids.keys()}
+        ends |= forced_control(types, (ids[text] for text in END_OF_GENERATION - no_ends if text in ids))
         for name, candidates in END_OF_FILE:
             id = special_id(metadata, name, len(tokens))
             ends |= {id} if id is not None else forced_control(types, [ids[text] for text in candidates if text in ids][:1])
