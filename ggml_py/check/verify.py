@@ -58,9 +58,10 @@ class WindowDigests:
 
 def compute(model, windows: np.ndarray, setting: Setting, lengths=()) -> WindowDigests:
     """The digests of a setting.   windows: int32 [n, c], all of them."""
-    windows = setting.windows(windows)
+    whole, windows = windows, setting.windows(windows)
     digests = WindowDigests(len(windows), lengths)
-    with setting.conditions(), model.new_context(**setting.context_settings(windows)) as context:
+    # Positions for whole windows: angles of some models depend on the length of the context
+    with setting.conditions(), model.new_context(**setting.context_settings(whole)) as context:
         for window, first, logits in play(context, windows, setting):
             digests.update(window, first, logits)
         digests.elsewhere = ran_elsewhere(context, setting.placement.needed if setting.placement else [setting.device])

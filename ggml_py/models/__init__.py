@@ -3,19 +3,35 @@
 from ..base.errors import UserError, quoted
 from .bailingmoe2 import BailingMoE2
 from .deepseek2 import Deepseek2
-from .glm4moe import Glm4MoE
+from .ernie4_5 import Ernie45
+from .ernie4_5_moe import Ernie45MoE
+from .exaone4 import Exaone4
 from .gemma import Gemma
+from .glm4 import Glm4
+from .glm4moe import Glm4MoE
 from .gpt_oss import GptOss
+from .hunyuan import Hunyuan, HunyuanMoE
 from .llama import Llama
+from .minimax_m2 import MiniMaxM2
+from .olmo2 import Olmo2
+from .olmoe import OlmoE
+from .phi3 import Phi3
 from .qwen2 import Qwen2
+from .qwen2moe import Qwen2MoE
+from .qwen2vl import Qwen2VL
 from .qwen3 import Qwen3
-from .qwen3moe import Qwen3MoE
-from .qwen3next import Qwen3Next
 from .qwen35 import Qwen35
 from .qwen35moe import Qwen35MoE
+from .qwen3moe import Qwen3MoE
+from .qwen3next import Qwen3Next
+from .qwen3vl import Qwen3VL, Qwen3VLMoE
+from .seed_oss import SeedOss
+from .smollm3 import SmolLM3
 
 ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE, GptOss, Deepseek2,
-                                                Glm4MoE, BailingMoE2, Gemma)}
+                                                Glm4MoE, BailingMoE2, Gemma,
+                                                Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
+                                                Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE)}
 
 
 def model_class(file):

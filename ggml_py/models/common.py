@@ -53,12 +53,15 @@ class Transformer:
     name = ""
     neox = True  # rotary pairs (i, i + R/2); else (2i, 2i + 1)
     has_nextn = False  # its files may have a block behind the layers that predicts a token further on
-    ffn_norm = "ffn_norm"  # what files call the norm before the feed-forward block
+    attn_norm, ffn_norm = "attn_norm", "ffn_norm"  # what files call the norms before both blocks; "": there is none
+    attn_post_norm = ffn_post_norm = ""  # and those of their results
+    gate_in_up = False  # the feed-forward block's matrices gate and up are rows of one, ffn_up
     windows: Windows | None = None  # of architectures with layers that see only the last positions
     tied = False  # whatever its files have, the embedding is the output head
     embedding_scale = 1.0  # what the embeddings of tokens are multiplied by
     logit_cap = 0.0  # beyond which no logit goes; 0: there is none
     norms_heads = False  # each head of Q and K is normed, with weights that all heads share, before its rotation
+    norms_projections = False  # Q and K are normed as a whole, all heads together
 
     def __init__(self, file: GGUFFile, options: PlacementOptions, backends: Mapping | None = None):
         """backends: of the devices that the options need; None: what is built is checked on `Paper`."""
@@ -67,8 +70,7 @@ class Transformer:
         self.on_paper = self if is_paper else type(self)(file, options)
         self.keys = Keys(file, is_paper)
         self.file, self.hp = file, self.read_hparams()
-        if "token_embd.weight" not in file.tensors:
-            raise UserError(f"{file.path}: tensor token_embd.weight is missing")
+        self.require("token_embd.weight")
         check_offload(options.offload)
         self.placement = options.place(self.hp.n_layer, self.hp.n_block, "output.weight" not in file.tensors, file.tensors)
         self.backends: Mapping[str, Any] = backends or {device: Paper(device) for device in self.placement.devices}
@@ -79,6 +81,12 @@ class Transformer:
 
     def read_hparams(self) -> Hparams:
         return Hparams.read(self.keys, self.windows)
+
+    def require(self, *names: str) -> None:
+        """Refuses files without these tensors, which blocks read only where they are."""
+        for name in names:
+            if name not in self.file.tensors:
+                raise UserError(f"{self.file.path}: tensor {name} is missing")
 
     def check(self) -> None:
         """Refuses files whose layers this architecture's code does not compute."""
@@ -190,8 +198,19 @@ class Transformer:
             self.backends[table.device].free(table.buffer)
 
     def rope_factors(self, n_ctx: int) -> np.ndarray | None:
-        """Frequency divisors [R/2] in contexts of n_ctx positions, of layers that see all positions."""
-        return None
+        """Frequency divisors [R/2] in contexts of n_ctx positions, of layers that see all positions: a tensor for all contexts,
+        or one of two, by their length; None in files without."""
+        by_length = [f"rope_factors_{length}.weight" for length in ("long", "short")]
+        name = "rope_freqs.weight"
+        if name not in self.w:
+            if not any(each in self.w for each in by_length):
+                return None
+            self.require(*by_length)
+            name = by_length[n_ctx <= self.hp.rope.n_ctx_orig]
+        factors = self.w.vector(name, self.hp.rope.n_rot // 2)
+        if not (factors > 0).all():
+            raise UserError(f"{self.file.path}: tensor {name} has the value {factors[~(factors > 0)][0]}, all must be positive")
+        return factors
 
     def load(self, nextn: bool = False) -> None:
         """Puts every weight on its device, by building the graphs that read them: on paper first, where each tensor must have the
@@ -257,7 +276,7 @@ class Transformer:
             g.device = self.placement.layers[il]
             x = self.layer(b, il, x)
         g.device = self.placement.output
-        x = g.rms_norm(x, self.w("output_norm.weight", hp.n_embd), eps=hp.eps, name="result_norm")
+        x = self.norm(b, x, "output_norm", "result_norm")
         rows = g.take_rows(x, b.out_ids, name="result_rows") if hidden and n_outputs < n_tokens else x
         logits = self.logits(b, rows)
         g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
@@ -284,10 +303,10 @@ class Transformer:
             raise UserError(f"{self.file.path}: nextn: {self.name} is not supported, allowed: {known}")
         hp, g, p = self.hp, Graph(self.placement.output), f"blk.{il}.nextn."
         own = lambda name, otherwise: p + name if f"{p}{name}.weight" in self.w else otherwise
-        norm = lambda x, base, name: g.rms_norm(x, self.w(f"{base}.weight", hp.n_embd), eps=hp.eps, name=f"{name}-{il}")
         tokens, hidden = g.input("tokens", "i32", (n_tokens,)), g.input("hidden", "f32", (n_tokens, hp.n_embd))
         b = Batch(g, memory, tables, n_tokens, n_tokens, g.input("pos", "i32", (n_tokens,)),
                   g.input("out_ids", "i32", (n_tokens,)))
+        norm = lambda x, base, name: self.norm(b, x, base, f"{name}-{il}")
         memory.inputs(g, n_tokens)
         x = g.get_rows(self.w(own("embed_tokens", "token_embd") + ".weight", self.n_vocab, hp.n_embd), tokens,
                        name=f"nextn_embd-{il}")
@@ -301,17 +320,32 @@ class Transformer:
         return g
 
     def layer(self, b: Batch, il: int, x: Tensor) -> Tensor:
-        """x + Attn(norm x), then x + FFN(norm x). On the last layer only the wanted rows go on after attention;
-        this changes no bits."""
-        hp, g, p = self.hp, b.g, f"blk.{il}."
-        h = g.rms_norm(x, self.w(p + "attn_norm.weight", hp.n_embd), eps=hp.eps, name=f"attn_norm-{il}")
+        """x + Attn(norm x), then x + FFN(norm x); norms of these results come before they are added. On the last layer only the
+        wanted rows go on after attention; this changes no bits."""
+        p = f"blk.{il}."
+        h = self.norm(b, x, p + self.attn_norm, f"attn_norm-{il}") if self.attn_norm else x
         h, out = self.mixed(b, il, h)
-        if il == hp.n_layer - 1 and b.n_outputs < b.n_tokens and not b.all_rows:
-            h, x = g.take_rows(h, b.out_ids, name=f"attn_out_rows-{il}"), g.take_rows(x, b.out_ids, name=f"inp_rows-{il}")
-        h = self.linear(b, h, p + out, hp.n_embd, name=f"attn_out-{il}")
-        x = g.add(x, h, name=f"ffn_inp-{il}")
-        h = g.rms_norm(x, self.w(f"{p}{self.ffn_norm}.weight", hp.n_embd), eps=hp.eps, name=f"ffn_norm-{il}")
-        return g.add(x, self.ffn(b, il, h), name=f"l_out-{il}")
+        h, x = self.wanted_rows(b, il, attn_out=h, inp=x)
+        h = self.linear(b, h, p + out, self.hp.n_embd, name=f"attn_out-{il}")
+        x = self.joined(b, il, x, h, self.attn_post_norm, "ffn_inp")
+        h = self.norm(b, x, p + self.ffn_norm, f"ffn_norm-{il}") if self.ffn_norm else x
+        return self.joined(b, il, x, self.ffn(b, il, h), self.ffn_post_norm, "l_out")
+
+    def norm(self, b: Batch, x: Tensor, base: str, name: str) -> Tensor:
+        """Of whole rows."""
+        return b.g.rms_norm(x, self.w(f"{base}.weight", x.shape[1]), eps=self.hp.eps, name=name)
+
+    def wanted_rows(self, b: Batch, il: int, **tensors: Tensor) -> list[Tensor]:
+        """Those that go on behind the attention of a block: on the last layer only those whose logits are wanted."""
+        if il != self.hp.n_layer - 1 or b.n_outputs == b.n_tokens or b.all_rows:
+            return [*tensors.values()]
+        return [b.g.take_rows(x, b.out_ids, name=f"{name}_rows-{il}") for name, x in tensors.items()]
+
+    def joined(self, b: Batch, il: int, x: Tensor, y: Tensor, post_norm: str, name: str) -> Tensor:
+        """x + y, y normed before where the architecture has a norm for it."""
+        if post_norm:
+            y = self.norm(b, y, f"blk.{il}.{post_norm}", f"{name}_normed-{il}")
+        return b.g.add(x, y, name=f"{name}-{il}")
 
     def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
         return self.gated_ffn(b, il, h, self.hp.n_ff[il])
@@ -319,8 +353,11 @@ class Transformer:
     def gated_ffn(self, b: Batch, il: int, h: Tensor, n_ff: int, kind: str = "") -> Tensor:
         """down(activate(gate h, up h)). kind: at the end of the names of its tensors."""
         p = f"blk.{il}.ffn_"
-        gate = self.linear(b, h, f"{p}gate{kind}", n_ff, name=f"ffn_gate{kind}-{il}")
-        up = self.linear(b, h, f"{p}up{kind}", n_ff, name=f"ffn_up{kind}-{il}")
+        if self.gate_in_up:
+            gate, up = (self.linear(b, h, f"{p}up{kind}", 2 * n_ff, f"ffn_{part}{kind}-{il}", (i * n_ff, (i + 1) * n_ff))
+                        for i, part in enumerate(("gate", "up")))
+        else:
+            gate, up = (self.linear(b, h, f"{p}{part}{kind}", n_ff, f"ffn_{part}{kind}-{il}") for part in ("gate", "up"))
         h = self.activate(b, gate, up, f"ffn_glu{kind}-{il}")
         return self.linear(b, h, f"{p}down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
 
@@ -337,13 +374,16 @@ class Transformer:
 
     def attend(self, b: Batch, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         g, n_head, n_head_kv = b.g, self.hp.n_head[il], self.hp.n_head_kv[il]
-        q = self.rotate(b, il, self.norm_head(b, il, q, "q"), n_head, f"Qcur-{il}")
-        k = self.rotate(b, il, self.norm_head(b, il, k, "k"), n_head_kv, f"Kcur-{il}")
+        q, k = self.placed(b, il, q, "q", n_head), self.placed(b, il, k, "k", n_head_kv)
         k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
         v = b.memory.write(g, il, "v", v, name=f"v_cache-{il}")
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il),
                                 n_head=n_head, n_head_kv=n_head_kv, scale=self.attention_scale(il),
                                 window=self.hp.windows[il], name=f"kqv_out-{il}")
+
+    def placed(self, b: Batch, il: int, x: Tensor, part: str, n_head: int) -> Tensor:
+        """Q or K (part: "q", "k") as attention takes it: normed, then rotated."""
+        return self.rotate(b, il, self.norm_head(b, il, x, part), n_head, f"{part.upper()}cur-{il}")
 
     def rotate(self, b: Batch, il: int, x: Tensor, n_head: int, name: str) -> Tensor:
         """The heads of x turned by the angles of their positions; x itself in blocks that rotate none."""
@@ -359,10 +399,10 @@ class Transformer:
         return ()
 
     def norm_head(self, b: Batch, il: int, x: Tensor, part: str) -> Tensor:
-        """The norm of each head of Q or K (part: "q", "k") before its rotation; x itself in architectures without one."""
-        if not self.norms_heads:
+        """The norm of Q or K (part: "q", "k"); x itself in architectures without one."""
+        if not (self.norms_heads or self.norms_projections):
             return x
-        w = self.w(f"blk.{il}.attn_{part}_norm.weight", self.hp.n_embd_head_k[il])
+        w = self.w(f"blk.{il}.attn_{part}_norm.weight", self.hp.n_embd_head_k[il] if self.norms_heads else x.shape[1])
         return b.g.rms_norm(x, w, eps=self.hp.eps, name=f"{part.upper()}cur_normed-{il}")
 
     def qkv(self, b: Batch, il: int, h: Tensor) -> list[Tensor]:
@@ -377,9 +417,9 @@ class Transformer:
             parts.append((y, base, n_out, rows, f"{p}{part}.bias"))
         return [self.scaled_and_biased(b, *part) for part in parts]
 
-    def linear(self, b: Batch, x: Tensor, base: str, n_out: int, name: str) -> Tensor:
-        """W x, times `base.scale` and plus `base.bias` where the file has them."""
-        return self.scaled_and_biased(b, self.product(b, x, base, n_out, name), base, n_out)
+    def linear(self, b: Batch, x: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """W x, times `base.scale` and plus `base.bias` where the file has them. rows: only those of W, and of a bias."""
+        return self.scaled_and_biased(b, self.product(b, x, base, n_out, name, rows), base, n_out, rows)
 
     def product(self, b: Batch, x: Tensor, base: str, n_out: int, name: str, rows: tuple[int, int] | None = None) -> Tensor:
         """W x. rows: only those of W."""

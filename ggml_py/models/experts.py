@@ -27,22 +27,25 @@ class Experts:
     n_group_used: int
 
     @classmethod
-    def read(cls, keys: Keys, hp: Hparams, default_gating: int, routing: tuple[int, bool] | None,
-             n_ff_shared: list[int] | None) -> "Experts":
-        """default_gating, routing, n_ff_shared: as of `MixtureOfExperts`."""
+    def read(cls, keys: Keys, hp: Hparams, model: "MixtureOfExperts") -> "Experts":
+        """model: what its architecture declares is read."""
         n = keys.integer("expert_count", 0, least=1)
         n_used = keys.per_block("expert_used_count", hp.n_block, 0, least=1, most=n)
-        widths = keys.per_block("expert_feed_forward_length", hp.n_block, 0)
+        widths = hp.n_ff if model.as_wide_as_dense else keys.per_block("expert_feed_forward_length", hp.n_block, 0)
         n_ff = [width or ff // used for width, ff, used in zip(widths, hp.n_ff, n_used)]
         n_group, n_group_used = keys.integer("expert_group_count", 0), keys.integer("expert_group_used_count", 0)
-        if routing:
-            (gating, norm), scale, n_dense, n_ff_shared = routing, 0.0, 0, n_ff_shared or [0] * hp.n_block
-        else:
-            gating = keys.integer("expert_gating_func", *([default_gating] * (default_gating > 0))) or default_gating
-            norm, scale = keys.flag("expert_weights_norm", False), keys.real("expert_weights_scale", 0.0, zero=True)
+        n_dense, n_ff_shared, default = 0, model.n_ff_shared, model.default_gating
+        if not model.routing or model.leading_dense:
             n_dense = keys.integer("leading_dense_block_count", 0, most=hp.n_block)
+        if model.routing:
+            (gating, norm), scale, n_ff_shared = model.routing, 0.0, n_ff_shared or [0] * hp.n_block
+        else:
+            gating = keys.integer("expert_gating_func", *([default] * (default > 0))) or default
+            norm, scale = keys.flag("expert_weights_norm", False), keys.real("expert_weights_scale", 0.0, zero=True)
             n_ff_shared = n_ff_shared or [width * keys.integer("expert_shared_count") for width in n_ff]
         for il in range(n_dense, hp.n_layer):
+            if not n_ff[il] and model.as_wide_as_dense:
+                raise keys.error("feed_forward_length", n_ff[il], f"positive, the width of the experts of layer {il}")
             if not n_ff[il]:
                 raise UserError(f"{keys.file.path}: layer {il} has experts of width 0: {keys.name('expert_feed_forward_length')} "
                                 f"must be positive, or {keys.name('feed_forward_length')}, {hp.n_ff[il]}, at least the "
@@ -63,14 +66,19 @@ class MixtureOfExperts(Transformer):
     """Base of the architectures whose feed-forward blocks are experts, but for leading dense ones."""
     default_gating = 0  # where the file says none; 0: it must say
     routing: tuple[int, bool] | None = None  # gating and norm where they have no keys, nor scale, dense layers and shared experts
+    leading_dense = False  # there is a key for leading dense layers, beside that routing
+    as_wide_as_dense = False  # an expert has the width of the key for dense layers
     n_ff_shared: list[int] | None = None  # None: from the number of shared experts
     gates_shared = False  # the shared expert's output is multiplied by sigmoid of a product with the token
 
     def check(self) -> None:
-        self.experts = Experts.read(self.keys, self.hp, self.default_gating, self.routing, self.n_ff_shared)
+        self.experts = Experts.read(self.keys, self.hp, self)
+
+    def has_experts(self, il: int) -> bool:
+        return il >= self.experts.n_dense
 
     def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
-        if il < self.experts.n_dense:
+        if not self.has_experts(il):
             return super().ffn(b, il, h)
         routed = self.routed(b, il, h)
         n_ff = self.experts.n_ff_shared[il]
@@ -85,8 +93,12 @@ class MixtureOfExperts(Transformer):
 
     def routed(self, b: Batch, il: int, h: Tensor) -> Tensor:
         """The sum of the chosen experts' outputs by weight, in the order of their rank."""
-        e, g, p = self.experts, b.g, f"blk.{il}.ffn_"
         ids, weights = self.route(b, il, h)
+        return b.g.weighted_sum(self.outputs(b, il, h, ids), weights, name=f"ffn_moe_out-{il}")
+
+    def outputs(self, b: Batch, il: int, h: Tensor, ids: Tensor) -> Tensor:
+        """Of the chosen experts, f32 [n used, n_embd]. h: a row for each token, or for each of its experts."""
+        e, p = self.experts, f"blk.{il}.ffn_"
         if f"{p}gate_up_exps.weight" in self.w:
             gate, up = (self.expert_linear(b, h, ids, f"{p}gate_up_exps", 2 * e.n_ff[il], f"ffn_moe_{part}-{il}",
                                            (i * e.n_ff[il], (i + 1) * e.n_ff[il]))
@@ -95,8 +107,7 @@ class MixtureOfExperts(Transformer):
             gate, up = (self.expert_linear(b, h, ids, f"{p}{part}_exps", e.n_ff[il], f"ffn_moe_{part}-{il}")
                         for part in ("gate", "up"))
         y = self.activate(b, gate, up, f"ffn_moe_act-{il}")
-        return g.weighted_sum(self.expert_linear(b, y, ids, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down-{il}"), weights,
-                              name=f"ffn_moe_out-{il}")
+        return self.expert_linear(b, y, ids, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down-{il}")
 
     def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
         """(ids i32 [n, used], the largest first; their weights f32 [n, used]).

@@ -5,6 +5,7 @@ The NextN block behind the layers rotates without sections, whatever the file sa
 import numpy as np
 
 from ..graph.graph import Tensor
+from . import sections
 from .common import Batch, RopeTables
 from .experts import SIGMOID, MixtureOfExperts
 
@@ -24,12 +25,7 @@ class Glm4MoE(MixtureOfExperts):
         return super().route(b, il, h)
 
     def rope_factors(self, n_ctx: int) -> np.ndarray | None:
-        """Of text the positions of the first three sections are the token's, that of a fourth is 0: its pairs do not turn."""
-        sections = self.keys.per_block("rope.dimension_sections", 4, 0, kind="i32")
-        if not (sections[0] > 0 and sections[1] > 0) or sections[3] <= 0:
-            return None
-        pairs = np.arange(self.hp.rope.n_rot // 2) % sum(sections)
-        return np.where(pairs < sum(sections[:3]), 1, np.inf).astype(np.float32)
+        return sections.divisors(self.keys, self.hp.rope.n_rot, is_required=False)
 
     def new_nextn_rope_tables(self, n_ctx: int) -> RopeTables:
         return self.upload_rope_tables(n_ctx, None)

@@ -197,7 +197,6 @@ class Hparams:
     n_ff: list[int]
     eps: float
     rope: RopeSettings
-    scaling: str
     n_block: int  # layers, and NextN blocks behind them
     windows: list[int]  # how many positions a query sees, its own and those before it; 0: all
     rope_windowed: RopeSettings | None  # of blocks with a window; None: `rope`
@@ -217,7 +216,7 @@ class Hparams:
                 raise keys.error("attention.head_count_kv", heads_kv, f"a divisor of the {heads} heads of layer {il}")
         k = keys.integer("attention.key_length", n_embd // n_head[0], least=1)
         v = keys.integer("attention.value_length", n_embd // n_head[0], least=1)
-        rope, scaling = cls.read_rope(keys, k, n_ctx)
+        rope = cls.read_rope(keys, k, n_ctx)
         sizes, heads_k, heads_v, rope_windowed = [0] * n_block, [k] * n_block, [v] * n_block, None
         if windows is not None and any(sizes := windows.read(keys, n_block)):
             k_windowed, v_windowed = windows.read_head(keys, "key", k), windows.read_head(keys, "value", v)
@@ -226,7 +225,7 @@ class Hparams:
         n_ff = keys.per_block("feed_forward_length", n_block, 0)
         eps = keys.real("attention.layer_norm_rms_epsilon", least=0, most=1)
         return cls(n_layer, n_embd, cls.read_vocabulary(keys), n_ctx, n_head, n_head_kv, heads_k, heads_v, n_ff, eps, rope,
-                   scaling, n_block, sizes, rope_windowed)
+                   n_block, sizes, rope_windowed)
 
     @staticmethod
     def read_vocabulary(keys: Keys) -> int:
@@ -236,8 +235,8 @@ class Hparams:
         return keys.integer("vocab_size", 0) if tokens is None else keys.stated(len(tokens), f"the length of {key}")
 
     @staticmethod
-    def read_rope(keys: Keys, head: int, n_ctx: int) -> tuple[RopeSettings, str]:
-        """How heads of so many channels are rotated, and the type of scaling."""
+    def read_rope(keys: Keys, head: int, n_ctx: int) -> RopeSettings:
+        """How heads of so many channels are rotated."""
         n_rot = read_n_rot(keys, "rope.dimension_count", head, head)
         scaling = keys.file.get(keys.name("rope.scaling.type"), "str", "linear")
         if scaling not in SCALING:
@@ -253,4 +252,4 @@ class Hparams:
             attn_factor *= (0.1 * ln + 1 if factor > 1 else 1.0) / (1 + 0.1 * ln)
         n_ctx_orig = keys.integer("rope.scaling.original_context_length", 0) or n_ctx
         base = read_base(keys, "rope.freq_base", 10000.0)
-        return RopeSettings(n_rot, base, 1.0 / factor, yarn, attn_factor, n_ctx_orig), scaling
+        return RopeSettings(n_rot, base, 1.0 / factor, yarn, attn_factor, n_ctx_orig)

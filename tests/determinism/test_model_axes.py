@@ -17,6 +17,7 @@ from ggml_py.check.noise import Noise
 from ggml_py.testing import digest
 from ggml_py.check.verify import Verification
 from tiny_delta_net_models import KINDS as RECURRENT, write_delta_net_model
+from tiny_layer_models import KINDS as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES as WITH_EXPERTS, write_moe_model
 
@@ -28,11 +29,13 @@ def write(path, kind):
     types = "Q8_0", "Q8_0", "Q4_1", "F16"
     if kind in RECURRENT:
         return write_delta_net_model(path, kind, types)
+    if kind in LAYERED:
+        return write_layer_model(path, kind, types)
     return (write_moe_model(path, kind, types) if kind in WITH_EXPERTS
             else write_model(path, kind, types, qkv_bias=kind == "qwen2"))
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys([*ARCHITECTURES, *WITH_EXPERTS, *RECURRENT]))
+@pytest.mark.parametrize("kind", dict.fromkeys([*ARCHITECTURES, *WITH_EXPERTS, *RECURRENT, "olmo3"]))
 @pytest.mark.parametrize("types", [CACHES[0], *(pytest.param(types, marks=pytest.mark.slow) for types in CACHES[1:])], ids=str)
 def test_small_models(kind, types, tmp_path):
     path = write(tmp_path / "m.gguf", kind)

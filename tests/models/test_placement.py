@@ -19,6 +19,7 @@ from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
 from ggml_py.testing import assert_bitwise_equal
 from guarded_cpu import guarded_devices
 from tiny_delta_net_models import KINDS, write_delta_net_model
+from tiny_layer_models import KINDS as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES, write_moe_model
 
@@ -29,6 +30,8 @@ WRITERS = {**{arch: lambda path, arch=arch: write_model(path, arch, ("Q8_0", "Q4
                   path, "qwen2", ("Q8_0", "Q4_1", "F32"), n_embd=128, n_head=8, n_head_kv=4, n_ff=288, n_vocab=160, tied=tied,
                   qkv_bias=True) for tied in (False, True)},
            **{kind: lambda path, kind=kind: write_moe_model(path, kind, ("Q8_0", "F32")) for kind in ARCHITECTURES},
+           **{kind: lambda path, kind=kind: write_layer_model(path, kind, ("Q8_0", "Q4_1", "F32"))
+              for kind in LAYERED if kind != "exaone4-swa"},  # which has 64 layers
            **{kind: lambda path, kind=kind: write_delta_net_model(path, kind, ("Q8_0",)) for kind in KINDS}}
 TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 DEVICES = "cpu", "cpu:1", "cpu:2", "cpu:3"

@@ -3,7 +3,7 @@
 
     python tests/scripts/fuzz_loads.py --n 200000 [--seed 0] [--first 0] [--all-types] [--keep-going]
 
-The models are those of tiny_models.py and tiny_moe_models.py. A case changes one to three things in one of them: the value, type
+The models are those of tests/helpers/tiny_*.py. A case changes one to three things in one of them: the value, type
 or length of a metadata key; the type, shape, name or data of a tensor; one dimension everywhere; bytes of the header
 (fuzz_gguf.py). Then the file is loaded, a context is made, and two batches are decoded. Case i of a seed depends on nothing else:
 `--seed S --first I --n 1` runs exactly that case again.
@@ -36,6 +36,7 @@ from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.kernels.compile import compiled
 from tiny_delta_net_models import KINDS, write_delta_net_model
+from tiny_layer_models import KINDS as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
 
@@ -73,6 +74,7 @@ class Whole:
 
 SMALL = dict(n_embd=32, n_head=2, n_head_kv=1, head=16, n_ff=48, n_vocab=24, n_ctx=64)
 SMALL_MOE = {**SMALL, "n_rot": 16, "n_ff_exp": 32, "n_expert": 4, "kv_lora": 32, "n_nope": 16, "head_v": 16, "q_lora": 32}
+SMALL_LAYERS = {**SMALL, "n_ff": 32, "n_rot": 16, "n_ff_exp": 32, "n_expert": 4, "n_ff_shexp": 16}
 YARN = dict(keys={"rope.scaling.type": ("string", "yarn"), "rope.scaling.factor": ("float32", 4.0),
                   "rope.scaling.original_context_length": ("uint32", 16),
                   "rope.scaling.attn_factor": ("float32", 1.0)})
@@ -111,6 +113,9 @@ def models(folder: Path) -> dict[str, Whole]:
                                  **({"nextn": True} if kind == "glm4moe" else {}))
     for kind in KINDS:
         found[kind] = Whole.read(write_delta_net_model(folder / f"{kind}.gguf", kind, **{**SMALL_MOE, "n_rot": 8, "dim": 8}))
+    for kind in LAYERED:
+        if kind != "exaone4-swa":  # of many layers
+            found[kind] = Whole.read(write_layer_model(folder / f"{kind}.gguf", kind, **SMALL_LAYERS))
     found["llama"].keys |= VOCABULARY
     found["qwen2"].keys |= BYTE_LEVEL
     found["llama"].tensors["rope_freqs.weight"] = Q.F32, (8,), np.linspace(1, 4, 8, dtype=np.float32).tobytes()
@@ -127,7 +132,7 @@ FLOATS = [0.0, -0.0, 1e-45, 1e-38, 1e-30, 1e-10, 1e-5, 0.5, 1.0, 1.0000001, 2.0,
           float("nan")]
 FLOATS += [-value for value in FLOATS]
 WORDS = ["", "none", "linear", "yarn", "longrope", "llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "deepseek2", "glm4moe",
-         "bailingmoe2", "qwen3next", "qwen35", "qwen35moe", "gpt2", "no_vocab",
+         "bailingmoe2", "qwen3next", "qwen35", "qwen35moe", "gpt2", "no_vocab", *LAYERED,
          "x\ny", "\x1b[2J", "x" * 300]
 RANGES = {V.UINT8: (0, 255), V.INT8: (-128, 127), V.UINT16: (0, 2**16 - 1), V.INT16: (-2**15, 2**15 - 1),
           V.UINT32: (0, 2**32 - 1), V.INT32: (-2**31, 2**31 - 1),
@@ -144,7 +149,7 @@ F32_KEYS = """attention.layer_norm_rms_epsilon rope.freq_base rope.scaling.facto
     rope.scaling.yarn_log_multiplier expert_weights_scale""".split()
 OTHER_KEYS = {"rope.scaling.type": V.STRING, "expert_weights_norm": V.BOOL}
 OPTIONAL_TENSORS = """attn_q.bias attn_k.bias attn_v.bias attn_output.bias attn_qkv.weight attn_qkv.bias
-    attn_q_norm.weight attn_k_norm.weight attn_q.weight attn_q.scale attn_output.scale ffn_gate.bias
+    attn_q_norm.weight attn_k_norm.weight post_attention_norm.weight attn_q.weight attn_q.scale attn_output.scale ffn_gate.bias
     ffn_up.bias ffn_down.bias ffn_down.scale exp_probs_b.bias ffn_gate_inp.bias ffn_gate_up_exps.weight
     ffn_up_exps.bias ffn_down_exps.scale ffn_gate.weight attn_k_b.scale ssm_in.weight ssm_out.scale ssm_ba.weight
     ffn_gate_inp_shexp.weight""".split()
