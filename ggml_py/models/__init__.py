@@ -11,7 +11,11 @@ from .glm4 import Glm4
 from .glm4moe import Glm4MoE
 from .gpt_oss import GptOss
 from .hunyuan import Hunyuan, HunyuanMoE
+from .lfm2 import Lfm2
+from .lfm2moe import Lfm2MoE
 from .llama import Llama
+from .nemotron_h import NemotronH
+from .nemotron_h_moe import NemotronHMoE
 from .minimax_m2 import MiniMaxM2
 from .olmo2 import Olmo2
 from .olmoe import OlmoE
@@ -31,7 +35,8 @@ from .smollm3 import SmolLM3
 ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE, GptOss, Deepseek2,
                                                 Glm4MoE, BailingMoE2, Gemma,
                                                 Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
-                                                Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE)}
+                                                Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE,
+                                                Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
 
 
 def model_class(file):

@@ -60,6 +60,8 @@ class Transformer:
     tied = False  # whatever its files have, the embedding is the output head
     embedding_scale = 1.0  # what the embeddings of tokens are multiplied by
     logit_cap = 0.0  # beyond which no logit goes; 0: there is none
+    without_kv = False  # its layers may have no KV heads, which says that they are recurrent
+    final_norm = "output_norm"  # what files call the norm before the output head
     norms_heads = False  # each head of Q and K is normed, with weights that all heads share, before its rotation
     norms_projections = False  # Q and K are normed as a whole, all heads together
 
@@ -80,7 +82,7 @@ class Transformer:
         self.check()
 
     def read_hparams(self) -> Hparams:
-        return Hparams.read(self.keys, self.windows)
+        return Hparams.read(self.keys, self.windows, self.without_kv)
 
     def require(self, *names: str) -> None:
         """Refuses files without these tensors, which blocks read only where they are."""
@@ -276,7 +278,7 @@ class Transformer:
             g.device = self.placement.layers[il]
             x = self.layer(b, il, x)
         g.device = self.placement.output
-        x = self.norm(b, x, "output_norm", "result_norm")
+        x = self.norm(b, x, self.final_norm, "result_norm")
         rows = g.take_rows(x, b.out_ids, name="result_rows") if hidden and n_outputs < n_tokens else x
         logits = self.logits(b, rows)
         g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]

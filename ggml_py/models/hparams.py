@@ -202,8 +202,8 @@ class Hparams:
     rope_windowed: RopeSettings | None  # of blocks with a window; None: `rope`
 
     @classmethod
-    def read(cls, keys: Keys, windows: Windows | None = None) -> "Hparams":
-        """windows: of architectures whose layers may have them."""
+    def read(cls, keys: Keys, windows: Windows | None = None, without_kv: bool = False) -> "Hparams":
+        """windows: of architectures whose layers may have them. without_kv: layers may have no KV heads."""
         n_block = keys.block_count()
         n_layer = n_block - keys.integer("nextn_predict_layers", 0, most=n_block - 1)
         n_embd, n_ctx = keys.integer("embedding_length", least=1), keys.integer("context_length", least=1)
@@ -212,8 +212,9 @@ class Hparams:
         for il, (heads, heads_kv) in enumerate(zip(n_head[:n_layer], n_head_kv)):
             if heads < 1:
                 raise keys.error("attention.head_count", heads, f"1 or more in layer {il}")
-            if heads_kv < 1 or heads % heads_kv:
-                raise keys.error("attention.head_count_kv", heads_kv, f"a divisor of the {heads} heads of layer {il}")
+            if (heads_kv < 1 or heads % heads_kv) and not (without_kv and heads_kv == 0):
+                raise keys.error("attention.head_count_kv", heads_kv,
+                                 f"{'0 or ' * without_kv}a divisor of the {heads} heads of layer {il}")
         k = keys.integer("attention.key_length", n_embd // n_head[0], least=1)
         v = keys.integer("attention.value_length", n_embd // n_head[0], least=1)
         rope = cls.read_rope(keys, k, n_ctx)

@@ -64,6 +64,13 @@ class Weights:
             self.loaded[key] = self._float32(key, (n_rows, n_cols), columns)
         return self.loaded[key]
 
+    def ones(self, name: str, n: int) -> Tensor:
+        """f32 [n] of ones, where a weight of that name would be: for ops whose weights a file does not have."""
+        key = name, "ones"
+        if key not in self.loaded:
+            self.loaded[key] = self._leaf(key, "f32", (n,), -1, lambda first, end: np.ones(end - first, np.float32))
+        return self.loaded[key]
+
     def vector(self, name: str, n: int) -> np.ndarray:
         """float32 [n] on the host."""
         return self._values(name, (n,))

@@ -17,6 +17,7 @@ from ggml_py.check.noise import Noise
 from ggml_py.testing import digest
 from ggml_py.check.verify import Verification
 from tiny_delta_net_models import KINDS as RECURRENT, write_delta_net_model
+from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
 from tiny_layer_models import KINDS as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES as WITH_EXPERTS, write_moe_model
@@ -29,6 +30,8 @@ def write(path, kind):
     types = "Q8_0", "Q8_0", "Q4_1", "F16"
     if kind in RECURRENT:
         return write_delta_net_model(path, kind, types)
+    if kind in HYBRID:
+        return write_hybrid_model(path, kind, types)
     if kind in LAYERED:
         return write_layer_model(path, kind, types)
     return (write_moe_model(path, kind, types) if kind in WITH_EXPERTS
@@ -51,7 +54,7 @@ def test_small_models(kind, types, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [*WITH_EXPERTS, *RECURRENT])
+@pytest.mark.parametrize("kind", [*WITH_EXPERTS, *RECURRENT, *HYBRID])
 def test_a_hundred_times_under_load(kind, tmp_path):
     """100 runs beside other work on the GPU, of one sequence after the other and of all together."""
     if reason := no_gpu():

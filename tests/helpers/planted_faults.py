@@ -19,6 +19,7 @@ from ggml_py.files.gguf import GGUFFile
 from ggml_py.kernels.call import Call
 from ggml_py.kernels.cpu.gated_delta_net import gated_delta_net
 from ggml_py.kernels.cpu.ssm_conv import ssm_conv
+from ggml_py.kernels.cpu.ssm_scan import ssm_scan
 from ggml_py.kernels.cpu.mul_mat_id import mul_mat_heads, mul_mat_id
 from ggml_py.kernels.cpu.parallel import steps
 from ggml_py.kernels.reference.experts import weighted_sum_arrays
@@ -26,6 +27,7 @@ from ggml_py.engine.model import Model
 from ggml_py.ops.compose import FUSED
 from ggml_py.check.verify import Verification
 from tiny_delta_net_models import KINDS, write_delta_net_model
+from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES, DEFAULTS, write_moe_model
 
@@ -38,6 +40,8 @@ def write(path, kind: str):
         return write_tied_model(path)
     if kind in KINDS:
         return write_delta_net_model(path, kind, ("Q8_0",))
+    if kind in HYBRID:
+        return write_hybrid_model(path, kind, ("Q8_0",))
     return (write_moe_model(path, kind, ("Q8_0",)) if kind in ARCHITECTURES
             else write_model(path, kind, ("Q8_0",), n_embd=288, n_ff=160))
 
@@ -246,7 +250,7 @@ def of_other_heads(call, step):
 def with_runs(change):
     """A twin whose kernel has another table of runs: change(runs, call), in place."""
     def twin(call, step):
-        module = {"ssm_conv": ssm_conv, "gated_delta_net": gated_delta_net}[call.op]
+        module = {"ssm_conv": ssm_conv, "ssm_scan": ssm_scan, "gated_delta_net": gated_delta_net}[call.op]
         changed = np.empty_like(call.runs.data)
         faulty = module(Call(call.op, call.name, call.device, {**call.values, "runs": call.runs._replace(data=changed)}))
 
@@ -398,6 +402,9 @@ KEPT_FAULTS = [
     in_kernels("a snapshot one token late", "speculation", {"gated_delta_net": after(late_snapshots)}, "qwen35"),
     in_kernels("decay applied twice", "ubatch pieces", {"gated_delta_net": decayed_twice}, "qwen3next"),
     in_kernels("a convolution that is not taken back", "speculation", never_taken_back, "qwen35"),
+    in_kernels("a scan that restarts", "ubatch pieces", {"ssm_scan": with_runs(restarted)}, "nemotron_h"),
+    in_kernels("a scan's snapshot one token late", "speculation", {"ssm_scan": after(late_snapshots)}, "nemotron_h"),
+    in_kernels("a short convolution that is not taken back", "speculation", never_taken_back, "lfm2"),
 ]
 
 FAULTS = [

@@ -19,6 +19,7 @@ from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
 from ggml_py.testing import assert_bitwise_equal
 from guarded_cpu import guarded_devices
 from tiny_delta_net_models import KINDS, write_delta_net_model
+from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
 from tiny_layer_models import KINDS as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES, write_moe_model
@@ -32,6 +33,7 @@ WRITERS = {**{arch: lambda path, arch=arch: write_model(path, arch, ("Q8_0", "Q4
            **{kind: lambda path, kind=kind: write_moe_model(path, kind, ("Q8_0", "F32")) for kind in ARCHITECTURES},
            **{kind: lambda path, kind=kind: write_layer_model(path, kind, ("Q8_0", "Q4_1", "F32"))
               for kind in LAYERED if kind != "exaone4-swa"},  # which has 64 layers
+           **{kind: lambda path, kind=kind: write_hybrid_model(path, kind, ("Q8_0", "F32")) for kind in HYBRID},
            **{kind: lambda path, kind=kind: write_delta_net_model(path, kind, ("Q8_0",)) for kind in KINDS}}
 TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 DEVICES = "cpu", "cpu:1", "cpu:2", "cpu:3"
@@ -76,7 +78,7 @@ def on_several(kind: str, options: PlacementOptions, **context_settings) -> np.n
 
 PATTERNS = [r"blk\.0\.", r"blk\.[12]\.", "attn_q", "attn_(k|v)", "attn_", "attn_norm", "ffn_(up|down)", "ffn_down", "ffn_gate",
             "exps", "ffn_down_exps", "ffn_(up|gate)_exps", "shexp", "ffn_gate_inp", "norm", "bias", "ssm_", "ssm_out",
-            "token_embd", "^output", "sinks"]
+            "shortconv", "token_embd", "^output", "sinks"]
 OFFLOADS = (), (("all", 1),), (("all", 3),), (("mul_mat_id", 1), ("all", None)), (("mul_mat", None), ("all", 1))
 
 

@@ -36,6 +36,7 @@ from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.kernels.compile import compiled
 from tiny_delta_net_models import KINDS, write_delta_net_model
+from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
 from tiny_layer_models import KINDS as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
@@ -116,6 +117,8 @@ def models(folder: Path) -> dict[str, Whole]:
     for kind in LAYERED:
         if kind != "exaone4-swa":  # of many layers
             found[kind] = Whole.read(write_layer_model(folder / f"{kind}.gguf", kind, **SMALL_LAYERS))
+    for kind in HYBRID:
+        found[kind] = Whole.read(write_hybrid_model(folder / f"{kind}.gguf", kind))
     found["llama"].keys |= VOCABULARY
     found["qwen2"].keys |= BYTE_LEVEL
     found["llama"].tensors["rope_freqs.weight"] = Q.F32, (8,), np.linspace(1, 4, 8, dtype=np.float32).tobytes()
@@ -132,7 +135,7 @@ FLOATS = [0.0, -0.0, 1e-45, 1e-38, 1e-30, 1e-10, 1e-5, 0.5, 1.0, 1.0000001, 2.0,
           float("nan")]
 FLOATS += [-value for value in FLOATS]
 WORDS = ["", "none", "linear", "yarn", "longrope", "llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "deepseek2", "glm4moe",
-         "bailingmoe2", "qwen3next", "qwen35", "qwen35moe", "gpt2", "no_vocab", *LAYERED,
+         "bailingmoe2", "qwen3next", "qwen35", "qwen35moe", "gpt2", "no_vocab", *LAYERED, *HYBRID,
          "x\ny", "\x1b[2J", "x" * 300]
 RANGES = {V.UINT8: (0, 255), V.INT8: (-128, 127), V.UINT16: (0, 2**16 - 1), V.INT16: (-2**15, 2**15 - 1),
           V.UINT32: (0, 2**32 - 1), V.INT32: (-2**31, 2**31 - 1),
@@ -144,7 +147,7 @@ U32_KEYS = """block_count nextn_predict_layers embedding_length context_length v
     rope.dimension_count rope.dimension_sections rope.scaling.original_context_length expert_count expert_used_count
     expert_feed_forward_length expert_shared_feed_forward_length expert_shared_count expert_gating_func expert_group_count
     expert_group_used_count leading_dense_block_count ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank
-    ssm.inner_size full_attention_interval attention.recurrent_layers""".split()
+    ssm.inner_size full_attention_interval attention.recurrent_layers shortconv.l_cache moe_latent_size""".split()
 F32_KEYS = """attention.layer_norm_rms_epsilon rope.freq_base rope.scaling.factor rope.scale_linear rope.scaling.attn_factor
     rope.scaling.yarn_log_multiplier expert_weights_scale""".split()
 OTHER_KEYS = {"rope.scaling.type": V.STRING, "expert_weights_norm": V.BOOL}
@@ -152,7 +155,7 @@ OPTIONAL_TENSORS = """attn_q.bias attn_k.bias attn_v.bias attn_output.bias attn_
     attn_q_norm.weight attn_k_norm.weight post_attention_norm.weight attn_q.weight attn_q.scale attn_output.scale ffn_gate.bias
     ffn_up.bias ffn_down.bias ffn_down.scale exp_probs_b.bias ffn_gate_inp.bias ffn_gate_up_exps.weight
     ffn_up_exps.bias ffn_down_exps.scale ffn_gate.weight attn_k_b.scale ssm_in.weight ssm_out.scale ssm_ba.weight
-    ffn_gate_inp_shexp.weight""".split()
+    ffn_gate_inp_shexp.weight ssm_conv1d.bias ssm_d""".split()
 GLOBAL_TENSORS = """output.weight output.bias output.scale rope_freqs.weight rope_factors_long.weight
     rope_factors_short.weight""".split()
 REFUSED_TYPES = [Q.I8, Q.I16, Q.I32, Q.I64, Q.F64, Q.Q8_1, Q.Q8_K]
