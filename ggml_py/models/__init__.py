@@ -10,6 +10,7 @@ from .gemma import Gemma
 from .glm4 import Glm4
 from .glm4moe import Glm4MoE
 from .gpt_oss import GptOss
+from .granite import Granite, GraniteMoE
 from .hunyuan import Hunyuan, HunyuanMoE
 from .lfm2 import Lfm2
 from .lfm2moe import Lfm2MoE
@@ -36,6 +37,7 @@ ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, 
                                                 Glm4MoE, BailingMoE2, Gemma,
                                                 Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
                                                 Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE,
+                                                Granite, GraniteMoE,
                                                 Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
 
 

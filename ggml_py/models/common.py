@@ -59,6 +59,7 @@ class Transformer:
     windows: Windows | None = None  # of architectures with layers that see only the last positions
     tied = False  # whatever its files have, the embedding is the output head
     embedding_scale = 1.0  # what the embeddings of tokens are multiplied by
+    logit_scale = 1.0  # and their logits
     logit_cap = 0.0  # beyond which no logit goes; 0: there is none
     without_kv = False  # its layers may have no KV heads, which says that they are recurrent
     final_norm = "output_norm"  # what files call the norm before the output head
@@ -292,6 +293,8 @@ class Transformer:
 
     def logits(self, b: Batch, x: Tensor) -> Tensor:
         y = self.linear(b, x, self.head, self.n_vocab, name="result_output")
+        if self.logit_scale != 1:
+            y = b.g.scale(y, factor=self.logit_scale, name="result_scaled")
         return b.g.softcap(y, cap=self.logit_cap, name="result_capped") if self.logit_cap else y
 
     def build_nextn(self, memory: Memory, tables: RopeTables, n_tokens: int, il: int, logits: str = "all") -> Graph:

@@ -39,6 +39,7 @@ FUSED = LLAMA.replace("attn_q attn_k attn_v", "attn_qkv").replace(FFN, "ffn_up_f
 POST = f"{ATTENTION} {FFN} {POST_NORMS}"
 VISION = {"rope.dimension_sections": [6, 5, 4, 0]}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.1, "logit_scale": 6.0}
 KINDS = {
     "phi3": Kind(FUSED, {"rope.scaling.original_context_length": 64, "attention.sliding_window": 3}, dict(n_rot=24),
                  "output rope_factors_long rope_factors_short"),
@@ -59,6 +60,9 @@ KINDS = {
     "exaone4": Kind(f"{POST} {QK_NORMS}"),
     "exaone4-swa": Kind(f"{POST} {QK_NORMS}", {"attention.sliding_window": 20},
                         dict(n_layer=64, n_embd=32, n_head=2, n_head_kv=1, head=16, n_rot=16, n_ff=32), arch="exaone4"),
+    "granite": Kind(keys=SCALES, more=""),
+    "granitemoe": Kind(experts(LLAMA, SHARED), {**SCALES, **WITH_EXPERTS, "expert_shared_feed_forward_length": "n_ff_shexp",
+                                                "rope.scaling.finetuned": False}, dict(n_ff=64), ""),
     "qwen2moe": Kind(experts(LLAMA, f"{BIASES} {SHARED} ffn_gate_inp_shexp"),
                      {**WITH_EXPERTS, "expert_shared_feed_forward_length": "n_ff_shexp"}),
     "qwen2vl": Kind(f"{LLAMA} {BIASES}", VISION),

@@ -38,7 +38,8 @@ def test_logits_are_those_of_llama_cpp(kind, tmp_path):
 
 
 NEEDED_KEYS = "block_count context_length embedding_length attention.head_count expert_count expert_used_count".split()
-NEEDED = {**dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), "rope.dimension_sections"), "minimax-m2": "expert_gating_func"}
+NEEDED = {**dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), "rope.dimension_sections"), "minimax-m2": "expert_gating_func",
+          "granite": "logit_scale", "granitemoe": "logit_scale"}
 OPTIONAL = {"output.weight", *(f"blk.1.{name}" for name in [*BIASES.split(), "exp_probs_b.bias"])}
 NEEDED_TENSORS = {"olmo2": {"output.weight"}, "olmo3": {"output.weight"}, "olmoe": {"output.weight"},
                   "minimax-m2": {"output.weight", "blk.1.exp_probs_b.bias"}}
