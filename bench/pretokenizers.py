@@ -39,6 +39,18 @@ White space beside them stays, except for models that llama.cpp knows by name: t
 `decode` takes away some spaces where the table says so: those before `?`, `!`, `.`, `,` and before contractions. Tokens as they
 are generated (`Detokenizer`) are never cleaned.
 
+## Chat templates
+
+`tokenizer.chat_template`, and `tokenizer.chat_template.NAME` of each of `tokenizer.chat_templates`, are rendered by
+`ggml_py.tokenizer.chat` as Hugging Face's `apply_chat_template` would, with the date that is given and in a sandbox that lets
+templates change nothing: those that `append` to lists are refused there and here.
+
+- `encode_chat(tokenizer, messages, tools=..., documents=..., template=NAME, enable_thinking=False)`: further arguments reach the
+  template. With tools the template named `tool_use` is taken, where the model has it.
+- Content is a text or a list of `{"type": "text", "text": ...}`, and arguments of `tool_calls` are a mapping or its JSON. Which
+  of them a template takes is found by rendering both once; it is given that form.
+- An error is one line with the key of the template and the line in it, also where the template refuses the messages.
+
 ## Names
 
 **add_bos**: BOS is added where the file does not say. **ignore_merges**: a piece that is a token is taken as it is. A file

@@ -13,7 +13,7 @@ from ..base.errors import quoted
 from .bpe import BPE, ByteLevelBPE, SpaceEscapedBPE
 from .pretokenizers import GEMMA4, PRE_TOKENIZERS, PreTokenizer
 from .spm import SPM
-from .vocabulary import TokenizerError, Vocabulary, scalar, special_id
+from .vocabulary import TokenizerError, Vocabulary, scalar, special_id, texts
 
 log = logging.getLogger(__name__)
 ASCII_SPACES = " \t\n\r\v\f"
@@ -30,7 +30,7 @@ class Tokenizer:
     token ids.
 
     n_vocab: number of token ids.   bos_id, eos_id: ids, or None.   add_bos, add_eos: whether `encode` puts them around a text.
-    chat_template: Jinja source, or None.
+    chat_template: Jinja source, or None.   chat_templates: the sources of named templates.
 
     A tokenizer can be copied and pickled: it holds nothing of the file.
     """
@@ -38,6 +38,9 @@ class Tokenizer:
     def __init__(self, metadata: Mapping):
         self.model = scalar(metadata, "tokenizer.ggml.model", str, "no_vocab")
         self.chat_template: str | None = scalar(metadata, "tokenizer.chat_template", str, None)
+        names = texts(metadata, "tokenizer.chat_templates") if "tokenizer.chat_templates" in metadata else []
+        self.chat_templates = {name: source for name in names
+                               if (source := scalar(metadata, f"tokenizer.chat_template.{name}", str, None)) is not None}
         if self.model in ("no_vocab", "none"):
             self.model = "no_vocab"
             self.n_vocab = scalar(metadata, f"{metadata.get('general.architecture')}.vocab_size", int, 0)
@@ -157,13 +160,13 @@ class Tokenizer:
 
     def _cut(self, fragment: str, token: str, id: int) -> list[str | int]:
         """fragment.split(token) with the id between the parts; empty parts are left out."""
-        texts = fragment.split(token)
+        between = fragment.split(token)
         if id in self._strips_left:
-            texts[:-1] = [text.rstrip(ASCII_SPACES) for text in texts[:-1]]
+            between[:-1] = [text.rstrip(ASCII_SPACES) for text in between[:-1]]
         if id in self._strips_right:
-            texts[1:] = [text.lstrip(ASCII_SPACES) for text in texts[1:]]
-        parts: list[str | int] = [texts[0]] if texts[0] else []
-        for text in texts[1:]:
+            between[1:] = [text.lstrip(ASCII_SPACES) for text in between[1:]]
+        parts: list[str | int] = [between[0]] if between[0] else []
+        for text in between[1:]:
             parts += [id, text] if text else [id]
         return parts
 

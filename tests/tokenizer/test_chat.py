@@ -15,13 +15,13 @@ Be brief.<|im_end|>
 ' }}{% endif %}"""
 
 
-def tokenizer(template: str | None, **keys) -> Tokenizer:
+def tokenizer(template: str | None, named: dict | None = None, **keys) -> Tokenizer:
     special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.merges": [],
                 "tokenizer.ggml.tokens": [*BYTE_OF_LETTER, *special], "tokenizer.ggml.token_type": [1] * 256 + [3] * 4,
                 "tokenizer.ggml.bos_token_id": 256, "tokenizer.ggml.eos_token_id": 257,
                 **{f"tokenizer.ggml.{key}": value for key, value in keys.items()}}
-    return Tokenizer(metadata if template is None else {**metadata, "tokenizer.chat_template": template})
+    return Tokenizer(metadata | (named or {}) | ({} if template is None else {"tokenizer.chat_template": template}))
 
 
 def test_chatml():
@@ -39,6 +39,15 @@ def test_chatml():
     ("{{ messages | tojson }}", '[{"role": "user", "content": "é<b>"}, {"role": "assistant", "content": "x"}]'),
     ("{{ strftime_now('%Y-%m-%d') }}", "2025-03-01"),
     ("{% if tools %}tools{% else %}none{% endif %}", "none"),
+    ("{{ tools is none }} {{ documents is none }}", "True True"),
+    ("{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m.content }}{% endfor %}", "x"),
+    ("{{ messages[1] | tojson(indent=1) }}", '{\n "role": "assistant",\n "content": "x"\n}'),
+    ("{{ {'b': 1, 'a': 'é'} | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}", '{"a":"\\u00e9","b":1}'),
+    ("{% generation %}{{ messages[1].content }}{% set n = 2 %}{% endgeneration %} {{ n is defined }}", "x False"),
+    ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list | tojson }}", '["é<b>"]'),
+    ("{% macro tag(t) %}<{{ t }}>{% endmacro %}{{ tag(messages[0].role) }}", "<user>"),
+    ("{%- set ns = namespace(last=-1) %}\n{%- for m in messages[::-1] %}\n{%- set ns.last = loop.index0 %}\n{%- endfor %}\n"
+     "{{- ns.last }}", "1"),
     ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "2"),
 ])
 def test_what_a_template_sees(source, text):
@@ -65,24 +74,109 @@ def test_token_ids_on_a_date():
 
 
 @pytest.mark.parametrize("source, message", [
-    ("{{ raise_exception('roles must alternate') }}", "the chat template refuses the messages: roles must alternate"),
+    ("a\n{{ raise_exception('roles must\n alternate') }}",
+     r"tokenizer.chat_template: line 2: refuses the messages: roles must\n alternate"),
     ("a\n{% if %}", "tokenizer.chat_template: line 2: Expected an expression"),
-    ("{{ messages.nothing.more }}", "tokenizer.chat_template: UndefinedError: "),
-    ("{{ 1 // 0 }}", "tokenizer.chat_template: ZeroDivisionError: "),
-    ("{{ ''.__class__.__mro__ }}", "tokenizer.chat_template: SecurityError: "),
-    ("{{ messages.append(1) }}", "tokenizer.chat_template: SecurityError: "),
-    ("{{ messages[0].update(role='system') }}", "tokenizer.chat_template: SecurityError: "),
-    ("{% for i in range(1000000000) %}{% endfor %}", "tokenizer.chat_template: OverflowError: "),
+    ("{% generation %}", "tokenizer.chat_template: line 1: Unexpected end of template"),
+    ("a\n\n{{ messages.nothing.more }}", "tokenizer.chat_template: line 3: UndefinedError: "),
+    ("{% macro f() %}\n{{ 1 // 0 }}{% endmacro %}\n\n{{ f() }}", "tokenizer.chat_template: line 2: ZeroDivisionError: "),
+    ("{{ ''.__class__.__mro__ }}", "tokenizer.chat_template: line 1: SecurityError: "),
+    ("{{ messages.append(1) }}", "tokenizer.chat_template: line 1: SecurityError: "),
+    ("{{ messages[0].update(role='system') }}", "tokenizer.chat_template: line 1: SecurityError: "),
+    ("{% for i in range(1000000000) %}{% endfor %}", "tokenizer.chat_template: line 1: OverflowError: "),
 ])
 def test_errors_and_the_sandbox(source, message):
     with pytest.raises(ChatTemplateError) as error:
         ChatTemplate(source).render(HELLO)
-    assert str(error.value).startswith(message) and isinstance(error.value, UserError)
+    assert str(error.value).startswith(message) and isinstance(error.value, UserError) and "\n" not in str(error.value)
 
 
 def test_model_without_template():
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         encode_chat(tokenizer(None), HELLO)
+
+
+# Arguments, parts and calls
+
+def test_arguments_are_passed_on():
+    template = ChatTemplate("{{ enable_thinking is defined and not enable_thinking }} {{ tools[0].function.name }} "
+                            "{{ documents[0].title }} {{ add_generation_prompt }}")
+    assert template.render(HELLO, tools=TOOLS, documents=[{"title": "D"}], enable_thinking=False) == "True weather D True"
+    assert template.render(HELLO, False, tools=TOOLS, documents=[{}]) == "False weather  False"
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+TEXT = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
+PARTS = ("{% for m in messages %}{{ m.role }}:{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}"
+         "{% endfor %}{% endfor %}")
+BOTH = ("{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}{{ p['text'] }}{% endfor %}{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize("source", [TEXT, PARTS, BOTH, TEXT.replace("+ m.content", "~ m.content")])
+def test_content_is_a_text_or_parts_whatever_the_template_takes(source):
+    template = ChatTemplate(source)
+    assert template.render(HELLO) == "user:Hello"
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    assert template.render([{"role": "user", "content": parts}]) == "user:Hello"
+    assert template.render([{"role": "user", "content": []}]) == "user:"
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "text"}, "Hello", {"type": "text", "text": 3}])
+def test_parts_that_are_no_text_are_refused(part):
+    with pytest.raises(ChatTemplateError, match=r'^messages\[1\].content\[0\]: got .*, allowed is {"type": "text", "text": '):
+        ChatTemplate(TEXT).render([*HELLO, {"role": "user", "content": [part]}])
+
+
+CALL = "{% for m in messages %}{% for c in m.tool_calls %}{% set a = c.function.arguments %}%s{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("shown, expected", [
+    ("{{ a | tojson }}", '{"city": "Zürich"}'),                                         # takes mappings
+    ("{% for k, v in a.items() %}{{ k }}={{ v }}{% endfor %}", "city=Zürich"),
+    ("{{ 'call ' + a }}", 'call {"city": "Zürich"}'),                                     # takes JSON
+    ("{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}", '{"city": "Zürich"}'),
+    ("{% if a is mapping %}{% for k in a %}{{ k }}{% endfor %}{% else %}{{ a }}{% endif %}", "city"),  # it does not write JSON
+    ("-", "-"),                                                                          # shows neither
+])
+def test_arguments_of_calls_are_a_mapping_or_json_whatever_the_template_takes(shown, expected):
+    template = ChatTemplate(CALL.replace("%s", shown))
+    for arguments in {"city": "Zürich"}, '{"city": "Zürich"}':
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        assert template.render(messages, tools=TOOLS) == expected
+        assert call["function"]["arguments"] == arguments  # what was given is left as it was
+
+
+def test_calls_that_are_no_json():
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{city"}}]}]
+    with pytest.raises(ChatTemplateError, match="^tool_calls: arguments of 'weather' are not JSON: "):
+        ChatTemplate(CALL.replace("%s", "{{ a | tojson }}")).render(messages)
+
+
+def test_templates_that_need_tools_are_probed_with_one():
+    source = "{% for tool in tools %}{{ tool.function.name }} {% endfor %}" + PARTS
+    assert ChatTemplate(source).render(HELLO, tools=TOOLS) == "weather user:Hello"
+    with pytest.raises(ChatTemplateError, match="^tokenizer.chat_template: line 1: TypeError: 'NoneType' object is not iterable"):
+        ChatTemplate(source).render(HELLO)
+
+
+def test_named_templates():
+    named = {"tokenizer.chat_templates": ["tool_use", "rag", "missing"], "tokenizer.chat_template.tool_use": "tools",
+             "tokenizer.chat_template.rag": "{{ documents[0].text }}\n{{ raise_exception('no') }}"}
+    model = tokenizer("plain", named)
+    assert model.chat_templates.keys() == {"tool_use", "rag"}
+
+    def text(**options):
+        return model.decode(encode_chat(model, HELLO, **options))
+
+    assert (text(), text(tools=TOOLS), text(template="tool_use")) == ("plain", "tools", "tools")
+    with pytest.raises(ChatTemplateError, match="^tokenizer.chat_template.rag: line 2: refuses the messages: no"):
+        text(template="rag", documents=[{"text": "D"}])
+    with pytest.raises(ParameterError, match="^template: must be one of the model's, tool_use, rag, got 'missing'"):
+        text(template="missing")
+    with pytest.raises(ParameterError, match="must be one of the model's, none, got 'rag'"):
+        encode_chat(tokenizer("plain"), HELLO, template="rag")
 
 
 def test_token_ids_of_a_conversation():
