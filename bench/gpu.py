@@ -117,6 +117,10 @@ def rms_norm():
     yield from (Case("rms_norm", "f32", dict(n=n, k=4096), "hot") for n in (1, 512))
 
 
+def layer_norm():
+    yield from (Case("layer_norm", "f32", dict(n=n, k=4096), "hot") for n in (1, 512))
+
+
 def rms_norm_act():
     yield from (Case("rms_norm_act", "f32", dict(n=n, k=4096), "hot") for n in (1, 512))
 
@@ -156,8 +160,8 @@ def ssm_conv():
 
 SUITES = {suite.__name__: suite
           for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows,
-                        dequantize, quantize, rms_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext, ssm_conv,
-                        gated_delta_net, ssm_scan)}
+                        dequantize, quantize, rms_norm, layer_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext,
+                        ssm_conv, gated_delta_net, ssm_scan)}
 
 
 # Work of a case
@@ -280,6 +284,11 @@ def rms_norm_work(gpu, kernel, type_, n, k, cache) -> Work:
     return Work(launches(gpu, "rms_norm", [dict(**operands, eps=1e-5)]), operand_bytes(*operands.values()))
 
 
+def layer_norm_work(gpu, kernel, type_, n, k, cache) -> Work:
+    operands = dict(x=floats(gpu, n, k), w=floats(gpu, k), b=floats(gpu, k), out=output(gpu, n, k))
+    return Work(launches(gpu, "layer_norm", [dict(**operands, eps=1e-5)]), operand_bytes(*operands.values()))
+
+
 def rms_norm_act_work(gpu, kernel, type_, n, k, cache) -> Work:
     operands = dict(x=floats(gpu, n, k), w=floats(gpu, k), act=blocks(gpu, n, k))
     return Work(launches(gpu, "rms_norm_act", [dict(**operands, eps=1e-5)]), operand_bytes(*operands.values()))
@@ -364,7 +373,7 @@ WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_wor
         "topk_moe of groups": topk_moe_work,
         "weighted_sum": weighted_sum_work,
         "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work,
-        "quantize": quantize_work, "rms_norm": rms_norm_work,
+        "quantize": quantize_work, "rms_norm": rms_norm_work, "layer_norm": layer_norm_work,
         "rms_norm_act": rms_norm_act_work, "swiglu": swiglu_work, "swiglu_act": swiglu_act_work,
         "flash_attn_ext": flash_attn_ext_work, "gated_delta_net": gated_delta_net_work, "ssm_conv": ssm_conv_work,
         "ssm_scan": ssm_scan_work}

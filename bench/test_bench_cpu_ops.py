@@ -46,6 +46,11 @@ def test_bench_rms_norm(benchmark, n):
     run(benchmark, f"rms_norm[n={n}]", "rms_norm", floats(n, 576), floats(576), eps=1e-5)
 
 
+@pytest.mark.parametrize("n", [1, 128])
+def test_bench_layer_norm(benchmark, n):
+    run(benchmark, f"layer_norm[n={n}]", "layer_norm", floats(n, 4096), floats(4096), floats(4096), eps=1e-5)
+
+
 @pytest.mark.parametrize("k", [576, 1536])
 @pytest.mark.parametrize("n", [1, 128])
 def test_bench_quantize(benchmark, n, k):

@@ -27,7 +27,7 @@ from .place import put
 
 PRODUCTS = "mul_mat", "mul_mat_id"
 # Products are cut though these read them as a whole. What leads to others, such as the choice of experts, is not worth a gather
-GATHERED = {*PRODUCTS, "quantize", "add", "rms_norm", "argmax"}
+GATHERED = {*PRODUCTS, "quantize", "add", "rms_norm", "layer_norm", "argmax"}
 EVERYWHERE = 16 << 20  # bytes of weights of a node that each device has for itself rather than wait for another one's result
 HEADS = "n_head", "n_head_kv", "n_head_y"  # parameters that count heads
 CACHE_BLOCK = 32       # columns; caches of some types are made of blocks
@@ -54,10 +54,11 @@ def _n_head(node: Node) -> int:
 
 RULES = {
     **dict.fromkeys(("add", "mul"), Rule("x y")),
-    **dict.fromkeys(("scale", "sigmoid", "softcap", "softplus", "relu_sqr", "take_rows", "weighted_sum", "scale_id"), Rule("x")),
+    **dict.fromkeys(("scale", "sigmoid", "softcap", "softplus", "relu_sqr", "gelu", "take_rows", "weighted_sum", "scale_id"),
+                    Rule("x")),
     **dict.fromkeys(("swiglu", "geglu", "reglu", "swiglu_oai"), Rule("gate up")),
     "add_id": Rule("x b"),
-    "rms_norm": Rule("x", lambda node: node.results[0].shape[1] // node.src[1].shape[0]),
+    **dict.fromkeys(("rms_norm", "layer_norm"), Rule("x", lambda node: node.results[0].shape[1] // node.src[1].shape[0])),
     **dict.fromkeys(("rope", "slice_heads"), Rule("x", _n_head)),
     "concat_heads": Rule("x y", lambda node: _n_head(node) if node.params["n_head_y"] == _n_head(node) else 1),
     **dict.fromkeys(("set_rows", "cpy_rows", "cpy_rows_indirect"), Rule("cache x", _pieces_of_cache)),

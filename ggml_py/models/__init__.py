@@ -2,6 +2,8 @@
 `ARCHITECTURES` maps GGUF's name to its class."""
 from ..base.errors import UserError, quoted
 from .bailingmoe2 import BailingMoE2
+from .cohere2 import Cohere2
+from .command_r import CommandR
 from .deepseek2 import Deepseek2
 from .ernie4_5 import Ernie45
 from .ernie4_5_moe import Ernie45MoE
@@ -11,7 +13,6 @@ from .glm4 import Glm4
 from .glm4moe import Glm4MoE
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoE
-from .granitehybrid import GraniteHybrid
 from .hunyuan import Hunyuan, HunyuanMoE
 from .lfm2 import Lfm2
 from .lfm2moe import Lfm2MoE
@@ -33,13 +34,14 @@ from .qwen3next import Qwen3Next
 from .qwen3vl import Qwen3VL, Qwen3VLMoE
 from .seed_oss import SeedOss
 from .smollm3 import SmolLM3
+from .starcoder2 import Starcoder2
 
 ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE, GptOss, Deepseek2,
                                                 Glm4MoE, BailingMoE2, Gemma,
                                                 Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
                                                 Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE,
-                                                Granite, GraniteMoE,
-                                                GraniteHybrid, Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
+                                                Granite, GraniteMoE, Cohere2, CommandR, Starcoder2,
+                                                Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
 
 
 def model_class(file):

@@ -52,6 +52,7 @@ class Transformer:
     """
     name = ""
     neox = True  # rotary pairs (i, i + R/2); else (2i, 2i + 1)
+    eps_key = "attention.layer_norm_rms_epsilon"  # of what norms add to the variance
     has_nextn = False  # its files may have a block behind the layers that predicts a token further on
     attn_norm, ffn_norm = "attn_norm", "ffn_norm"  # what files call the norms before both blocks; "": there is none
     attn_post_norm = ffn_post_norm = ""  # and those of their results
@@ -83,7 +84,7 @@ class Transformer:
         self.check()
 
     def read_hparams(self) -> Hparams:
-        return Hparams.read(self.keys, self.windows, self.without_kv)
+        return Hparams.read(self.keys, self.windows, self.without_kv, self.eps_key)
 
     def require(self, *names: str) -> None:
         """Refuses files without these tensors, which blocks read only where they are."""

@@ -202,8 +202,9 @@ class Hparams:
     rope_windowed: RopeSettings | None  # of blocks with a window; None: `rope`
 
     @classmethod
-    def read(cls, keys: Keys, windows: Windows | None = None, without_kv: bool = False) -> "Hparams":
-        """windows: of architectures whose layers may have them. without_kv: layers may have no KV heads."""
+    def read(cls, keys: Keys, windows: Windows | None = None, without_kv: bool = False,
+             eps: str = "attention.layer_norm_rms_epsilon") -> "Hparams":
+        """windows: of architectures whose layers may have them. without_kv: layers may have no KV heads. eps: its key."""
         n_block = keys.block_count()
         n_layer = n_block - keys.integer("nextn_predict_layers", 0, most=n_block - 1)
         n_embd, n_ctx = keys.integer("embedding_length", least=1), keys.integer("context_length", least=1)
@@ -224,9 +225,8 @@ class Hparams:
             heads_k, heads_v = [k_windowed if n else k for n in sizes], [v_windowed if n else v for n in sizes]
             rope_windowed = windows.read_rope(keys, k_windowed, rope)
         n_ff = keys.per_block("feed_forward_length", n_block, 0)
-        eps = keys.real("attention.layer_norm_rms_epsilon", least=0, most=1)
-        return cls(n_layer, n_embd, cls.read_vocabulary(keys), n_ctx, n_head, n_head_kv, heads_k, heads_v, n_ff, eps, rope,
-                   n_block, sizes, rope_windowed)
+        return cls(n_layer, n_embd, cls.read_vocabulary(keys), n_ctx, n_head, n_head_kv, heads_k, heads_v, n_ff,
+                   keys.real(eps, least=0, most=1), rope, n_block, sizes, rope_windowed)
 
     @staticmethod
     def read_vocabulary(keys: Keys) -> int:

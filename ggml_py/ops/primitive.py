@@ -186,6 +186,15 @@ def rms_norm(_, x, w):
     return Shape("f32", x.shape)
 
 
+@op("x w:weight b:weight", "eps", n_optional=1)
+def layer_norm(_, x, w, *b):
+    """Over runs of len(w) columns, without their mean: whole rows, or each head of a row. A bias may be added."""
+    need(x.dtype == w.dtype == "f32" and len(w.shape) == 1, "x and w must be f32, w [k]")
+    need(all(t.dtype == "f32" and t.shape == w.shape for t in b), f"b must be f32 [{w.shape[0]}]")
+    need(x.shape[-1] % w.shape[0] == 0, f"rows of {x.shape[-1]} are not whole runs of {w.shape[0]}")
+    return Shape("f32", x.shape)
+
+
 @op("x", "n_head dim eps")
 def l2_norm(params, x):
     """The first n_head runs of dim columns of each row divided by their lengths; the columns behind them as they are."""
@@ -214,6 +223,7 @@ declare("scale", "x", _unary, "factor", module="elementwise")
 declare("sigmoid", "x", _unary, module="elementwise")
 declare("softplus", "x", _unary, module="elementwise")
 declare("relu_sqr", "x", _unary, module="elementwise")
+declare("gelu", "x", _unary, module="elementwise")
 
 
 @op("x", "cap", module="elementwise")

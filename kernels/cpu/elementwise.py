@@ -65,7 +65,7 @@ def squared_relu(x):
 
 
 sigmoid_rows, softplus_rows = unary_rows("sigmoid", arith.sigmoid), unary_rows("softplus", arith.softplus)
-relu_sqr_rows = unary_rows("relu_sqr", squared_relu)
+relu_sqr_rows, gelu_rows = unary_rows("relu_sqr", squared_relu), unary_rows("gelu", arith.gelu)
 
 
 def over_binary(name):
@@ -80,3 +80,4 @@ swiglu = partial(reference.swiglu, kernel=over_binary("swiglu"))
 sigmoid = partial(reference.sigmoid, kernel=over_rows(sigmoid_rows, ("sigmoid",)))
 softplus = partial(reference.softplus, kernel=over_rows(softplus_rows, ("softplus",)))
 relu_sqr = partial(reference.relu_sqr, kernel=over_rows(relu_sqr_rows, ("relu_sqr",)))
+gelu = partial(reference.gelu, kernel=over_rows(gelu_rows, ("gelu",)))

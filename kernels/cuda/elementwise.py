@@ -1,6 +1,5 @@
-"""add, mul, scale, sigmoid, softcap, softplus, relu_sqr and the gated linear units: one result an element (numerics, section 5),
-one thread an element.
-thread an element.
+"""add, mul, scale, sigmoid, softcap, softplus, relu_sqr, gelu and the gated linear units: one result an element (numerics,
+section 5), one thread an element.
 
 Blocks of the grid: x = row, y = 256 columns. `out` may be the memory of an operand of its shape.
 """
@@ -31,7 +30,7 @@ def squared_relu(x):
 
 
 BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": gated(silu), "geglu": gated(gelu), "reglu": gated(relu)}
-UNARY = {"sigmoid": ptx.sigmoid, "softplus": ptx.softplus, "relu_sqr": squared_relu}
+UNARY = {"sigmoid": ptx.sigmoid, "softplus": ptx.softplus, "relu_sqr": squared_relu, "gelu": ptx.gelu}
 GLU = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # activation -> its gated linear unit
 
 
@@ -156,4 +155,9 @@ def softplus(call):
 
 def relu_sqr(call):
     """out = relu(x) * relu(x). x, out: f32 [n, k]."""
+    return unary(call)
+
+
+def gelu(call):
+    """out = x / 2 * (1 + tanh(0.7979 (x + 0.0447 x^3))). x, out: f32 [n, k]."""
     return unary(call)

@@ -60,18 +60,24 @@ def halve128(a, b, c, d, lane):
     return total
 
 
+@device
+def with_square(v, total):
+    return fma(v, v, total)
+
+
 @lru_cache(None)
-def reciprocal_rms(source: Source):
+def sum_of_row(source: Source, with_term):
+    """with_term: (v, sum) -> the sum with what an element v adds to it."""
     load, keep = source.load, source.keep
 
     @device
-    def of_row(t, stage, row, n_cols, eps):
-        """r of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE];
+    def of_row(t, stage, row, n_cols):
+        """sum128 of the n_cols columns from element `row`, for every thread of the block. stage: shared f32 [STAGE];
         it is left with the last round."""
         partials = cuda.shared.array(PARTIALS, f32)
         v = cuda.local.array(COLUMNS, f32)
         j, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
-        ss, first = f32(0), i32(0)
+        total, first = f32(0), i32(0)
         while first < n_cols:
             for k in range(COLUMNS):
                 v[k] = load(t, row + within(first + j + k * n_threads, n_cols))
@@ -85,16 +91,16 @@ def reciprocal_rms(source: Source):
                 while i + 3 * PARTIALS < end:  # four loads at a time
                     a, b, c, d = (lds(stage, i), lds(stage, i + PARTIALS), lds(stage, i + 2 * PARTIALS),
                                   lds(stage, i + 3 * PARTIALS))
-                    ss = fma(d, d, fma(c, c, fma(b, b, fma(a, a, ss))))
+                    total = with_term(d, with_term(c, with_term(b, with_term(a, total))))
                     i = i32(i + 4 * PARTIALS)
                 while i < end:
-                    ss = fma(lds(stage, i), lds(stage, i), ss)
+                    total = with_term(lds(stage, i), total)
                     i = i32(i + PARTIALS)
             first = i32(first + COLUMNS * n_threads)
             if first < n_cols:
                 cuda.syncthreads()  # and may be written over
         if j < PARTIALS:
-            sts(partials, j, ss)
+            sts(partials, j, total)
         half = PARTIALS // 2
         while half > 0:
             cuda.syncthreads()  # both halves are written
@@ -102,8 +108,14 @@ def reciprocal_rms(source: Source):
                 sts(partials, j, add(lds(partials, j), lds(partials, j + half)))
             half >>= 1
         cuda.syncthreads()
-        return reciprocal(lds(partials, 0), n_cols, eps)
+        return lds(partials, 0)
     return of_row
+
+
+@lru_cache(None)
+def reciprocal_rms(source: Source):
+    sum_of_squares = sum_of_row(source, with_square)
+    return device(lambda t, stage, row, n_cols, eps: reciprocal(sum_of_squares(t, stage, row, n_cols), n_cols, eps))
 
 
 @device

@@ -68,6 +68,13 @@ def relu_sqr_arrays(x, out):
             out[token, column] = arith.mul(r, r)
 
 
+@jit
+def gelu_arrays(x, out):
+    for token in range(x.shape[0]):
+        for column in range(x.shape[1]):
+            out[token, column] = arith.gelu(x[token, column])
+
+
 def add(call, kernel=add_arrays):
     """out = x + y. x, out: f32 [n, k]; y: f32 of x's shape, or [k], one row for all. out may be x or y."""
     return partial(kernel, call.x.rows, call.y.rows, call.out.rows)
@@ -105,4 +112,9 @@ def softplus(call, kernel=softplus_arrays):
 
 def relu_sqr(call, kernel=relu_sqr_arrays):
     """out = relu(x) * relu(x). x, out: f32 [n, k]."""
+    return partial(kernel, call.x.rows, call.out.rows)
+
+
+def gelu(call, kernel=gelu_arrays):
+    """out = x / 2 * (1 + tanh(0.7979 (x + 0.0447 x^3))). x, out: f32 [n, k]."""
     return partial(kernel, call.x.rows, call.out.rows)

@@ -80,7 +80,7 @@ def gpu():
 @pytest.mark.parametrize("suite",
                          ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "mul_mat_argmax", "mul_mat_id", "topk_moe", "weighted_sum",
                           "get_rows",
-                                   "dequantize", "quantize", "rms_norm", "rms_norm_act", "swiglu", "swiglu_act",
+                                   "dequantize", "quantize", "rms_norm", "layer_norm", "rms_norm_act", "swiglu", "swiglu_act",
                           "flash_attn_ext"])
 def test_cases_launch(gpu, suite):
     cases = gpu.selected(suite, None)

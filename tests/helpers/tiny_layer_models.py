@@ -39,6 +39,8 @@ FUSED = LLAMA.replace("attn_q attn_k attn_v", "attn_qkv").replace(FFN, "ffn_up_f
 POST = f"{ATTENTION} {FFN} {POST_NORMS}"
 VISION = {"rope.dimension_sections": [6, 5, 4, 0]}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+PARALLEL, LAYER_NORM_EPS = f"attn_norm {ATTENTION} {FFN}", "attention.layer_norm_epsilon"
+MORE_BIASES = "attn_norm.bias ffn_norm.bias attn_output.bias ffn_up.bias ffn_down.bias"
 SCALES = {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.1, "logit_scale": 6.0}
 KINDS = {
     "phi3": Kind(FUSED, {"rope.scaling.original_context_length": 64, "attention.sliding_window": 3}, dict(n_rot=24),
@@ -63,12 +65,19 @@ KINDS = {
     "granite": Kind(keys=SCALES, more=""),
     "granitemoe": Kind(experts(LLAMA, SHARED), {**SCALES, **WITH_EXPERTS, "expert_shared_feed_forward_length": "n_ff_shexp",
                                                 "rope.scaling.finetuned": False}, dict(n_ff=64), ""),
+    "cohere2": Kind(PARALLEL, {"logit_scale": 0.5, "attention.sliding_window": 20}, dict(n_layer=4), "", eps=LAYER_NORM_EPS),
+    "command-r": Kind(PARALLEL, {"logit_scale": 0.5}, more="", eps=LAYER_NORM_EPS),
+    "command-r-plus": Kind(f"{PARALLEL} attn_q_norm:heads attn_k_norm:heads", {"logit_scale": 0.5},
+                           dict(n_layer=64, n_embd=32, n_head=2, n_head_kv=1, head=16, n_rot=16, n_ff=32), "", "command-r",
+                           LAYER_NORM_EPS),
+    "starcoder2": Kind(f"{LLAMA.replace('ffn_gate ', '')} {BIASES} {MORE_BIASES}", more="output_norm.bias", eps=LAYER_NORM_EPS),
     "qwen2moe": Kind(experts(LLAMA, f"{BIASES} {SHARED} ffn_gate_inp_shexp"),
                      {**WITH_EXPERTS, "expert_shared_feed_forward_length": "n_ff_shexp"}),
     "qwen2vl": Kind(f"{LLAMA} {BIASES}", VISION),
     "qwen3vl": Kind(f"{LLAMA} {QK_NORMS}", VISION),
     "qwen3vlmoe": Kind(experts(LLAMA, QK_NORMS), {**VISION, **WITH_EXPERTS}),
 }
+QUICK = [kind for kind, declared in KINDS.items() if declared.sizes.get("n_layer", 0) < 64]
 
 
 def shapes(c: dict) -> dict[str, tuple[int, ...]]:
@@ -80,6 +89,9 @@ def shapes(c: dict) -> dict[str, tuple[int, ...]]:
         **dict.fromkeys(("rope_factors_long", "rope_factors_short"), (c["n_rot"] // 2,)),
         **dict.fromkeys(f"{NORMS} {POST_NORMS}".split(), (e,)), **dict.fromkeys(QK_NORMS.split(), (c["head"],)),
         "attn_q_norm:rows": (q,), "attn_k_norm:rows": (kv,),
+        "attn_q_norm:heads": (c["n_head"], c["head"]), "attn_k_norm:heads": (c["n_head_kv"], c["head"]),
+        **dict.fromkeys("output_norm.bias attn_norm.bias ffn_norm.bias attn_output.bias ffn_down.bias".split(), (e,)),
+        "ffn_up.bias": (ff,),
         "attn_q": (q, e), "attn_k": (kv, e), "attn_v": (kv, e), "attn_qkv": (q + 2 * kv, e), "attn_output": (e, q),
         "attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,),
         "ffn_gate": (ff, e), "ffn_up": (ff, e), "ffn_up_fused": (2 * ff, e), "ffn_down": (e, ff),
@@ -114,8 +126,8 @@ def write_layer_model(path: Path, kind: str, types: tuple[str, ...] = ("F32",), 
         shape, full = shape_of[name], p + name.split(":")[0].removesuffix("_fused") + ".weight" * ("." not in name)
         if full == without:
             return
-        if len(shape) == 1:
-            t.vector(full, *shape, mean=2 if "factors" in name else int("norm" in name))
+        if len(shape) == 1 or "norm" in name:
+            t.vector(full, *shape, mean=2 if "factors" in name else int("norm" in name and "bias" not in name))
         elif name == "ffn_gate_inp":
             t.floats(full, lambda: 0.3 * t.rng.standard_normal(shape))
         else:

@@ -38,11 +38,13 @@ def test_logits_are_those_of_llama_cpp(kind, tmp_path):
 
 
 NEEDED_KEYS = "block_count context_length embedding_length attention.head_count expert_count expert_used_count".split()
-NEEDED = {**dict.fromkeys(("qwen2vl", "qwen3vl", "qwen3vlmoe"), "rope.dimension_sections"), "minimax-m2": "expert_gating_func",
-          "granite": "logit_scale", "granitemoe": "logit_scale"}
+SECTIONS = "rope.dimension_sections"
+NEEDED = {"qwen2vl": SECTIONS, "qwen3vl": SECTIONS, "qwen3vlmoe": SECTIONS, "minimax-m2": "expert_gating_func",
+          "granite": "logit_scale", "granitemoe": "logit_scale", "cohere2": "logit_scale attention.sliding_window"}
 OPTIONAL = {"output.weight", *(f"blk.1.{name}" for name in [*BIASES.split(), "exp_probs_b.bias"])}
 NEEDED_TENSORS = {"olmo2": {"output.weight"}, "olmo3": {"output.weight"}, "olmoe": {"output.weight"},
-                  "minimax-m2": {"output.weight", "blk.1.exp_probs_b.bias"}}
+                  "minimax-m2": {"output.weight", "blk.1.exp_probs_b.bias"},
+                  "starcoder2": {f"blk.1.{name}" for name in BIASES.split()}}
 
 
 def refusal(path) -> str:
@@ -64,7 +66,7 @@ def test_what_is_missing_is_named(kind, tmp_path):
         tensors = [name for name in file.tensors if name.startswith("blk.1.") or not name.startswith("blk.")]
     for key in keys:
         said = refusal(write_layer_model(path, kind, keys={key: None}))
-        is_needed = key in [*NEEDED_KEYS, KINDS[kind].eps, NEEDED.get(kind)]
+        is_needed = key in [*NEEDED_KEYS, KINDS[kind].eps, *NEEDED.get(kind, "").split()]
         assert f"{arch}.{key}" in said if is_needed else said == "" or said.startswith((f"{arch}.", "tensor ")), (key, said)
         assert not said or said.isprintable()
     for name in tensors:

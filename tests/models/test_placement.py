@@ -20,7 +20,7 @@ from ggml_py.testing import assert_bitwise_equal
 from guarded_cpu import guarded_devices
 from tiny_delta_net_models import KINDS, write_delta_net_model
 from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
-from tiny_layer_models import KINDS as LAYERED, write_layer_model
+from tiny_layer_models import QUICK as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES, write_moe_model
 
@@ -32,7 +32,7 @@ WRITERS = {**{arch: lambda path, arch=arch: write_model(path, arch, ("Q8_0", "Q4
                   qkv_bias=True) for tied in (False, True)},
            **{kind: lambda path, kind=kind: write_moe_model(path, kind, ("Q8_0", "F32")) for kind in ARCHITECTURES},
            **{kind: lambda path, kind=kind: write_layer_model(path, kind, ("Q8_0", "Q4_1", "F32"))
-              for kind in LAYERED if kind != "exaone4-swa"},  # which has 64 layers
+              for kind in LAYERED},
            **{kind: lambda path, kind=kind: write_hybrid_model(path, kind, ("Q8_0", "F32")) for kind in HYBRID},
            **{kind: lambda path, kind=kind: write_delta_net_model(path, kind, ("Q8_0",)) for kind in KINDS}}
 TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]

@@ -37,7 +37,7 @@ from ggml_py.files.gguf import GGUFFile
 from ggml_py.kernels.compile import compiled
 from tiny_delta_net_models import KINDS, write_delta_net_model
 from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
-from tiny_layer_models import KINDS as LAYERED, write_layer_model
+from tiny_layer_models import QUICK as LAYERED, write_layer_model
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
 
@@ -115,8 +115,7 @@ def models(folder: Path) -> dict[str, Whole]:
     for kind in KINDS:
         found[kind] = Whole.read(write_delta_net_model(folder / f"{kind}.gguf", kind, **{**SMALL_MOE, "n_rot": 8, "dim": 8}))
     for kind in LAYERED:
-        if kind != "exaone4-swa":  # of many layers
-            found[kind] = Whole.read(write_layer_model(folder / f"{kind}.gguf", kind, **SMALL_LAYERS))
+        found[kind] = Whole.read(write_layer_model(folder / f"{kind}.gguf", kind, **SMALL_LAYERS))
     for kind in HYBRID:
         found[kind] = Whole.read(write_hybrid_model(folder / f"{kind}.gguf", kind))
     found["llama"].keys |= VOCABULARY

@@ -35,6 +35,9 @@ def test_rows_of_floats(n, k, n_threads):
     for op in "swiglu", "geglu", "reglu", "swiglu_act":
         compare(name, op, x, y)
     compare(name, "quantize", x)
+    compare(name, "gelu", x)
+    for operands in (x, w), (x, w, w[::-1].copy()):
+        compare(name, "layer_norm", *operands, eps=1e-5)
     for op in "rms_norm", "rms_norm_act":
         compare(name, op, x, w, eps=1e-5)
     for op in "add_rms_norm", "add_rms_norm_act", "add_rms_norm_and_act":
