@@ -45,6 +45,10 @@ TABLE = {
     ("qwen3-30b-a3b", "Q4_K"): [
         Row("all", {}),
         Row("-cmoe", {"overrides": (ExpertsOnHost(),)}, (900, 3000, 45), (1500, 6000, 80)),
+        Row("-cmoe --hot-experts 2048", {"overrides": (ExpertsOnHost(),), "hot_experts": 2 << 30}, (900, 3000, 55),
+            (1500, 6000, 100)),
+        Row("-cmoe --hot-experts 4096", {"overrides": (ExpertsOnHost(),), "hot_experts": 4 << 30}, (900, 3000, 65),
+            (1500, 6000, 130)),
         Row("-ncmoe 24", {"overrides": (ExpertsOnHost(24),)}, (1600, 5000, 75), (3000, 9000, 150))],
 }
 

@@ -61,7 +61,8 @@ class Placement:
     layers: the device of each block: of its weights, its caches and states, and of sums without weights. output: that of the last
     norm and the head. caches: that of all caches and states; None: their layer's. overrides: of weights; the first whose pattern
     is found decides. offload: None where nothing is streamed. columns: the devices that share the products of what lies on the
-    first of them, and in which proportion (`graph.columns`)."""
+    first of them, and in which proportion (`graph.columns`). hot_experts: bytes on each device for copies of experts that lie on
+    the host (`models.hot_experts`); below 1, of which share of them."""
     layers: tuple[str, ...]
     output: str
     embedding: str
@@ -69,6 +70,7 @@ class Placement:
     overrides: tuple[Override, ...] = ()
     offload: Offload | None = None
     columns: Mapping[str, float] = field(default_factory=dict)
+    hot_experts: float = 0
 
     def weight(self, name: str) -> str:
         """The device of a tensor of the file."""
@@ -101,7 +103,8 @@ class PlacementOptions:
     overrides: of weights, by their names; the first that is of a weight decides.
     kv_offload: caches and states lie where their layer does; else on the host.
     offload: of ops by name, the tokens of a micro-batch from which on weights of the host are streamed to a device, None: never;
-    "all" stands for all ops that are not named. Where none is given, it is done where it pays (`OFFLOADED_ROWS`)."""
+    "all" stands for all ops that are not named. Where none is given, it is done where it pays (`OFFLOADED_ROWS`).
+    hot_experts: bytes on each device for copies of those experts on the host that are asked for most; below 1, of which share."""
     devices: tuple[str, ...]
     n_gpu_layers: int | None = None
     overrides: tuple[Override | ExpertsOnHost, ...] = ()
@@ -110,6 +113,7 @@ class PlacementOptions:
     main_gpu: int = 0
     kv_offload: bool = True
     offload: tuple[tuple[str, int | None], ...] = ()
+    hot_experts: float = 0
 
     def __post_init__(self):
         """ParameterError for what cannot be, before anything is opened."""
@@ -130,6 +134,11 @@ class PlacementOptions:
         if parts and (len(parts) != len(self.devices) or min(parts) < 0 or not sum(parts) > 0):
             raise ParameterError("tensor_split", f"must be {len(self.devices)} numbers, for {', '.join(self.devices)}, at least "
                                                  f"0 and not all 0, got {', '.join(f'{part:g}' for part in parts)}")
+        if self.hot_experts < 0:
+            raise ParameterError("hot_experts", f"must be at least 0 bytes, got {self.hot_experts}")
+        if self.hot_experts and self.split_mode == "column":
+            raise ParameterError("hot_experts", "devices that share products have parts of experts; allowed: 0, or another "
+                                                "split_mode")
         for asked in self.overrides:
             try:
                 re.compile(override_of(asked, 1).pattern)
@@ -174,7 +183,8 @@ class PlacementOptions:
         of_part = [next(iter(columns), self.shared[bisect_right(ends, i * ends[-1] / n)]) for i in range(n)]
         *layers, output = [HOST] * (n_layer + 1 - n) + of_part
         return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
-                         None if self.kv_offload else HOST, overrides, self._offload(), columns if n and len(columns) > 1 else {})
+                         None if self.kv_offload else HOST, overrides, self._offload(), columns if n and len(columns) > 1 else {},
+                         self.hot_experts)
 
     def _offload(self) -> Offload | None:
         others = [device for device in self.shared if device != HOST and (self.offload or not device.startswith("cpu"))]

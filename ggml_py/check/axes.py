@@ -12,7 +12,7 @@ from ..base.defaults import N_UBATCH
 from ..base.errors import ParameterError
 from ..graph.fuse import PASSES
 from ..kernels import threads
-from ..base.placement import HOST, Override, PlacementOptions
+from ..base.placement import ExpertsOnHost, HOST, Override, PlacementOptions
 from ..state.recurrent import LEAST_ROLLBACK
 from .noise import Noise
 
@@ -182,6 +182,9 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))
             case "placement":
                 yield from (setting(name, placement=options) for name, options in _placements(device, devices))
+                other = f"{HOST}:1" if device == HOST else device
+                hot = PlacementOptions(tuple(dict.fromkeys((other, device))), overrides=(ExpertsOnHost(),), hot_experts=0.5)
+                yield setting(f"experts on {HOST}, copies of half of them on {other}, 8 at a time", placement=hot, n_ubatch=8)
 
 
 def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, PlacementOptions]]:

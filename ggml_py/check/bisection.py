@@ -213,7 +213,8 @@ def _report(side_a: _Side, side_b: _Side, name: str, key: bytes) -> FirstDiffere
                 culprits.append("; ".join([f"{capture.name}, {capture.kernel} {where_run}", *[inside] * bool(inside)]))
             culprits += [f"the copy of {stale}, {run}" for stale in capture.stale]
             if side.setting.placement:
-                culprits += [f"{part}, {run}" for part in _wrong_parts(side.model, side_a.model, capture.node)]
+                culprits += [f"{part}, {run}" for part in (*_wrong_parts(side.model, side_a.model, capture.node),
+                                                           *_wrong_slots(side.model, capture.node))]
     default, other = (f"{side.setting.axis}, {side.setting.name} on {side.setting.device}" for side in (side_a, side_b))
     definition, (x, y) = _definition(b), diff.values
     parts = [part.op for part in definition.primitives()] if definition.parts else []
@@ -241,6 +242,21 @@ def _wrong_parts(model, other, node: Node) -> list[str]:
                     wrong.append(f"{shard.name} is not {'columns' if whole.dtype == 'f32' else 'rows'} {at} to "
                                  f"{at + shard.shape[axis] - 1} of {whole.name}")
             at += shard.shape[axis]
+    return wrong
+
+
+def _wrong_slots(model, node: Node) -> list[str]:
+    """The slots of hot experts that a node reads, and that are not what the table of its step says."""
+    hot, wrong = model.architecture.hot, []
+    for tensor, stack in hot.stacks.items() if hot is not None else ():
+        if stack in node.src:
+            experts, = arrays_on_host(model.backends[tensor.device], tensor)
+            slots, = arrays_on_host(model.backends[stack.device], stack)
+            experts, slots = experts.reshape(tensor.shape[0], -1), slots.reshape(stack.shape[0], -1)
+            row = hot.slots[next(layer.row for il, layer in hot.layers.items() if tensor in hot.of_layer[il])]
+            wrong += [f"slot {slot} of {stack.name} is not expert {expert}" for expert, slot in enumerate(row[:len(experts)])
+                      if slot >= 0 and experts[expert].tobytes() != slots[slot].tobytes()]
+            wrong += [f"{stack.name} has no zeros behind its slots"] * bool(slots[-1].any())
     return wrong
 
 

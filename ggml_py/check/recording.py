@@ -57,6 +57,8 @@ class Batch:
         if tensor.root.node is None and tensor.maker is not None and tensor.shape == tensor.root.shape:  # a state
             if role_of(tensor) == "slots":
                 return self._slots()
+            if role_of(tensor) == "whole":
+                return None
             return (self.seq.astype(np.int64) * self.n_ctx + self.pos)[:, None] if tensor.shape[0] % self.n_ctx == 0 else None
         return np.arange(tensor.shape[0]).reshape(n, -1) if tensor.shape[0] % n == 0 else None
 

@@ -76,7 +76,7 @@ def placement_table(file, asked, options):
     from ..models import model_class
     model = model_class(file)(file, asked)
     model.check_tensors(nextn=False)
-    weights = model.w.bytes_by_device()
+    weights = model.weight_bytes()
     context = model.context_bytes(options.n_ctx, 1, options.type_k, options.type_v)
     table = new_table("device", title=Text(typed(asked) or "one device"),
                       right=("weights", f"{options.n_ctx} positions", "together"))

@@ -42,7 +42,8 @@ def placement_of(options, devices: tuple[str, ...]):
     """What the options of `options.placement` ask for, or None: all on one device."""
     from ..backends import device_of
     asked = PlacementOptions(devices, options.n_gpu_layers, tuple(options.overrides or ()), options.split_mode,
-                             tuple(options.tensor_split), options.main_gpu, options.kv_offload, tuple(options.offload or ()))
+                             tuple(options.tensor_split), options.main_gpu, options.kv_offload, tuple(options.offload or ()),
+                             options.hot_experts)
     if asked == PlacementOptions(devices[:1]):
         return None
     return asked.renamed(device_of)
@@ -62,6 +63,7 @@ def typed(placement) -> str:
             words.append(f"-ot {asked.pattern}={asked.device}")
         else:
             words.append("-cmoe" if asked.n is None else f"{'--ncmoe-last' if asked.last else '-ncmoe'} {asked.n}")
+    words += [f"--hot-experts {placement.hot_experts >> 20}"] * bool(placement.hot_experts)
     words += [f"--offload {name}={'never' if least is None else least}" for name, least in placement.offload]
     return " ".join(words)
 

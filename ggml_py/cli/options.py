@@ -100,6 +100,9 @@ def placement(p: Parser) -> None:
                    help="those of the first N layers")
     p.add_argument("--ncmoe-last", type=lambda text: ExpertsOnHost(at_least(1)(text), last=True), metavar="N", **pattern,
                    help="those of the last N layers")
+    p.add_argument("--hot-experts", dest="hot_experts", type=lambda text: at_least(0)(text) << 20, default=0, metavar="MiB",
+                   help="memory of each GPU for copies of the experts on the CPU that are asked for most; none by default; "
+                        f"{WHATEVER}")
     p.add_argument("-ot", "--override-tensor", dest="overrides", action="extend", metavar="REGEX=DEVICE[,REGEX=DEVICE]",
                    type=lambda text: [Override(*pair) for pair in overrides(text)],
                    help="weights in whose names the pattern is found lie on the device; the first pattern that is found decides, "

@@ -134,12 +134,14 @@ class Model:
 
     def weight_bytes(self) -> dict[str, int]:
         """Of each device, the model's own first."""
-        found = self.architecture.w.bytes_by_device()
+        found = self.architecture.weight_bytes()
         return {device: found[device] for device in self.architecture.placement.devices if found[device]}
 
     def report(self) -> str:
         """What its devices have copied so far, for --verbose; nothing of the CPU."""
-        return "\n".join(filter(None, (backend.report() for backend in self.backends.values())))
+        hot = self.architecture.hot
+        lines = [backend.report() for backend in self.backends.values()] + ([hot.report()] if hot is not None else [])
+        return "\n".join(filter(None, lines))
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH,  # noqa: PLR0913 (settings, given by their names)
                     n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
@@ -186,7 +188,7 @@ class Model:
     def close(self) -> None:
         if self.is_of_another_process:
             return
-        self.architecture.w.close()
+        self.architecture.close()
         self.file.close()
         for backend in self.own_backends:
             backend.close()
@@ -235,6 +237,8 @@ class Context:
                                           f"{MOST_POSITIONS}")
         if device_of is not None and model.architecture.placement.columns:
             raise ParameterError("device_of", "devices that share columns have parts of weights; allowed: None")
+        if device_of is not None and model.architecture.hot is not None:
+            raise ParameterError("device_of", "hot experts are computed where their copies are; allowed: None")
         self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, n_ubatch, n_ctx // n_seq_max
         taken = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback)
@@ -398,11 +402,17 @@ class Context:
         return ids.astype(np.int32)
 
     def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, greedy: bool) -> Outputs:
+        hot = self.model.architecture.hot
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self._memory_values(seq, pos)}
         shape = len(seq), len(rows), greedy and len(rows) > 0
         hidden = self.observer is not None
         with self.model.lock, using(self.n_threads_batch if len(seq) > 1 else None):
-            return self.program(*shape, hidden).queue(values, self.replays, Key._make((*shape, *self.settings, hidden)))
+            if hot is not None:
+                values |= hot.values()
+            outputs = self.program(*shape, hidden).queue(values, self.replays, Key._make((*shape, *self.settings, hidden)))
+            if hot is not None:
+                hot.queued(len(seq))
+        return outputs
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos)

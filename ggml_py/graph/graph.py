@@ -26,9 +26,9 @@ class Graph(Builder):
         """W x. A quantized weight takes x as activation blocks, made once however many products read them."""
         return self.apply("mul_mat", w, self._factor(w, x), name=name)
 
-    def mul_mat_id(self, w: Tensor, x: Tensor, ids: Tensor, name: str = "") -> Tensor:
+    def mul_mat_id(self, w: Tensor, x: Tensor, ids: Tensor, name: str = "", **params) -> Tensor:
         """W x for each token and expert; x as of mul_mat."""
-        return self.apply("mul_mat_id", w, self._factor(w, x), ids, name=name)
+        return self.apply("mul_mat_id", w, self._factor(w, x), ids, name=name, **params)
 
     def mul_mat_heads(self, w: Tensor, x: Tensor, name: str = "") -> Tensor:
         """W x for each token and head; x as of mul_mat."""

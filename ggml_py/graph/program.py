@@ -19,7 +19,7 @@ from .fuse import fuse, lower
 from .graph import Graph, Node, Tensor
 from .place import DeviceOf, place
 from .plan import ALIGNMENT, plan_memory
-from .split import Run, split
+from .split import Run, first_runs, split
 
 
 class Arenas:
@@ -233,16 +233,15 @@ class Program:
         fetches = {node: self._fetch(node) for node in self.streamed}
         parts: list[Part] = []
         departing: dict[str, list[Crossing]] = defaultdict(list)  # that read memory of a device, since its last run
-        for run in self.runs:
+        for run, first in zip(self.runs, first_runs(self.runs)):
             crossings = [self._crossing(node) for node in run.copies]
             landings = [Landing(backend, [each for each in crossings if each.into is not None and each.source_backend is backend])
                         for backend in dict.fromkeys(each.source_backend for each in crossings if each.into is not None)]
-            parts.append(Part(run.device, [*(each.settle for each in departing.pop(run.device, ())),
-                                           *(fetches[node].begin for node in run.begun),
-                                           *(each.begin for each in landings), *(each.begin for each in crossings),
-                                           *(each.end for each in crossings),
-                                           *(each.settle for each in landings), *(fetches[node].arrive for node in run.awaited)],
-                              [self.backends[run.device].bind(node) for node in run.nodes]))
+            copies = [*(each.settle for each in departing.pop(run.device, ())), *(fetches[node].begin for node in run.begun)]
+            parts.append(Part(run.device, copies, [self.backends[run.device].bind(node) for node in run.nodes]))
+            parts[first].copies.extend([*(each.begin for each in landings), *(each.begin for each in crossings)])
+            copies += [*(each.end for each in crossings), *(each.settle for each in landings),
+                       *(fetches[node].arrive for node in run.awaited)]
             for each in crossings:
                 departing[each.source.root.device].append(each)
             self.on_their_way += [*crossings, *landings]

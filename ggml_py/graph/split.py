@@ -1,5 +1,5 @@
 """The pass `split`: runs of nodes on one device, with copies between them."""
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -10,6 +10,7 @@ from .graph import GraphError, Node, Tensor
 
 WINDOW = 512 << 20  # bytes of weights that are on their way to a device, or being read there
 LEAST_AHEAD = 3     # of the largest, whatever they take
+WORTH = 1 << 20     # bytes of weights that a device reads for longer than it takes to begin another run
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,31 @@ def split(nodes: list[Node], backends: Mapping[str, Backend]) -> list[Run]:
     for stream in streams.values():
         _bring_ahead(stream)
     _copy_early(runs)
-    return runs
+    return _side_by_side(runs)
+
+
+def _side_by_side(runs: list[Run]) -> list[Run]:
+    """What the host reads is copied as soon as it is there: a run before it, whose rest takes a while, is cut behind that. So the
+    device computes its rest beside the host."""
+    cut: list[Run] = []
+    for run in runs:
+        before = cut[-1] if cut else run
+        made = [i for i, node in enumerate(before.nodes) for copy in run.copies if copy.src[0].maker is node]
+        if run.device == HOST != before.device and made:
+            head, rest = before.nodes[:max(made) + 1], before.nodes[max(made) + 1:]
+            if sum(n_bytes(tensor) for node in rest for tensor in node.src if tensor.root.node is None) >= WORTH:
+                cut[-1:] = replace(before, nodes=head), Run(before.device, rest)
+        cut.append(run)
+    return cut
+
+
+def first_runs(runs: list[Run]) -> list[int]:
+    """Of each run, from which one on what it brings from other devices is there: an earlier one than itself for the host, where
+    one device works beside it."""
+    devices = {run.device for run in runs} - {HOST}
+    made_in = {result: i for i, run in enumerate(runs) for node in run.nodes for result in node.results}
+    return [max((made_in.get(copy.src[0].chain[-1], i - 1) for copy in run.copies), default=i - 1) + 1
+            if run.device == HOST and len(devices) == 1 else i for i, run in enumerate(runs)]
 
 
 def _copy_early(runs: list[Run]) -> None:

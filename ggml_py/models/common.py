@@ -20,6 +20,7 @@ from ..state.base import Memory
 from ..state.hybrid import HybridMemory
 from ..state.kv_cache import KVCache, cache_tensors
 from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
+from .hot_experts import HotExperts, expert_tensors, slots_and_bytes
 from .hparams import Hparams, Keys, Windows, because
 from .weights import Paper, Weights
 
@@ -80,6 +81,7 @@ class Transformer:
         self.backends: Mapping[str, Any] = backends or {device: Paper(device) for device in self.placement.devices}
         self.w: Weights = Weights(file, self.backends, self.placement, None if is_paper else self.on_paper.w)
         self.cache_shards: dict[str, dict[str, int]] = {}  # on paper, of caches that devices share: device -> columns
+        self.hot: HotExperts | None = None
         self.n_vocab = file.tensors["token_embd.weight"].shape[-1]
         self.check()
 
@@ -216,6 +218,21 @@ class Transformer:
             raise UserError(f"{self.file.path}: tensor {name} has the value {factors[~(factors > 0)][0]}, all must be positive")
         return factors
 
+    def expert_tensors(self) -> dict[int, list[Tensor]]:
+        """Of the layers whose experts may have copies on the layer's device, what belongs to these experts."""
+        return expert_tensors(self.w.loaded, self.placement, self.hp.n_layer)
+
+    def weight_bytes(self) -> Counter[str]:
+        """On each device: of weights, and of slots for hot experts."""
+        slots = slots_and_bytes(self.expert_tensors(), self.placement)[1] if self.placement.hot_experts else Counter[str]()
+        return self.w.bytes_by_device() + slots
+
+    def close(self) -> None:
+        """Frees what `load` put on the devices."""
+        if self.hot is not None:
+            self.hot.close()
+        self.w.close()
+
     def load(self, nextn: bool = False) -> None:
         """Puts every weight on its device, by building the graphs that read them: on paper first, where each tensor must have the
         shape that follows from the hyperparameters. nextn: also those of the NextN blocks."""
@@ -223,9 +240,11 @@ class Transformer:
             raise UserError(f"{self.file.path}: nextn: {self.name}.nextn_predict_layers is 0 or missing, must be positive for "
                             "blocks to load")
         self.on_paper.check_tensors(nextn)
-        for device, needed in self.on_paper.w.bytes_by_device().items():
+        for device, needed in self.on_paper.weight_bytes().items():
             if needed > (held := self.backends[device].memory_bytes()):
                 raise UserError(f"{self.file.path}: the weights take {needed:,} bytes, more than {device} has, {held:,}")
+        if self.placement.hot_experts:
+            self.hot = HotExperts(self.backends, self.on_paper.expert_tensors(), self.placement)
         memory, tables = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block), self.new_rope_tables(1)
         for graph in self.graphs_of_one_token(memory, tables, nextn):
             place(graph, self.backends)
@@ -276,6 +295,8 @@ class Transformer:
         if self.embedding_scale != 1:
             x = g.scale(x, factor=self.embedding_scale, name="inp_scaled")
         memory.inputs(g, n_tokens)
+        if self.hot is not None:
+            self.hot.inputs(g)
         for il in range(hp.n_layer):
             g.device = self.placement.layers[il]
             x = self.layer(b, il, x)

@@ -1,5 +1,6 @@
 """Mixture of experts: a router sends each token to a few of many feed-forward blocks, whose outputs are added by weight;
 a shared one may see all tokens."""
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..base.errors import UserError
@@ -62,6 +63,16 @@ class Experts:
         return cls(n, n_used, n_ff, n_ff_shared, n_dense, gating, norm, scale, n_group, n_group_used)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The experts of each token. ids: i32 [n, used]. stack: what the file has of all experts -> what `ids` are numbers of.
+    may_skip: as of `mul_mat_id`. suffix: of the names of nodes."""
+    ids: Tensor
+    stack: Callable[[Tensor], Tensor] = lambda of_experts: of_experts
+    may_skip: bool = False
+    suffix: str = ""
+
+
 class MixtureOfExperts(Transformer):
     """Base of the architectures whose feed-forward blocks are experts, but for leading dense ones."""
     default_gating = 0  # where the file says none; 0: it must say
@@ -80,9 +91,11 @@ class MixtureOfExperts(Transformer):
     def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
         if not self.has_experts(il):
             return super().ffn(b, il, h)
-        routed = self.routed(b, il, h)
+        ids, weights = self.route(b, il, h)
         n_ff = self.experts.n_ff_shared[il]
-        return b.g.add(routed, self.shared(b, il, h, n_ff), name=f"ffn_out-{il}") if n_ff else routed
+        shared = self.shared(b, il, h, n_ff) if n_ff else None  # before the routed ones, which may run on another device
+        routed = self.routed(b, il, h, ids, weights)
+        return routed if shared is None else b.g.add(routed, shared, name=f"ffn_out-{il}")
 
     def shared(self, b: Batch, il: int, h: Tensor, n_ff: int) -> Tensor:
         y = self.gated_ffn(b, il, h, n_ff, "_shexp")
@@ -91,23 +104,35 @@ class MixtureOfExperts(Transformer):
         gate = self.linear(b, h, f"blk.{il}.ffn_gate_inp_shexp", 1, name=f"ffn_shexp_logit-{il}")
         return b.g.weighted_sum(y, b.g.sigmoid(gate, name=f"ffn_shexp_gate-{il}"), name=f"ffn_shexp_gated-{il}")
 
-    def routed(self, b: Batch, il: int, h: Tensor) -> Tensor:
+    def routed(self, b: Batch, il: int, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The sum of the chosen experts' outputs by weight, in the order of their rank."""
-        ids, weights = self.route(b, il, h)
         return b.g.weighted_sum(self.outputs(b, il, h, ids), weights, name=f"ffn_moe_out-{il}")
 
     def outputs(self, b: Batch, il: int, h: Tensor, ids: Tensor) -> Tensor:
-        """Of the chosen experts, f32 [n used, n_embd]. h: a row for each token, or for each of its experts."""
-        e, p = self.experts, f"blk.{il}.ffn_"
+        """Of the chosen experts, f32 [n used, n_embd]; those that have copies on the layer's device are computed there. h: a row
+        for each token, or for each of its experts."""
+        hot = self.hot
+        if hot is None or il not in hot.layers:
+            return self.blocks(b, il, h, Chosen(ids))
+        here, there = hot.split(b.g, il, ids)
+        if not hot.takes(*ids.shape):
+            return self.blocks(b, il, h, Chosen(ids))
+        y = self.blocks(b, il, h, Chosen(here, lambda of_experts: hot.stack(il, of_experts), suffix="-hot"))
+        x = self.blocks(b, il, h, Chosen(there, may_skip=True, suffix="-cold"))
+        return b.g.pick_rows(x, y, there, name=f"ffn_moe_down-{il}")
+
+    def blocks(self, b: Batch, il: int, h: Tensor, chosen: Chosen) -> Tensor:
+        """The feed-forward blocks of experts."""
+        e, p, end = self.experts, f"blk.{il}.ffn_", f"-{il}{chosen.suffix}"
         if f"{p}gate_up_exps.weight" in self.w:
-            gate, up = (self.expert_linear(b, h, ids, f"{p}gate_up_exps", 2 * e.n_ff[il], f"ffn_moe_{part}-{il}",
+            gate, up = (self.expert_linear(b, h, chosen, f"{p}gate_up_exps", 2 * e.n_ff[il], f"ffn_moe_{part}{end}",
                                            (i * e.n_ff[il], (i + 1) * e.n_ff[il]))
                         for i, part in enumerate(("gate", "up")))
         else:
-            gate, up = (self.expert_linear(b, h, ids, f"{p}{part}_exps", e.n_ff[il], f"ffn_moe_{part}-{il}")
+            gate, up = (self.expert_linear(b, h, chosen, f"{p}{part}_exps", e.n_ff[il], f"ffn_moe_{part}{end}")
                         for part in ("gate", "up"))
-        y = self.activate(b, gate, up, f"ffn_moe_act-{il}")
-        return self.expert_linear(b, y, ids, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down-{il}")
+        y = self.activate(b, gate, up, f"ffn_moe_act{end}")
+        return self.expert_linear(b, y, chosen, f"{p}down_exps", self.hp.n_embd, f"ffn_moe_down{end}")
 
     def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
         """(ids i32 [n, used], the largest first; their weights f32 [n, used]).
@@ -130,13 +155,14 @@ class MixtureOfExperts(Transformer):
             weights = g.scale(weights, factor=e.scale, name=f"ffn_moe_weights_scaled-{il}")
         return ids, weights
 
-    def expert_linear(self, b: Batch, x: Tensor, ids: Tensor, base: str, n_out: int, name: str,
+    def expert_linear(self, b: Batch, x: Tensor, chosen: Chosen, base: str, n_out: int, name: str,
                       rows: tuple[int, int] | None = None) -> Tensor:
-        """W x with the matrices of the experts `ids`, times their `base.scale` and plus their `base.bias` where the file has
+        """W x with the matrices of the chosen experts, times their `base.scale` and plus their `base.bias` where the file has
         them. rows: only those of W, and of a bias."""
-        y = b.g.mul_mat_id(self.w(f"{base}.weight", self.experts.n, n_out, x.shape[1], rows=rows), x, ids, name=name)
+        n, ids, stack, skip = self.experts.n, chosen.ids, chosen.stack, {"may_skip": chosen.may_skip}
+        y = b.g.mul_mat_id(stack(self.w(f"{base}.weight", n, n_out, x.shape[1], rows=rows)), x, ids, name=name, **skip)
         if f"{base}.scale" in self.w:
-            y = b.g.scale_id(y, self.w(f"{base}.scale", self.experts.n), ids, name=f"{name}_scaled")
+            y = b.g.scale_id(y, stack(self.w(f"{base}.scale", n)), ids, name=f"{name}_scaled", **skip)
         if f"{base}.bias" in self.w:
-            y = b.g.add_id(y, self.w.table(f"{base}.bias", self.experts.n, n_out, rows), ids, name=f"{name}_b")
+            y = b.g.add_id(y, stack(self.w.table(f"{base}.bias", n, n_out, rows)), ids, name=f"{name}_b", **skip)
         return y

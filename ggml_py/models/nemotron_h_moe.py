@@ -2,7 +2,7 @@
 may see a narrower, latent row."""
 from ..graph.graph import Tensor
 from .common import Batch
-from .experts import SIGMOID, MixtureOfExperts
+from .experts import SIGMOID, Chosen, MixtureOfExperts
 from .nemotron_h import NemotronH
 
 
@@ -16,14 +16,13 @@ class NemotronHMoE(MixtureOfExperts, NemotronH):
         super().check()
         self.require(*(f"blk.{il}.exp_probs_b.bias" for il in range(self.hp.n_layer) if self.is_ffn(il)))
 
-    def routed(self, b: Batch, il: int, h: Tensor) -> Tensor:
-        ids, weights = self.route(b, il, h)
+    def routed(self, b: Batch, il: int, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.n_latent:
             h = self.linear(b, h, f"blk.{il}.ffn_latent_down", self.n_latent, name=f"ffn_latent_down-{il}")
         y = b.g.weighted_sum(self.outputs(b, il, h, ids), weights, name=f"ffn_moe_out-{il}")
         return self.linear(b, y, f"blk.{il}.ffn_latent_up", self.hp.n_embd, name=f"ffn_latent_up-{il}") if self.n_latent else y
 
-    def outputs(self, b: Batch, il: int, h: Tensor, ids: Tensor) -> Tensor:
-        p, n_ff, n = f"blk.{il}.ffn_", self.experts.n_ff[il], h.shape[1]
-        up = self.expert_linear(b, h, ids, f"{p}up_exps", n_ff, f"ffn_moe_up-{il}")
-        return self.expert_linear(b, b.g.relu_sqr(up, name=f"ffn_moe_act-{il}"), ids, f"{p}down_exps", n, f"ffn_moe_down-{il}")
+    def blocks(self, b: Batch, il: int, h: Tensor, chosen: Chosen) -> Tensor:
+        p, n_ff, n, end = f"blk.{il}.ffn_", self.experts.n_ff[il], h.shape[1], f"-{il}{chosen.suffix}"
+        y = b.g.relu_sqr(self.expert_linear(b, h, chosen, f"{p}up_exps", n_ff, f"ffn_moe_up{end}"), name=f"ffn_moe_act{end}")
+        return self.expert_linear(b, y, chosen, f"{p}down_exps", n, f"ffn_moe_down{end}")

@@ -256,15 +256,15 @@ def add_rms_norm_mul_mat_glu(g, x, y, w, gate, up, gate_bias, up_bias, *, eps, a
     return mul_mat_glu(g, gate, up, norm, gate_bias, up_bias, act=act), total
 
 
-@fused("gate:weight up:weight x ids gate_bias:weight up_bias:weight", "act alpha limit", "out",
-       choices(act=[*GLU, "swiglu_oai"]), n_optional=2, defaults={"alpha": 0.0, "limit": 0.0})
-def mul_mat_id_glu(g, gate, up, x, ids, gate_bias, up_bias, *, act, alpha, limit):
+@fused("gate:weight up:weight x ids gate_bias:weight up_bias:weight", "act alpha limit may_skip", "out",
+       choices(act=[*GLU, "swiglu_oai"]), n_optional=2, defaults={"alpha": 0.0, "limit": 0.0, "may_skip": False})
+def mul_mat_id_glu(g, gate, up, x, ids, gate_bias, up_bias, *, act, alpha, limit, may_skip):  # noqa: PLR0913  as many as operands
     """A gated linear unit of two products with the matrices of experts, to each of which a bias may be added.
     swiglu_oai alone takes alpha and limit."""
     g.need(lambda: gate.shape == up.shape, "gate and up must have one shape")
-    a, b = g.mul_mat_id(gate, x, ids), g.mul_mat_id(up, x, ids)
+    a, b = (g.mul_mat_id(w, x, ids, may_skip=may_skip) for w in (gate, up))
     if gate_bias is not None:
-        a, b = g.add_id(a, gate_bias, ids), g.add_id(b, up_bias, ids)
+        a, b = (g.add_id(product, bias, ids, may_skip=may_skip) for product, bias in ((a, gate_bias), (b, up_bias)))
     return g.swiglu_oai(a, b, alpha=alpha, limit=limit) if act == "swiglu_oai" else unit(g, a, b, act)
 
 

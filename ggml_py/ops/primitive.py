@@ -61,9 +61,10 @@ def mul_mat(_, w, x):
     return Shape("f32", (x.shape[0], w.shape[0]))
 
 
-@op("w:weight x ids")
+@op("w:weight x ids", "may_skip", defaults={"may_skip": False})
 def mul_mat_id(_, w, x, ids):
-    """Row i u + j is the product of w[ids[i, j]] and row i b + j % b of x; b rows a token, 1 or another divisor of u."""
+    """Row i u + j is the product of w[ids[i, j]] and row i b + j % b of x; b rows a token, 1 or another divisor of u.
+    may_skip: an id of -1 stands for no expert, and that row is 0."""
     need(is_stack(w), "w must be weight matrices [X, m, k]")
     _factors(w, x)
     _ids(ids)
@@ -86,18 +87,18 @@ def mul_mat_heads(_, w, x):
 
 # Experts
 
-@op("x b:weight ids", module="experts")
+@op("x b:weight ids", "may_skip", module="experts", defaults={"may_skip": False})
 def add_id(_, x, b, ids):
-    """Row i u + j of x plus row ids[i, j] of b."""
+    """Row i u + j of x plus row ids[i, j] of b; may_skip: as it is where the id is -1."""
     _ids(ids)
     need(x.dtype == b.dtype == "f32" and len(b.shape) == 2, "x and b must be f32, b [X, m]")
     need(x.shape == (prod(ids.shape), b.shape[1]), f"x must be [{prod(ids.shape)}, {b.shape[1]}]")
     return Shape("f32", x.shape)
 
 
-@op("x s:weight ids", module="experts")
+@op("x s:weight ids", "may_skip", module="experts", defaults={"may_skip": False})
 def scale_id(_, x, s, ids):
-    """Row i u + j of x times s[ids[i, j]]."""
+    """Row i u + j of x times s[ids[i, j]]; may_skip: as it is where the id is -1."""
     _ids(ids)
     need(x.dtype == s.dtype == "f32" and len(x.shape) == 2 and len(s.shape) == 1, "x and s must be f32, x [n u, m] and s [X]")
     need(x.shape[0] == prod(ids.shape),
@@ -111,6 +112,27 @@ def weighted_sum(_, x, w):
     need(x.dtype == w.dtype == "f32" and len(x.shape) == len(w.shape) == 2, "x and w must be f32 [n u, m] and [n, u]")
     need(x.shape[0] == prod(w.shape), f"x must have {prod(w.shape)} rows, for {w.shape[0]} tokens with {w.shape[1]} experts")
     return Shape("f32", (w.shape[0], x.shape[1]))
+
+
+@op("counts:whole ids slots:whole", "n_slots", results="hot cold counts", module="hot_experts")
+def split_ids(_, counts, ids, slots):
+    """For matrices of which some have copies in slots. slots: of each matrix its slot, -1 for none.
+
+    hot: the slots of ids, n_slots for those that have none. cold: the ids that have no slot, -1 for the others. counts: how often
+    each matrix was asked for; these are added."""
+    _ids(ids)
+    need(counts.dtype == slots.dtype == "i32" and counts.shape == slots.shape and len(slots.shape) == 1,
+         "counts and slots must be i32 [X]")
+    return Shape("i32", ids.shape), Shape("i32", ids.shape), Shape("i32", counts.shape)
+
+
+@op("x y ids", module="hot_experts")
+def pick_rows(_, x, y, ids):
+    """Row i u + j is that of x, or that of y where ids[i, j] is -1."""
+    _ids(ids)
+    need(x.dtype == y.dtype == "f32" and x.shape == y.shape and len(x.shape) == 2, "x and y must be f32 of one shape, [n u, m]")
+    need(x.shape[0] == prod(ids.shape), f"x must have {prod(ids.shape)} rows, one for each of ids")
+    return Shape("f32", x.shape)
 
 
 @op("x")

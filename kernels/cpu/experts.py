@@ -14,7 +14,7 @@ def add_id_rows(first, last, x, b, ids, out):
     for row in range(first, last):
         a, bias, o = x[row], b[ids[row]], out[row]
         for column in range(a.shape[0]):
-            o[column] = arith.add(a[column], bias[column])
+            o[column] = arith.add(a[column], bias[column]) if ids[row] >= 0 else a[column]
 
 
 @jit
@@ -22,7 +22,7 @@ def scale_id_rows(first, last, x, s, ids, out):
     for row in range(first, last):
         a, factor, o = x[row], s[ids[row]], out[row]
         for column in range(a.shape[0]):
-            o[column] = arith.mul(a[column], factor)
+            o[column] = arith.mul(a[column], factor) if ids[row] >= 0 else a[column]
 
 
 @jit
@@ -40,13 +40,13 @@ add_rows = over_rows(add_id_rows)      # (x f32 [n, m], b f32 [X, m], ids i32 [n
 scale_rows = over_rows(scale_id_rows)  # (x f32 [n, m], s f32 [X], ids i32 [n], out f32 [n, m])
 
 
-def add_id_arrays(x, b, ids, out, name):
-    check_ids(ids, len(b), name)
+def add_id_arrays(x, b, ids, out, name, may_skip):
+    check_ids(ids, len(b), name, may_skip)
     add_rows(x, b, ids.reshape(-1), out)
 
 
-def scale_id_arrays(x, s, ids, out, name):
-    check_ids(ids, len(s), name)
+def scale_id_arrays(x, s, ids, out, name, may_skip):
+    check_ids(ids, len(s), name, may_skip)
     scale_rows(x, s, ids.reshape(-1), out)
 
 

@@ -82,8 +82,7 @@ ALIGNMENT = 64
 
 @inlined
 def take_part(i, args):
-    n_parts, parts, x, pairs, order = args
-    n = order.shape[0]
+    n_parts, parts, x, pairs, order, n = args
     for part in range(len(parts)):
         for row in range(i * n // n_parts, (i + 1) * n // n_parts):
             to, source = parts[part][row], x[part][pairs[order[row]]]
@@ -95,16 +94,17 @@ take_parts = sharing(take_part)
 
 
 @jit(parallel=True)
-def sort_and_take(control, ids, bounds, order, pairs, x, parts):
+def sort_and_take(control, ids, least, bounds, order, pairs, x, parts):
     """As `sort_by_expert`, then parts[j][i] = x[j][pairs[order[i]]], words u32; without that where an id is not an expert:
-    bounds[0] = -1."""
+    bounds[0] = -1. least: of the ids, 0, or -1 for pairs without an expert, which are the last in the order."""
     for pair in range(ids.shape[0]):
-        if ids[pair] < 0 or ids[pair] >= bounds.shape[0] - 1:
+        if ids[pair] < least or ids[pair] >= bounds.shape[0] - 1:
             bounds[0] = -1
             return
     sort_by_expert(ids, bounds, order)
-    n_parts = max(1, min(order.shape[0], order.shape[0] * parts[0].shape[1] // PART))
-    take_parts(control, n_parts, (n_parts, parts, x, pairs, order))
+    n = bounds[bounds.shape[0] - 1]
+    n_parts = max(1, min(n, n * parts[0].shape[1] // PART))
+    take_parts(control, n_parts, (n_parts, parts, x, pairs, order, n))
 
 
 @jit
@@ -150,12 +150,15 @@ class Sorted:
         self.order = np.empty(len(self.pairs), np.int64)
         self.words = tuple(tuple(array.view(np.uint32) for array in each) for each in (call.x.factors, self.x))
 
-    def sort(self, ids: np.ndarray, n_expert: int) -> np.ndarray:
-        """Takes the rows of x; bounds i64 [X + 1] of the experts. IndexError for an id that is not an expert."""
+    def sort(self, ids: np.ndarray, n_expert: int, may_skip: bool = False) -> np.ndarray:
+        """Takes the rows of x; bounds i64 [X + 1] of the experts. Results of pairs without an expert (-1, where that may be) are
+        0, behind the others. IndexError for an id that is not an expert."""
         bounds = np.empty(n_expert + 1, np.int64)
-        sort_and_take(ids.reshape(-1), bounds, self.order, self.pairs, *self.words)
+        sort_and_take(ids.reshape(-1), -1 if may_skip else 0, bounds, self.order, self.pairs, *self.words)
         if bounds[0] < 0:
-            check_ids(ids, n_expert, self.name)
+            check_ids(ids, n_expert, self.name, may_skip)
+        for result in self.results:
+            result[bounds[-1]:] = 0
         return bounds
 
 
@@ -163,20 +166,21 @@ def scratch(call):
     return scratch_for(call, 1)
 
 
-def product_with(call, n_expert: int, shape: tuple[int, int], isa: str | None = None):
-    """step(ids i32 `shape`): the products of a call with the matrices w of these experts. isa: as of `mul_mat`."""
+def product_with(call, n_expert: int, shape: tuple[int, int], isa: str | None = None, may_skip: bool = False):
+    """step(ids i32 `shape`): the products of a call with the matrices w of these experts. isa: as of `mul_mat`. may_skip: ids may
+    be -1."""
     product, words = sorted_product(call.w.dtype, isa), call.w.data.reshape(n_expert, -1)
     rows, out = Sorted(call, shape), call.out.rows
 
     def step(ids):
-        product(words, rows.x, rows.sort(ids, n_expert), rows.results[0])
+        product(words, rows.x, rows.sort(ids, n_expert, may_skip), rows.results[0])
         put(rows.results[0], rows.order, out)
     return step
 
 
 def mul_mat_id(call):
     """As in kernels/reference."""
-    step, ids = product_with(call, call.w.shape[0], call.ids.shape), call.ids.data
+    step, ids = product_with(call, call.w.shape[0], call.ids.shape, may_skip=call.may_skip), call.ids.data
     return lambda: step(ids)
 
 

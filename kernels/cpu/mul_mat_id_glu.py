@@ -14,7 +14,7 @@ def scratch(call):
 def mul_mat_id_glu(call):
     """out = the gated unit of two products with the matrices of experts, and their biases. gate, up: tiles [X, m, k]; x: act or
     f32 [n b, k]; ids: i32 [n, u]; biases: f32 [X, m], or none; out: f32 [n u, m]. The step raises IndexError for an id that is
-    not an expert."""
+    not an expert; may_skip: for -1 both products are 0, without a bias."""
     ids, n_expert, out = call.ids.data, call.gate.shape[0], call.out.rows
     rows = Sorted(call, call.ids.shape, 2)
     gate, up = rows.results
@@ -23,7 +23,7 @@ def mul_mat_id_glu(call):
     alpha, limit = f32(call.alpha), f32(call.limit)
 
     def run():
-        bounds = rows.sort(ids, n_expert)
+        bounds = rows.sort(ids, n_expert, call.may_skip)
         for (product, words), result in zip(matrices, rows.results):
             product(words, rows.x, bounds, result)
         for result, bias in zip(rows.results, biases):

@@ -65,6 +65,8 @@ def check(call: Call) -> None:
     check_grid(call.out)
     if call.op.startswith("weighted_sum"):
         need(call.w.n_cols >= 1, "n_used", call.w.n_cols, "at least 1")
+    else:
+        need(not call.may_skip, "may_skip", call.may_skip, "False: ids are experts")
 
 
 def by_experts(call: Call, of_experts: Operand):

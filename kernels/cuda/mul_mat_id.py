@@ -12,7 +12,7 @@ from ...quant.formats import format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
 from .dispatch import dispatch, dispatch_table
-from .launch import Launches
+from .launch import Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
 from .mmq_few import IN_FLIGHT, RESERVED, FewShape
 from .mmq_few_id import MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
@@ -78,6 +78,11 @@ def plan(call: Call) -> FewShape | GroupedShape | None:
 def scratch(call: Call) -> tuple[str, tuple[int]] | None:
     """A dispatch table. Heads need none."""
     return None if call.op == "mul_mat_heads" else ("i32", (table_words(call.w.shape[0], *call.ids.shape),))
+
+
+def check(call: Call) -> None:
+    if call.op == "mul_mat_id":
+        need(not call.may_skip, "may_skip", call.may_skip, "False: ids are experts")
 
 
 def sorted_pairs(call: Call):

@@ -34,6 +34,7 @@ def glu_of_experts_kernel(act, biased, alpha, limit):
 
 
 def check(call: Call) -> None:
+    need(not call.may_skip, "may_skip", call.may_skip, "False: ids are experts")
     need(call.act in ACTIVATIONS, "act", call.act, ", ".join(ACTIVATIONS))
     need(call.act != "swiglu_oai" or call.limit > 0, "limit", call.limit, "above 0")
     if gated_of(call).biased:

@@ -7,10 +7,10 @@ from ..compile import jit
 from .dispatch import check_ids
 
 
-def add_id_arrays(x, b, ids, out, name):
-    """out[i u + j] = x[i u + j] + b[ids[i, j]]. x, out: f32 [n u, m]; b: f32 [X, m]; ids: i32 [n, u].
+def add_id_arrays(x, b, ids, out, name, may_skip):
+    """out[i u + j] = x[i u + j] + b[ids[i, j]], x where the id is -1. x, out: f32 [n u, m]; b: f32 [X, m]; ids: i32 [n, u].
     IndexError as of `check_ids`."""
-    check_ids(ids, len(b), name)
+    check_ids(ids, len(b), name, may_skip)
     add_rows(x, b, ids.reshape(-1), out)
 
 
@@ -18,13 +18,13 @@ def add_id_arrays(x, b, ids, out, name):
 def add_rows(x, b, ids, out):
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
-            out[row, column] = arith.add(x[row, column], b[ids[row], column])
+            out[row, column] = arith.add(x[row, column], b[ids[row], column]) if ids[row] >= 0 else x[row, column]
 
 
-def scale_id_arrays(x, s, ids, out, name):
-    """out[i u + j] = x[i u + j] * s[ids[i, j]]. x, out: f32 [n u, m]; s: f32 [X]; ids: i32 [n, u].
+def scale_id_arrays(x, s, ids, out, name, may_skip):
+    """out[i u + j] = x[i u + j] * s[ids[i, j]], x where the id is -1. x, out: f32 [n u, m]; s: f32 [X]; ids: i32 [n, u].
     IndexError as of `check_ids`."""
-    check_ids(ids, len(s), name)
+    check_ids(ids, len(s), name, may_skip)
     scale_rows(x, s, ids.reshape(-1), out)
 
 
@@ -32,7 +32,7 @@ def scale_id_arrays(x, s, ids, out, name):
 def scale_rows(x, s, ids, out):
     for row in range(x.shape[0]):
         for column in range(x.shape[1]):
-            out[row, column] = arith.mul(x[row, column], s[ids[row]])
+            out[row, column] = arith.mul(x[row, column], s[ids[row]]) if ids[row] >= 0 else x[row, column]
 
 
 @jit
@@ -50,13 +50,13 @@ def weighted_sum_arrays(x, w, out):
 def add_id(call, kernel=add_id_arrays):
     """out[i u + j] = x[i u + j] + b[ids[i, j]]. x, out: f32 [n u, m]; b: f32 [X, m]; ids: i32 [n, u].
     The step raises IndexError as `check_ids`."""
-    return partial(kernel, call.x.data, call.b.data, call.ids.data, call.out.data, call.name)
+    return partial(kernel, call.x.data, call.b.data, call.ids.data, call.out.data, call.name, call.may_skip)
 
 
 def scale_id(call, kernel=scale_id_arrays):
     """out[i u + j] = x[i u + j] * s[ids[i, j]]. x, out: f32 [n u, m]; s: f32 [X]; ids: i32 [n, u].
     The step raises IndexError as `check_ids`."""
-    return partial(kernel, call.x.data, call.s.data, call.ids.data, call.out.data, call.name)
+    return partial(kernel, call.x.data, call.s.data, call.ids.data, call.out.data, call.name, call.may_skip)
 
 
 def weighted_sum(call, kernel=weighted_sum_arrays):

@@ -1,6 +1,8 @@
 """Faults of a model on several devices: the axis `placement` catches them, and bisection names a node on the device that has
 them."""
+import re
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.graph import columns, program, split
 from ggml_py.graph.program import Crossing, Fetch
+from ggml_py.models.hot_experts import HotExperts, size_of
 from ggml_py.models.weights import Weights
 from ggml_py.state.kv_cache import KVCache
 from planted_faults import (FaultyBackend, after, caught_by, instead, norms, other_order, rough_swiglu, verify,
@@ -30,7 +33,9 @@ def verified(path, make=None):
 @pytest.mark.parametrize("kind", ["llama", "qwen3moe", "qwen35", "gpt-oss"])
 def test_without_a_fault(paths, kind):
     verification = verified(paths[kind])
-    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 6, verification.verdict()
+    has_experts = kind in ("qwen3moe", "gpt-oss")
+    assert verification.confirmed and [r.status for r in verification.results] == [
+        *["same"] * 6, "same" if has_experts else "not run"], verification.verdict()
 
 
 @pytest.mark.parametrize("kind, op, twins", [
@@ -187,3 +192,50 @@ def test_a_weight_of_another_layer(paths, monkeypatch):
     found = verification.bisect(verification.first_mismatch())
     assert found.culprits == ["the copy of blk.1.ffn_up.weight from cpu to cpu:1, "
                               "in: placement, feed-forward blocks streamed to cpu:1"], str(found)
+
+
+# Copies of hot experts
+
+HOT = "experts on cpu, copies of half of them on cpu:1, 8 at a time"
+
+
+def hot_fault(verification) -> str:
+    """What is to blame, of the setting with copies of experts alone."""
+    assert [r.setting.name for r in verification.results if r.status == "different"] == [HOT], verification.verdict()
+    found = verification.bisect(verification.first_mismatch())
+    return "; ".join(found.culprits) or str(found)
+
+
+def test_a_slot_of_another_expert(paths, monkeypatch):
+    bring = HotExperts._bring
+    monkeypatch.setattr(HotExperts, "_bring", lambda hot, il, expert, slot, old: (
+        bring(hot, il, expert, slot, old) if il != 1 else bring(hot, il, (expert + 1) % hot.n_expert, slot, old) or setattr(
+            hot.arrivals[-1], "expert", expert)))
+    blamed = hot_fault(verified(paths["qwen3moe"]))
+    assert re.search(r"slot \d of blk\.1\.ffn_(gate|up)_exps\.weight@cpu:1 is not expert \d, in: placement", blamed), blamed
+
+
+def test_a_copy_of_an_expert_that_is_not_awaited(paths, monkeypatch):
+    """It is in the table at once, and comes later."""
+    bring = HotExperts._bring
+
+    def at_once(hot, il, expert, slot, old):
+        places = [hot.stacks[tensor].buffer[slot * size_of(tensor):(slot + 1) * size_of(tensor)] for tensor in hot.of_layer[il]]
+        before = [place.copy() for place in places]
+        bring(hot, il, expert, slot, old)
+        for place, bytes_ in zip(places, before):
+            hot.arrivals[-1].arrive.append(partial(np.copyto, place, place.copy()))
+            place[:] = bytes_
+        hot.slots[hot.layers[il].row, expert] = slot
+    monkeypatch.setattr(HotExperts, "_bring", at_once)
+    blamed = hot_fault(verified(paths["qwen3moe"]))
+    assert "_exps.weight@cpu:1 is not expert" in blamed, blamed
+
+
+def test_an_expert_that_is_in_use_and_neither_here_nor_there(paths):
+    """The pair of a token and its first expert is told to be with the copies."""
+    def lost(call):
+        call.cold.data[call.ids.data == call.ids.data.min()] = -1
+    make = lambda device: FaultyBackend({"split_ids": after(lost)}, device)
+    blamed = hot_fault(verified(paths["qwen3moe"], make))
+    assert "ffn_moe_hot-0, kernels/cpu/hot_experts.py: split_ids" in blamed, blamed

@@ -82,9 +82,18 @@ class Operands:
         blocks = random_weight(format_of(self.type), n * M, self.k, self.rng)
         return whole(weight("w", self.type, blocks.reshape(n, M, -1), self.k))
 
-    def experts(self) -> Operand:
-        """One of each token, so that rows of the result are rows of tokens."""
-        return in_rows(plain("ids", self.rng.integers(0, EXPERTS, (N, 1)).astype(np.int32)))
+    def experts(self, least: int = 0) -> Operand:
+        """One of each token, so that rows of the result are rows of tokens. least: -1 for tokens without."""
+        return in_rows(plain("ids", self.rng.integers(least, EXPERTS, (N, 1)).astype(np.int32)))
+
+    def counts(self) -> Operand:
+        return whole(plain("counts", self.rng.integers(0, 99, ROUTED).astype(np.int32)))
+
+    def slots(self) -> Operand:
+        """Of three of the columns."""
+        slots = np.full(ROUTED, -1, np.int32)
+        slots[self.rng.permutation(ROUTED)[:3]] = range(3)
+        return whole(plain("slots", slots))
 
     def biases(self) -> Operand:
         return whole(plain("biases", self.floats(EXPERTS, M)))
@@ -199,8 +208,12 @@ CASES = {
     "topk_moe": (PLAIN, lambda o: [o.x(ROUTED), o.vector(ROUTED)],
                  {"k": 5, "gating": "sigmoid", "norm": True, "factor": 2.5, "n_group": 8, "n_group_used": 3}),
     "mul_mat_id": (GATES, lambda o: [o.matrices(), o.input(), o.experts()], {}),
+    "mul_mat_id: some of no expert": (GATES, lambda o: [o.matrices(), o.input(), o.experts(-1)], {"may_skip": True}),
     "mul_mat_id_glu": (GATES, lambda o: [o.matrices(), o.matrices(), o.input(), o.experts(), o.biases(), o.biases()],
                        {"act": "swiglu_oai", "alpha": 1.702, "limit": 7.0}),
+    "mul_mat_id_glu: some of no expert": (
+        GATES, lambda o: [o.matrices(), o.matrices(), o.input(), o.experts(-1), o.biases(), o.biases()],
+        {"act": "silu", "may_skip": True}),
     "mul_mat_heads": (GATES, lambda o: [o.matrices(1), o.input()], {}),
     "softplus": (PLAIN, lambda o: [o.x()], {}),
     "l2_norm": (PLAIN, lambda o: [o.x()], {"n_head": 3, "dim": 32, "eps": 1e-6}),
@@ -220,6 +233,10 @@ CASES = {
                               {"n_head_k": HEADS_KV, "n_head_v": HEADS, "tiled": True}),
     "add_id": (PLAIN, lambda o: [o.x(M), o.biases(), o.experts()], {}),
     "scale_id": (PLAIN, lambda o: [o.x(M), o.vector(EXPERTS), o.experts()], {}),
+    "add_id: some of no expert": (PLAIN, lambda o: [o.x(M), o.biases(), o.experts(-1)], {"may_skip": True}),
+    "scale_id: some of no expert": (PLAIN, lambda o: [o.x(M), o.vector(EXPERTS), o.experts(-1)], {"may_skip": True}),
+    "split_ids": (PLAIN, lambda o: [o.counts(), o.columns(ROUTED, 5), o.slots()], {"n_slots": 3}),
+    "pick_rows": (PLAIN, lambda o: [o.x(), o.x(), o.experts(-1)], {}),
     "weighted_sum": (PLAIN, lambda o: [o.x(), o.x(1)], {}),
     "swiglu_oai": (PLAIN, lambda o: [o.x(), o.x()], {"alpha": 1.702, "limit": 7.0}),
     "slice_heads": (PLAIN, lambda o: [o.x(Q)], {"n_head": HEADS, "first": 8, "n": 20}),
@@ -230,6 +247,7 @@ CASES = {
     "cpy: activations": (PLAIN, lambda o: [o.act(), o.act()], {}),
 }
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
+OF_THE_CPU = {case for case, (_, _, params) in CASES.items() if params.get("may_skip")}  # kernels of a GPU refuse them
 SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"}  # of one row
 
 

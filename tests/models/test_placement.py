@@ -15,6 +15,7 @@ from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.graph import columns, split
+from ggml_py.models import hot_experts
 from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
 from ggml_py.testing import assert_bitwise_equal
 from guarded_cpu import guarded_devices
@@ -93,6 +94,16 @@ def placements(draw, names: list[str]) -> PlacementOptions:
                             draw(st.integers(0, len(devices) - 1)), draw(st.booleans()), draw(st.sampled_from(OFFLOADS)))
 
 
+@st.composite
+def hot_placements(draw) -> PlacementOptions:
+    """Layers on other devices, their experts on the CPU but for copies."""
+    devices = tuple(draw(st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=2, unique=True)))
+    experts = ExpertsOnHost(draw(st.none() | st.just(2)))
+    return PlacementOptions(devices, draw(st.none() | st.integers(2, 5)), (experts,), kv_offload=draw(st.booleans()),
+                            offload=draw(st.sampled_from([(), (), (("all", 3),)])),
+                            hot_experts=draw(st.sampled_from([0.2, 0.5, 0.9, 1 << 30])))
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 @settings(max_examples=25, deadline=None)
 @given(st.data())
@@ -100,12 +111,31 @@ def test_any_placement_gives_the_bits_of_one_device(kind, data):
     """400 placements of models of every architecture, weights of the host streamed or not, products shared or not."""
     options = data.draw(placements([*GGUFFile.open(file_of(kind)).tensors]))
     no_fuse, kv_write = data.draw(st.sampled_from([(), ("all",), ("elide",)])), data.draw(st.sampled_from(["set_rows", "cpy"]))
-    with (mock.patch.multiple(split, WINDOW=0, LEAST_AHEAD=data.draw(st.sampled_from([1, 2, 5]))),
+    with (mock.patch.multiple(split, WINDOW=0, LEAST_AHEAD=data.draw(st.sampled_from([1, 2, 5])),
+                              WORTH=data.draw(st.sampled_from([1, 1 << 20]))),
           mock.patch.object(columns, "EVERYWHERE", data.draw(st.sampled_from([0, 1 << 30])))):
         try:
             found = on_several(kind, options, no_fuse=no_fuse, kv_write=kv_write)
         except ParameterError as error:
             if error.parameter == "split_mode":
+                return
+            raise
+    assert_bitwise_equal(found, expected(kind), f"{kind}: {options}")
+
+
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, "qwen35moe"])
+@settings(max_examples=6, deadline=None)
+@given(st.data())
+def test_any_copies_of_experts_give_the_bits_of_one_device(kind, data):
+    """Copies come and go with every token."""
+    options, no_fuse = data.draw(hot_placements()), data.draw(st.sampled_from([(), ("all",)]))
+    with (mock.patch.multiple(hot_experts, PERIOD=data.draw(st.sampled_from([1, 3])),
+                              BETTER=data.draw(st.sampled_from([0.1, 1.25]))),
+          mock.patch.object(split, "WORTH", data.draw(st.sampled_from([1, 1 << 20])))):
+        try:
+            found = on_several(kind, options, no_fuse=no_fuse)
+        except ParameterError as error:
+            if error.parameter == "hot_experts":  # no layer is left that lies elsewhere than its experts
                 return
             raise
     assert_bitwise_equal(found, expected(kind), f"{kind}: {options}")

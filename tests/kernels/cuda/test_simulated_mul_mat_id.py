@@ -183,13 +183,15 @@ def test_checks(change, message):
     ({"up": Operand("F16", (4, 40, 256))}, "types is Q8_0, F16, allowed: all quantized or all float"),
     ({"act": "tanh"}, "act is tanh, allowed: silu, gelu, relu, swiglu_oai"),
     ({"act": "swiglu_oai", "limit": 0.0}, "limit is 0.0, allowed: above 0"),
+    ({"may_skip": True}, "may_skip is True, allowed: False: ids are experts"),
     ({"up_bias": Operand("f32", (4, 40))}, "bias is of one product only, allowed: of both or of none"),
     ({"gate_bias": Operand("f32", (4, 40)), "up_bias": Operand("f32", (3, 40))},
      "rows of a bias is 3, allowed: those of 4 experts")], ids=str)
 def test_glu_refuses(change, message):
     matrix = Operand("Q8_0", (4, 40, 256))
     operands = {"gate": matrix, "up": matrix, "x": Operand("act", (2, 256)), "ids": Operand("i32", (2, 3)), "gate_bias": None,
-                "up_bias": None, "out": Operand("f32", (6, 40)), "act": "silu", "alpha": 1.7, "limit": 7.0}
+                "up_bias": None, "out": Operand("f32", (6, 40)), "act": "silu", "alpha": 1.7, "limit": 7.0,
+                "may_skip": False}
     call = Call("mul_mat_id_glu", "node", None, operands | change)
     with pytest.raises(Unsupported, match=message):
         mul_mat_id_glu.check(call)
