@@ -19,7 +19,7 @@ from .ik_quants import (FIVE_BIT_LEVELS, FIVE_BIT_SHIFT, FOUR_BIT_SHIFT, SIX_BIT
 from .legacy import IQ4_LEVELS
 from .packing import Arrays, base_three, bit_fields, half, little_endian, packed
 from .search.codebook import by_codebook
-from .search.levels import by_levels, nearest_codes
+from .search.levels import by_levels, nearest_codes, nearest_levels
 from .search.lines import by_lines
 from .search.scales import ANY, HALF
 
@@ -86,18 +86,19 @@ class Levels:
         n_rows, n_cols = x.shape
         group = n_cols if fmt.header else fmt.group
         sub = fmt.sub if self.n_scales > 1 else group
-        codes = np.empty(x.shape, np.uint8)
-        j, selected = np.empty((2, n_rows, n_cols // sub), np.uint8)
-        ds = np.empty((n_rows, n_cols // group))
-        tables = np.array(self.tables, float)
-        luts = np.stack([nearest_codes(levels) for levels in self.tables])
-        by_levels(x, columns(x, importance), sub, group, tables, luts, float(self.first), float(self.step), self.n_scales,
-                         np.array(self.allowed, float), self.span, codes, j, selected, ds)
+        codes = np.empty(x.size, np.uint8)
+        j, selected = np.empty((2, x.size // sub), np.uint8)
+        ds = np.empty(x.size // group)
+        tables = np.stack([nearest_levels(levels) for levels in self.tables])
+        ends = np.array([(min(levels), max(levels)) for levels in self.tables], float)
+        code_of = np.stack([nearest_codes(levels) for levels in self.tables])
+        by_levels(x.reshape(-1), columns(x, importance), sub, group, tables, ends, float(self.first), float(self.step),
+                  self.n_scales, np.array(self.allowed, float), self.span, code_of, codes, j, selected, ds)
         of_blocks = lambda a, per: a.reshape(-1, fmt.block_size // per)
         arrays = {"codes": of_blocks(codes, 1),
                   **{what: of_blocks(a, sub) for what, a in self.scales(j, selected).items()}}
         if fmt.header:
-            header = half(ds).reshape(n_rows, 2) if fmt.header_bytes == 2 else ds.astype("<f4").view(np.uint8)
+            header = half(ds) if fmt.header_bytes == 2 else ds.astype("<f4").view(np.uint8).reshape(n_rows, 4)
             return np.concatenate([header, packed(fmt, arrays).reshape(n_rows, -1)], axis=1)
         if len(self.allowed) > 1:
             stored = of_blocks(np.where(ds == 0, 0, np.searchsorted(self.allowed, ds)), group)
@@ -122,18 +123,17 @@ class Lines:
     n_scales: int = 1
 
     def __call__(self, fmt: Format, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
-        n_rows, n_cols = x.shape
-        codes = np.empty(x.shape, np.uint8)
-        j, k = np.empty((2, n_rows, n_cols // fmt.sub), np.uint8)
-        ds, ms = np.empty((2, n_rows, n_cols // fmt.group))
-        by_lines(x, columns(x, importance), fmt.sub, fmt.group, float(fmt.max_level), self.n_scales, self.n_scales == 1, codes, j,
-                 k, ds, ms)
+        codes = np.empty(x.size, np.uint8)
+        j, k = np.empty((2, x.size // fmt.sub), np.uint8)
+        ds, ms = np.empty((2, x.size // fmt.group))
+        by_lines(x.reshape(-1), columns(x, importance), fmt.sub, fmt.group, np.float32(fmt.max_level), self.n_scales,
+                 self.n_scales == 1, codes, j, k, ds, ms)
         j, k = (a.reshape(-1, fmt.block_size // fmt.sub) for a in (j, k))
         scales = j | k << 4 if self.n_scales == 16 else np.concatenate([j, k], axis=1)
         # the file's value is d * code + m where there are no integer scales
         d, m = half(ds).reshape(-1, 2), half(-ms if self.n_scales == 1 else ms).reshape(-1, 2)
         return packed(fmt, {"codes": codes.reshape(-1, fmt.block_size), "scales": scales, "d": d, "m": m,
-                            "dmin": m}).reshape(n_rows, -1)
+                            "dmin": m}).reshape(len(x), -1)
 
 
 # Codebooks

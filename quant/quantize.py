@@ -28,9 +28,11 @@ def quantize(x: np.ndarray, type_: Format | str | int, name: str = "tensor", ima
         raise ValueError(f"{name}: {fmt.name} needs finite values, got {x[tuple(at)]} at {at}")
     importance = None if imatrix is None else _importance(imatrix, x.shape, name)
     n_matrices = 1 if importance is None else len(importance)
-    matrices = x.reshape(n_matrices, prod(x.shape[:-1]) // max(1, n_matrices), n_cols)
+    if not x.size:
+        return np.zeros((*x.shape[:-1], row_bytes), np.uint8)
+    matrices = x.reshape(n_matrices, prod(x.shape[:-1]) // n_matrices, n_cols)
     out = np.empty((*matrices.shape[:2], row_bytes), np.uint8)
-    n_rows = max(1, SLAB_VALUES // max(1, n_cols))
+    n_rows = max(1, SLAB_VALUES // n_cols)
     for m, matrix in enumerate(matrices):
         for first in range(0, len(matrix), n_rows):
             out[m, first:first + n_rows] = ENCODERS[fmt.name](fmt, matrix[first:first + n_rows],

@@ -17,7 +17,8 @@ from ggml_py.engine.model import Model
 from ggml_py.engine.settings import Settings
 from ggml_py.engine.windows import read_text
 from ggml_py.measure.perplexity import perplexity
-from places import ROOT, environment
+from places import ROOT
+from turned_down import turned_down
 
 RECORDS = goldens.records()
 
@@ -126,23 +127,12 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_cpu_features_turned_down():
-    """A second CPU for free: numpy without AVX-512 and AVX2, numba compiling for Haswell."""
-    from ggml_py.kernels.compile import cpu_features
-    if not cpu_features().get("avx2"):
-        pytest.skip("needs an x86-64 CPU with AVX2")
     script = TURNED_DOWN.format(model=str(smollm2.require()))
-    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe,+cx16,+64bit"
-    env = environment(NUMBA_CPU_NAME="haswell", NUMBA_CPU_FEATURES=features, NPY_DISABLE_CPU_FEATURES=turned_down())
-    found = json.loads(subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout)
+    found = json.loads(subprocess.run([sys.executable, "-c", script], env=turned_down(), capture_output=True, text=True,
+                                      check=True).stdout)
     assert {found.pop("tokens")} == expected("smollm2, 200 tokens of the demo text, q8_0 and f16 cache")
     for name, digest in found.items():
         assert {digest} == expected(name), name
-
-
-def turned_down() -> str:
-    """The features that numpy found here and can do without."""
-    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
-    return " ".join(f for f in __cpu_dispatch__ if __cpu_features__.get(f))
 
 
 def test_nothing_is_ambient():

@@ -1,4 +1,4 @@
-"""Scales: how they are stored, and integer scales under them."""
+"""Scales: how they are stored, and the integer scales under them."""
 import math
 
 import numba
