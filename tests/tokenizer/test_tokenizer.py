@@ -288,6 +288,23 @@ def test_special_tokens():
     assert texts_of(tokenizer, "<|im_start|><|im_end|>", parse_special=True) == ["<|im_start|>", "<|im_end|>"]
 
 
+@pytest.mark.parametrize("pre", BYTE_LEVEL)
+@settings(max_examples=30, deadline=None)
+@given(parts=st.lists(st.sampled_from([text for text, _ in SPECIAL]) | st.text(max_size=6), max_size=8))
+def test_special_tokens_parsed_or_not(pre, parts):
+    """Either way the bytes are the text's. Control and unknown tokens come of texts only where they are asked for, user-defined
+    ones always."""
+    tokenizer, text = WITH_SPECIAL[pre], "".join(parts)
+    for parse_special in True, False:
+        ids = tokenizer.encode(text, add_special=False, parse_special=parse_special)
+        assert b"".join(tokenizer.token_bytes(id, skip_special=False) for id in ids) == text.encode()
+        assert parse_special or not {256, 257, 258} & set(ids)
+        assert ("<u>" in text) == bool({259, 260} & set(ids))
+
+
+WITH_SPECIAL = {name: bpe(LETTERS, pre=name, special=SPECIAL) for name in BYTE_LEVEL}
+
+
 def test_longer_special_token_wins_over_one_further_left():
     tokenizer = bpe(LETTERS, special=[("abc", USER_DEFINED), ("bcde", USER_DEFINED)])
     assert texts_of(tokenizer, "abcde") == ["a", "bcde"]
@@ -384,6 +401,23 @@ def test_stream_is_the_text(text):
     parts = [stream.feed(id) for id in tokenizer.encode(text)]
     assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
     assert "".join(parts) + stream.finish() == text
+
+
+STREAMED = {"bytes": bpe([*LETTERS, "\u0120t", "\u00c3\u00a9"], special=[("<s>", CONTROL), ("<u>\u00e9", USER_DEFINED)]),
+            "characters": LINES, "sentencepiece": spm({"\u2581a": 0, "\u00e9": 0, "<u>": 0}, {"<u>": USER_DEFINED})}
+
+
+@pytest.mark.parametrize("tokenizer", STREAMED.values(), ids=STREAMED.keys())
+@few
+@given(data=st.data())
+def test_stream_of_any_ids_is_their_bytes(tokenizer, data):
+    """Also of ids whose bytes are no UTF-8: what a whole decoding replaces, the stream does."""
+    ids = data.draw(st.lists(st.integers(0, tokenizer.n_vocab - 1), max_size=20))
+    for skip_special in True, False:
+        stream = Detokenizer(tokenizer, skip_special)
+        found = "".join(map(stream.feed, ids)) + stream.finish()
+        assert found == b"".join(tokenizer.token_bytes(id, skip_special) for id in ids).decode("utf-8", "replace")
+        assert stream.finish() == ""
 
 
 def test_stream_holds_back_unfinished_characters():
