@@ -59,7 +59,7 @@ class Format:
     def unpack(self, p, ldw, ld4, ld2) -> Unpacker:
         """The unpacking of a quantized format for a target: its `Primitives`, and loads as those of `tile.loads`."""
         assert self.parts is not None, self.name
-        return unpacker(p, self.zero, self.parts(p, ldw, ld4, ld2))
+        return unpacker(p, self.zero, self.parts(p, ldw, ld4, ld2), self.sub)
 
     @property
     def has_min(self) -> bool:

@@ -1,7 +1,6 @@
 """MXFP4 and NVFP4: four-bit floats (E2M1) with a scale of eight bits. A level is twice the E2M1 value,
 so the scale is half the stored one."""
-from .legacy import looked_up
-from .words import NIBBLES, Parts, ZERO, f32, u32, u64, unit_scales
+from .words import NIBBLES, Looked, Parts, ZERO, f32, u32, u64, unit_scales
 
 E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
@@ -17,19 +16,19 @@ def mxfp4(p, ldw, ld4, ld2):
         bits = u32(0x00200000) << e if e < u32(2) else (e - u32(1)) << u32(23)
         return as_f32(bits), ZERO
 
-    return Parts(looked_up(p, ldw, E2M1_LEVELS), unit_scales(p), group)
+    return Parts(Looked(E2M1_LEVELS, ldw), unit_scales(p), group)
 
 
 def nvfp4(p, ldw, ld4, ld2):
     """Groups of 16 in 8 bytes: low nibbles are columns 0..7, high ones 8..15. The scale is an unsigned E4M3,
     0x7f (its NaN) being 0 as in ggml."""
-    f16, mul, byte, shr, lookup = p.f16, p.mul, p.byte, p.shr, p.lookup16(E2M1_LEVELS)
+    f16, mul, byte, shr = p.f16, p.mul, p.byte, p.shr
 
     @p.jit
-    def quarter(t, j, q):
+    def word(t, j, q):
         # The same nibbles of two groups, low or high ones: those of the second into the high places.
         first, second = shr(ldw(t, j, q & 1), 4 * (q >> 1)), u64(ldw(t, j, 2 + (q & 1))) * u64(1 if q & 2 else 16)
-        return lookup(u32(first & NIBBLES | u32(second & u64(0xf0f0f0f0))))
+        return u32(first & NIBBLES | u32(second & u64(0xf0f0f0f0)))
 
     @p.jit
     def group(t, g):
@@ -38,4 +37,4 @@ def nvfp4(p, ldw, ld4, ld2):
         bits = u32(0) if e4m3 == u32(127) else (e4m3 & u32(127)) << u32(7)
         return mul(f16(bits), f32(2**8 / 2)), ZERO
 
-    return Parts(quarter, unit_scales(p), group)
+    return Parts(Looked(E2M1_LEVELS, word), unit_scales(p), group)

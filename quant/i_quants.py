@@ -9,8 +9,8 @@ from functools import lru_cache
 import numpy as np
 from gguf import quants
 
-from .legacy import IQ4_LEVELS, looked_up
-from .words import Parts, half_scale, i32, negated, signs8, u32
+from .legacy import IQ4_LEVELS
+from .words import Looked, Parts, half_scale, i32, negated, signs8, u32
 
 
 @lru_cache(None)
@@ -210,4 +210,4 @@ def iq4_xs(p, ldw, ld4, ld2):
     def group(t, g):
         return f16(u32(ld4(t, 0)) & u32(0xffff)), np.float32(0)
 
-    return Parts(looked_up(p, ldw, IQ4_LEVELS), sub, group)
+    return Parts(Looked(IQ4_LEVELS, ldw), sub, group)

@@ -6,9 +6,9 @@ Types with a header have one float scale a row (`Format.header`); a tile has it 
 """
 import numpy as np
 
-from .k_quants import two_bits_word
 from .legacy import IQ4_LEVELS
-from .words import NIBBLES, ONES, TOPS, TWOS, ZERO, Parts, f32, halves, i32, u32, u64, unit_scales
+from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, Looked, Parts, Summed, f32, halves, i32, moved, quarter_of, u32, u64,
+                    unit_scales)
 
 # Levels by code; where a sub-block's bit is set, so much is added to each
 TWO_BIT_LEVELS, TWO_BIT_SHIFT = (-31, -13, 1, 17), 5
@@ -20,6 +20,8 @@ SIX_BIT_LEVELS, SIX_BIT_SHIFT = (-127, -121, -115, -109, -104, -98, -93, -88, -8
                                  -51, -47, -44, -40, -37, -34, -31, -28, -25, -22, -19, -16, -13, -11, -8, -5,
                                  -2, 0, 3, 6, 9, 12, 14, 17, 20, 23, 27, 30, 33, 36, 40, 44,
                                  47, 51, 55, 59, 63, 68, 72, 77, 82, 87, 92, 98, 103, 109, 115, 121), 1
+FIVE_BIT_CUBIC = Cubic(0.00951385498046875, -0.153564453125, 6.4921875, -36, 10)
+SIX_BIT_CUBIC = Cubic(0.0012073516845703125, -0.0191497802734375, 2.84765625, -19, 26)
 PAIR_LEVELS = ((-63, -23), (-63, 13), (-40, -63), (-40, -10), (-40, 13), (-40, 47), (-23, -40), (-23, -23),
                (-23, 1), (-23, 13), (-23, 28), (-10, -63), (-10, 1), (-10, 13), (-10, 47), (1, -23),
                (1, -10), (1, 1), (1, 13), (1, 28), (13, -40), (13, -23), (13, -10), (13, 1),
@@ -46,122 +48,63 @@ def q6_0(p, ldw, ld4, ld2):
 
 # Levels
 
-def shifted(p, shift):
-    """(w, bit) -> int32 word of the int8 levels of w, `shift` more where the bit is 1. No level leaves int8."""
-    shifts = u32(shift) * ONES
+def two_bit_fields(p, ldw):
+    """(t, j, q) -> word of 64 bytes of 2-bit fields in pieces 0..3, as of `Looked`."""
+    shr, move = p.shr, moved(p)
 
     @p.jit
-    def level(w, bit):
-        return i32(u32(((u32(w) ^ TOPS) + bit * shifts) ^ TOPS))  # bytes of level + 128 have no carry
-    return level
+    def word(t, j, q):
+        piece, bit = 2 * (j >> 2), 2 * (j & 3)
+        return u32(shr(ldw(t, piece, q), bit) & TWOS | move(ldw(t, piece + 1, q), bit - 4) & u32(0x30303030))
+    return word
 
 
-def chosen(p, levels):
-    """(a, b, upper_a, upper_b) -> int32 words of the levels of the codes of two words. a, b: the codes' low nibbles. upper: the
-    bits above them, in the lowest places of each byte."""
-    tables = [p.lookup16(levels[first:first + 16]) for first in range(0, len(levels), 16)]
-
-    @p.jit
-    def select(bits, x, y):
-        return i32(u32(u32(x) ^ (u32((bits & ONES) * u32(255)) & (u32(x) ^ u32(y)))))
-
-    if len(tables) == 2:
-        low, high = tables
-
-        @p.jit
-        def lookup(a, b, upper_a, upper_b):
-            w = u32(a | b << u32(4))
-            x0, y0 = low(w)
-            x1, y1 = high(w)
-            return select(upper_a, x0, x1), select(upper_b, y0, y1)
-    else:
-        first, second, third, fourth = tables
-
-        @p.jit
-        def lookup(a, b, upper_a, upper_b):
-            w = u32(a | b << u32(4))
-            (x0, y0), (x1, y1), (x2, y2), (x3, y3) = first(w), second(w), third(w), fourth(w)
-            top_a, top_b = u32(u32(upper_a) >> u32(1)), u32(u32(upper_b) >> u32(1))
-            return (select(top_a, select(upper_a, x0, x1), select(upper_a, x2, x3)),
-                    select(top_b, select(upper_b, y0, y1), select(upper_b, y2, y3)))
-    return lookup
-
-
-def two_bit_codes(p, ldw, selected):
-    """`quarter` of 64 bytes of 2-bit fields in pieces 0..3. selected: (t, j, h) -> the bit of columns 32j + 16h.."""
-    table = (*TWO_BIT_LEVELS, *(level + TWO_BIT_SHIFT for level in TWO_BIT_LEVELS), *[0] * 8)
-    lookup, word = p.lookup16(table), two_bits_word(p, ldw)
+def three_bit_fields(p, ldw):
+    """The same, their third bits in pieces 4 and 5: bit j of byte c % 32."""
+    two, move = two_bit_fields(p, ldw), moved(p)
 
     @p.jit
-    def quarter(t, j, q):
-        a = u32(word(t, j, 0, q) | u32(selected(t, j, 0) * u32(4)) * ONES)
-        b = u32(word(t, j, 1, q) | u32(selected(t, j, 1) * u32(4)) * ONES)
-        return lookup(u32(a | b << u32(4)))
-    return quarter
+    def word(t, j, q):
+        third = u32(move(ldw(t, 4, q), j - 2) & u32(0x04040404) | move(ldw(t, 5, q), j - 6) & u32(0x40404040))
+        return u32(two(t, j, q) | third)
+    return word
 
 
-def three_bit_codes(p, ldw, selected):
-    """`quarter`: 2-bit fields as before, their third bits in pieces 4 and 5: bit j of byte c % 32."""
-    table = (*THREE_BIT_LEVELS, *(level + THREE_BIT_SHIFT for level in THREE_BIT_LEVELS))
-    lookup, word, shr = p.lookup16(table), two_bits_word(p, ldw), p.shr
+def upper_codes(p, ldw, upper, levels, cubic):
+    """`quarter` of nibbles as Q5_K has them, in pieces 0..7. upper: (t, j, h, q) -> the bits above them, in their places."""
+    lookup, shr = p.lookup_codes(levels, cubic), p.shr
 
     @p.jit
     def code(t, j, h, q):
-        third = u32(shr(ldw(t, 4 + h, q), j) & ONES)
-        return u32(word(t, j, h, q) | third << u32(2) | u32(selected(t, j, h) * u32(8)) * ONES)
+        return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES | upper(t, j, h, q))
 
     @p.jit
     def quarter(t, j, q):
-        return lookup(u32(code(t, j, 0, q) | code(t, j, 1, q) << u32(4)))
-    return quarter
-
-
-def four_bit_codes(p, word, selected):
-    """`quarter`: word(t, j, q) has the nibbles of columns 4q.. of 32j.., and in the high ones those of 16 + 4q.."""
-    lookup, level = p.lookup16(IQ4_LEVELS), shifted(p, FOUR_BIT_SHIFT)
-
-    @p.jit
-    def quarter(t, j, q):
-        a, b = lookup(word(t, j, q))
-        return level(a, selected(t, j, 0)), level(b, selected(t, j, 1))
-    return quarter
-
-
-def upper_codes(p, ldw, upper, levels, shift, selected):
-    """`quarter` of nibbles as Q5_K has them, in pieces 0..7. upper: (t, j, h, q) -> the bits above them."""
-    lookup, level, shr = chosen(p, levels), shifted(p, shift), p.shr
-
-    @p.jit
-    def word(t, j, h, q):
-        return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES)
-
-    @p.jit
-    def quarter(t, j, q):
-        a, b = lookup(word(t, j, 0, q), word(t, j, 1, q), upper(t, j, 0, q), upper(t, j, 1, q))
-        return level(a, selected(t, j, 0)), level(b, selected(t, j, 1))
+        return lookup(code(t, j, 0, q), code(t, j, 1, q))
     return quarter
 
 
 def fifth_bits(p, ldw):
     """`upper` of bits in pieces 8 and 9: bit j of byte c % 32."""
-    shr = p.shr
+    move = moved(p)
 
     @p.jit
     def upper(t, j, h, q):
-        return u32(shr(ldw(t, 8 + h, q), j) & ONES)
+        return u32(move(ldw(t, 8 + h, q), j - 4) & u32(0x10101010))
     return upper
 
 
-# Sub-blocks of 16 columns, a float16 scale d a block; x has a bit for each sub-block
-
-def of_sixteen(p, x):
-    """`selected` by the bits of x(t), the first of the sub-block of columns 0..15."""
+def of_bits(p, x, amount, first=0):
+    """`shift` by `amount` where the sub-block's bit of x(t), from bit `first` on, is set."""
     shr = p.shr
 
     @p.jit
-    def selected(t, j, h):
-        return u32(shr(x(t), 2 * j + h) & u32(1))
-    return selected
+    def shift(t, i):
+        return i32(u32(shr(x(t), first + i) & u32(1)) * u32(amount))
+    return shift
+
+
+# Sub-blocks of 16 columns, a float16 scale d a block; x has a bit for each sub-block
 
 
 def scale_and_bits(p, word):
@@ -187,7 +130,7 @@ def iq2_k(p, ldw, ld4, ld2):
     def sub(t, i):
         return i32(i32(shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)) - i32(8)), i32(0)
 
-    return Parts(two_bit_codes(p, ldw, of_sixteen(p, x)), sub, group)
+    return Parts(Looked(TWO_BIT_LEVELS, two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
 
 
 def iq3_k(p, ldw, ld4, ld2):
@@ -200,7 +143,7 @@ def iq3_k(p, ldw, ld4, ld2):
         scale = i32(u32((shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)) * u32(2) + u32(1)))
         return i32(-scale) if shr(ld2(t, 0), i) & u32(1) else scale, i32(0)
 
-    return Parts(three_bit_codes(p, ldw, of_sixteen(p, x)), sub, group)
+    return Parts(Looked(THREE_BIT_LEVELS, three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT))
 
 
 def six_bit_scales(p, ldw, header):
@@ -217,41 +160,32 @@ def six_bit_scales(p, ldw, header):
 
 def iq4_k(p, ldw, ld4, ld2):
     sub, group, x = six_bit_scales(p, ldw, 8)
-    return Parts(four_bit_codes(p, ldw, of_sixteen(p, x)), sub, group)
+    return Parts(Looked(IQ4_LEVELS, ldw), sub, group, shift=of_bits(p, x, FOUR_BIT_SHIFT))
 
 
 def iq5_k(p, ldw, ld4, ld2):
     sub, group, x = six_bit_scales(p, ldw, 10)
-    return Parts(upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_SHIFT, of_sixteen(p, x)), sub, group)
+    quarter = upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_CUBIC)
+    return Parts(quarter, sub, group, shift=of_bits(p, x, FIVE_BIT_SHIFT))
 
 
 def iq6_k(p, ldw, ld4, ld2):
     """Piece 12: int8 scales. Word: d and x. Levels are integers, as all of ik_llama.cpp's products take them."""
-    shr, byte = p.shr, p.byte
+    byte, move = p.byte, moved(p)
     group, x = scale_and_bits(p, p.jit(lambda t: ld4(t, 0)))
 
     @p.jit
     def upper(t, j, h, q):
-        return u32(shr(ldw(t, 8 + 2 * (j >> 2) + h, q), 2 * (j & 3)) & TWOS)
+        return u32(move(ldw(t, 8 + 2 * (j >> 2) + h, q), 2 * (j & 3) - 4) & u32(0x30303030))
 
     @p.jit
     def sub(t, i):
         return i32(i32(byte(ldw(t, 12, i >> 2), i & 3) ^ u32(128)) - i32(128)), i32(0)
 
-    return Parts(upper_codes(p, ldw, upper, SIX_BIT_LEVELS, SIX_BIT_SHIFT, of_sixteen(p, x)), sub, group)
+    return Parts(upper_codes(p, ldw, upper, SIX_BIT_LEVELS, SIX_BIT_CUBIC), sub, group, shift=of_bits(p, x, SIX_BIT_SHIFT))
 
 
 # Sub-blocks of 32 columns, one scale a row
-
-def of_bits(p, x, first):
-    """`selected` by the bits first.. of x(t), one for 32 columns."""
-    shr = p.shr
-
-    @p.jit
-    def selected(t, j, h):
-        return u32(shr(x(t), first + j) & u32(1))
-    return selected
-
 
 def nibble_of_four(p, word):
     """(t, i) -> nibble of scale i of eight: the bytes of word(t) have those of i and i + 4."""
@@ -273,7 +207,7 @@ def iq2_ks(p, ldw, ld4, ld2):
         fifth = u32(shr(x(t), 8 + i) & u32(1))
         return i32(i32(shr(ld4(t, 0), 4 * i) & u32(15) | fifth << u32(4)) - i32(16)), i32(0)
 
-    return Parts(two_bit_codes(p, ldw, of_bits(p, x, 0)), sub, group)
+    return Parts(Looked(TWO_BIT_LEVELS, two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
 
 
 def iq3_ks(p, ldw, ld4, ld2):
@@ -286,7 +220,7 @@ def iq3_ks(p, ldw, ld4, ld2):
         fifth = u32(shr(x(t), i) & u32(1))
         return i32(i32(nibble(t, i) | fifth << u32(4)) - i32(16)), i32(0)
 
-    return Parts(three_bit_codes(p, ldw, of_bits(p, x, 8)), sub, group)
+    return Parts(Looked(THREE_BIT_LEVELS, three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT, 8))
 
 
 def iq2_kl(p, ldw, ld4, ld2):
@@ -329,28 +263,33 @@ def float_scale(p, ld4, k, factor=1.0):
     return group
 
 
-def byte_scales(p, ld4):
-    """(sub, selected) of a byte for each 32 columns, in words 0 and 1: seven bits of an odd scale, and the selecting bit."""
-    byte = p.byte
-
+def byte_scales(p, scale, amount):
+    """(sub, shift) of a byte scale(t, i) for each 32 columns: seven bits of an odd scale, and the selecting bit."""
     @p.jit
     def sub(t, i):
-        return i32(i32(byte(ld4(t, i >> 2), i & 3) & u32(254)) - i32(127)), i32(0)
+        return i32(i32(scale(t, i) & u32(254)) - i32(127)), i32(0)
 
     @p.jit
-    def selected(t, j, h):
-        return u32(byte(ld4(t, j >> 2), j & 3) & u32(1))
-    return sub, selected
+    def shift(t, i):
+        return i32(u32(scale(t, i) & u32(1)) * u32(amount))
+    return sub, shift
+
+
+def bytes_of_words(p, ld4):
+    """(t, i) -> byte i of words 0 and 1."""
+    byte = p.byte
+    return p.jit(lambda t, i: byte(ld4(t, i >> 2), i & 3))
 
 
 def iq4_ks(p, ldw, ld4, ld2):
-    sub, selected = byte_scales(p, ld4)
-    return Parts(four_bit_codes(p, ldw, selected), sub, float_scale(p, ld4, 2))
+    sub, shift = byte_scales(p, bytes_of_words(p, ld4), FOUR_BIT_SHIFT)
+    return Parts(Looked(IQ4_LEVELS, ldw), sub, float_scale(p, ld4, 2), shift=shift)
 
 
 def iq5_ks(p, ldw, ld4, ld2):
-    sub, selected = byte_scales(p, ld4)
-    return Parts(upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_SHIFT, selected), sub, float_scale(p, ld4, 2))
+    sub, shift = byte_scales(p, bytes_of_words(p, ld4), FIVE_BIT_SHIFT)
+    quarter = upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_CUBIC)
+    return Parts(quarter, sub, float_scale(p, ld4, 2), shift=shift)
 
 
 def iq4_kss(p, ldw, ld4, ld2):
@@ -365,50 +304,37 @@ def iq4_kss(p, ldw, ld4, ld2):
 
     @p.jit
     def scale(t, i):
-        bits = u32(0)
-        for k in range(4):
-            w = u32(ldw(t, i, k) & lowest)
-            bits = u32(bits | ((w | w >> u32(15)) & u32(3)) << u32(2 * k))
-        return bits
+        a, b, c, d = ldw(t, i, 0) & lowest, ldw(t, i, 1) & lowest, ldw(t, i, 2) & lowest, ldw(t, i, 3) & lowest
+        bits = u32(u32(a | b << u32(2)) | u32(c << u32(4) | d << u32(6)))
+        return u32((bits | bits >> u32(15)) & u32(255))
 
-    @p.jit
-    def sub(t, i):
-        return i32(i32(scale(t, i) & u32(254)) - i32(127)), i32(0)
-
-    @p.jit
-    def selected(t, j, h):
-        return u32(scale(t, j) & u32(1))
-
-    return Parts(four_bit_codes(p, word, selected), sub, float_scale(p, ld4, 0))
+    sub, shift = byte_scales(p, scale, FOUR_BIT_SHIFT)
+    return Parts(Looked(IQ4_LEVELS, word), sub, float_scale(p, ld4, 0), shift=shift)
 
 
 # Trellis: column k of a group has the sum of the lowest six bits of the four bytes of start * MULTIPLIER^(k + 1), minus 126
 
-def four_levels(p, first):
-    """(start) -> word of the levels of columns first .. first + 3 of a group, and 128 more: 2 to 254."""
+def four_columns(p, first):
+    """(start) -> words of which columns first .. first + 3 of a group are the sums: bytes up to 63."""
     k0, k1, k2, k3 = (u64(pow(MULTIPLIER, first + k + 1, 1 << 32)) for k in range(4))
-    word, sixes, ones = u64(0xffffffff), u64(0x3f3f3f3f), u64(ONES)
-
-    @p.jit
-    def total(start, factor):
-        return u32(u32((u64(start) * factor & sixes) * ones & word) >> u32(24))  # the highest byte is the sum of the four
+    sixes = u64(0x3f3f3f3f)
 
     @p.jit
     def four(start):
-        low = u32(total(start, k0) | total(start, k1) << u32(8))
-        return u32(u32(low | total(start, k2) << u32(16) | total(start, k3) << u32(24)) + TWOS - ONES)
+        x = u64(start)
+        return u32(x * k0 & sixes), u32(x * k1 & sixes), u32(x * k2 & sixes), u32(x * k3 & sixes)
     return four
 
 
-def eight_levels(p, start):
+def eight_columns(p, start):
     """`quarter` of groups of eight columns. start: (t, g)."""
-    low, high = four_levels(p, 0), four_levels(p, 4)
+    low, high = four_columns(p, 0), four_columns(p, 4)
 
     @p.jit
-    def quarter(t, j, q):
+    def words(t, j, q):
         x = start(t, 4 * j + q)
-        return i32(u32(low(x) ^ TOPS)), i32(u32(high(x) ^ TOPS))
-    return quarter
+        return low(x) + high(x)
+    return Summed(words)
 
 
 def table_scale(p):
@@ -435,7 +361,7 @@ def iq1_kt(p, ldw, ld4, ld2):
     def sub(t, i):
         return scale(t, byte(ld4(t, i >> 2), i & 3) & u32(15)), i32(0)
 
-    return Parts(eight_levels(p, start), sub, float_scale(p, ld4, 2), pairs=True)
+    return Parts(eight_columns(p, start), sub, float_scale(p, ld4, 2), pairs=True)
 
 
 def sixteen_bit_start(p, ldw):
@@ -456,24 +382,25 @@ def iq2_kt(p, ldw, ld4, ld2):
     def sub(t, i):
         return scale(t, nibble(t, i)), i32(0)
 
-    return Parts(eight_levels(p, sixteen_bit_start(p, ldw)), sub, float_scale(p, ld4, 1, 1.05), pairs=True)
+    return Parts(eight_columns(p, sixteen_bit_start(p, ldw)), sub, float_scale(p, ld4, 1, 1.05), pairs=True)
 
 
 def iq3_kt(p, ldw, ld4, ld2):
     """Magnitudes; bit j of byte c % 32 of pieces 4 and 5 is a sign. The scale is 1.01 times the file's. Words: as IQ2_KT."""
     shr, nibble, start = p.shr, nibble_of_four(p, p.jit(lambda t: ld4(t, 0))), sixteen_bit_start(p, ldw)
-    first, last = four_levels(p, 0), four_levels(p, 4)
+    levels = quarter_of(p, eight_columns(p, start))
 
     @p.jit
-    def signed(w, signs):
-        """Of words of level + 128: the level with the sign that the bits ask for. 256 - b = (b ^ 255) + 1 carries nothing."""
+    def signed(level, signs):
+        """The level with the sign that the bits ask for. Of level + 128: 256 - b = (b ^ 255) + 1 carries nothing."""
+        w = u32(u32(level) ^ TOPS)
         kept = u32(((w >> u32(7)) ^ signs) & ONES)  # 1 where the level has that sign already
         return i32(u32(u32((~w ^ u32(kept * u32(255))) + (kept ^ ONES)) ^ TOPS))
 
     @p.jit
     def quarter(t, j, q):
-        x, piece, word = start(t, 4 * j + q), 4 + (q >> 1), 2 * (q & 1)
-        return (signed(first(x), shr(ldw(t, piece, word), j)), signed(last(x), shr(ldw(t, piece, word + 1), j)))
+        (a, b), piece, word = levels(t, j, q), 4 + (q >> 1), 2 * (q & 1)
+        return signed(a, shr(ldw(t, piece, word), j)), signed(b, shr(ldw(t, piece, word + 1), j))
 
     @p.jit
     def sub(t, i):
@@ -485,22 +412,19 @@ def iq3_kt(p, ldw, ld4, ld2):
 def iq4_kt(p, ldw, ld4, ld2):
     """Groups of four columns, indices of 15 bits and one of the sub-block: bytes in pieces 0..3, nibbles in 4 and 5, three bits
     in the sub-block's word in 6 and 7, whose lowest byte has the sub-block's bit and the scale."""
-    shr, byte, word = p.shr, p.byte, four_levels(p, 0)
+    shr, byte, columns = p.shr, p.byte, four_columns(p, 0)
 
     @p.jit
-    def start(t, g):
-        w = ldw(t, 6 + (g >> 5), (g >> 3) & 3)
-        low = byte(ldw(t, g >> 4, (g >> 2) & 3), g & 3)
-        high = shr(byte(ldw(t, 4 + ((g >> 4) & 1), (g >> 2) & 3), g & 3), 4 * (g >> 5)) & u32(15)
-        top = shr(w, 8 + 3 * (g & 7)) & u32(7)
-        return u32((low | high << u32(8) | top << u32(12)) + u32(4096) + (w & u32(1)) * u32(32768))
-
-    @p.jit
-    def quarter(t, j, q):
-        return i32(u32(word(start(t, 8 * j + 2 * q)) ^ TOPS)), i32(u32(word(start(t, 8 * j + 2 * q + 1)) ^ TOPS))
+    def words(t, j, q):
+        w, word, first = ldw(t, 6 + (j >> 2), j & 3), 2 * (j & 1) + (q >> 1), 2 * (q & 1)
+        lows, highs = ldw(t, j >> 1, word), u32(shr(ldw(t, 4 + ((j >> 1) & 1), word), 4 * (j >> 2)) & NIBBLES)
+        tops, more = shr(w, 8 + 6 * q), u32(u32(w & u32(1)) * u32(32768) + u32(4096))
+        a = u32(byte(lows, first) + byte(highs, first) * u32(256)) + u32(u32(tops & u32(7)) * u32(4096) + more)
+        b = u32(byte(lows, first + 1) + byte(highs, first + 1) * u32(256)) + u32(u32(tops & u32(56)) * u32(512) + more)
+        return columns(u32(a)) + columns(u32(b))
 
     @p.jit
     def sub(t, i):
         return i32(i32((ldw(t, 6 + (i >> 2), i & 3) >> u32(1)) & u32(127)) - i32(64)), i32(0)
 
-    return Parts(quarter, sub, float_scale(p, ld4, 0), pairs=True)
+    return Parts(Summed(words), sub, float_scale(p, ld4, 0), pairs=True)

@@ -3,7 +3,7 @@
 In the 16 bytes of nibbles the low ones are columns 0..15, the high ones columns 16..31; bit c of the word qh is the fifth bit of
 column c.
 """
-from .words import NIBBLES, Parts, ZERO, halves, u32, unit_scales
+from .words import NIBBLES, Looked, Parts, ZERO, halves, u32, unit_scales
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL and IQ4_XS
 
@@ -16,16 +16,6 @@ def nibbles(p, ldw):
     def word(t, j, h, q):
         return u32(shr(ldw(t, j, q), 4 * h) & NIBBLES)
     return halves(p, word)
-
-
-def looked_up(p, ldw, levels):
-    """`quarter` where piece j holds the nibbles of columns 32j..: they count the 16 levels."""
-    lookup = p.lookup16(levels)
-
-    @p.jit
-    def quarter(t, j, q):
-        return lookup(ldw(t, j, q))
-    return quarter
 
 
 def five_bits(p, ldw):
@@ -77,7 +67,7 @@ def q5_1(p, ldw, ld4, ld2):
 
 
 def iq4_nl(p, ldw, ld4, ld2):
-    return Parts(looked_up(p, ldw, IQ4_LEVELS), unit_scales(p), scales(p, ldw, 8))
+    return Parts(Looked(IQ4_LEVELS, ldw), unit_scales(p), scales(p, ldw, 8))
 
 
 def q8_0(p, ldw, ld4, ld2):

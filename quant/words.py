@@ -19,17 +19,31 @@ ONES = u32(0x01010101)    # one in each byte
 TWOS = u32(0x03030303)    # the low two bits of each byte
 NIBBLES = u32(0x0f0f0f0f)
 TOPS = u32(0x80808080)
+SUMMED = 126              # of a `Summed` level, less than the sum of its bytes
 EVEN = u32(0x00ff00ff)    # bytes 0 and 2 in 16-bit lanes
 ZERO = f32(0)
 
 
+class Looked(NamedTuple):
+    """A quarter of codes that count levels."""
+    levels: tuple[int, ...]  # 4, 8 or 16, int8
+    word: Callable           # (t, j, q) -> uint32: low nibbles are the codes of the quarter's first word, high ones of its second
+
+
+class Summed(NamedTuple):
+    """A quarter of levels that are sums of four bytes, minus SUMMED."""
+    words: Callable  # (t, j, q) -> 8 uint32, one a column: four bytes up to 63
+
+
 class Parts(NamedTuple):
     """What a format states of its unpacking; the rest of an `Unpacker` follows. t names the chunk, as the loads understand it."""
-    # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first
-    quarter: Callable
+    # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first; or what they are
+    # made of
+    quarter: Callable | Looked | Summed
     sub: Callable        # (t, i) -> (isc, imin) int32 of the i-th sub-block (`Format.sub` columns)
     group: Callable      # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
     pairs: bool = False  # the columns of a quarter: 8q..8q+3 and 8q+4..8q+7, else 4q..4q+3 and 16+4q..16+4q+3
+    shift: Callable | None = None  # (t, i) -> int32, no less than 0: what is added to each level of the i-th sub-block
 
 
 class Unpacker(NamedTuple):
@@ -43,6 +57,19 @@ class Unpacker(NamedTuple):
     group: Callable
     quarter: Callable
     pairs: bool
+    unshifted: Callable                 # a quarter before the shift
+    source: Callable | Looked | Summed  # shift, source: see `Parts`; what a quarter is made of before the shift
+    shift: Callable | None
+
+
+class Cubic(NamedTuple):
+    """((a y + b) y + c) y + d with y = code - middle, each step rounded to float16 and the last one to an integer, are the levels
+    of the codes. a, b, c are float16."""
+    a: float
+    b: float
+    c: float
+    d: int
+    middle: int
 
 
 class Primitives(NamedTuple):
@@ -57,8 +84,12 @@ class Primitives(NamedTuple):
     odd_bytes: Callable  # (v, w) -> bytes 1 and 3 of v and of w, in the order v, w, v, w
     spread: Callable    # (w) -> the low four bits of w, one in each byte
     table: Callable     # (1-d unsigned array) -> device function (t, i) -> entry i as uint32
-    # (16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones
-    lookup16: Callable
+    # (4, 8 or 16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones, which
+    # count them
+    lookup_nibbles: Callable
+    # (32 or 64 int8 levels, `Cubic` of theirs) -> device function (a, b) -> int32 words of the levels of the codes in the bytes
+    # of a and of b
+    lookup_codes: Callable
     # ([n, 8] of three positive levels, parity) -> device function (t, i, s) -> 2 int32 words: entry i, negated where the bits
     # 0..7 of s are set; with parity bit 7 is that of the bits 0..6
     signed8: Callable
@@ -123,9 +154,9 @@ def primitives(jit, **native):
             return u32(entries[i])
         return entry
 
-    def lookup16(levels):
-        bytes_ = np.asarray(levels, np.int8).view(np.uint8).astype(np.uint32)
-        assert bytes_.shape == (16,), bytes_.shape
+    def lookup_nibbles(levels):
+        bytes_ = np.resize(np.asarray(levels, np.int8).view(np.uint8).astype(np.uint32), 16)
+        assert len(levels) in (4, 8, 16), levels
 
         @jit
         def four(w):
@@ -137,10 +168,50 @@ def primitives(jit, **native):
             return four(u32(w)), four(u32(w) >> u32(4))
         return lookup
 
-    table = native.get("table", table)
-    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, odd_bytes, spread, table, lookup16,
+    table, lookup_nibbles = native.get("table", table), native.get("lookup_nibbles", lookup_nibbles)
+    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, odd_bytes, spread, table, lookup_nibbles,
+                          lookup_codes=lambda levels, cubic: _lookup_codes(portable, levels),
                           signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)
+
+
+def _lookup_codes(p, levels):
+    """`Primitives.lookup_codes` by tables of 16, of which the upper bits choose."""
+    tables = [p.lookup_nibbles(levels[first:first + 16]) for first in range(0, len(levels), 16)]
+
+    @p.jit
+    def select(bits, x, y):
+        return u32(u32(x) ^ (u32((bits & ONES) * u32(255)) & (u32(x) ^ u32(y))))
+
+    if len(tables) == 2:
+        low, high = tables
+
+        @p.jit
+        def lookup(a, b):
+            w = u32(a & NIBBLES | (b & NIBBLES) << u32(4))
+            (x0, y0), (x1, y1) = low(w), high(w)
+            return i32(select(u32(a) >> u32(4), x0, x1)), i32(select(u32(b) >> u32(4), y0, y1))
+    else:
+        first, second, third, fourth = tables
+
+        @p.jit
+        def lookup(a, b):
+            w = u32(a & NIBBLES | (b & NIBBLES) << u32(4))
+            (x0, y0), (x1, y1), (x2, y2), (x3, y3) = first(w), second(w), third(w), fourth(w)
+            low_a, low_b, top_a, top_b = u32(a) >> u32(4), u32(b) >> u32(4), u32(a) >> u32(5), u32(b) >> u32(5)
+            return (i32(select(top_a, select(low_a, x0, x1), select(low_a, x2, x3))),
+                    i32(select(top_b, select(low_b, y0, y1), select(low_b, y2, y3))))
+    return lookup
+
+
+def moved(p):
+    """(w, s) -> w >> s, or w << -s where s is negative; |s| < 32."""
+    shr = p.shr
+
+    @p.jit
+    def move(w, s):
+        return shr(u32(u32(w) << u32(u32(max(-s, 0)) & u32(31))), max(s, 0))
+    return move
 
 
 def signs8(p, parity):
@@ -179,9 +250,60 @@ def _signed8(p, levels, parity):
     return eight
 
 
-def unpacker(p, zero: int, parts: Parts) -> Unpacker:
-    """The unpacking of a format whose level is code - zero; codes are bytes 0..127, where zero is 0 also int8."""
-    quarter, pairs, offset = parts.quarter, parts.pairs, TOPS - u32(zero) * ONES
+def byte_sums(p):
+    """(a, b, c, d) -> uint32 word of the sums of the bytes of each word, which are less than 256."""
+    word, ones = u64(0xffffffff), u64(ONES)
+
+    @p.jit
+    def total(w):
+        return u32(u32(u64(w) * ones & word) >> u32(24))  # the highest byte is the sum of the four
+
+    @p.jit
+    def sums(a, b, c, d):
+        return u32(u32(total(a) | total(b) << u32(8)) | u32(total(c) << u32(16) | total(d) << u32(24)))
+    return sums
+
+
+def quarter_of(p, source):
+    """`quarter` of a `Looked` or `Summed`."""
+    if isinstance(source, Looked):
+        lookup, word = p.lookup_nibbles(source.levels), source.word
+
+        @p.jit
+        def quarter(t, j, q):
+            return lookup(word(t, j, q))
+    else:
+        sums, words, more = byte_sums(p), source.words, u32(128 - SUMMED) * ONES
+
+        @p.jit
+        def quarter(t, j, q):
+            a, b, c, d, e, f, g, h = words(t, j, q)
+            return i32(u32((sums(a, b, c, d) + more) ^ TOPS)), i32(u32((sums(e, f, g, h) + more) ^ TOPS))
+    return quarter
+
+
+def shifted(p, quarter, shift, sub):
+    """The quarter with the shifts of sub-blocks of `sub` columns. No level leaves int8."""
+    steps = 32 // sub
+
+    @p.jit
+    def more(w, n):
+        return i32(u32(((u32(w) ^ TOPS) + u32(n) * ONES) ^ TOPS))  # bytes of level + 128 have no carry
+
+    @p.jit
+    def shifted_quarter(t, j, q):
+        a, b = quarter(t, j, q)
+        return more(a, shift(t, steps * j)), more(b, shift(t, steps * j + steps - 1))
+    return shifted_quarter
+
+
+def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
+    """The unpacking of a format whose level is code - zero; codes are bytes 0..127, where zero is 0 also int8. sub: columns of
+    its sub-blocks."""
+    source, shift, pairs, offset = parts.quarter, parts.shift, parts.pairs, TOPS - u32(zero) * ONES
+    assert not shift or (not zero and not (pairs and sub == 16))
+    unshifted = quarter_of(p, source) if isinstance(source, Looked | Summed) else source
+    quarter = shifted(p, unshifted, shift, sub) if shift else unshifted
 
     @p.jit
     def level(w):
@@ -196,7 +318,7 @@ def unpacker(p, zero: int, parts: Parts) -> Unpacker:
         g, h = quarter(t, j, 3)
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
-    return Unpacker(levels, parts.sub, parts.group, quarter, pairs)
+    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift)
 
 
 def halves(p, word):

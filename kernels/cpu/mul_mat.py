@@ -47,10 +47,10 @@ OPERANDS = {QUANTIZED: types.Tuple((u32_at, u32_at, f32_at, u32_at, f32_at, int6
 inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
-def lookup16(levels):
-    """`Primitives.lookup16` by selects, a bit of the nibbles at a time: without loads, so that loops over rows become vector
-    code."""
-    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = (u32((level & 255) * 0x01010101) for level in levels)
+def lookup_nibbles(levels):
+    """`Primitives.lookup_nibbles` by selects, a bit of the nibbles at a time: without loads, so that loops over rows become
+    vector code."""
+    a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p = (u32((level & 255) * 0x01010101) for level in levels * (16 // len(levels)))
 
     @inlined
     def mask(w, bit):
@@ -75,7 +75,7 @@ def lookup16(levels):
 
 @lru_cache(None)
 def cpu_primitives():
-    return primitives(inlined, f16=f16_to_f32, shr=shift_right, lookup16=lookup16)
+    return primitives(inlined, f16=f16_to_f32, shr=shift_right, lookup_nibbles=lookup_nibbles)
 
 
 # Units: what is multiplied by whom

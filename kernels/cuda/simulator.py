@@ -86,6 +86,22 @@ def amax2(a, b):
     return u32(max(a & u32(0xffff), b & u32(0xffff)) | max(a & u32(0xffff0000), b & u32(0xffff0000)))
 
 
+def _halves(*words):
+    """The two float16 of each word, as float64, in which sums of them and of their products are exact, or so nearly that float16
+    is rounded to as if they were."""
+    return (np.array([w], u32).view(np.float16).astype(np.float64) for w in words)
+
+
+def add2(a, b):
+    a, b = _halves(a, b)
+    return (a + b).astype(np.float16).view(u32)[0]
+
+
+def fma2(a, b, c):
+    a, b, c = _halves(a, b, c)
+    return (a * b + c).astype(np.float16).view(u32)[0]
+
+
 def afresh(x):
     return x
 
@@ -106,7 +122,7 @@ _MEANING = {
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
     "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "shr": shr, "popc": popc,
+    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "add2": add2, "fma2": fma2, "shr": shr, "popc": popc,
 }
 
 

@@ -23,12 +23,12 @@ from numba import cuda
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
-from ...quant.words import EVEN, ONES, TOPS
+from ...quant.words import EVEN, ONES, SUMMED, TOPS, Looked, Summed
 from .glu import gated_unit
 from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc,
-                  ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, prmt, st, sts, sts4, syncwarp, u32)
+                  ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, nothing, prmt, st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
-from .weights import shared_unpacker
+from .weights import shared_unpacker, terms, unpacker
 
 QUAD = 4                  # tokens
 QUAD_WORDS = 2 * QUAD * CHUNK // 4
@@ -95,13 +95,24 @@ def is_late(fmt: Format, n_quads: int) -> bool:
 
 
 def takes_sums(fmt: Format) -> bool:
-    """Whether a single token's minima are multiplied with the sums of q, wanted in shared memory."""
-    return fmt.has_min and fmt.group == CHUNK
+    """Whether a single token's minima, or what its levels are shifted by, are multiplied with the sums of q, wanted in shared
+    memory."""
+    return (fmt.has_min and fmt.group == CHUNK) or shift_of(unpacker(fmt.name)) is not None
 
 
 @device
 def swizzle(r):
     return ((r << 1) & 7) | (r >> 2)
+
+
+def shift_of(unpack):
+    """(t, i) -> int32: how much the levels of sub-block i are more than the sums of what a product of a single token takes of
+    them; None for nothing."""
+    source, shift = unpack.source, unpack.shift
+    more = i32(-SUMMED if isinstance(source, Summed) else terms(source.levels).constant if isinstance(source, Looked) else 0)
+    if shift and more:
+        return device(lambda t, i: i32(shift(t, i) + more))
+    return device(lambda t, i: more) if more else shift
 
 
 class TileProduct(NamedTuple):
@@ -179,7 +190,7 @@ def splitter(fmt: Format):
     offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
     assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 2**15, fmt.name
     offsets, middle = i64(offset * 0x00010001), i64(0x80008000)
-    loaded = constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup16
+    loaded = constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup_nibbles
 
     @device
     def limbs_of(w, f):
@@ -328,9 +339,10 @@ def token_loader(const: Constants):
 
 
 def row_unpacker(const: Constants):
-    """(lane, shared, tile, j) -> the four words of A of the tile's rows 0 .. 15, then the four of rows 16 .. 31: int8 levels or
-    codes."""
-    row_words = level_words(const.fmt, const.unpack.quarter, const.many and not const.split and const.fmt.zero > 0)
+    """(lane, shared, tile, j) -> the four words of A of the tile's rows 0 .. 15, then the four of rows 16 .. 31: int8 levels,
+    of a single token before the shift, or codes."""
+    quarter = const.unpack.unshifted if const.single else const.unpack.quarter
+    row_words = level_words(const.fmt, quarter, const.many and not const.split and const.fmt.zero > 0)
 
     @device
     def unpack_rows(lane, shared, tile, j):
@@ -620,16 +632,22 @@ def own_row(lane, a, b, c, d):
     return i32(last if lane & 2 else first)
 
 
+def halved(const: Constants) -> bool:
+    """Whether the scales of a half of the chunk are unpacked in front of it: registers."""
+    return isinstance(const.unpack.source, Looked) and const.form.integer and const.form.step == 16
+
+
 def scale_unpacker(const: Constants):
-    """(t, shared, sums_at, isc) -> M = the sum of imin * q, int32; fills isc. t: (shared, tile, row) of `Unpacker`; sums_at: word
-    at which the sums of q of each 16 columns begin."""
+    """(t, shared, sums_at, isc, half) -> M = the sum of imin * q, int32; fills isc, where `halved` that of a half of the chunk.
+    t: (shared, tile, row) of `Unpacker`; sums_at: word at which the sums of q of each 16 columns begin."""
     sub, has_min, z = const.unpack.sub, const.fmt.has_min, i32(0)
-    n_scales, n_sixteenths = CHUNK // const.fmt.sub, const.fmt.sub // 16
+    n_scales, n_sixteenths = CHUNK // const.fmt.sub // (1 + halved(const)), const.fmt.sub // 16
 
     @device
-    def unpack_scales(t, shared, sums_at, isc):
+    def unpack_scales(t, shared, sums_at, isc, half):
         minimum = z
-        for i in range(n_scales):
+        for k in range(n_scales):
+            i = half * n_scales + k
             isc[i], imin = sub(t, i)
             if has_min:
                 q_sum = i32(lds(shared, sums_at + i * n_sixteenths))
@@ -640,21 +658,112 @@ def scale_unpacker(const: Constants):
     return unpack_scales
 
 
+class StepProduct(NamedTuple):
+    """How a single token's sums of `step` columns are made of what the format states: words of levels; or terms, which the tensor
+    core adds, of one or two words for four levels, or of a word for each level. The words of B follow."""
+    unpack_rows: object  # (lane, shared, tile, j) -> words of A, as a tuple, of the tile's rows 0 .. 15 and of its rows 16 .. 31
+    tokens: object       # (b0, b1) -> words of B, as a tuple
+    multiply: object     # (w, b, s, q, c) -> c + the products of the s-th `step` columns: (hi, lo) of two rows
+
+
+def level_product(const: Constants) -> StepProduct:
+    """A word for four levels."""
+    rows, multiply_step = row_unpacker(const), step_multiplier(const)
+
+    @device
+    def unpack_rows(lane, shared, tile, j):
+        w = rows(lane, shared, tile, j)
+        return w[:4], w[4:]
+
+    @device
+    def multiply(w, b, s, q, c):
+        return multiply_step(w, b[0], b[1], s, q, c[0], c[1], c[2], c[3])
+    return StepProduct(unpack_rows, device(lambda b0, b1: (b0, b1)), multiply)
+
+
+def looked_product(const: Constants) -> StepProduct:
+    """The nibbles of a word as they lie are columns of the first and of the last 16 by turns, and so are the words of B. Where a
+    sum is of 16 columns, the others' bytes of B are zeros."""
+    word, step = const.unpack.source.word, const.form.step
+    n_terms, _, of_nibbles = terms(const.unpack.source.levels)
+
+    @device
+    def two_rows(shared, tile, row, j, q):
+        x, y = of_nibbles(word((shared, tile, row), j, q)), of_nibbles(word((shared, tile, row + 8), j, q))
+        if n_terms == 1:
+            return x[0], y[0], x[1], y[1]
+        return x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3]
+
+    @device
+    def unpack_rows(lane, shared, tile, j):
+        g, q = lane >> 2, lane & 3
+        return two_rows(shared, tile, g, j, q), two_rows(shared, tile, g + 16, j, q)
+
+    @device
+    def tokens(b0, b1):
+        a, b = u32(b0), u32(b1)
+        if step == 32:
+            return i32(prmt(a, b, u32(0x5140))), i32(prmt(a, b, u32(0x7362)))
+        z = u32(0)
+        return (i32(prmt(a, z, u32(0x4140))), i32(prmt(a, z, u32(0x4342))),
+                i32(prmt(b, z, u32(0x1404))), i32(prmt(b, z, u32(0x3424))))
+
+    @device
+    def multiply(w, b, s, q, c):
+        c = mma32(w[0], w[1], w[2], w[3], b[2 * s], b[2 * s + 1], c[0], c[1], c[2], c[3])
+        if n_terms == 2:
+            c = mma32(w[4], w[5], w[6], w[7], b[2 * s], b[2 * s + 1], c[0], c[1], c[2], c[3])
+        return c
+    return StepProduct(unpack_rows, tokens, multiply)
+
+
+def summed_product(const: Constants) -> StepProduct:
+    """A word's bytes are multiplied with the same q, which stands in all four bytes of a word of B."""
+    words = const.unpack.source.words
+    assert const.unpack.pairs and const.form.step == 32
+
+    @device
+    def unpack_rows(lane, shared, tile, j):
+        g, q = lane >> 2, lane & 3
+        return (words((shared, tile, g), j, q) + words((shared, tile, g + 8), j, q),
+                words((shared, tile, g + 16), j, q) + words((shared, tile, g + 24), j, q))
+
+    @device
+    def four_times(b):
+        b, z = u32(b), u32(0)
+        return (i32(prmt(b, z, u32(0x0000))), i32(prmt(b, z, u32(0x1111))),
+                i32(prmt(b, z, u32(0x2222))), i32(prmt(b, z, u32(0x3333))))
+
+    @device
+    def multiply(w, b, s, q, c):
+        for k in range(4):
+            c = mma32(w[k], w[8 + k], w[4 + k], w[12 + k], b[k], b[4 + k], c[0], c[1], c[2], c[3])
+        return c
+    return StepProduct(unpack_rows, device(lambda b0, b1: four_times(b0) + four_times(b1)), multiply)
+
+
+def step_product(const: Constants) -> StepProduct:
+    source = const.unpack.source
+    return (looked_product(const) if isinstance(source, Looked) else summed_product(const) if isinstance(source, Summed)
+            else level_product(const))
+
+
 def token_block_multiplier(const: Constants):
-    """(lane, shared, tile, act, j, t, sums): adds the products of blocks j and j + 1 with the token. An integer scale: total +=
-    isc S; a float one: acc = fma(RN(S), d, acc), and of minima of less than a chunk acc = fma(-m, RN(sum of q), acc). t: as of
-    `scale_unpacker`."""
+    """(lane, shared, tile, act, j, t, sums_at, sums): adds the products of blocks j and j + 1 with the token. An integer scale:
+    total += isc S; a float one: acc = fma(RN(S), d, acc), and of minima of less than a chunk acc = fma(-m, RN(sum of q), acc). t,
+    sums_at: as of `scale_unpacker`."""
     steps, zero, minus_zero, whole, n_group = const.steps, const.zero, const.minus_zero, const.whole, const.fmt.group
     integer, carried, has_min, group = const.form.integer, const.form.carried, const.fmt.has_min, const.unpack.group
     ones, z, total_type = i32(0x01010101), i32(0), i64 if const.form.wide else i32
-    load_tokens, unpack_rows = token_loader(const), row_unpacker(const)
-    multiply_step, carry = step_multiplier(const), carrier(const)
+    load_tokens, carry, (unpack_rows, tokens, multiply_step) = token_loader(const), carrier(const), step_product(const)
+    begin = syncwarp if isinstance(const.unpack.source, Summed) else apart  # a word a level: registers for one block
+    shift, shifted = shift_of(const.unpack) or nothing, shift_of(const.unpack) is not None
 
     @device
-    def multiply_block(lane, shared, tile, j, b0, b1, t, sums):
+    def multiply_block(lane, shared, tile, j, b0, b1, t, sums_at, sums):
         isc, acc, total, high, low = sums
-        w0, w1, w2, w3, v0, v1, v2, v3 = unpack_rows(lane, shared, tile, j)
-        w, v, q = (w0, w1, w2, w3), (v0, v1, v2, v3), lane & 3
+        w, v = unpack_rows(lane, shared, tile, j)
+        b, q = tokens(b0, b1), lane & 3
         if carried:
             carry(w, b0, b1, 0, high, low)
             carry(v, b0, b1, 2, high, low)
@@ -662,10 +771,14 @@ def token_block_multiplier(const: Constants):
             for s in range(steps):
                 c = z, z, z, z
                 if zero:
-                    c = multiply_step((minus_zero, minus_zero, minus_zero, minus_zero), b0, b1, s, q, z, z, z, z)
-                x = multiply_step(w, b0, b1, s, q, c[0], c[1], c[2], c[3])
-                y = multiply_step(v, b0, b1, s, q, c[0], c[1], c[2], c[3])
+                    c = multiply_step((minus_zero, minus_zero, minus_zero, minus_zero), b, s, q, c)
+                x, y = multiply_step(w, b, s, q, c), multiply_step(v, b, s, q, c)
                 both = own_row(lane, (x[0] << 7) + x[1], (x[2] << 7) + x[3], (y[0] << 7) + y[1], (y[2] << 7) + y[3])
+                if shifted:
+                    more = shift(t, steps * j + s)
+                    both = i32(both + more * i32(lds(shared, sums_at + 2 * j + s)))
+                    if steps == 1:
+                        both = i32(both + more * i32(lds(shared, sums_at + 2 * j + 1)))
                 if integer:
                     total[0] = total_type(total[0] + total_type(isc[steps * j + s]) * total_type(both))
                 else:
@@ -677,12 +790,12 @@ def token_block_multiplier(const: Constants):
             acc[0] = fma(-m, i2f(i32((c[0] << 7) + c[1])), acc[0])
 
     @device
-    def multiply_blocks(lane, shared, tile, act, j, t, sums):
-        apart()
+    def multiply_blocks(lane, shared, tile, act, j, t, sums_at, sums):
+        begin()
         b = load_tokens(lane, shared, act, j, 0)
-        multiply_block(lane, shared, tile, j, b[0], b[1], t, sums)
-        apart()
-        multiply_block(lane, shared, tile, j + 1, b[2], b[3], t, sums)
+        multiply_block(lane, shared, tile, j, b[0], b[1], t, sums_at, sums)
+        begin()
+        multiply_block(lane, shared, tile, j + 1, b[2], b[3], t, sums_at, sums)
     return multiply_blocks
 
 
@@ -713,6 +826,7 @@ def token_multiplier(const: Constants):
     step, integer, wide, _ = const.form
     total_type, n_entries, z = i64 if wide else i32, const.n_entries, i32(0)
     unpack_scales, multiply_blocks, fold = scale_unpacker(const), token_block_multiplier(const), token_folder(const)
+    in_halves = halved(const)
 
     @device
     def multiply_token(lane, shared, tile, act, limbs, scratch, acc):
@@ -724,15 +838,17 @@ def token_multiplier(const: Constants):
             sums.high[k], sums.low[k] = z, z
         minimum = z
         if integer:
-            minimum = unpack_scales(t, shared, limbs, sums.isc)
-        multiply_blocks(lane, shared, tile, act, 0, t, sums)
-        multiply_blocks(lane, shared, tile, act, 2, t, sums)
+            minimum = unpack_scales(t, shared, limbs, sums.isc, 0)
+        multiply_blocks(lane, shared, tile, act, 0, t, limbs, sums)
+        multiply_blocks(lane, shared, tile, act, 2, t, limbs, sums)
         if n_group == 128:
             fold(lane, t, 0, minimum, sums)
         if n_entries or (not wide and (step == 16 or (has_min and not whole))):
             syncwarp()  # what is loaded for the other half is loaded behind it: registers
-        multiply_blocks(lane, shared, tile, act, 4, t, sums)
-        multiply_blocks(lane, shared, tile, act, 6, t, sums)
+        if in_halves:
+            unpack_scales(t, shared, limbs, sums.isc, 1)
+        multiply_blocks(lane, shared, tile, act, 4, t, limbs, sums)
+        multiply_blocks(lane, shared, tile, act, 6, t, limbs, sums)
         if n_group == 128:
             fold(lane, t, 1, minimum, sums)
         if whole:

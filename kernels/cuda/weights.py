@@ -9,7 +9,7 @@ import numpy as np
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
 from ...quant.words import u64
-from .ptx import as_f32, constant, device, f16_to_f32, i32, ldc, ldc4, lds, lds4, mul, prmt, shr, u32
+from .ptx import add2, as_f32, constant, device, f16_to_f32, fma2, i32, ldc, ldc4, lds, lds4, mul, prmt, shr, u32
 
 
 @device
@@ -63,16 +63,21 @@ def quarter_loads(fmt: Format):
     return _loads(fmt, lds, shared_word)
 
 
-def lookup16(levels):
+def lookup_nibbles(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the
-    table by prmt, then a choice by the nibbles' bit 3. Of two constants of an instruction one is loaded: one that the assembler
-    knows it moves to a register anew for every instruction, which made a fifth of them."""
-    table = np.asarray(levels, np.int8).view(np.uint32)
-    assert table.shape == (4,), table.shape
+    table by prmt, then a choice by the nibbles' bit 3; of up to eight levels by one prmt. Of two constants of an instruction one
+    is loaded: one that the assembler knows it moves to a register anew for every instruction, which made a fifth of them."""
+    table = np.resize(np.asarray(levels, np.int8), 16).view(np.uint32)
     t1, t3, loaded = u32(table[1]), u32(table[3]), constant(np.array([table[0], table[2], 0x44444444], np.uint32))
 
     @device
-    def lookup(w):
+    def few(w):
+        w, t0 = u32(w), loaded(0)
+        a, c = prmt(t0, t1, w), prmt(t0, t1, u32(w >> u32(16)))
+        return i32(prmt(a, c, u32(0x6420))), i32(prmt(a, c, u32(0x7531)))
+
+    @device
+    def sixteen(w):
         w, t0, t2, fours = u32(w), loaded(0), loaded(1), loaded(2)
         index = u32(w & u32(0x77777777))
         later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & fours | u32(0x32103210))
@@ -80,7 +85,69 @@ def lookup16(levels):
         c, d = prmt(t0, t1, later), prmt(t2, t3, later)
         a, c = prmt(a, b, choice), prmt(c, d, u32(choice >> u32(16)))
         return i32(prmt(a, c, u32(0x6420))), i32(prmt(a, c, u32(0x7531)))
-    return lookup
+    return few if len(levels) <= 8 else sixteen
+
+
+def lookup_codes(levels, cubic):
+    """`words.Primitives.lookup_codes` by the cubic, of two codes at a time: 1024 + code is a float16 whose low byte is the code,
+    1280 + level one whose low byte is the level."""
+    def twice(value):
+        return u32(np.array([value, value], np.float16).view(np.uint32)[0])
+
+    a, b, c, d, minus_middle = map(twice, (cubic.a, cubic.b, cubic.c, 1280 + cubic.d, -1024 - cubic.middle))
+    loaded = constant(np.array([b, c, d, 0x64646464], np.uint32))  # as in lookup_nibbles
+
+    @device
+    def two(w):
+        y = add2(w, minus_middle)
+        return fma2(fma2(fma2(y, a, loaded(0)), y, loaded(1)), y, loaded(2))
+
+    @device
+    def four(w):
+        w, exponents = u32(w), loaded(3)
+        return i32(prmt(two(prmt(w, exponents, u32(0x4240))), two(prmt(w, exponents, u32(0x4341))), u32(0x6240)))
+    return device(lambda a, b: (four(a), four(b)))
+
+
+class Terms(NamedTuple):
+    """Levels of nibbles as sums of terms, which an integer product adds, plus a constant. A term is a half of the table: prmt
+    gives the level where the nibble's bit 3 is the half's, else the sign of the half's levels, which all have the same."""
+    n: int              # of terms: two for 16 levels, one for less
+    constant: int
+    of_nibbles: object  # (w) -> for each term two int32 words: of the nibbles of w's low half, the lowest first, and of its high
+                        # half
+
+
+def terms(levels) -> Terms:
+    """Of 4, 8 or 16 int8 levels."""
+    levels, eights = np.array(levels), u32(0x88888888)
+    halves = (np.resize(levels, 8),) if len(levels) <= 8 else (levels[:8], levels[8:])
+    if len(halves) == 1:
+        signs, rest = (0,), 0
+    elif halves[0].max() < 0 <= halves[1].min():
+        signs, rest = (-1, 0), 0
+    else:  # all terms negative
+        signs, rest = (-1, -1), int(levels.max()) + 2
+    tables = [half - rest - (sum(signs) - sign) for half, sign in zip(halves, signs)]
+    assert all(len(tables) == 1 or (((table < 0) == (sign < 0)).all() and abs(table).max() < 128)
+               for table, sign in zip(tables, signs)), levels
+    tables = [table.astype(np.int8).view(np.uint32) for table in tables]
+    # Of two constants of a prmt one is loaded, as in lookup_nibbles
+    loaded = constant(np.array([table[0] for table in tables], np.uint32))
+    first, last = u32(tables[0][1]), u32(tables[-1][1])
+
+    @device
+    def one(w):
+        w, t = u32(w), loaded(0)
+        return i32(prmt(t, first, w)), i32(prmt(t, first, u32(w >> u32(16))))
+
+    @device
+    def two(w):
+        v = u32(w ^ eights)
+        x, y = one(w)
+        t = loaded(1)
+        return x, y, i32(prmt(t, last, v)), i32(prmt(t, last, u32(v >> u32(16))))
+    return Terms(len(tables), rest, one if len(tables) == 1 else two)
 
 
 def signed8(table):
@@ -90,7 +157,7 @@ def signed8(table):
         values, entries = np.unique(levels, return_inverse=True)
         assert values.shape == (3,) and levels.shape[1:] == (8,), (values, levels.shape)
         positive, b = (np.array([*(sign * values), 0], np.int8).view(np.uint32) for sign in (1, -1))
-        loaded, b = constant(positive), b[0]  # as in lookup16
+        loaded, b = constant(positive), b[0]  # as in lookup_nibbles
         entry = table((entries.reshape(levels.shape) << 4 * np.arange(8)).sum(axis=1).astype(np.uint32))
         odd = u32(0x2a if parity else 0xaa)
 
@@ -117,7 +184,7 @@ def primitives(table=None):
                                 byte=device(lambda w, i: prmt(w, u32(0), u32(i) | u32(0x4440))),
                                 half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
                                 odd_bytes=device(lambda v, w: prmt(u32(v), u32(w), u32(0x7351))),
-                                lookup16=lookup16, **native)
+                                lookup_nibbles=lookup_nibbles, lookup_codes=lookup_codes, **native)
     return portable._replace(signed8=signed8(portable.table))
 
 

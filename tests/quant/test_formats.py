@@ -172,7 +172,7 @@ def plain(function):
 
 def plain_chunk(fmt, tiles, n_chunks, row, chunk):
     """The source run as plain Python over one chunk: levels [256], isc and imin [256 / sub], d and m [256 / group]."""
-    levels, sub, group, quarter, pairs = fmt.unpack(primitives(plain), *tile.loads(fmt, plain))
+    levels, sub, group, quarter, pairs = fmt.unpack(primitives(plain), *tile.loads(fmt, plain))[:5]
     t = (tiles.reshape(-1).view(np.uint32), (row // 32 * n_chunks + chunk) * tile.tile_bytes(fmt) // 4, row % 32)
     level_words = [levels(t, j) for j in range(8)]
     quarters = [[quarter(t, j, q) for q in range(4)] for j in range(8)]
@@ -223,7 +223,7 @@ def test_plain_python_float_values(name):
 def test_compiled_quarters_of_run_time_places(name):
     """j and q unknown to the compiler, as they are where lanes share a row."""
     fmt = FORMATS[name]
-    levels, _, _, quarter, pairs = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))
+    levels, _, _, quarter, pairs = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:5]
 
     @CPU.jit
     def fill(words, row, quarters, all_levels):
@@ -296,15 +296,16 @@ def test_signed_entries():
                     assert [*chain(*map(as_bytes, eight(None, i, np.uint32(s))))] == (levels[i] * (1 - 2 * bits)).tolist()
 
 
-def test_lookup_of_every_nibble():
-    levels = tuple(range(-128, 112, 15))
-    lookup = primitives(plain).lookup16(levels)
-    for low in range(16):
-        for high in range(16):
-            word = np.array([low | high << 4, 0xf0, 0x0f, high | low << 4], np.uint8).view(np.uint32)[0]
+@pytest.mark.parametrize("n", [4, 8, 16])
+def test_lookup_of_every_nibble(n):
+    levels, last = tuple(range(-128, 112, 15))[:n], n - 1
+    lookup = primitives(plain).lookup_nibbles(levels)
+    for low in range(n):
+        for high in range(n):
+            word = np.array([low | high << 4, last << 4, last, high | low << 4], np.uint8).view(np.uint32)[0]
             a, b = lookup(word)
-            assert as_bytes(a) == [levels[low], levels[0], levels[15], levels[high]]
-            assert as_bytes(b) == [levels[high], levels[15], levels[0], levels[low]]
+            assert as_bytes(a) == [levels[low], levels[0], levels[last], levels[high]]
+            assert as_bytes(b) == [levels[high], levels[last], levels[0], levels[low]]
 
 
 def test_native_primitives_reach_those_built_on_them():

@@ -126,6 +126,15 @@ FORMS = [
     ("IQ4_XS", 2, 256),
     ("IQ1_S", 1, 256),
     ("IQ3_XXS", 2, 256)]
+# Of a single token: what its product adds of each level
+TERMS = [
+    ("MXFP4", 2, 64),     # two and a constant
+    ("NVFP4", 1, 64),     # for 16 columns
+    ("IQ4_KS", 2, 256),   # and a shift, 32 bits are too few
+    ("IQ4_K", 2, 256),    # for 16 columns
+    ("IQ3_K", 1, 256),    # one
+    ("IQ5_K", 1, 256),    # a level and a shift
+    ("IQ2_KT", 2, 256)]   # four bytes
 
 
 def one_warp(machine, name, *sizes):
@@ -152,7 +161,7 @@ def simulate_mmq_few(machine, name, n_rows, n_cols):
     check_mul_mat(machine, name, n_rows, n_cols, 3, few(machine, name, n_rows, n_cols, 3))
 
 
-@pytest.mark.parametrize("name, n_rows, n_cols", FORMS)
+@pytest.mark.parametrize("name, n_rows, n_cols", dict.fromkeys(FORMS + TERMS))
 def simulate_one_token(machine, name, n_rows, n_cols):
     """Row tiles after another in one block, fewer warps than chunks."""
     check_mul_mat(machine, name, n_rows, n_cols, 1, shape_of((name,), n_rows, n_cols, 1, 1, 1, 1))

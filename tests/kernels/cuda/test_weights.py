@@ -9,6 +9,10 @@ import pytest
 from cuda_simulator import run_in_simulator
 from ggml_py.quant import tile
 from ggml_py.quant.formats import CHUNK, FORMATS
+from ggml_py.quant.fp4 import E2M1_LEVELS
+from ggml_py.quant.ik_quants import (FIVE_BIT_CUBIC, FIVE_BIT_LEVELS, SIX_BIT_CUBIC, SIX_BIT_LEVELS, THREE_BIT_LEVELS,
+                                     TWO_BIT_LEVELS)
+from ggml_py.quant.legacy import IQ4_LEVELS
 from ggml_py.quant.words import primitives
 
 QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
@@ -43,6 +47,40 @@ def simulate_shared_unpacker(name):
         for g in range(CHUNK // fmt.group):
             a, b = device.group(ours, g), portable.group(t, g)
             assert np.array_equal(np.array(a), np.array(b), equal_nan=True), (row, g)
+
+
+def of_bytes(*codes):
+    return np.array(codes, np.uint8).view(np.uint32)[0]
+
+
+@pytest.mark.parametrize("levels", [TWO_BIT_LEVELS, THREE_BIT_LEVELS, IQ4_LEVELS, E2M1_LEVELS],
+                         ids=["2 bits", "3 bits", "IQ4", "E2M1"])
+def simulate_nibbles(levels):
+    """Each pair of nibbles, beside the last level: the device's words, and its terms in the order of the nibbles."""
+    from ggml_py.kernels.cuda.weights import lookup_nibbles, terms
+    portable, ours, of_terms = primitives(lambda f: f).lookup_nibbles(levels), lookup_nibbles(levels), terms(levels)
+    last = len(levels) - 1
+    for low in range(len(levels)):
+        for high in range(len(levels)):
+            nibbles = low, high, last, low, high, last, 0, high
+            w = of_bytes(*(a | b << 4 for a, b in zip(nibbles[::2], nibbles[1::2])))
+            assert ours(w) == portable(w)
+            words = np.array(of_terms.of_nibbles(w), np.int32).view(np.int8).reshape(of_terms.n, 8)
+            assert (words.sum(axis=0, dtype=int) + of_terms.constant).tolist() == [levels[i] for i in nibbles]
+
+
+@pytest.mark.parametrize("levels, cubic", [(FIVE_BIT_LEVELS, FIVE_BIT_CUBIC), (SIX_BIT_LEVELS, SIX_BIT_CUBIC)],
+                         ids=["5 bits", "6 bits"])
+def simulate_codes(levels, cubic):
+    """The cubic is each level."""
+    from ggml_py.kernels.cuda.weights import lookup_codes
+    lookup = lookup_codes(levels, cubic)
+    for code in range(len(levels)):
+        others = 0, len(levels) - 1, code ^ 5
+        for k in range(4):
+            codes = *others[:k], code, *others[k:]
+            for word in lookup(of_bytes(*codes), of_bytes(*codes)):
+                assert np.array([word], np.int32).view(np.int8).tolist() == [levels[i] for i in codes]
 
 
 def test_constants_are_offsets_of_loads():
