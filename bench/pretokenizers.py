@@ -22,16 +22,18 @@ compares it.
 
 | `tokenizer.ggml.model` | what it is | BOS, EOS without keys | a text's tokens give the text again |
 | --- | --- | --- | --- |
-| `gpt2` | BPE of bytes, after the pre-tokenizer that `tokenizer.ggml.pre` names | 11, 11 | with `decode(ids, clean_spaces=False)`, if every byte has a token (Falcon has none for some controls) |
-| `gemma4` | BPE of characters of lines, with U+2581 for a space; characters without a token are bytes `<0xXX>` | none; BOS is always added | but U+2581, which becomes a space |
-| `llama` | SentencePiece: the pair that makes the token of the highest score is merged first | 1, 2; BOS is added | but U+2581, which becomes a space |
+| `gpt2` | BPE of bytes, after the pre-tokenizer that `tokenizer.ggml.pre` names | 11, 11 | yes, with `decode(ids, clean_spaces=False)`, where every byte has a token (Falcon's vocabulary lacks some control characters) |
+| `gemma4` | BPE of characters of lines, with U+2581 for a space; characters without a token are bytes `<0xXX>` | none; BOS is always added | yes, except that U+2581 becomes a space |
+| `llama` | SentencePiece: the pair that makes the token of the highest score is merged first | 1, 2; BOS is added | yes, except that U+2581 becomes a space |
 | `no_vocab`, `none` | no texts, token ids alone | none | |
 
 """  # noqa: E501
 SPECIAL = """
 ## Special tokens
 
-Texts of user-defined tokens always become those tokens, texts of control tokens with `parse_special=True`, the longest first.
+The text of a user-defined token always becomes that token, the text of a control token does with `parse_special=True`. Longer
+texts are found first.
+
 White space beside them stays, except for models that llama.cpp knows by name: the special tokens of Phi-3 (`general.name` has
 `phi-3` or `phi3`; not `<unk>`, `<s>`, `<|endoftext|>`) swallow the ASCII white space to their right, `<mask>` of `jina-v2-de`,
 `jina-v2-es` and `jina-v2-code` and `[MASK]` of `modern-bert` that to their left: such texts do not come back.
