@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from composing_cpu import ComposingCPU
 from ggml_py.backends import present_devices
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import UserError
@@ -73,6 +74,18 @@ def test_one_set_of_bits(kind, device, tmp_path):
             assert_bitwise_equal(context.decode(TOKENS[40:], logits="all"), expected[40:], "taken back")
             context.keep(0, 30)
             assert_bitwise_equal(context.decode(TOKENS[30:], logits="all"), expected[30:], "from a checkpoint")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused(kind, tmp_path):
+    """What a GPU would fuse is made, the rows of a mixer's first matrix among it, and changes no bit."""
+    with Model(GGUFFile.open(write_hybrid_model(tmp_path / "m.gguf", kind, ("Q8_0",))), ComposingCPU()) as model:
+        expected, made = run(model, TOKENS, no_fuse="all"), set()
+        for n_ubatch in 1, 64:
+            with model.new_context(N, n_ubatch=n_ubatch) as context:
+                assert_bitwise_equal(context.decode(TOKENS, logits="all"), expected, f"micro-batches of {n_ubatch}")
+                made |= {(node.op, node.name) for program in context.programs.values() for node in program.nodes}
+    assert any(op == "mul_mat_qkv" and "-0" in name for op, name in made), made
 
 
 def test_latent_experts(tmp_path):

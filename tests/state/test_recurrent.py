@@ -17,6 +17,7 @@ from ggml_py.testing import assert_bitwise_equal
 from cuda_simulator import no_gpu
 from queueing_backend import QueueingBackend
 from tiny_delta_net_models import write_delta_net_model
+from tiny_hybrid_models import write_hybrid_model
 
 N_CTX, N_SEQ, ROLLBACK = 40, 3, 3
 
@@ -190,10 +191,14 @@ class Interleavings(RuleBasedStateMachine):
             self.model.close()
 
 
+@pytest.mark.parametrize("kind", ["delta net", pytest.param("nemotron_h", marks=pytest.mark.slow),
+                                  pytest.param("lfm2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", [FailingCPU, FailingQueue, pytest.param(FailingGPU, marks=pytest.mark.gpu)])
-def test_interleavings(path, backend):
+def test_interleavings(path, kind, backend, tmp_path):
     if backend is FailingGPU and (reason := no_gpu()):
         pytest.skip(reason)
+    if kind != "delta net":
+        path = write_hybrid_model(tmp_path / "m.gguf", kind, ("Q8_0", "F16"), n_ctx=N_CTX)
     class OfThisFile(Interleavings):
         pass
     OfThisFile.path, OfThisFile.backend_class = path, backend
