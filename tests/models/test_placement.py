@@ -233,7 +233,8 @@ def shared(kind: str, *devices: str, **options) -> dict[str, list[tuple[int, ...
     """Of each weight and cache that is cut, the shapes of its parts."""
     with (Model.load(file_of(kind), placement=PlacementOptions(devices, split_mode="column", **options)) as model,
           model.new_context(n_ctx=8) as context):
-        leaves = [*model.architecture.w.loaded.values(), *context.memory.k, *context.memory.v]
+        cache = getattr(context.memory, "cache", context.memory)
+        leaves = [*model.architecture.w.loaded.values(), *cache.k, *cache.v]
         return {leaf.name: [part.shape for part in leaf.shards.values()] for leaf in leaves if leaf.is_cut}
 
 
@@ -274,6 +275,14 @@ def test_weights_of_other_places_are_not_shared():
     assert "blk.0.attn_v.weight" in found
     found = shared("wide", "cpu:1", "cpu:2", n_gpu_layers=2)
     assert "blk.0.attn_q.weight" not in found and {"blk.1.attn_q.weight", "output.weight"} <= {*found}
+
+
+@pytest.mark.parametrize("kind, out", [("lfm2", "shortconv.out_proj"), ("nemotron_h", "ssm_out"), ("granitehybrid", "ssm_out")])
+def test_recurrent_mixers_are_one_devices_own(kind, out):
+    """But for the product behind them, as of gated delta nets; feed-forward blocks are shared."""
+    found = shared(kind, "cpu", "cpu:1")
+    assert {name.partition(".weight")[0].split(".", 2)[2] for name in found if "ssm" in name or "conv" in name} == {out}
+    assert any("ffn_up" in name for name in found)
 
 
 def test_between_gathers_devices_work_side_by_side():
