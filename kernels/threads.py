@@ -264,14 +264,23 @@ class Workers:
 
     def __init__(self):
         self.control = _new_control(MOST)
-        self.n_started = 0
+        self.started: list[threading.Thread] = []
+        self.cpus: list[int] = []  # to which the threads are pinned, that with the jobs first; none: the system chooses
 
     def start(self) -> None:
         """Those that there are not yet."""
-        while self.n_started < self.control[THREADS] - 1:
-            self.n_started += 1
-            threading.Thread(target=lambda index: work(self.control, index, looks_of(SPIN_SECONDS)), args=(self.n_started,),
-                             name=f"ggml-py-{self.n_started}", daemon=True).start()
+        while len(self.started) < self.control[THREADS] - 1:
+            index = len(self.started) + 1
+            self.started.append(threading.Thread(target=lambda index: work(self.control, index, looks_of(SPIN_SECONDS)),
+                                                 args=(index,), name=f"ggml-py-{index}", daemon=True))
+            self.started[-1].start()
+            self.pin(index)
+
+    def pin(self, index: int) -> None:
+        """The thread with the jobs (0) or a worker to its CPU."""
+        thread = self.started[index - 1] if index else threading.current_thread()
+        if self.cpus and thread.native_id is not None:
+            os.sched_setaffinity(thread.native_id, {self.cpus[index % len(self.cpus)]})
 
 
 def _new_control(n_threads: int) -> np.ndarray:
@@ -287,8 +296,9 @@ workers = Workers()
 
 def _after_fork_in_child() -> None:
     global workers  # noqa: PLW0603 (of the process, which just came to be)
-    n_threads = get_num_threads()
+    n_threads, cpus = get_num_threads(), workers.cpus
     workers = Workers()
+    workers.cpus = cpus
     set_num_threads(n_threads)
 
 
@@ -304,6 +314,13 @@ def run(kernel: Callable, *args) -> None:
         if control[MISSED]:
             control[MISSED] = 0
             workers.start()
+
+
+def pin(cpus: list[int]) -> None:
+    """Each thread to a CPU, this one to the first, workers to the others; those that start later too. Linux alone."""
+    workers.cpus = cpus
+    for index in range(len(workers.started) + 1):
+        workers.pin(index)
 
 
 def get_num_threads() -> int:

@@ -74,6 +74,12 @@ def load(options, load_model, **more):
     what its devices copied. more: for `Model.load`."""
     path, placement = model_path(options.model), placement_of(options, devices_of(options))
     set_threads(options.n_threads)
+    if options.numa:
+        from ..kernels import numa
+        try:
+            numa.use(options.numa)
+        except RuntimeError as error:
+            raise UserError(f"--{error}") from None
     if load_model is None:
         more |= {"mapped": options.mapped, "fit": fit_of(options) if options.fit == "on" else None}
     with load_on(path, devices_of(options)[0], load_model, placement, **more) as model:

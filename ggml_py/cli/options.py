@@ -128,6 +128,9 @@ def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
     execution(p)
     p.add_argument("--no-mmap", dest="mapped", action="store_false",
                    help="weights are read from the file, each at a time, not taken from a memory map")
+    p.add_argument("--numa", dest="numa", type=one_of("distribute", "isolate", "numactl"), metavar="distribute|isolate|numactl",
+                   help="hosts whose memory is in several nodes: spread over all, threads pinned to CPUs of all; or threads "
+                        f"are pinned to one node; or all is as numactl has it; {WHATEVER}")
     p.add_argument("-tb", "--threads-batch", dest="n_threads_batch", type=at_least(1), metavar="N",
                    help=f"CPU threads for micro-batches of more than one token, as -t says by default; {WHATEVER}")
     p.add_argument("--fit", dest="fit", type=one_of("on", "off"), default="on", metavar="on|off",

@@ -200,7 +200,7 @@ with Model.load(sys.argv[1], device="cpu") as model, model.new_context(**SETTING
         assert (context.decode(tokens(0)) == wanted).all()
         with Model.load(sys.argv[1], device="cpu") as other, other.new_context(**SETTINGS) as new:
             assert (new.decode(tokens(0)) == wanted).all()
-        assert threads.workers.n_started == threads.get_num_threads() - 1 == threads.MOST - 1, threads.workers.n_started
+        assert len(threads.workers.started) == threads.get_num_threads() - 1 == threads.MOST - 1, len(threads.workers.started)
     if generation == "child":
         context.clear()
         assert (context.decode(tokens(0)) == wanted).all()  # and the parent still has all its threads
