@@ -318,11 +318,11 @@ def cpy_rows_indirect(params, cache, x, dst):
     return _rows_of_cache(cache, x)
 
 
-@op("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v", n_optional=1,
-    defaults={"window": 0, "n_embd_head_v": 0})
+@op("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v softcap",
+    n_optional=1, defaults={"window": 0, "n_embd_head_v": 0, "softcap": 0.0})
 def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     """window: positions that a query sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k,
-    only so many channels; 0 for all."""
+    only so many channels; 0 for all. softcap: scores become softcap times tanh of score / softcap; 0: they do not."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv,
@@ -337,6 +337,7 @@ def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     need(all(map(is_leaf, (seq, pos, *sinks))),
          "seq and pos must be inputs, sinks weights: kernels read them before those ahead of them have ended")
     need(params["window"] >= 0, f"window is {params['window']}, must be positive, or 0 for none")
+    need(params["softcap"] >= 0, f"softcap is {params['softcap']}, must be positive, or 0 for none")
     need(all(s.dtype == "f32" and s.shape == (n_head,) for s in sinks), f"sinks must be f32 [{n_head}]")
     return Shape("f32", (n, head_v * n_head))
 

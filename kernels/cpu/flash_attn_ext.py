@@ -11,10 +11,10 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub
+from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub, tanh
 from ..compile import device, jit
 from ..reference import flash_attn_ext as reference
-from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_SINKS, NO_WINDOW, PIECE
+from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_CAP, NO_SINKS, NO_WINDOW, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from ..threads import sharing
 from .parallel import PART
@@ -42,7 +42,7 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
     value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
 
     @device
-    def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
+    def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
         """Tokens first..last-1, all of one sequence, with the query heads of one KV head."""
         n_head, dim = q.shape[1], q.shape[2]
         dv, n_ctx = out.shape[2], present.shape[1]
@@ -80,6 +80,8 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
                 if n_seen == 0:
                     continue
                 score(queries, row, keys, n_seen, s)
+                if softcap != 0:
+                    cap(s, softcap)
                 for r in range(TILE):
                     m[r], l[r] = softmax(s[r], visible[r], p[r])
                 weigh(p, visible, values, n_seen, o)
@@ -95,8 +97,8 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
 
     run = shared_by_runs(attend, (type_k, type_v, isa))
 
-    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
-        run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
+    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS, softcap=NO_CAP):
+        run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap)
     return attention
 
 
@@ -113,13 +115,14 @@ def shared_by_runs(attend, key):
     each = sharing(unit)
 
     @jit(key=key, parallel=True)
-    def run(control, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
+    def run(control, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
         runs = np.empty(seq.shape[0] + 1, np.int64)
         n_runs = query_runs(seq, max(1, ROWS * n_head_kv // q.shape[1]), runs)
         n_seen = 0
         for token in range(pos.shape[0]):
             n_seen += pos[token] + 1
-        n_units, args = n_runs * n_head_kv, (runs, n_runs, (q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks))
+        rest = q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap
+        n_units, args = n_runs * n_head_kv, (runs, n_runs, rest)
         each(control, n_units, args, n_seen * n_head_kv * (q.shape[2] + out.shape[2]) >= 2 * PART)
     return run
 
@@ -166,6 +169,14 @@ def mark_visible(here, visible):
 def ordered(x):
     """The bits of a float as an integer that orders as the floats do, -0 before +0; its own inverse on bits."""
     return i32(x ^ i32(i32(x >> i32(31)) & i32(0x7fffffff)))
+
+
+@device
+def cap(s, c):
+    """s = c tanh(s). s: f32 [4, 128]."""
+    for r in range(TILE):
+        for j in range(PIECE):
+            s[r, j] = mul(c, tanh(s[r, j]))
 
 
 @device

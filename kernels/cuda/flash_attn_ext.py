@@ -50,6 +50,7 @@ def check(call: Call) -> None:
     n_head, n_head_kv = call.n_head, call.n_head_kv
     need(n_head >= n_head_kv >= 1 and n_head % n_head_kv == 0, "n_head", n_head, f"a multiple of n_head_kv = {n_head_kv}")
     need(call.window >= 0, "window", call.window, "at least 1, or 0 for none")
+    need(call.softcap >= 0, "softcap", call.softcap, "above 0, or 0 for none")
     size = sizes(call)
     for what, type_, dim, row in ("K", call.k.dtype, size.dim_k, call.k.n_cols), ("V", call.v.dtype, size.dim_v, size.row_v):
         need(type_ in TYPES, f"type of {what}", type_, ", ".join(TYPES))
@@ -111,6 +112,7 @@ def flash_attn_ext(call: Call):
     q: f32 [n, n_head * Dk], head h of which reads KV head h // (n_head // n_head_kv); k: f32, f16 or q8_0
     [cells, n_head_kv * Dk]; v: the same, [cells, n_head_kv * Dv], or, of one KV head, more columns, such as k, of which
     Dv = n_embd_head_v are taken. The cell of (sequence, position) is sequence * n_ctx + position. seq, pos: i32 [n]; present:
-    u8 [sequences, n_ctx]; sinks: f32 [n_head], or absent; out: f32 [n, n_head * Dv]. q, k, v and scratch lie on 16 bytes."""
+    u8 [sequences, n_ctx]; sinks: f32 [n_head], or absent; out: f32 [n, n_head * Dv]. q, k, v and scratch lie on 16 bytes.
+    softcap: the scores scale q k become softcap tanh(scale q k / softcap); 0: they do not."""
     attention = KERNELS[call.plan.kernel](call)
     return attention if call.plan.n_splits is None else Launches((attention, flash_attn_ext_combine(call)))

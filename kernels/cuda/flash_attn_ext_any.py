@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
+from ..reference.flash_attn_ext import score_scale
 from .fixed_point import MINUS_INFINITY, ZERO, amax_of, fixed_point, larger_float, scales
-from .flash_attn_ext_combine import PIECE, addresses, first_piece, sink, sizes, statistics_at, stride
+from .flash_attn_ext_combine import PIECE, addresses, capping, first_piece, of_few_models, sink, sizes, statistics_at, stride
 from .flash_attn_ext_few import get, put, sum8
 from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, factory
 from .ptx import (add, as_f32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, prmt, st, stage,
@@ -441,8 +442,9 @@ def result_writer(where: Shared, dim_v: int, heads: int, sinks_there: bool):
 @factory([("f16", "f16", 64, 64, 3, False, False), ("q8_0", "q8_0", 80, 80, 1, False, True),
           ("f32", "f32", 64, 64, 3, True, False), ("f16", "q8_0", 10, 8, 4, False, False),
           ("q8_0", "f32", 128, 128, 8, True, False), ("f32", "f16", 65, 63, 2, True, False),
-          ("f32", "f32", 576, 512, 8, False, False), ("f16", "f16", 576, 512, 8, True, False)])
-def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_there, whole_octets=True):
+          ("f32", "f32", 576, 512, 8, False, False), ("f16", "f16", 576, 512, 8, True, False),
+          ("f32", "f32", 256, 256, 2, False, False, True, 50.0)])
+def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_there, whole_octets=True, softcap=0.0):
     """whole_octets: rows of V are, as heads of dim_v channels may be."""
     where = shared_layout(type_k, type_v, dim_k, dim_v, heads)
     q_row, k_row, v_row = cached("f32", dim_k), cached(type_k, dim_k), cached(type_v, dim_v if whole_octets else 1)
@@ -450,7 +452,7 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
                       else fixed_scores(k_row.octet, q_row.octet, where, dim_k, heads))
     key_scale, weigh = chain_values(where, dim_v, heads) if type_v == "f32" else fixed_values(v_row.octet, where, dim_v, heads)
     soften, fold_head = softener(where, heads), head_folder(where, heads, split)
-    write_result = result_writer(where, dim_v, heads, sinks_there)
+    write_result, capped = result_writer(where, dim_v, heads, sinks_there), capping(softcap)
     v_stride = stride(dim_v)
 
     def kernel(q, k, v, seq, pos, present, sinks, out, n_ctx, step_v, window, scale, n_splits):  # out: the pieces if split
@@ -480,6 +482,9 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
                 d_v, inv_v = ZERO, ZERO
                 if visible:
                     score(k, (cell + first + t) * step_k + head_kv * dim_k, scale, s, t)
+                    if softcap:
+                        for h in range(heads):
+                            put(s, where.scores + h * PIECE + t, capped(get(s, where.scores + h * PIECE + t)))
                     d_v, inv_v = key_scale(v, (cell + first + t) * step_v + head_kv * dim_v)
                 else:
                     for h in range(heads):
@@ -511,7 +516,7 @@ def flash_attn_ext_any(call):
     plan, size, split = call.plan, sizes(call), call.plan.n_splits is not None
     sinks, out, n_splits = (None, call.scratch, plan.n_splits) if split else (call.sinks, call.out, 1)
     of = call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads
-    kernel = flash_attn_ext_any_kernel(*of, split, sinks is not None, size.row_v % 8 == 0)
-    args = *addresses(call), (sinks or call.q).data, out.data, size.n_ctx, size.row_v, size.window, call.scale, n_splits
+    kernel = flash_attn_ext_any_kernel(*of, split, sinks is not None, size.row_v % 8 == 0, *of_few_models(call))
+    args = *addresses(call), (sinks or call.q).data, out.data, size.n_ctx, size.row_v, size.window, score_scale(call), n_splits
     grid = size.n * n_splits, size.n_head_kv, size.n_head // size.n_head_kv // plan.heads
     return call.device.launch(kernel, grid, PIECE, args, 4 * shared_layout(*of).n_words)

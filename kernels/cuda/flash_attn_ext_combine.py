@@ -19,7 +19,7 @@ from ..call import Call
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .launch import F32, I32, Kernel, N, factory
 from .ptx import (as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, ldc, lds, lds4, mul, shuffle, st, sts, sts4, sub,
-                  wait_for_previous)
+                  tanh, wait_for_previous)
 
 PIECE = 128        # keys
 NO_WINDOW = 2**31 - 1
@@ -75,6 +75,17 @@ def first_piece(position, window):
 def most_pieces(n_ctx: int, window: int) -> int:
     """That a query sees keys of."""
     return min(-(-n_ctx // PIECE), (window - 2) // PIECE + 2)
+
+
+def of_few_models(call: Call) -> tuple:
+    """Arguments of the factories of attention that have defaults, where they are not those."""
+    return (call.softcap,) if call.softcap else ()
+
+
+def capping(softcap: float):
+    """Device function s -> softcap tanh(s); of scores that were multiplied by `score_scale`."""
+    c = f32(softcap)
+    return device(lambda s: mul(c, tanh(s)))
 
 
 @device

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
+from ..reference.flash_attn_ext import score_scale
 from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted,
                           limb_pair, limbs, octet_loader, pair_mask, rest, scales, value_loader)
-from .flash_attn_ext_combine import PIECE, addresses, first_piece, sizes, statistics_at, stride
+from .flash_attn_ext_combine import PIECE, addresses, capping, first_piece, of_few_models, sizes, statistics_at, stride
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, device, exp, f32, fma, i32, i64, ld, ld4, lds,
                   lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32, wait_for_previous)
@@ -706,8 +707,9 @@ def weigher(const: Constants):
           ("f16", "q8_0", 80, 72, 1, 1, 16), ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16),
           ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16), ("f16", "f16", 64, 64, 3, 1, 8),
           ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("q8_0", "q8_0", 128, 128, 4, 1, 8),
-          ("f16", "f16", 128, 128, 8, 1, 8)])
-def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps):  # noqa: PLR0915 (a kernel: its steps in order)
+          ("f16", "f16", 128, 128, 8, 1, 8), ("f16", "f16", 128, 128, 2, 1, 8, 50.0), ("q8_0", "f16", 256, 256, 2, 1, 16, 50.0)])
+def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
+                              softcap=0.0):
     """parts: blocks of the heads of a KV head. A block: token blockIdx.z, KV head blockIdx.y, part blockIdx.x % parts, and of the
     pieces those from the blockIdx.x // parts-th on by steps of gridDim.x // parts. pieces: what `flash_attn_ext_combine`
     takes."""
@@ -720,7 +722,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     late, load_query_block, score = values_late(const), query_loader(const), scorer(const)
     (write_maximum, read_maximum), soften = maximum(const), softener(const)
     scale_by_values, largest_amax, store_statistics = value_scaler(const), largest_weight(const), statistics_writer(const)
-    weigh_slabs, fold = weigher(const), slab_folder(const)
+    weigh_slabs, fold, capped = weigher(const), slab_folder(const), capping(softcap)
 
     def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):  # noqa: PLR0915 (a kernel: its steps in order)
         s = cuda.shared.array(0, types.int32)
@@ -758,6 +760,9 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
             # 1. Scores of the lane's keys; those beyond the query's position are not seen
             now, here_key = piece, key
             score(keys, key, position, lane, k_raw, s, x)
+            if softcap:
+                for i in range(n_own):
+                    x[i] = capped(x[i])
             if late():
                 load_values(Cache(v, first_v, row_v), here_key, position, lane, v_raw)
             oldest = i32(position - (window if before_blackwell() else afresh(window)))
@@ -808,7 +813,8 @@ def flash_attn_ext_few(call):
     """The pieces of `flash_attn_ext` in call.scratch, by call.plan: n_splits blocks of n_warps share those of a token's heads."""
     plan, size = call.plan, sizes(call)
     parts = size.n_head // size.n_head_kv // plan.heads
-    kernel = flash_attn_ext_few_kernel(call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, parts, plan.n_warps)
-    args = *addresses(call), call.scratch.data, size.n_ctx, size.row_v, size.window, call.scale
+    kernel = flash_attn_ext_few_kernel(call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, parts, plan.n_warps,
+                                       *of_few_models(call))
+    args = *addresses(call), call.scratch.data, size.n_ctx, size.row_v, size.window, score_scale(call)
     n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.heads, plan.n_warps).n_words
     return call.device.launch(kernel, (plan.n_splits * parts, size.n_head_kv, size.n), 32 * plan.n_warps, args, n_bytes)

@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
+from ..reference.flash_attn_ext import score_scale
 from .fixed_point import (CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest,
                           scales, value_loader)
-from .flash_attn_ext_combine import PIECE, addresses, first_piece, sink, sizes, statistics_at
+from .flash_attn_ext_combine import PIECE, addresses, capping, first_piece, of_few_models, sink, sizes, statistics_at
 from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2,
@@ -104,14 +105,15 @@ class Constants(NamedTuple):
     n_warps: int
     split: bool        # several blocks share the pieces of the same rows: they store (m, l, o) of each piece
     sinks_there: bool
+    softcap: float     # of scores, 0: they have none
     n_blocks: int      # of 64 channels of Q and K
     n_slabs: int       # of 64 channels of V
     where: Shared
 
 
-def constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there) -> Constants:
-    return Constants(OCTETS[type_k], OCTETS[type_v], dim_k, dim_v, heads, n_warps, split, sinks_there, -(-dim_k // CHANNELS),
-                     -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps, split))
+def constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap) -> Constants:
+    return Constants(OCTETS[type_k], OCTETS[type_v], dim_k, dim_v, heads, n_warps, split, sinks_there, softcap,
+                     -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps, split))
 
 
 # The stages. s: the shared memory of the block, int32, laid out as `Shared`. Lane l = 4 g + t of a warp has rows g and g + 8 of
@@ -506,7 +508,7 @@ def scorer(const: Constants):
     bound: positions of the two rows' queries. Read: `q` and `q_d` of the warp, `k_hi`, `k_lo`, `d_k`, `seen`. reach: the last key
     of the piece that a row of the warp may see; scores of pairs of eights beyond are not computed."""
     where, n_blocks, k_row, z = const.where, const.n_blocks, k_stride(const.dim_k), i32(0)
-    between, max_of = fence(const), max_over_seen(const)
+    between, max_of, softcap, capped = fence(const), max_over_seen(const), const.softcap, capping(const.softcap)
 
     @device
     def add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores):
@@ -561,6 +563,9 @@ def scorer(const: Constants):
                 add_block4(tid, s, i, 2, window, reach, scores)
             if n_blocks > 3:
                 add_block4(tid, s, i, 3, window, reach, scores)
+            if softcap:
+                for j in range(16):
+                    scores[4 * i + j] = capped(scores[4 * i + j])
             m = max_of(tid, s, i, bound, window, scores, m)
             m = max_of(tid, s, i + 1, bound, window, scores, m)
             m = max_of(tid, s, i + 2, bound, window, scores, m)
@@ -888,12 +893,13 @@ def positions_of_warp(bound, lane):
           ("f16", "f16", 256, 256, 8, 8, False, False), ("q8_0", "q8_0", 256, 256, 8, 8, False, True),
           ("q8_0", "f16", 256, 200, 4, 4, False, False), ("f16", "q8_0", 256, 256, 8, 4, True, False),
           ("f16", "f16", 64, 64, 3, 4, True, False), ("f16", "q8_0", 128, 128, 4, 4, True, False),
-          ("q8_0", "f16", 192, 72, 8, 4, True, False)])
-def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there):
+          ("q8_0", "f16", 192, 72, 8, 4, True, False), ("f16", "f16", 128, 128, 2, 8, False, False, 50.0),
+          ("f16", "f16", 256, 256, 2, 8, False, False, 50.0), ("f16", "f16", 256, 256, 2, 4, True, False, 50.0)])
+def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap=0.0):
     """out: f32 [n, n_head, dim_v], or the pieces of `flash_attn_ext_combine` where blocks share them (split). A block: heads from
     blockIdx.x * heads, tokens ROWS n_warps / heads of blockIdx.y, split: every gridDim.z-th piece from the blockIdx.z-th. M, L
     (pairs) and O are of a lane's two rows, in registers."""
-    const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there)
+    const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap)
     tokens, n_outputs = ROWS * n_warps // heads, 16 if split else 32 * const.n_slabs
     load_query, stage_piece, work, write_row = query_loader(const), piece_stager(const), piece_worker(const), row_writer(const)
     keep, fetch = keeper(const)
@@ -973,8 +979,8 @@ def flash_attn_ext_tile(call):
     # go beside the most.
     together = plan.n_warps == 4 and not split and n_tiles * parts <= 2 * call.device.n_multiprocessors
     of = call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, plan.n_warps
-    kernel = flash_attn_ext_tile_kernel(*of, split, sinks is not None)
+    kernel = flash_attn_ext_tile_kernel(*of, split, sinks is not None, *of_few_models(call))
     args = (*addresses(call), (sinks or call.q).data, out.data, size.n, size.n_ctx, size.n_head_kv, size.row_v, size.window,
-            call.scale, (n_tiles + 1) // 2 if together else n_tiles)
+            score_scale(call), (n_tiles + 1) // 2 if together else n_tiles)
     n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.n_warps, split).n_words
     return call.device.launch(kernel, (parts, n_tiles, plan.n_splits or 1), 32 * plan.n_warps, args, n_bytes)

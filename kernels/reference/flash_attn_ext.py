@@ -3,7 +3,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from ..arith import div, exp, f32, fma, l2f, mul, sub
+from ..arith import div, exp, f32, fma, l2f, mul, sub, tanh
 from ..compile import device, jit
 from .quantize import quantize_block
 from .rms_norm import sum128
@@ -13,26 +13,26 @@ PIECE = 128           # keys
 BLOCK = 64            # channels of Q and K with one scale
 MINUS_INFINITY = f32(-np.inf)
 NO_WINDOW = 2**31 - 1
-NO_SINKS = np.empty(0, np.float32)
+NO_SINKS, NO_CAP = np.empty(0, np.float32), f32(0)
 # For parts of one kernel, which are cached with it.
 
 
 @lru_cache(None)
 def flash_attn_ext_arrays(type_k, type_v):
     """kernel(q f32 [n, H, D], k, v, n_head_kv, seq i32 [n], pos i32 [n], present u8 [n_seq, n_ctx], scale f32, out f32 [n, H,
-    Dv], window, sinks).
+    Dv], window, sinks, softcap).
 
     k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * n_ctx +
     position. With one KV head v may have more, as K's cache has, of which the first Dv count. Query head h reads KV head h // (H
     // n_head_kv).
     window: how many positions a query sees, its own and those before it, by default all; sinks: f32 [H], by default none, of
-    length 0.
+    length 0; softcap: f32, 0 by default, else scale is divided by it, and scores become softcap times their tanh.
     """
     score = _score_chain(cached_value(type_k)) if type_k == "f32" else _score_fixed(cached_value(type_k))
     weigh = _weigh_chain(cached_value(type_v)) if type_v == "f32" else _weigh_fixed(cached_value(type_v))
 
     @jit(key=(type_k, type_v))
-    def attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks):
+    def attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
         n, n_head, dv = out.shape
         n_ctx = present.shape[1]
         visible = np.zeros(PIECE, np.bool_)
@@ -51,6 +51,7 @@ def flash_attn_ext_arrays(type_k, type_v):
                     for j in range(PIECE):
                         if visible[j]:
                             s[j] = score(q[token, head], k, cell + j, head_kv, scale)
+                            s[j] = mul(softcap, tanh(s[j])) if softcap != 0 else s[j]
                             m = s[j] if s[j] > m else m
                     for j in range(PIECE):
                         p[j] = exp(sub(s[j], m)) if visible[j] else f32(0)
@@ -71,8 +72,8 @@ def flash_attn_ext_arrays(type_k, type_v):
                 for c in range(dv):
                     out[token, head, c] = div(O[c], L)
 
-    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS):
-        attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks)
+    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS, softcap=NO_CAP):
+        attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap)
     return attention
 
 
@@ -80,11 +81,17 @@ def flash_attn_ext(call, kernel=flash_attn_ext_arrays):
     """out = attention of q over the cached keys and values that each query sees (numerics, section 8). q: f32 [n, heads * D]; k,
     v: caches; seq, pos: i32 [n];
     present: u8 [sequences, positions]; sinks: f32 [heads] or absent; out: f32 [n, heads * Dv]. window: positions that a query
-    sees, 0 for all."""
+    sees, 0 for all; softcap: of scores, 0 for none."""
     sinks = NO_SINKS if call.sinks is None else call.sinks.data
     return partial(kernel(call.k.dtype, call.v.dtype), call.q.heads(call.n_head), call.k.data, call.v.data, call.n_head_kv,
                    call.seq.data, call.pos.data,
-                   call.present.data, f32(call.scale), call.out.heads(call.n_head), call.window or NO_WINDOW, sinks)
+                   call.present.data, score_scale(call), call.out.heads(call.n_head), call.window or NO_WINDOW, sinks,
+                   f32(call.softcap))
+
+
+def score_scale(call) -> np.float32:
+    """What scores are multiplied by, before their tanh where they have a cap."""
+    return f32(call.scale) / f32(call.softcap) if call.softcap else f32(call.scale)
 
 
 # Scores: (q f32 [D], cache, cell, KV head, scale) -> s

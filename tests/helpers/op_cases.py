@@ -195,6 +195,8 @@ CASES = {
     "flash_attn_ext: window, sinks": (CACHE,
                                       lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],
                                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "window": 20}),
+    "flash_attn_ext: cap": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
+                            {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5, "softcap": 1.5}),
     "flash_attn_ext: latent": (CACHE, lambda o: [o.x(HEADS * KV), *[o.cache()] * 2, o.ids(3), o.ids(48), o.present()],
                                {"n_head": HEADS, "n_head_kv": 1, "scale": KV**-0.5, "n_embd_head_v": DIM}),
     "flash_attn_ext_act": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present(), o.vector(HEADS)],

@@ -225,7 +225,7 @@ def filled_cache(name: str, type_: str, n_cells: int, cells: np.ndarray, x: np.n
 
 
 def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=0, sinks=False,
-                         latent=False, act=False) -> None:
+                         latent=False, act=False, softcap=0.0) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes:
     (sequence, position) of keys that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel
     1 of all heads of that row. Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is
@@ -233,7 +233,8 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
     act: flash_attn_ext_act."""
     op, (n_head, n_head_kv), (dim_k, dim_v), n = "flash_attn_ext_act" if act else "flash_attn_ext", heads, dims, len(tokens)
     name, rng = case(op, types=types, tokens=tokens[:4], n=n, heads=heads, dims=dims, n_ctx=n_ctx, holes=list(holes)[:4],
-                     special=special, shape=shape, window=window, sinks=sinks, latent=latent)
+                     special=special, shape=shape, window=window, sinks=sinks, latent=latent,
+                     softcap=softcap)
     seq, pos = np.array(tokens, np.int32).T
     n_seq = int(seq.max()) + 1
     present = np.zeros((n_seq, n_ctx), np.uint8)
@@ -253,6 +254,7 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
     operands = [q.reshape(n, -1), cache_k, cache_k if latent else cache_v, seq, pos, present]
     if sinks:
         operands.append(rng.normal(0, 3, n_head).astype(np.float32))
-    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=dim_k**-0.5, window=window or 0, n_embd_head_v=dim_v if latent else 0)
+    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=dim_k**-0.5, window=window or 0, softcap=softcap,
+                  n_embd_head_v=dim_v if latent else 0)
     (expected,) = check_op(machine, name, op, *operands, plan=shape, **params)
     assert special or all(np.isfinite(part).all() for part in expected), name

@@ -213,6 +213,21 @@ def test_flash_attn_ext_prompt(n_threads):
     compare_attention("prompt", attention_case("f16", "f16", 6, 2, 64, 64, 256, tokens, seeded("prompt")))
 
 
+@pytest.mark.parametrize("type_", ["f16", "f32"])
+def test_flash_attn_ext_capped(type_, n_threads):
+    case = attention_case(type_, type_, 6, 2, 64, 48, 256, positions((0, 20, 9), (1, 130, 20)), seeded("capped"))
+    compare_attention("softcap", case, softcap=2.5)
+
+
+def test_flash_attn_ext_capped_against_float64():
+    (q, k, v, *others), params = attention_case("f32", "f32", 4, 1, 32, 32, 200, positions((0, 0, 200)), seeded("cap"))
+    out = only_array(compute("flash_attn_ext", q, k, v, *others, softcap=3.0, **params)).reshape(200, 4, 32)
+    s = np.einsum("ihc,jc->hij", q.reshape(200, 4, 32).astype(np.float64), k.arrays[0][:200]) * params["scale"]
+    p = np.where(np.arange(200) <= np.arange(200)[:, None], np.exp(3 * np.tanh(s / 3)), 0)
+    expected = np.einsum("hij,jc->ihc", p / p.sum(2, keepdims=True), v.arrays[0][:200])
+    assert np.abs(s).max() > 6 and np.abs(out - expected).max() < 1e-4
+
+
 def test_flash_attn_ext_without_vector_instructions():
     case = attention_case("f16", "f32", 3, 1, 80, 40, 256, positions((0, 0, 70), (1, 120, 20)), seeded("plain"))
     compare_attention("isa=plain", case, kernel=partial(flash_attn_ext_arrays, isa="plain"))

@@ -38,7 +38,7 @@ def attention_call(op="flash_attn_ext", types=("f16", "f16"), n=1, heads=(4, 2),
                   sinks=("f32", (n_head,)) if sinks else None)
     shapes |= {"out": ("f32", (n, n_head * dim_v))} if op == "flash_attn_ext" else {"act": ("act", (n, n_head * dim_v))}
     values = {name: shape and Operand(*shape, addresses.get(name)) for name, shape in shapes.items()}
-    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=0.5, window=window, n_embd_head_v=dim_v if row_v else 0)
+    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=0.5, window=window, n_embd_head_v=dim_v if row_v else 0, softcap=0.0)
     return Call(op, "attention", device, {**values, **params}, Operand("f32", (), addresses.get("scratch")))
 
 
@@ -177,6 +177,14 @@ def simulate_window_and_sinks(machine, kernel, n_warps, types, heads, dims, wind
 def simulate_sinks(machine, kernel, n_warps):
     check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 130)], (4, 2), (32, 16), 131,
                          shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps), sinks=True)
+
+
+@pytest.mark.parametrize("kernel, n_warps, types", [("few", 16, "f16"), ("few", 8, "f16"), ("any", None, "f32"),
+                                                    ("any", None, "q8_0"), ("tile", 4, "f16")])
+def simulate_softcap(machine, kernel, n_warps, types):
+    """Of scores, of which some are far beyond it."""
+    shape = AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps)
+    check_flash_attn_ext(machine, (types, types), [(0, 0), (0, 130)], (4, 2), (32, 32), 131, shape=shape, window=100, softcap=1.5)
 
 
 @pytest.mark.slow
