@@ -9,6 +9,9 @@ from .ernie4_5 import Ernie45
 from .ernie4_5_moe import Ernie45MoE
 from .exaone4 import Exaone4
 from .gemma import Gemma
+from .gemma2 import Gemma2
+from .gemma3 import Gemma3
+from .gemma4 import Gemma4
 from .glm4 import Glm4
 from .glm4moe import Glm4MoE
 from .gpt_oss import GptOss
@@ -37,7 +40,7 @@ from .smollm3 import SmolLM3
 from .starcoder2 import Starcoder2
 
 ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, Qwen3Next, Qwen35, Qwen35MoE, GptOss, Deepseek2,
-                                                Glm4MoE, BailingMoE2, Gemma,
+                                                Glm4MoE, BailingMoE2, Gemma, Gemma2, Gemma3, Gemma4,
                                                 Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
                                                 Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE,
                                                 Granite, GraniteMoE, Cohere2, CommandR, Starcoder2,

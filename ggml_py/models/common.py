@@ -1,7 +1,7 @@
 """What architectures share: attention and feed-forward blocks, whose weights and sizes follow from the hyperparameters."""
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -39,6 +39,8 @@ class Batch:
     pos: Tensor
     out_ids: Tensor
     all_rows: bool = False  # all tokens go on behind the last layer
+    caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of the layers so far: K and V, written
+    per_layer: Tensor | None = None  # embeddings for each layer, of models that have them
 
     def rope_table(self, kind: str = FULL) -> Tensor:
         """On the device where the layer is that is being built."""
@@ -62,6 +64,7 @@ class Transformer:
     tied = False  # whatever its files have, the embedding is the output head
     embedding_scale = 1.0  # what the embeddings of tokens are multiplied by
     logit_scale = 1.0  # and their logits
+    attention_cap = 0.0  # beyond which no score of a key goes; 0: there is none
     logit_cap = 0.0  # beyond which no logit goes; 0: there is none
     without_kv = False  # its layers may have no KV heads, which says that they are recurrent
     final_norm = "output_norm"  # what files call the norm before the output head
@@ -288,12 +291,10 @@ class Transformer:
         any; greedy: only the ids of the largest, i32 [n_outputs]. hidden: behind them the results of the last norm of all tokens,
         f32 [n_tokens, n_embd], from which a NextN block goes on."""
         hp, g = self.hp, Graph(self.placement.output)
-        x = g.get_rows(self.w("token_embd.weight", self.n_vocab, hp.n_embd), g.input("tokens", "i32", (n_tokens,)),
-                       name="inp_embd")
+        tokens = g.input("tokens", "i32", (n_tokens,))
         b = Batch(g, memory, tables, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
                   g.input("out_ids", "i32", (n_outputs,)), hidden)
-        if self.embedding_scale != 1:
-            x = g.scale(x, factor=self.embedding_scale, name="inp_scaled")
+        x = self.embed(b, tokens)
         memory.inputs(g, n_tokens)
         if self.hot is not None:
             self.hot.inputs(g)
@@ -307,6 +308,10 @@ class Transformer:
         g.outputs = [] if not n_outputs else [g.argmax(logits, name="result_argmax")] if greedy else [logits]
         g.outputs += [x] * hidden
         return g
+
+    def embed(self, b: Batch, tokens: Tensor) -> Tensor:
+        x = b.g.get_rows(self.w("token_embd.weight", self.n_vocab, self.hp.n_embd), tokens, name="inp_embd")
+        return x if self.embedding_scale == 1 else b.g.scale(x, factor=self.embedding_scale, name="inp_scaled")
 
     @property
     def head(self) -> str:
@@ -354,9 +359,14 @@ class Transformer:
         h, out = self.mixed(b, il, h)
         h, x = self.wanted_rows(b, il, attn_out=h, inp=x)
         h = self.linear(b, h, p + out, self.hp.n_embd, name=f"attn_out-{il}")
-        x = self.joined(b, il, x, h, self.attn_post_norm, "ffn_inp")
-        h = self.norm(b, x, p + self.ffn_norm, f"ffn_norm-{il}") if self.ffn_norm else x
-        return self.joined(b, il, x, self.ffn(b, il, h), self.ffn_post_norm, "l_out")
+        return self.fed(b, il, self.joined(b, il, x, h, self.attn_post_norm, "ffn_inp"))
+
+    def fed(self, b: Batch, il: int, x: Tensor) -> Tensor:
+        """x + FFN(norm x)."""
+        return self.joined(b, il, x, self.feed_forward(b, il, x), self.ffn_post_norm, "l_out")
+
+    def feed_forward(self, b: Batch, il: int, x: Tensor) -> Tensor:
+        return self.ffn(b, il, self.norm(b, x, f"blk.{il}.{self.ffn_norm}", f"ffn_norm-{il}") if self.ffn_norm else x)
 
     def norm(self, b: Batch, x: Tensor, base: str, name: str) -> Tensor:
         """Of whole rows."""
@@ -400,13 +410,18 @@ class Transformer:
         return self.attend(b, il, *self.qkv(b, il, h))
 
     def attend(self, b: Batch, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        g, n_head, n_head_kv = b.g, self.hp.n_head[il], self.hp.n_head_kv[il]
+        n_head, n_head_kv = self.hp.n_head[il], self.hp.n_head_kv[il]
         q, k = self.placed(b, il, q, "q", n_head), self.placed(b, il, k, "k", n_head_kv)
-        k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
-        v = b.memory.write(g, il, "v", v, name=f"v_cache-{il}")
+        k = b.memory.write(b.g, il, "k", k, name=f"k_cache-{il}")
+        v = b.memory.write(b.g, il, "v", v, name=f"v_cache-{il}")
+        return self.over_caches(b, il, q, k, v)
+
+    def over_caches(self, b: Batch, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of q over caches to which the micro-batch's keys and values have been written."""
+        g, hp = b.g, self.hp
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il),
-                                n_head=n_head, n_head_kv=n_head_kv, scale=self.attention_scale(il),
-                                window=self.hp.windows[il], name=f"kqv_out-{il}")
+                                n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], scale=self.attention_scale(il),
+                                window=hp.windows[il], softcap=self.attention_cap, name=f"kqv_out-{il}")
 
     def placed(self, b: Batch, il: int, x: Tensor, part: str, n_head: int) -> Tensor:
         """Q or K (part: "q", "k") as attention takes it: normed, then rotated."""
@@ -432,13 +447,14 @@ class Transformer:
         w = self.w(f"blk.{il}.attn_{part}_norm.weight", self.hp.n_embd_head_k[il] if self.norms_heads else x.shape[1])
         return b.g.rms_norm(x, w, eps=self.hp.eps, name=f"{part.upper()}cur_normed-{il}")
 
-    def qkv(self, b: Batch, il: int, h: Tensor) -> list[Tensor]:
-        """Q, K and V from three matrices, or from the rows of one. The products come first: one op can make them all."""
+    def qkv(self, b: Batch, il: int, h: Tensor, wanted: str = "qkv") -> list[Tensor]:
+        """Q, K and V, those first ones that are wanted, from three matrices or from the rows of one. The products come first: one
+        op can make them all."""
         hp, p = self.hp, f"blk.{il}.attn_"
         head_k, head_v = hp.n_embd_head_k[il], hp.n_embd_head_v[il]
         sizes = [hp.n_head[il] * head_k, hp.n_head_kv[il] * head_k, hp.n_head_kv[il] * head_v]
         parts = []
-        for part, n, end in zip("qkv", sizes, accumulate(sizes)):
+        for part, n, end in zip(wanted, sizes, accumulate(sizes)):
             base, n_out, rows = (p + "qkv", sum(sizes), (end - n, end)) if p + "qkv.weight" in self.w else (p + part, n, None)
             y = self.product(b, h, base, n_out, f"{part.upper()}lin-{il}", rows)
             parts.append((y, base, n_out, rows, f"{p}{part}.bias"))

@@ -80,13 +80,18 @@ class MixtureOfExperts(Transformer):
     leading_dense = False  # there is a key for leading dense layers, beside that routing
     as_wide_as_dense = False  # an expert has the width of the key for dense layers
     n_ff_shared: list[int] | None = None  # None: from the number of shared experts
+    may_be_dense = False  # there are files without experts
     gates_shared = False  # the shared expert's output is multiplied by sigmoid of a product with the token
 
     def check(self) -> None:
-        self.experts = Experts.read(self.keys, self.hp, self)
+        self.mixes = not self.may_be_dense or self.keys.integer("expert_count", 0) > 0
+        if self.mixes:
+            self.experts = Experts.read(self.keys, self.hp, self)
+        elif routers := [name for name in self.file.tensors if name.endswith("ffn_gate_inp.weight")]:
+            raise self.keys.error("expert_count", 0, f"positive, since there is {routers[0]}")
 
     def has_experts(self, il: int) -> bool:
-        return il >= self.experts.n_dense
+        return self.mixes and il >= self.experts.n_dense
 
     def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
         if not self.has_experts(il):
@@ -137,8 +142,7 @@ class MixtureOfExperts(Transformer):
     def route(self, b: Batch, il: int, h: Tensor) -> tuple[Tensor, Tensor]:
         """(ids i32 [n, used], the largest first; their weights f32 [n, used]).
         A bias of `exp_probs_b` counts for the choice alone."""
-        e, g, p, bias = self.experts, b.g, f"blk.{il}.ffn_gate_inp", f"blk.{il}.exp_probs_b.bias"
-        logits = self.linear(b, h, p, e.n, name=f"ffn_moe_logits-{il}")
+        e, g, bias, logits = self.experts, b.g, f"blk.{il}.exp_probs_b.bias", self.router_logits(b, il, h)
         gates = {SOFTMAX: g.soft_max, SIGMOID: g.sigmoid}
         probs = gates[e.gating](logits, name=f"ffn_moe_probs-{il}") if e.gating in gates else logits
         chosen_by = g.add(probs, self.w(bias, e.n), name=f"ffn_moe_probs_biased-{il}") if bias in self.w else probs
@@ -154,6 +158,9 @@ class MixtureOfExperts(Transformer):
         if e.scale not in (0, 1):
             weights = g.scale(weights, factor=e.scale, name=f"ffn_moe_weights_scaled-{il}")
         return ids, weights
+
+    def router_logits(self, b: Batch, il: int, h: Tensor) -> Tensor:
+        return self.linear(b, h, f"blk.{il}.ffn_gate_inp", self.experts.n, name=f"ffn_moe_logits-{il}")
 
     def expert_linear(self, b: Batch, x: Tensor, chosen: Chosen, base: str, n_out: int, name: str,
                       rows: tuple[int, int] | None = None) -> Tensor:

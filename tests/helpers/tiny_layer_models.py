@@ -10,7 +10,7 @@ import numpy as np
 from tiny_moe_models import Tensors
 
 SIZES = dict(n_layer=2, n_embd=64, n_head=4, n_head_kv=2, head=32, n_rot=32, n_ff=96, n_vocab=70, n_ctx=256, n_expert=6, n_used=2,
-             n_ff_exp=64, n_ff_shexp=48)
+             n_ff_exp=64, n_ff_shexp=48, n_per_layer=8)
 ATTENTION, FFN, BIASES = "attn_q attn_k attn_v attn_output", "ffn_gate ffn_up ffn_down", "attn_q.bias attn_k.bias attn_v.bias"
 NORMS, POST_NORMS, QK_NORMS = "attn_norm ffn_norm", "post_attention_norm post_ffw_norm", "attn_q_norm attn_k_norm"
 QK_NORMS_OF_ROWS = "attn_q_norm:rows attn_k_norm:rows"
@@ -29,6 +29,7 @@ class Kind:
     more: str = "output"
     arch: str = ""  # where the kind is one of several
     eps: str = "attention.layer_norm_rms_epsilon"
+    of_layer: Callable[[int], dict] = lambda il: {}  # sizes of a layer that are others than those of all
 
 
 def experts(layer: str, more: str = "") -> str:
@@ -42,6 +43,11 @@ YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.o
 PARALLEL, LAYER_NORM_EPS = f"attn_norm {ATTENTION} {FFN}", "attention.layer_norm_epsilon"
 MORE_BIASES = "attn_norm.bias ffn_norm.bias attn_output.bias ffn_up.bias ffn_down.bias"
 SCALES = {"embedding_scale": 3.0, "residual_scale": 0.22, "attention.scale": 0.1, "logit_scale": 6.0}
+GEMMA4 = {"attention.sliding_window": 20, "attention.sliding_window_pattern": [True, False, True, False],
+          "attention.key_length_swa": 16, "attention.value_length_swa": 16, "rope.dimension_count_swa": 16,
+          "embedding_length_per_layer_input": 0, "rope.freq_base": 1e6, "final_logit_softcapping": 4.0}
+GEMMA4_EXPERTS = (f"{POST_NORMS} {QK_NORMS} ffn_gate_inp ffn_gate_inp.scale ffn_gate_up_exps ffn_down_exps ffn_down_exps.scale "
+                  "pre_ffw_norm_2 post_ffw_norm_1 post_ffw_norm_2")
 KINDS = {
     "phi3": Kind(FUSED, {"rope.scaling.original_context_length": 64, "attention.sliding_window": 3}, dict(n_rot=24),
                  "output rope_factors_long rope_factors_short"),
@@ -75,6 +81,19 @@ KINDS = {
                      {**WITH_EXPERTS, "expert_shared_feed_forward_length": "n_ff_shexp"}),
     "qwen2vl": Kind(f"{LLAMA} {BIASES}", VISION),
     "qwen3vl": Kind(f"{LLAMA} {QK_NORMS}", VISION),
+    "gemma": Kind(more=""),
+    "gemma2": Kind(f"{LLAMA} {POST_NORMS}", {"attention.sliding_window": 20, "attn_logit_softcapping": 6.0,
+                                            "final_logit_softcapping": 4.0}, more=""),
+    "gemma3": Kind(f"{LLAMA} {POST_NORMS} {QK_NORMS}", {
+        "attention.sliding_window": 20, "attention.sliding_window_pattern": 2, "rope.freq_base": 1e6,
+        "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    "gemma4": Kind(f"{LLAMA} {POST_NORMS} {QK_NORMS} inp_gate proj post_norm layer_output_scale", {
+        **GEMMA4, "embedding_length_per_layer_input": "n_per_layer", "attention.shared_kv_layers": 2}, dict(n_layer=4),
+        "rope_freqs per_layer_token_embd per_layer_model_proj per_layer_proj_norm",
+        of_layer=lambda il: dict(head=32 if il % 2 else 16)),
+    "gemma4-moe": Kind(lambda il: f"{LLAMA.replace('attn_v ', '') if il % 2 else LLAMA} {GEMMA4_EXPERTS}", {
+        **GEMMA4, **WITH_EXPERTS, "attention.head_count_kv": [2, 1, 2, 1]}, dict(n_layer=4), "rope_freqs", arch="gemma4",
+        of_layer=lambda il: dict(head=32, n_head_kv=1) if il % 2 else dict(head=16)),
     "qwen3vlmoe": Kind(experts(LLAMA, QK_NORMS), {**VISION, **WITH_EXPERTS}),
 }
 QUICK = [kind for kind, declared in KINDS.items() if declared.sizes.get("n_layer", 0) < 64]
@@ -96,7 +115,12 @@ def shapes(c: dict) -> dict[str, tuple[int, ...]]:
         "attn_q.bias": (q,), "attn_k.bias": (kv,), "attn_v.bias": (kv,),
         "ffn_gate": (ff, e), "ffn_up": (ff, e), "ffn_up_fused": (2 * ff, e), "ffn_down": (e, ff),
         "ffn_gate_inp": (n, e), "ffn_gate_exps": (n, fx, e), "ffn_up_exps": (n, fx, e), "ffn_down_exps": (n, e, fx),
-        "exp_probs_b.bias": (n,),
+        "exp_probs_b.bias": (n,), "ffn_gate_up_exps": (n, 2 * fx, e), "ffn_down_exps.scale": (n,), "ffn_gate_inp.scale": (e,),
+        **dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2", "post_norm"), (e,)),
+        "inp_gate": (c["n_per_layer"], e), "proj": (e, c["n_per_layer"]), "layer_output_scale": (1,),
+        "rope_freqs": (c["n_rot"] // 2,),
+        "per_layer_token_embd": (c["n_vocab"], c["n_per_layer"] * c["n_layer"]),
+        "per_layer_model_proj": (c["n_per_layer"] * c["n_layer"], e), "per_layer_proj_norm": (c["n_per_layer"],),
         "ffn_gate_shexp": (fs, e), "ffn_up_shexp": (fs, e), "ffn_down_shexp": (e, fs), "ffn_gate_inp_shexp": (e,),
     }
 
@@ -120,23 +144,24 @@ def write_layer_model(path: Path, kind: str, types: tuple[str, ...] = ("F32",), 
         add = {bool: w.add_bool, int: w.add_uint32, float: w.add_float32, str: w.add_string, list: w.add_array}
         if value is not None:
             add[type(value)](f"{arch}.{key}", value)
-    t, shape_of = Tensors(w, types, np.random.default_rng(seed), {} if tensors is None else tensors), shapes(c)
+    t = Tensors(w, types, np.random.default_rng(seed), {} if tensors is None else tensors)
 
-    def add_tensor(p: str, name: str) -> None:
-        shape, full = shape_of[name], p + name.split(":")[0].removesuffix("_fused") + ".weight" * ("." not in name)
+    def add_tensor(p: str, name: str, shapes_there: dict) -> None:
+        shape, full = shapes_there[name], p + name.split(":")[0].removesuffix("_fused") + ".weight" * ("." not in name)
         if full == without:
             return
         if len(shape) == 1 or "norm" in name:
-            t.vector(full, *shape, mean=2 if "factors" in name else int("norm" in name and "bias" not in name))
+            is_near_one = any(part in name for part in ("norm", "scale", "freqs")) and "bias" not in name
+            t.vector(full, *shape, mean=2 if "factors" in name else int(is_near_one))
         elif name == "ffn_gate_inp":
             t.floats(full, lambda: 0.3 * t.rng.standard_normal(shape))
         else:
             t.matrix(full, *shape, std=1.0 if name == "token_embd" else 0.15)
 
     for name in f"token_embd output_norm {declared.more}".split():
-        add_tensor("", name)
+        add_tensor("", name, shapes(c))
     for il in range(c["n_layer"]):
         for name in (declared.layer(il) if callable(declared.layer) else declared.layer).split():
-            add_tensor(f"blk.{il}.", name)
+            add_tensor(f"blk.{il}.", name, shapes({**c, **declared.of_layer(il)}))
     w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
     return path
