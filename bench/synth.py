@@ -24,7 +24,8 @@ from gguf_tensors import add_tensor
 from random_weights import random_weight
 
 POOL_BYTES = 16 << 20  # of one type and row length
-TAPS = 4               # of the convolution before a gated delta net
+TAPS = 4               # of the convolution before a gated delta net or a scan
+OF_HEADS = "ssm_a", "ssm_d", "ssm_norm.weight"  # of Mamba 2 they have two dimensions, and are no matrices
 SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
 # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
@@ -60,6 +61,12 @@ class Shape:
     n_head_k: int = 0                # gated delta nets, but for every fourth layer: heads of q and k, of v, and their channels
     n_head_delta: int = 0
     delta: int = 0
+    blocks: str = ""                 # of hybrids, again and again: M for Mamba 2, * for attention, E for experts alone
+    n_ff_shared: int = 0             # of their shared expert
+    n_head_ssm: int = 0              # of Mamba 2: heads, their channels, values of a channel, groups
+    head_ssm: int = 0
+    n_state: int = 0
+    n_group: int = 0
     n_nextn: int = 0                 # NextN (MTP) blocks behind the layers, with attention
     keys: dict = field(default_factory=dict)
 
@@ -84,6 +91,18 @@ SHAPES |= {
     "qwen3-next-80b-a3b": Shape("qwen3next", 48, 2048, 16, 2, n_ff=512, n_vocab=151936, n_ctx=262144, freq_base=1e7, n_expert=512,
                                 n_expert_used=10, n_ff_exp=512, **_DELTA_NET),
 }
+SHAPES |= {
+    "nemotron-3-nano-30b-a3b": Shape(
+        "nemotron_h_moe", 52, 2688, 32, 2, 128, 1856, 131072, 262144, 10000.0, n_expert=128, n_expert_used=6, n_ff_exp=1856,
+        blocks="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", n_ff_shared=3712, n_head_ssm=64, head_ssm=64, n_state=128,
+        n_group=8, keys={"expert_weights_norm": (True, "bool"), "expert_weights_scale": (2.5, "float32"),
+                         "attention.layer_norm_epsilon": (1e-5, "float32")}),
+    "granite-4.0-h-small": Shape(
+        "granitehybrid", 40, 4096, 32, 8, 128, 768, 100352, 131072, 10000.0, output=None, n_expert=72, n_expert_used=10,
+        n_ff_exp=768, blocks="MMMMM*MMMM", n_ff_shared=1536, n_head_ssm=128, head_ssm=64, n_state=128, n_group=1,
+        keys={"rope.scaling.finetuned": (False, "bool"), "attention.scale": (0.0078125, "float32"),
+              "embedding_scale": (12.0, "float32"), "residual_scale": (0.22, "float32"), "logit_scale": (16.0, "float32")}),
+}
 # Small ones, to try things: a layer or two of the same kinds (deepseek2 tells its forms apart by the number of layers).
 _TINY = dict(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, head=64, n_ff=512, n_vocab=320, n_ctx=1024)
 SHAPES |= {
@@ -98,6 +117,12 @@ SHAPES |= {
                               keys={"rope.dimension_sections": ([6, 5, 5, 0], "array")}),
     "tiny-qwen3next": replace(SHAPES["qwen3-next-80b-a3b"], **_TINY | dict(n_layer=4, n_rot=32), n_expert=8, n_expert_used=2,
                               n_ff_exp=256, n_head_k=2, n_head_delta=4, delta=32),
+    "tiny-nemotron-h-moe": replace(SHAPES["nemotron-3-nano-30b-a3b"], **_TINY | dict(n_layer=4, n_ff=256), n_expert=8,
+                                   n_expert_used=2, n_ff_exp=256, blocks="ME*E", n_ff_shared=512, n_head_ssm=4, n_state=32,
+                                   n_group=2),
+    "tiny-granitehybrid": replace(SHAPES["granite-4.0-h-small"], **_TINY | dict(n_ff=256), n_expert=8, n_expert_used=2,
+                                  n_ff_exp=256, blocks="M*", n_ff_shared=512, n_head_ssm=8, n_state=32,
+                                  keys={"rope.scaling.finetuned": (False, "bool")}),
 }
 
 
@@ -117,6 +142,9 @@ def tensors(s: Shape) -> Iterator[TensorShape]:
             yield TensorShape(f"{p}nextn.eh_proj.weight", (s.n_embd, 2 * s.n_embd))
             yield from (TensorShape(f"{p}nextn.{name}.weight", (s.n_embd,)) for name in ("enorm", "hnorm", "shared_head_norm"))
         yield TensorShape(f"{p}attn_norm.weight", (s.n_embd,))
+        if s.blocks:
+            yield from (t._replace(name=p + t.name) for t in hybrid(s, block_of(s, i)))
+            continue
         mixer = delta_net if s.delta and (i + 1) % 4 and not is_nextn else mla if s.kv_lora else attention
         yield from (t._replace(name=p + t.name) for t in mixer(s))
         yield TensorShape(f"{p}{'post_attention' if s.delta else 'ffn'}_norm.weight", (s.n_embd,))
@@ -148,6 +176,30 @@ def delta_net(s: Shape) -> Iterator[TensorShape]:
     yield TensorShape("ssm_out.weight", (s.n_embd, n_values))
 
 
+def block_of(s: Shape, i: int) -> str:
+    return s.blocks[i % len(s.blocks)]
+
+
+def hybrid(s: Shape, block: str) -> Iterator[TensorShape]:
+    """Granite's blocks have experts behind the others."""
+    yield from {"M": mamba2, "*": attention, "E": lambda s: ()}[block](s)
+    if s.arch == "granitehybrid":
+        yield TensorShape("ffn_norm.weight", (s.n_embd,))
+    if s.arch == "granitehybrid" or block == "E":
+        yield from experts(s)
+
+
+def mamba2(s: Shape) -> Iterator[TensorShape]:
+    n_inner = s.n_head_ssm * s.head_ssm
+    n_channels = n_inner + 2 * s.n_group * s.n_state
+    yield TensorShape("ssm_in.weight", (n_inner + n_channels + s.n_head_ssm, s.n_embd))
+    yield TensorShape("ssm_conv1d.weight", (n_channels, TAPS), "F32")
+    yield from (TensorShape(f"ssm_{part}.bias", (n,)) for part, n in (("conv1d", n_channels), ("dt", s.n_head_ssm)))
+    yield from (TensorShape(f"ssm_{part}", (s.n_head_ssm, 1), "F32") for part in "ad")
+    yield TensorShape("ssm_norm.weight", (s.n_group, n_inner // s.n_group), "F32")
+    yield TensorShape("ssm_out.weight", (s.n_embd, n_inner))
+
+
 def mla(s: Shape) -> Iterator[TensorShape]:
     """deepseek2 without q_lora, K and V from one matrix."""
     yield TensorShape("attn_q.weight", (s.n_head * s.head, s.n_embd))
@@ -158,7 +210,8 @@ def mla(s: Shape) -> Iterator[TensorShape]:
 
 
 def ffn(s: Shape, kind: str, n_ff: int, *n_expert: int) -> Iterator[TensorShape]:
-    yield from (TensorShape(f"ffn_{part}{kind}.weight", (*n_expert, n_ff, s.n_embd)) for part in ("gate", "up"))
+    parts = ("up",) if s.arch == "nemotron_h_moe" else ("gate", "up")
+    yield from (TensorShape(f"ffn_{part}{kind}.weight", (*n_expert, n_ff, s.n_embd)) for part in parts)
     yield TensorShape(f"ffn_down{kind}.weight", (*n_expert, s.n_embd, n_ff))
 
 
@@ -167,14 +220,18 @@ def experts(s: Shape) -> Iterator[TensorShape]:
     yield from ffn(s, "_exps", s.n_ff_exp, s.n_expert)
     if s.delta:
         yield TensorShape("ffn_gate_inp_shexp.weight", (s.n_embd,))
-    if s.n_expert_shared:
-        yield from ffn(s, "_shexp", s.n_ff_exp * s.n_expert_shared)
+    if s.arch == "nemotron_h_moe":
+        yield TensorShape("exp_probs_b.bias", (s.n_expert,))
+    if s.n_expert_shared or s.n_ff_shared:
+        yield from ffn(s, "_shexp", s.n_ff_shared or s.n_ff_exp * s.n_expert_shared)
 
 
 def add_metadata(w: GGUFWriter, s: Shape) -> None:
-    w.add_block_count(
-        s.n_layer + s.n_nextn); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd); w.add_feed_forward_length(s.n_ff)
-    w.add_head_count(s.n_head); w.add_head_count_kv(s.n_head_kv); w.add_key_length(s.head); w.add_value_length(s.head_v or s.head)
+    blocks = [block_of(s, i) for i in range(s.n_layer)] if s.blocks else []
+    w.add_block_count(s.n_layer + s.n_nextn); w.add_context_length(s.n_ctx); w.add_embedding_length(s.n_embd)
+    w.add_feed_forward_length([s.n_ff * (block == "E") for block in blocks] if s.arch == "nemotron_h_moe" else s.n_ff)
+    w.add_head_count(s.n_head); w.add_head_count_kv([s.n_head_kv * (block == "*") for block in blocks] or s.n_head_kv)
+    w.add_key_length(s.head); w.add_value_length(s.head_v or s.head)
     w.add_layer_norm_rms_eps(1e-6 if s.n_expert
                              else 1e-5); w.add_rope_dimension_count(s.n_rot or s.head); w.add_rope_freq_base(s.freq_base)
     w.add_vocab_size(s.n_vocab); w.add_tokenizer_model("no_vocab")
@@ -188,6 +245,10 @@ def add_metadata(w: GGUFWriter, s: Shape) -> None:
         w.add_ssm_conv_kernel(TAPS); w.add_ssm_state_size(s.delta); w.add_ssm_group_count(s.n_head_k)
         w.add_ssm_time_step_rank(s.n_head_delta); w.add_ssm_inner_size(s.n_head_delta * s.delta)
         w.add_expert_shared_feed_forward_length(s.n_ff_exp)
+    if s.blocks:
+        w.add_ssm_conv_kernel(TAPS); w.add_ssm_state_size(s.n_state); w.add_ssm_group_count(s.n_group)
+        w.add_ssm_time_step_rank(s.n_head_ssm); w.add_ssm_inner_size(s.n_head_ssm * s.head_ssm)
+        w.add_expert_shared_feed_forward_length(s.n_ff_shared)
     if s.n_nextn:
         w.add_nextn_predict_layers(s.n_nextn)
     for key, (value, method) in s.keys.items():
@@ -253,8 +314,8 @@ def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
     add_metadata(w, shape)
     for t in tensors(shape):
         fmt, n_cols = FORMATS[tensor_type(t, type_)], t.shape[-1]
-        if len(t.shape) == 1:
-            values = (1 + 0.1 * rng.standard_normal(n_cols)).astype(np.float32)
+        if len(t.shape) == 1 or t.name.endswith(OF_HEADS):
+            values = (1 + 0.1 * rng.standard_normal(t.shape)).astype(np.float32)
             w.add_tensor(t.name, -values if t.name.endswith("ssm_a") else values)  # states decay
             continue
         if (fmt.name, n_cols) not in pools:

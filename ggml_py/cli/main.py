@@ -24,6 +24,7 @@ COMMANDS = {  # each a module, with - for _, that has options(parser) and run(op
     "info": "metadata, tensors by type, memory needed",
     "run": "continue a prompt, or answer it with --chat",
     "quantize": "a model with other types of weights, in the manner of llama-quantize",
+    "imatrix": "how much each column of a model's matrices counts on a text, for quantize",
     "verify": "the same logits by every setting that must not matter, or a second time what an attestation says",
     "attest": "an attestation of a perplexity, or with -p of a generation, which verify --attestation confirms",
     "bench": "speed of prompts and of generation, in the manner of llama-bench",

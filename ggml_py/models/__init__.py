@@ -16,6 +16,7 @@ from .glm4 import Glm4
 from .glm4moe import Glm4MoE
 from .gpt_oss import GptOss
 from .granite import Granite, GraniteMoE
+from .granitehybrid import GraniteHybrid
 from .hunyuan import Hunyuan, HunyuanMoE
 from .lfm2 import Lfm2
 from .lfm2moe import Lfm2MoE
@@ -44,7 +45,7 @@ ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, 
                                                 Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
                                                 Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE,
                                                 Granite, GraniteMoE, Cohere2, CommandR, Starcoder2,
-                                                Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
+                                                GraniteHybrid, Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
 
 
 def model_class(file):

@@ -17,7 +17,7 @@ from ggml_py.cli.parser import Parser
 
 FOLDER = Path(ggml_py.__file__).resolve().parent
 REQUIRED = {"quantize": ["x", "y", "Q8_0"], "logits": ["--tokens", "x", "-o", "x.npy"],
-            "run": ["-p", "x"], "attest": ["-o", "x.json"], "pull": ["smollm2"]}
+            "run": ["-p", "x"], "attest": ["-o", "x.json"], "imatrix": ["-o", "x"], "pull": ["smollm2"]}
 OF_A_MODEL = sorted(set(COMMANDS) - {"pull", "info", "quantize"})
 
 

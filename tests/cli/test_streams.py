@@ -51,6 +51,7 @@ COMMANDS = {
     "perplexity": ["perplexity", "-m", "{}/m.gguf", "-f", "{}/text", "-c", "32"],
     "strides": ["perplexity", "-m", "{}/m.gguf", "-f", "{}/text", "-c", "32", "--ppl-stride", "16"],
     "logits": ["logits", "-m", "{}/m.gguf", "--tokens", "{}/tokens.npy", "-o", "{}/logits.npy"],
+    "imatrix": ["imatrix", "-m", "{}/m.gguf", "-f", "{}/text", "-c", "32", "-o", "{}/imatrix"],
     "info": ["info", "{}/m.gguf"], "quantize": ["quantize", "{}/m.gguf", "{}/new.gguf", "Q8_0"],
     "run": ["run", "-m", "{}/m.gguf", "-p", "abc", "-n", "3"],
     "attest": ["attest", "-m", "{}/m.gguf", "-f", "{}/text", "-c", "32", "-o", "{}/attested.json"],

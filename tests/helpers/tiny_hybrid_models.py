@@ -12,7 +12,10 @@ DEFAULTS = dict(blocks="rar", n_embd=64, n_head=4, n_head_kv=2, head=16, n_ff=96
                 n_group=2, n_head_ssm=4, n_inner=96, n_expert=6, n_used=2, n_ff_exp=64, n_ff_shared=32, n_latent=0, n_dense=0,
                 finetuned=False, conv_bias=True)
 KINDS = {"lfm2": dict(taps=3), "lfm2moe": dict(taps=3, n_dense=1), "nemotron_h": dict(blocks="rfar"),
-         "nemotron_h_moe": dict(blocks="rfaf", n_latent=32)}
+         "nemotron_h_moe": dict(blocks="rfaf", n_latent=32),
+         "granitehybrid": dict(n_group=1, n_inner=128),
+         "granitehybrid-dense": dict(arch="granitehybrid", n_inner=128, n_expert=0, n_ff_shared=0, finetuned=True,
+                                     conv_bias=False)}
 
 
 def write_hybrid_model(path: Path, kind: str, types: tuple[str, ...] = ("F32",), seed: int = 0, tensors: dict | None = None,

@@ -22,7 +22,7 @@ N = 50
 TOKENS = np.random.default_rng(1).integers(0, 70, N)
 
 
-@pytest.mark.parametrize("arch", ["lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe"])
+@pytest.mark.parametrize("arch", ["lfm2", "lfm2moe", "nemotron_h", "nemotron_h_moe", "granitehybrid"])
 def test_logits_are_those_of_llama_cpp(arch, tmp_path):
     if not REFERENCE.exists():
         pytest.skip(f"{REFERENCE} is not there")
@@ -106,7 +106,7 @@ def test_latent_experts(tmp_path):
 
 
 def test_what_files_may_lack(tmp_path):
-    """A bias of zeros is as good as none; feed-forward blocks may have biases."""
+    """A bias of zeros is as good as none."""
     written: dict[str, np.ndarray] = {}
     path = write_hybrid_model(tmp_path / "a.gguf", "nemotron_h", tensors=written)
     for name in written:
@@ -133,7 +133,8 @@ def test_memory_is_what_was_reckoned(kind, tmp_path):
 
 SSM = ["ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"]
 REQUIRED = {"lfm2": ["shortconv.l_cache"], "lfm2moe": ["shortconv.l_cache", "expert_gating_func", "expert_count"],
-            "nemotron_h": SSM, "nemotron_h_moe": [*SSM, "expert_count", "expert_shared_feed_forward_length"]}
+            "nemotron_h": SSM, "nemotron_h_moe": [*SSM, "expert_count", "expert_shared_feed_forward_length"],
+            "granitehybrid": SSM}
 EVERYWHERE = ["embedding_length", "block_count", "context_length", "attention.head_count", "attention.layer_norm_rms_epsilon"]
 
 
