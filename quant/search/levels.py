@@ -7,6 +7,7 @@ from .scales import jit, nearest_scale, rounded
 N_STEPS = 2 * 257   # of a half from -128.5: boundaries between integer levels are multiples of a half
 N_TRIES = 9         # scales to either side of the one that maps the largest value to an end of the levels
 N_ENDS = 10         # of `candidate`
+N_PAIRS = 32        # of IQ2_KL
 TWO, SHIFT, LAST = np.float32(2), np.float32(257), np.float32(N_STEPS - 1)
 ROUNDER = np.float32(1.5 * 2.0**23)  # what float32 adds to it is rounded to an integer
 
@@ -15,11 +16,14 @@ def nearest_codes(levels) -> np.ndarray:
     """uint8 [N_STEPS]: the code of the level nearest to each step's middle; of equals the first. levels: integers, in any
     order."""
     middles = (np.arange(N_STEPS) + 0.5) / 2 - 128.5
-    return np.argmin(abs(middles[:, None] - np.asarray(levels, float)), axis=1).astype(np.uint8)
+    return np.argmin(abs(middles[:, None] - np.ravel(levels)), axis=1).astype(np.uint8)
 
 
 def nearest_levels(levels) -> np.ndarray:
-    """float32: the level of each step, or of levels without gaps the lowest and the highest."""
+    """float32: the level of each step; of levels without gaps the lowest and the highest; of pairs they themselves, one after the
+    other."""
+    if np.ndim(levels) == 2:
+        return np.ravel(levels).astype(np.float32)
     if list(levels) == list(range(levels[0], levels[-1] + 1)):
         return np.array([levels[0], levels[-1]], np.float32)
     return np.asarray(levels, np.float32)[nearest_codes(levels)]
@@ -36,17 +40,31 @@ def residuals(x, w, inverse, nearest, steps, levels, sums):
     differences of larger sums would not. nearest: see `nearest_levels`. steps, levels: scratch."""
     sums[:] = F0
     for c in range(len(x)):
+        at = 0  # of the column's levels
         if len(nearest) == 2:
             low, high = nearest[0], nearest[1]
             for l in range(LANES):
                 levels[l] = min(max(x[c, l] * inverse[l], low), high) + ROUNDER - ROUNDER
-        else:
+        elif len(nearest) == N_STEPS:
             for l in range(LANES):
                 steps[l] = step_of(x[c, l] * inverse[l])
             for l in range(LANES):
                 levels[l] = nearest[np.uint64(steps[l])]
+        elif c % 2:
+            at = LANES
+        else:
+            costs = levels[2 * LANES:]
+            costs[:] = np.inf
+            for e in range(0, 2 * N_PAIRS, 2):
+                for l in range(LANES):
+                    first, second = x[c, l] * inverse[l] - nearest[e], x[c + 1, l] * inverse[l] - nearest[e + 1]
+                    cost = w[c, l] * first * first + w[c + 1, l] * second * second
+                    is_less = cost < costs[l]
+                    levels[l] = nearest[e] if is_less else levels[l]
+                    levels[LANES + l] = nearest[e + 1] if is_less else levels[LANES + l]
+                    costs[l] = cost if is_less else costs[l]
         for l in range(LANES):
-            level, u = levels[l], w[c, l]
+            level, u = levels[at + l], w[c, l]
             r, weighted = x[c, l] * inverse[l] - level, u * level
             sums[l] += weighted * level
             sums[LANES + l] += weighted * r
@@ -161,7 +179,7 @@ def by_levels(x, w, sub, group, tables, ends, first, step, n_scales, allowed, sp
     squares, fitted, tried, least = of_lanes(shape), of_lanes(shape), of_lanes(shape), of_lanes(shape)
     products, norms = of_lanes(shape), of_lanes(shape)
     j, best_j, best_t = numbers(shape), numbers(shape), numbers(shape)
-    inverse, levels, sums, steps = of_lanes(LANES), of_lanes(LANES), of_lanes(3 * LANES), np.empty(LANES, np.uint32)
+    inverse, levels, sums, steps = of_lanes(LANES), of_lanes(3 * LANES), of_lanes(3 * LANES), np.empty(LANES, np.uint32)
     # one sub-block behind the other
     flat_fitted, flat_tried, flat_least, flat_j = fitted.reshape(-1), tried.reshape(-1), least.reshape(-1), j.reshape(-1)
     flat_products, flat_norms = products.reshape(-1), norms.reshape(-1)
