@@ -2,7 +2,7 @@
 import numpy as np
 
 from .lanes import F0, F1, LANES, load, n_chunks, n_groups, numbers, of_lanes, reciprocal
-from .scales import jit, nearest_scale, rounded
+from .scales import device, jit, nearest_scale, rounded
 
 N_STEPS = 2 * 257   # of a half from -128.5: boundaries between integer levels are multiples of a half
 N_TRIES = 9         # scales to either side of the one that maps the largest value to an end of the levels
@@ -29,12 +29,12 @@ def nearest_levels(levels) -> np.ndarray:
     return np.asarray(levels, np.float32)[nearest_codes(levels)]
 
 
-@jit
+@device
 def step_of(v):
     return np.uint32(np.int32(min(max(TWO * v + SHIFT, F0), LAST)))
 
 
-@jit
+@device
 def residuals(x, w, inverse, nearest, steps, levels, sums):
     """Of each lane, with r = x * inverse - level: sums [3 LANES] of w level^2, w level r and w r^2. These keep their digits where
     differences of larger sums would not. nearest: see `nearest_levels`. steps, levels: scratch."""
@@ -71,7 +71,7 @@ def residuals(x, w, inverse, nearest, steps, levels, sums):
             sums[2 * LANES + l] += u * r * r
 
 
-@jit
+@device
 def try_inverse(x, w, inverse, nearest, steps, levels, sums, least, fitted):
     """Where the scale that suits the codes under 1 / inverse best has less error than `least`, it becomes `fitted`."""
     residuals(x, w, inverse, nearest, steps, levels, sums)
@@ -84,7 +84,7 @@ def try_inverse(x, w, inverse, nearest, steps, levels, sums, least, fitted):
             least[l], fitted[l] = error, (F1 + more) * of_one if squares > F0 else F0
 
 
-@jit
+@device
 def fit(values, weights, squares, tables, ends, span, inverse, steps, levels, sums, least, fitted):
     """squares: of each lane the sum of w x^2. fitted: the best scale, of those that map the largest value to the lowest or
     highest level, of others up to `span` of it around, and of those that suit their codes best."""
@@ -111,7 +111,7 @@ def fit(values, weights, squares, tables, ends, span, inverse, steps, levels, su
                 try_inverse(x, w, inverse, tables[t], steps, levels, sums, error, best)
 
 
-@jit
+@device
 def choose(values, weights, squares, tables, scales, j, inverse, steps, levels, sums, least, best_j, best_t, products, norms):
     """Where the lanes' scales, d times the integer scales number j, have less error than `least`: best_j and the table best_t are
     theirs, and so are the sums of w x level and w level^2, `products` and `norms`."""
@@ -128,7 +128,7 @@ def choose(values, weights, squares, tables, scales, j, inverse, steps, levels, 
                     products[h, l], norms[h, l] = (sums[l] + sums[LANES + l]) * scale, sums[l]
 
 
-@jit
+@device
 def candidate(largest, k, first, step, n_scales, unit, allowed):
     """The k-th d to try, 0 <= k < N_ENDS, for the largest fitted scale of a group: those under which it is the last or first
     integer scale, or a little off; without integer scales itself, or its neighbours where few are allowed. 0: none."""
@@ -142,12 +142,12 @@ def candidate(largest, k, first, step, n_scales, unit, allowed):
     return rounded(largest * unit, allowed) / unit
 
 
-@jit
+@device
 def n_candidates(n_scales, allowed):
     return N_ENDS if n_scales > 1 else 5 if len(allowed) > 1 else 1
 
 
-@jit
+@device
 def largest_of(scales):
     largest = F0
     for scale in scales:
@@ -155,7 +155,7 @@ def largest_of(scales):
     return float(largest)
 
 
-@jit
+@device
 def set_scales(fitted, d, first, step, n_scales, offset, j, scales):
     """j: numbers of the integer scales of a group that are nearest to the fitted ones, and `offset` more; scales: they times
     d."""

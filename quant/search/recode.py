@@ -5,10 +5,10 @@ sub-blocks, with the integer ones; selected: uint8 [n / 32], the table; codes: u
 """
 import numpy as np
 
-from .scales import jit
+from .scales import device, jit
 
 
-@jit
+@device
 def parity(code):
     code ^= code >> 2
     return (code ^ code >> 1) & 1
