@@ -406,6 +406,13 @@ class Transformer:
         h = self.activate(b, gate, up, f"ffn_glu{kind}-{il}")
         return self.linear(b, h, f"{p}down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
 
+    def plain_ffn(self, b: Batch, il: int, h: Tensor, n_ff: int, activation: str, kind: str = "") -> Tensor:
+        """down(activation(up h)), without a gate. activation: an op of one operand."""
+        p = f"blk.{il}.ffn_"
+        h = self.linear(b, h, f"{p}up{kind}", n_ff, name=f"ffn_up{kind}-{il}")
+        h = b.g.apply(activation, h, name=f"ffn_{activation}{kind}-{il}")
+        return self.linear(b, h, f"{p}down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
+
     def activate(self, b: Batch, gate: Tensor, up: Tensor, name: str) -> Tensor:
         """The gated unit of feed-forward blocks and experts."""
         return b.g.swiglu(gate, up, name=name)

@@ -31,8 +31,5 @@ class NemotronH(Mamba2Model):
         h = self.linear(b, h, f"blk.{il}.{out}", self.hp.n_embd, name=f"attn_out-{il}") if out else self.ffn(b, il, h)
         return b.g.add(x, h, name=f"l_out-{il}")
 
-    def gated_ffn(self, b: Batch, il: int, h: Tensor, n_ff: int, kind: str = "") -> Tensor:
-        """down(relu(up h) squared): there is no gate."""
-        up = self.linear(b, h, f"blk.{il}.ffn_up{kind}", n_ff, name=f"ffn_up{kind}-{il}")
-        h = b.g.relu_sqr(up, name=f"ffn_relu_sqr{kind}-{il}")
-        return self.linear(b, h, f"blk.{il}.ffn_down{kind}", self.hp.n_embd, name=f"ffn_out{kind}-{il}")
+    def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
+        return self.plain_ffn(b, il, h, self.hp.n_ff[il], "relu_sqr")

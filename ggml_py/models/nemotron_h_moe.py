@@ -16,6 +16,9 @@ class NemotronHMoE(MixtureOfExperts, NemotronH):
         super().check()
         self.require(*(f"blk.{il}.exp_probs_b.bias" for il in range(self.hp.n_layer) if self.is_ffn(il)))
 
+    def shared(self, b: Batch, il: int, h: Tensor, n_ff: int) -> Tensor:
+        return self.plain_ffn(b, il, h, n_ff, "relu_sqr", "_shexp")
+
     def routed(self, b: Batch, il: int, h: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         if self.n_latent:
             h = self.linear(b, h, f"blk.{il}.ffn_latent_down", self.n_latent, name=f"ffn_latent_down-{il}")

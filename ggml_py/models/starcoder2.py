@@ -15,7 +15,4 @@ class Starcoder2(LayerNormModel):
         self.require(*(f"blk.{il}.{name}.bias" for il in range(self.hp.n_layer) for name in BIASED))
 
     def ffn(self, b: Batch, il: int, h: Tensor) -> Tensor:
-        """down(gelu(up h))."""
-        h = self.linear(b, h, f"blk.{il}.ffn_up", self.hp.n_ff[il], name=f"ffn_up-{il}")
-        h = b.g.gelu(h, name=f"ffn_gelu-{il}")
-        return self.linear(b, h, f"blk.{il}.ffn_down", self.hp.n_embd, name=f"ffn_out-{il}")
+        return self.plain_ffn(b, il, h, self.hp.n_ff[il], "gelu")
