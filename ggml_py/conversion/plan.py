@@ -57,16 +57,19 @@ class Change:
 def plan(file: GGUFFile, asked: Asked, imatrix: ImportanceMatrix | None = None) -> list[Change]:
     """The tensors of the new file in its order, which is llama.cpp's: by layer, then by name. UserError for what cannot be."""
     mix, names = asked.mix, sorted(file.tensors, key=lambda name: (layer_of(name), name))
+    arch, model, counts = file.get("general.architecture", "str"), model_of(file, imatrix is not None), Counter[str]()
+    kept = {name for name in names if mix is None or is_kept(arch, name, file.tensors[name].shape)
+            or (name == OUTPUT and asked.leave_output_tensor)}
     for pattern, _ in asked.tensor_types:
-        if not any(re.search(pattern, name) for name in names):
-            raise ParameterError("tensor_types", f"{pattern!r} is found in no name of the {len(names)} tensors of {file.path}")
+        if not any(re.search(pattern, name) for name in names if name not in kept):
+            raise ParameterError("tensor_types", f"{pattern!r} is found in no name of the {len(names) - len(kept)} tensors of "
+                                                 f"{file.path} that can change")
     if imatrix is not None:
         imatrix.check(file)
-    arch, model, counts = file.get("general.architecture", "str"), model_of(file, imatrix is not None), Counter[str]()
     changes = []
     for name in names:
         tensor = file.tensors[name]
-        if mix is None or is_kept(arch, name, tensor.shape) or (name == OUTPUT and asked.leave_output_tensor):
+        if mix is None or name in kept:
             changes.append(Change(tensor, tensor.type.name, tensor.type.name))
             continue
         wanted = named(asked, name, model.tied)

@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 from gguf_tensors import add_tensor
 from random_weights import random_weight
-from tiny_models import write_model
+from tiny_models import run, write_model
+from tiny_moe_models import write_moe_model
 
 from ggml_py.base.errors import UserError
 from ggml_py.conversion import convert as module
 from ggml_py.conversion.convert import convert
 from ggml_py.conversion.plan import Asked, keys_of, plan
+from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.files.gguf_writer import Entry, write_gguf
 from ggml_py.quant.dequantize import dequantize
@@ -122,3 +124,19 @@ def test_a_value_that_cannot_be_leaves_no_file(tmp_path):
                                         r"in rows 20 to 39"):
         converted(tmp_path / "nan.gguf", path, "Q8_0", n_threads=2)
     assert path.read_bytes() == b"before" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("type_, experts, found", [("IQ4_KS", False, {"F32", "IQ4_KS", "IQ4_NL", "Q8_0"}),
+                                                   ("MXFP4_MOE", True, {"F32", "MXFP4", "Q8_0"})])
+def test_new_files_run(tmp_path, type_, experts, found):
+    """Also those of types that gguf does not know; logits stay near those of the source."""
+    source, path = tmp_path / "f32.gguf", tmp_path / "new.gguf"
+    write_moe_model(source, "qwen3moe") if experts else write_model(source, n_ff=256)
+    converted(source, path, type_)
+    logits = []
+    for each in source, path:
+        with Model.load(each, "cpu") as model:
+            logits.append(run(model, list(range(20))).ravel())
+    with GGUFFile.open(path) as file:
+        assert {tensor.type.name for tensor in file.tensors.values()} == found
+    assert np.corrcoef(*logits)[0, 1] > 0.95

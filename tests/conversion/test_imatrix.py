@@ -7,14 +7,18 @@ import gguf
 import numpy as np
 import numpy_transformer
 import pytest
+import tiny_delta_net_models
+import tiny_hybrid_models
+import tiny_layer_models
 from fake_model import FakeTokenizer
 from tiny_models import write_model
-from tiny_moe_models import write_moe_model
+from tiny_moe_models import ARCHITECTURES, write_moe_model
 
 from ggml_py.base.errors import UserError
 from ggml_py.conversion.collect import collect
 from ggml_py.conversion.convert import convert
 from ggml_py.conversion.imatrix import ImportanceMatrix, Sums
+from ggml_py.conversion.mixes import is_kept
 from ggml_py.conversion.plan import Asked, keys_of, plan
 from ggml_py.engine.model import Model
 from ggml_py.engine.settings import Settings
@@ -80,6 +84,27 @@ def test_no_setting_changes_a_byte(tmp_path, arch):
         for name in matrices:
             tensor = file.tensors[name]
             assert matrix.weights(tensor).shape == ((*tensor.shape[2:], 1)[0], tensor.shape[0])
+
+
+WRITERS = {**dict.fromkeys(tiny_layer_models.QUICK, tiny_layer_models.write_layer_model),
+           **dict.fromkeys(tiny_hybrid_models.KINDS, tiny_hybrid_models.write_hybrid_model),
+           **dict.fromkeys(tiny_delta_net_models.KINDS, tiny_delta_net_models.write_delta_net_model),
+           **dict.fromkeys(ARCHITECTURES, write_moe_model)}
+UNUSED = {"gemma4": ["blk.2.attn_k.weight", "blk.2.attn_v.weight", "blk.3.attn_k.weight", "blk.3.attn_v.weight"]}  # shared caches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WRITERS)
+def test_every_token_reaches_every_matrix(tmp_path, kind):
+    """Of every architecture; also behind the last layer's attention, and to as many experts as it is sent to."""
+    path = WRITERS[kind](tmp_path / "m.gguf", kind)
+    found, n = made(path, tmp_path / "imatrix"), len(TOKENS)
+    assert all(counts.sum() == n if len(counts) == 1 else counts.sum() % n == 0 for _, counts in found.entries.values())
+    with GGUFFile.open(path) as file:
+        arch = file.get("general.architecture", "str")
+        matrices = {name for name, t in file.tensors.items() if name.startswith("blk.") and not is_kept(arch, name, t.shape)}
+        found.check(file)
+    assert sorted(matrices - set(found.entries)) == UNUSED.get(kind, [])
 
 
 def test_the_output_head(tmp_path):
