@@ -6,6 +6,8 @@ folder's name is a digest of all sources of kernels/ and quant/, of the versions
 a function is found by its name and the arguments of the factory that made it (`key`), in an entry that is verified
 (`disk_cache`). `compiled` counts what this process did not find there.
 
+The searches of encoders (`quant.search`), which lie below this package, are kept in the same way.
+
 Kernels whose work threads share (`threads`) run one at a time, under `parallel_lock`.
 """
 import hashlib
@@ -32,6 +34,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 from .. import quant
+from ..quant import encode
 from .disk_cache import compiled, read_entry, write_entry
 
 # What the definition's fma and the conversions of float16 compile to; without them they would be library calls
@@ -149,6 +152,10 @@ class _DiskCache(NullCache):
     def save_overload(self, signature, result) -> None:
         if not result.lifted and not result.library.has_dynamic_globals:  # those hold addresses of this process
             write_entry(*self._entry(signature, result.codegen), dumps(result._reduce()))
+
+
+for _search in encode.SEARCHES:  # compiled below this package, and kept on disk as kernels are
+    _search._cache = _DiskCache(_search.py_func, ())
 
 
 # Of functions that only compiled ones call: without wrappers, which would double the time

@@ -7,7 +7,7 @@ tile         tiles of 32 rows x 256 columns: pack, loads
 dequantize   tensors to float32 on the host, by the same unpackings
 layouts      where the bits of codes and scales lie in a block's bytes
 rounding, search   float32 to codes and scales: by extremes, by searches for the least error
-packing      codes and scales to bytes
+fields, packing   codes and scales to bytes
 encode       the table of encoders: one per type
 quantize     float32 to the file's bytes
 activation   activation blocks: two int8 limbs, scales and sums

@@ -10,7 +10,7 @@ from .formats import CHUNK, check_bytes, format_of
 from .interleaved import INTERLEAVED, Interleaved
 from .words import f32, primitives
 
-jit = numba.njit(error_model="numpy")  # the only place where this package compiles for the CPU
+jit = numba.njit(error_model="numpy")  # of unpackings; `search.scales` has that of encoders
 CPU = primitives(jit)
 SLAB_ROWS = 1024  # rows that are packed and dequantized at a time
 

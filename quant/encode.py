@@ -10,26 +10,28 @@ from functools import lru_cache
 
 import numpy as np
 
-from . import rounding
+from . import fields, rounding
 from .formats import Format
 from .fp4 import E2M1_LEVELS
 from .i_quants import codebook
-from .ik_quants import (FIVE_BIT_LEVELS, FIVE_BIT_SHIFT, FOUR_BIT_SHIFT, SIX_BIT_LEVELS, SIX_BIT_SHIFT, THREE_BIT_LEVELS,
-                        THREE_BIT_SHIFT, TWO_BIT_LEVELS, TWO_BIT_SHIFT)
+from .ik_quants import (FIVE_BIT_LEVELS, FIVE_BIT_SHIFT, FOUR_BIT_SHIFT, PAIR_LEVELS, SIX_BIT_LEVELS, SIX_BIT_SHIFT,
+                        THREE_BIT_LEVELS, THREE_BIT_SHIFT, TWO_BIT_LEVELS, TWO_BIT_SHIFT)
 from .legacy import IQ4_LEVELS
-from .packing import Arrays, base_three, bit_fields, half, little_endian, packed
+from .packing import Arrays, half, packed
 from .search.codebook import by_codebook
 from .search.levels import by_levels, nearest_codes, nearest_levels
 from .search.lines import by_lines
-from .search.scales import ANY, HALF
+from .search.recode import make_even, pair_codes
+from .search.scales import ANY, ENTRIES, HALF
 
+SEARCHES = tuple(ENTRIES)  # what is compiled for all of these
 Encoder = Callable[[Format, np.ndarray, np.ndarray | None], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Rounded:
     """See `rounding`. weighted: what encodes where columns have importance; None: the same."""
-    fields: Callable[[np.ndarray], tuple[np.ndarray, ...]]
+    rounded: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     weighted: Encoder | None = None
 
     def __call__(self, fmt: Format, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
@@ -37,32 +39,12 @@ class Rounded:
             return self.weighted(fmt, x, importance)
         # scales beyond float16, and those of subnormal blocks
         with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
-            return np.concatenate(self.fields(x.reshape(-1, fmt.block_size)), axis=1).reshape(len(x), -1)
+            return np.concatenate(self.rounded(x.reshape(-1, fmt.block_size)), axis=1).reshape(len(x), -1)
 
 
 def columns(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     """float32 [n_cols]: the importance, or ones."""
     return np.ones(x.shape[1], np.float32) if importance is None else importance
-
-
-# Types of levels
-
-def as_they_are(j, selected):
-    return {"scales": j, "selected": selected}
-
-
-def signed_bytes(j, selected):
-    return {"scales": j ^ 128, "sc": j ^ 128, "selected": selected}
-
-
-def odd_with_signs(j, selected):
-    """isc = 2 j - 31: a sign, and (|isc| - 1) / 2 in four bits."""
-    minus = j < 16
-    return {"scales": np.where(minus, 15 - j, j - 16), "signs": minus.astype(np.uint8), "selected": selected}
-
-
-def odd_and_selected(j, selected):
-    return {"sc": 2 * j | selected}
 
 
 HALVES, FLOATS = (HALF,), (ANY,)
@@ -80,7 +62,8 @@ class Levels:
     step: int = 1
     n_scales: int = 1
     allowed: tuple = HALVES
-    scales: Callable[[np.ndarray, np.ndarray], Arrays] = as_they_are
+    fields: Callable[..., Arrays] = fields.as_they_are
+    recode: Callable[..., np.ndarray] | None = None  # other codes for the scales found: `search.recode`
 
     def __call__(self, fmt: Format, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
         n_rows, n_cols = x.shape
@@ -90,31 +73,24 @@ class Levels:
         j, selected = np.empty((2, x.size // sub), np.uint8)
         ds = np.empty(x.size // group)
         tables = np.stack([nearest_levels(levels) for levels in self.tables])
-        ends = np.array([(min(levels), max(levels)) for levels in self.tables], float)
+        ends = np.array([(np.min(levels), np.max(levels)) for levels in self.tables], float)
         code_of = np.stack([nearest_codes(levels) for levels in self.tables])
         by_levels(x.reshape(-1), columns(x, importance), sub, group, tables, ends, float(self.first), float(self.step),
                   self.n_scales, np.array(self.allowed, float), self.span, code_of, codes, j, selected, ds)
-        of_blocks = lambda a, per: a.reshape(-1, fmt.block_size // per)
-        arrays = {"codes": of_blocks(codes, 1),
-                  **{what: of_blocks(a, sub) for what, a in self.scales(j, selected).items()}}
+        if self.recode:
+            scales = np.repeat(ds, group // sub) * (self.first + self.step * j.astype(float))
+            codes = self.recode(x.reshape(-1), columns(x, importance), np.array(self.tables, float), scales, selected, codes)
+        of_blocks = lambda a: a.reshape(x.size // fmt.block_size, -1)
+        arrays = self.fields(of_blocks(codes), of_blocks(j), of_blocks(selected))
         if fmt.header:
             header = half(ds) if fmt.header_bytes == 2 else ds.astype("<f4").view(np.uint8).reshape(n_rows, 4)
             return np.concatenate([header, packed(fmt, arrays).reshape(n_rows, -1)], axis=1)
         if len(self.allowed) > 1:
-            stored = of_blocks(np.where(ds == 0, 0, np.searchsorted(self.allowed, ds)), group)
+            stored = of_blocks(np.where(ds == 0, 0, np.searchsorted(self.allowed, ds)))
             arrays |= {"d": stored, "e": stored}
         else:
             arrays["d"] = half(ds).reshape(-1, 2)
-        if fmt.name == "TQ1_0":
-            arrays |= in_base_three(arrays["codes"])
         return packed(fmt, arrays).reshape(n_rows, -1)
-
-
-def in_base_three(codes: np.ndarray) -> Arrays:
-    """The bytes of TQ1_0 (`ternary.tq1_0`): digits of columns [n_blocks, 256], five in a byte, four in the last ones."""
-    last = codes[:, 240:].reshape(-1, 4, 4)
-    qs = [base_three(codes[:, :160].reshape(-1, 5, 32)), base_three(codes[:, 160:240].reshape(-1, 5, 16))]
-    return {"qs": np.concatenate(qs, axis=1), "qh": base_three(np.concatenate([last, np.zeros_like(last[:, :1])], axis=1))}
 
 
 @dataclass(frozen=True)
@@ -134,51 +110,6 @@ class Lines:
         d, m = half(ds).reshape(-1, 2), half(-ms if self.n_scales == 1 else ms).reshape(-1, 2)
         return packed(fmt, {"codes": codes.reshape(-1, fmt.block_size), "scales": scales, "d": d, "m": m,
                             "dmin": m}).reshape(len(x), -1)
-
-
-# Codebooks
-
-def low_bytes(codes):
-    return (codes & 255).astype(np.uint8)
-
-
-def sign_words(signs, j):
-    """Four times seven signs, then the scale in four bits: uint64 [n_blocks, subs]."""
-    return bit_fields(signs & 127, 7, 4) | j.astype(np.uint64) << np.uint64(28)
-
-
-def iq2_xxs(codes, j, selected, signs, d):
-    words = bit_fields(codes, 8, 4) | sign_words(signs, j) << np.uint64(32)
-    return {"qs": little_endian(words, 8)}
-
-
-def iq2_xs(codes, j, selected, signs, d):
-    return {"qs": little_endian(codes | (signs & 127).astype(np.uint16) << 9, 2), "scales": little_endian(bit_fields(j, 4, 2), 1)}
-
-
-def iq2_s(codes, j, selected, signs, d):
-    return {"qs": low_bytes(codes), "qh": little_endian(bit_fields(codes >> 8, 2, 4), 1), "signs": signs,
-            "scales": little_endian(bit_fields(j, 4, 2), 1)}
-
-
-def iq3_xxs(codes, j, selected, signs, d):
-    return {"qs": low_bytes(codes), "scales": little_endian(sign_words(signs, j), 4)}
-
-
-def iq3_s(codes, j, selected, signs, d):
-    return {"qs": low_bytes(codes), "qh": little_endian(bit_fields(codes >> 8, 1, 8), 1), "signs": signs, "scales": j}
-
-
-def iq1_s(codes, j, selected, signs, d):
-    upper = bit_fields(codes >> 8, 3, 4) | j.astype(np.uint64) << np.uint64(12) | selected.astype(np.uint64) << np.uint64(15)
-    return {"qs": low_bytes(codes), "qh": little_endian(upper, 2)}
-
-
-def iq1_m(codes, j, selected, signs, d):
-    """Entries from 2048 on are those with minus; d's bits are in the tops of four words."""
-    bits = d.view("<u2").astype(np.uint64) >> np.array([0, 4, 8, 12], np.uint64) & np.uint64(15)
-    return {"qs": low_bytes(codes), "qh": little_endian(bit_fields(codes >> 8, 4, 2), 1),
-            "scales": little_endian(bit_fields(j, 3, 4) | bits << np.uint64(12), 2)}
 
 
 POSITIVE, TERNARY = tuple(np.linspace(0.5, 1.3, 12).tolist()), tuple(np.linspace(0.2, 0.9, 8).tolist())
@@ -214,8 +145,8 @@ class Codebook:
         by_codebook(x, columns(x, importance), fmt.sub, fmt.group, tables, self.signing, np.array(self.factors), self.n_scales,
                     codes, j, selected, signs, ds)
         n_blocks, d = n_rows * n_cols // fmt.block_size, half(ds).reshape(-1, 2)
-        fields = self.fields(*(a.reshape(n_blocks, -1) for a in (codes, j, selected, signs)), d)
-        return packed(fmt, {"d": d, **fields}).reshape(n_rows, -1)
+        arrays = self.fields(*(a.reshape(n_blocks, -1) for a in (codes, j, selected, signs)), d)
+        return packed(fmt, {"d": d, **arrays}).reshape(n_rows, -1)
 
 
 def uniform(lowest: int, highest: int) -> tuple:
@@ -230,7 +161,6 @@ def shifted(levels: tuple, shift: int) -> tuple:
 TWO, THREE, FOUR = (shifted(TWO_BIT_LEVELS, TWO_BIT_SHIFT), shifted(THREE_BIT_LEVELS, THREE_BIT_SHIFT),
                     shifted(IQ4_LEVELS, FOUR_BIT_SHIFT))
 FIVE, SIX = shifted(FIVE_BIT_LEVELS, FIVE_BIT_SHIFT), shifted(SIX_BIT_LEVELS, SIX_BIT_SHIFT)
-TRITS = Levels(((-1, 0, 1),), 0.9)
 
 ENCODERS: dict[str, Encoder] = {
     "F32": Rounded(rounding.f32),
@@ -246,26 +176,30 @@ ENCODERS: dict[str, Encoder] = {
     "IQ4_NL": Levels((IQ4_LEVELS,), 0.12),
     "MXFP4": Levels((E2M1_LEVELS,), 0.2, allowed=POWERS_OF_TWO),
     "NVFP4": Levels((E2M1_LEVELS,), 0.2, allowed=E4M3),
-    "TQ1_0": TRITS,
-    "TQ2_0": TRITS,
+    "TQ1_0": Levels(uniform(-1, 1), 0.9, fields=fields.in_base_three),
+    "TQ2_0": Levels(uniform(-1, 1), 0.9),
     "Q2_K": Lines(16),
     "Q4_K": Lines(64),
     "Q5_K": Lines(64),
     "Q3_K": Levels(uniform(-4, 3), 0.25, -32, 1, 64),
-    "Q6_K": Levels(uniform(-32, 31), 0.03, -128, 1, 256, scales=signed_bytes),
+    "Q6_K": Levels(uniform(-32, 31), 0.03, -128, 1, 256, fields=fields.signed_bytes),
     "IQ4_XS": Levels((IQ4_LEVELS,), 0.12, -32, 1, 64),
-    "IQ2_XXS": Codebook(8, 1, iq2_xxs),
-    "IQ2_XS": Codebook(8, 1, iq2_xs),
-    "IQ2_S": Codebook(8, 2, iq2_s),
-    "IQ3_XXS": Codebook(4, 1, iq3_xxs),
-    "IQ3_S": Codebook(1, 2, iq3_s),
-    "IQ1_S": Codebook(1, 0, iq1_s, 8, TERNARY),
-    "IQ1_M": Codebook(1, 0, iq1_m, 8, TERNARY),
+    "IQ2_XXS": Codebook(8, 1, fields.iq2_xxs),
+    "IQ2_XS": Codebook(8, 1, fields.iq2_xs),
+    "IQ2_S": Codebook(8, 2, fields.iq2_s),
+    "IQ3_XXS": Codebook(4, 1, fields.iq3_xxs),
+    "IQ3_S": Codebook(1, 2, fields.iq3_s),
+    "IQ1_S": Codebook(1, 0, fields.iq1_s, 8, TERNARY),
+    "IQ1_M": Codebook(1, 0, fields.iq1_m, 8, TERNARY),
     "IQ2_K": Levels(TWO, 0.5, -8, 1, 16),
-    "IQ3_K": Levels(THREE, 0.25, -31, 2, 32, scales=odd_with_signs),
+    "IQ3_K": Levels(THREE, 0.25, -31, 2, 32, fields=fields.odd_with_signs),
     "IQ4_K": Levels(FOUR, 0.12, -32, 1, 64),
     "IQ5_K": Levels(FIVE, 0.06, -32, 1, 64),
-    "IQ6_K": Levels(SIX, 0.03, -128, 1, 256, scales=signed_bytes),
-    "IQ4_KS": Levels(FOUR, 0.12, -127, 2, 128, FLOATS, odd_and_selected),
-    "IQ5_KS": Levels(FIVE, 0.06, -127, 2, 128, FLOATS, odd_and_selected),
+    "IQ6_K": Levels(SIX, 0.03, -128, 1, 256, fields=fields.signed_bytes),
+    "IQ2_KS": Levels(TWO, 0.5, -16, 1, 32, fields=fields.selected_and_fifth_bits),
+    "IQ3_KS": Levels(THREE, 0.25, -16, 1, 32, fields=fields.fifth_bits_and_selected),
+    "IQ2_KL": Levels((PAIR_LEVELS,), 0.25, -32, 1, 64, fields=fields.upper_twos, recode=pair_codes),
+    "IQ4_KS": Levels(FOUR, 0.12, -127, 2, 128, FLOATS, fields.odd_and_selected),
+    "IQ4_KSS": Levels(FOUR, 0.12, -127, 2, 128, FLOATS, fields.gray, make_even),
+    "IQ5_KS": Levels(FIVE, 0.06, -127, 2, 128, FLOATS, fields.odd_and_selected),
 }

@@ -7,7 +7,7 @@ Types with a header have one float scale a row (`Format.header`); a tile has it 
 import numpy as np
 
 from .legacy import IQ4_LEVELS
-from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, Looked, Parts, Summed, f32, halves, i32, moved, quarter_of, u32, u64,
+from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, Looked, Parts, Summed, f32, halves, i32, quarter_of, u32, u64,
                     unit_scales)
 
 # Levels by code; where a sub-block's bit is set, so much is added to each
@@ -50,22 +50,22 @@ def q6_0(p, ldw, ld4, ld2):
 
 def two_bit_fields(p, ldw):
     """(t, j, q) -> word of 64 bytes of 2-bit fields in pieces 0..3, as of `Looked`."""
-    shr, move = p.shr, moved(p)
+    shr, field = p.shr, p.field
 
     @p.jit
     def word(t, j, q):
         piece, bit = 2 * (j >> 2), 2 * (j & 3)
-        return u32(shr(ldw(t, piece, q), bit) & TWOS | move(ldw(t, piece + 1, q), bit - 4) & u32(0x30303030))
+        return u32(shr(ldw(t, piece, q), bit) & TWOS | field(ldw(t, piece + 1, q), bit, TWOS, 4))
     return word
 
 
 def three_bit_fields(p, ldw):
     """The same, their third bits in pieces 4 and 5: bit j of byte c % 32."""
-    two, move = two_bit_fields(p, ldw), moved(p)
+    two, field = two_bit_fields(p, ldw), p.field
 
     @p.jit
     def word(t, j, q):
-        third = u32(move(ldw(t, 4, q), j - 2) & u32(0x04040404) | move(ldw(t, 5, q), j - 6) & u32(0x40404040))
+        third = u32(field(ldw(t, 4, q), j, ONES, 2) | field(ldw(t, 5, q), j, ONES, 6))
         return u32(two(t, j, q) | third)
     return word
 
@@ -86,11 +86,11 @@ def upper_codes(p, ldw, upper, levels, cubic):
 
 def fifth_bits(p, ldw):
     """`upper` of bits in pieces 8 and 9: bit j of byte c % 32."""
-    move = moved(p)
+    field = p.field
 
     @p.jit
     def upper(t, j, h, q):
-        return u32(move(ldw(t, 8 + h, q), j - 4) & u32(0x10101010))
+        return field(ldw(t, 8 + h, q), j, ONES, 4)
     return upper
 
 
@@ -171,12 +171,12 @@ def iq5_k(p, ldw, ld4, ld2):
 
 def iq6_k(p, ldw, ld4, ld2):
     """Piece 12: int8 scales. Word: d and x. Levels are integers, as all of ik_llama.cpp's products take them."""
-    byte, move = p.byte, moved(p)
+    byte, field = p.byte, p.field
     group, x = scale_and_bits(p, p.jit(lambda t: ld4(t, 0)))
 
     @p.jit
     def upper(t, j, h, q):
-        return u32(move(ldw(t, 8 + 2 * (j >> 2) + h, q), 2 * (j & 3) - 4) & u32(0x30303030))
+        return field(ldw(t, 8 + 2 * (j >> 2) + h, q), 2 * (j & 3), TWOS, 4)
 
     @p.jit
     def sub(t, i):

@@ -85,6 +85,9 @@ LAYOUTS: dict[str, dict[str, Layout]] = {
     "IQ4_K": {"qs": codes(LEGACY), **SIX_BIT_SCALES},
     "IQ5_K": {**FIVE_BITS, **SIX_BIT_SCALES},
     "IQ6_K": {"qs": codes(K_NIBBLES), "qh": codes(K_TWOS, 4), "x": SELECTING},
+    "IQ2_KS": {"qs": codes(K_TWOS), "sc": scales(NIBBLES)},
+    "IQ3_KS": {**THREE_BITS, "sc": scales(far_nibbles)},
+    "IQ2_KL": {"qs": codes(LEGACY), "qh": codes(runs_of(1, 16), 4), "sc": scales(far_nibbles)},
     "IQ4_KS": {"qs": codes(LEGACY)},
     "IQ5_KS": FIVE_BITS,
 }

@@ -81,6 +81,7 @@ class Primitives(NamedTuple):
     shr: Callable       # (w, s) -> w >> s, s in 0..31
     half: Callable      # (w, i) -> 16-bit half i of the word, 0 or 1
     byte: Callable      # (w, i) -> byte i of the word, 0..3
+    field: Callable     # (w, s, mask, up) -> (w >> s & mask) << up, s and up in 0..31
     odd_bytes: Callable  # (v, w) -> bytes 1 and 3 of v and of w, in the order v, w, v, w
     spread: Callable    # (w) -> the low four bits of w, one in each byte
     table: Callable     # (1-d unsigned array) -> device function (t, i) -> entry i as uint32
@@ -136,6 +137,10 @@ def primitives(jit, **native):
         return u32(shr(w, i << 3) & u32(0xff))
 
     @jit
+    def field(w, s, mask, up):
+        return u32((shr(w, s) & mask) << u32(up))
+
+    @jit
     def odd_bytes(v, w):
         return u32((u32(v) >> u32(8)) & EVEN | u32(w) & (EVEN << u32(8)))
 
@@ -169,7 +174,7 @@ def primitives(jit, **native):
         return lookup
 
     table, lookup_nibbles = native.get("table", table), native.get("lookup_nibbles", lookup_nibbles)
-    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, odd_bytes, spread, table, lookup_nibbles,
+    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, field, odd_bytes, spread, table, lookup_nibbles,
                           lookup_codes=lambda levels, cubic: _lookup_codes(portable, levels),
                           signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)
@@ -202,16 +207,6 @@ def _lookup_codes(p, levels):
             return (i32(select(top_a, select(low_a, x0, x1), select(low_a, x2, x3))),
                     i32(select(top_b, select(low_b, y0, y1), select(low_b, y2, y3))))
     return lookup
-
-
-def moved(p):
-    """(w, s) -> w >> s, or w << -s where s is negative; |s| < 32."""
-    shr = p.shr
-
-    @p.jit
-    def move(w, s):
-        return shr(u32(u32(w) << u32(u32(max(-s, 0)) & u32(31))), max(s, 0))
-    return move
 
 
 def signs8(p, parity):

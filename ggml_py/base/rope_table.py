@@ -1,5 +1,5 @@
 """The table of rotary angles: cosines and sines of every position and pair, made in float64 by exact_math and rounded once
-to float32."""
+to float32; and the table of attention temperatures, made in the same way."""
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,3 +58,16 @@ def rope_table(settings: RopeSettings, n_positions: int, factors: np.ndarray | N
         table[first:first + len(positions), :, 0] = cos * magnitude
         table[first:first + len(positions), :, 1] = sin * magnitude
     return table
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """What a query at position p is multiplied by: 1 + scale ln(floor((p + offset) / length) + 1)."""
+    scale: float
+    offset: int
+    length: int
+
+    def table(self, n_positions: int) -> np.ndarray:
+        """float32 [n_positions, 1]."""
+        steps = (np.arange(n_positions, dtype=np.int64) + self.offset) // self.length + 1
+        return (1 + self.scale * log(steps.astype(np.float64)))[:, None].astype(np.float32)

@@ -23,6 +23,8 @@ from .lfm2moe import Lfm2MoE
 from .llama import Llama
 from .nemotron_h import NemotronH
 from .nemotron_h_moe import NemotronHMoE
+from .llama4 import Llama4
+from .mistral3 import Mistral3
 from .minimax_m2 import MiniMaxM2
 from .olmo2 import Olmo2
 from .olmoe import OlmoE
@@ -45,6 +47,7 @@ ARCHITECTURES = {model.name: model for model in (Llama, Qwen2, Qwen3, Qwen3MoE, 
                                                 Phi3, Glm4, Olmo2, OlmoE, SmolLM3, MiniMaxM2, SeedOss, Ernie45, Ernie45MoE,
                                                 Hunyuan, HunyuanMoE, Exaone4, Qwen2MoE, Qwen2VL, Qwen3VL, Qwen3VLMoE,
                                                 Granite, GraniteMoE, Cohere2, CommandR, Starcoder2,
+                                                Mistral3, Llama4,
                                                 GraniteHybrid, Lfm2, Lfm2MoE, NemotronH, NemotronHMoE)}
 
 

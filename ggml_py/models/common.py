@@ -1,6 +1,6 @@
 """What architectures share: attention and feed-forward blocks, whose weights and sizes follow from the hyperparameters."""
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base.errors import ParameterError, UserError
 from ..base.placement import PlacementOptions
-from ..base.rope_table import RopeSettings, rope_table
+from ..base.rope_table import RopeSettings, Temperature, rope_table
 from ..base.storage import n_bytes
 from ..files.gguf import GGUFFile
 from ..graph.columns import decide, share
@@ -25,6 +25,7 @@ from .hparams import Hparams, Keys, Windows, because
 from .weights import Paper, Weights
 
 RopeTables = Mapping[tuple[str, str], Tensor]  # by kind and device
+TEMPERATURE = "temperature"  # a table of what queries are multiplied by, beside those of angles
 FULL, WINDOWED = "full", "windowed"  # the kinds of tables: of layers that see all positions, and of those with a window
 
 
@@ -39,6 +40,7 @@ class Batch:
     pos: Tensor
     out_ids: Tensor
     all_rows: bool = False  # all tokens go on behind the last layer
+    temperatures: dict[str, Tensor] = field(default_factory=dict)  # of the tokens, by device
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of the layers so far: K and V, written
     per_layer: Tensor | None = None  # embeddings for each layer, of models that have them
 
@@ -56,6 +58,8 @@ class Transformer:
     name = ""
     neox = True  # rotary pairs (i, i + R/2); else (2i, 2i + 1)
     eps_key = "attention.layer_norm_rms_epsilon"  # of what norms add to the variance
+    cache_class: Callable[..., KVCache] = KVCache
+    temperature: Temperature | None = None  # of architectures that multiply queries by a number of their position
     has_nextn = False  # its files may have a block behind the layers that predicts a token further on
     attn_norm, ffn_norm = "attn_norm", "ffn_norm"  # what files call the norms before both blocks; "": there is none
     attn_post_norm = ffn_post_norm = ""  # and those of their results
@@ -106,8 +110,8 @@ class Transformer:
     def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows",
                    n_block: int | None = None, n_rollback: int = LEAST_ROLLBACK) -> Memory:
         """n_block: of so many blocks; None: of the layers."""
-        cache = KVCache(self.backends, self.cache_sizes()[:n_block or self.hp.n_layer], self.memory_devices, n_ctx, n_seq_max,
-                        type_k, type_v, kv_write, self.on_paper.cache_shards)
+        cache = self.cache_class(self.backends, self.cache_sizes()[:n_block or self.hp.n_layer], self.memory_devices, n_ctx,
+                                 n_seq_max, type_k, type_v, kv_write, self.on_paper.cache_shards)
         sizes = self.state_sizes()
         if not sizes:
             return cache
@@ -174,6 +178,9 @@ class Transformer:
             table = rope_table(settings, n_ctx, factors if kind == FULL else None)
             for device in self.table_devices:
                 tables[kind, device].buffer = self.backends[device].upload(table)
+        if self.temperature is not None:
+            for device in self.table_devices:
+                tables[TEMPERATURE, device].buffer = self.backends[device].upload(self.temperature.table(n_ctx))
         return tables
 
     @property
@@ -195,8 +202,9 @@ class Transformer:
         """Of each kind one on each device that rotates, for n_ctx positions, without memory. Those that share columns know each
         other's."""
         columns, tables = list(self.placement.columns), {}
-        for kind, settings in self.ropes.items():
-            name, shape = "rope_table" + f"_{kind}" * (kind != FULL), (n_ctx, settings.n_rot // 2, 2)
+        shapes: dict[str, tuple[int, ...]] = {kind: (n_ctx, rope.n_rot // 2, 2) for kind, rope in self.ropes.items()}
+        for kind, shape in (shapes | ({TEMPERATURE: (n_ctx, 1)} if self.temperature is not None else {})).items():
+            name = "rope_table" + f"_{kind}" * (kind != FULL)
             tables.update({(kind, device): Tensor(name, "f32", shape, device) for device in self.table_devices})
             for home in columns[:1]:
                 tables[kind, home].shards.update({device: tables[kind, device] for device in columns[1:]})
@@ -426,9 +434,13 @@ class Transformer:
     def over_caches(self, b: Batch, il: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q over caches to which the micro-batch's keys and values have been written."""
         g, hp = b.g, self.hp
-        return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], *self.sinks(il),
+        return g.flash_attn_ext(q, k, v, *self.seen(b, il), *self.sinks(il),
                                 n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], scale=self.attention_scale(il),
                                 window=hp.windows[il], softcap=self.attention_cap, name=f"kqv_out-{il}")
+
+    def seen(self, b: Batch, il: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(sequence and position of each token, which positions of each sequence are there)."""
+        return b.g.inputs["seq"], b.pos, b.g.inputs["present"]
 
     def placed(self, b: Batch, il: int, x: Tensor, part: str, n_head: int) -> Tensor:
         """Q or K (part: "q", "k") as attention takes it: normed, then rotated."""
@@ -438,6 +450,13 @@ class Transformer:
         """The heads of x turned by the angles of their positions; x itself in blocks that rotate none."""
         kind = self.rope_kind(il)
         return x if kind is None else b.g.rope(x, b.pos, b.rope_table(kind), n_head=n_head, neox=self.neox, name=name)
+
+    def tempered(self, b: Batch, il: int, q: Tensor) -> Tensor:
+        """Queries times the number of their position."""
+        device = b.g.device
+        if device not in b.temperatures:
+            b.temperatures[device] = b.g.take_rows(b.rope_table(TEMPERATURE), b.pos, name=f"temperatures-{il}")
+        return b.g.weighted_sum(q, b.temperatures[device], name=f"Qcur_tempered-{il}")
 
     def attention_scale(self, il: int) -> float:
         """What products of queries and keys are multiplied by."""

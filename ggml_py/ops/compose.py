@@ -302,6 +302,11 @@ def mul_sigmoid_act(g, x, gate):
     return g.quantize(g.mul(x, g.sigmoid(gate)))
 
 
+@fused("x", "", "act")
+def relu_sqr_act(g, x):
+    return g.quantize(g.relu_sqr(x))
+
+
 @fused("gate up", "", "act")
 def swiglu_act(g, gate, up):
     return g.quantize(g.swiglu(gate, up))

@@ -63,6 +63,13 @@ def quarter_loads(fmt: Format):
     return _loads(fmt, lds, shared_word)
 
 
+@device
+def field(w, s, mask, up):
+    """`words.Primitives.field`: a shift of a known number of places and the mask."""
+    moved = shr(w, s - up) if s >= up else u32(u32(w) << u32(up - s))
+    return u32(moved & u32(u32(mask) << u32(up)))
+
+
 def lookup_nibbles(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the
     table by prmt, then a choice by the nibbles' bit 3; of up to eight levels by one prmt. Of two constants of an instruction one
@@ -182,7 +189,7 @@ def primitives(table=None):
     native = {"table": table} if table else {}
     portable = words.primitives(device, f16=f16_to_f32, f32=as_f32, mul=mul, shr=shr,
                                 byte=device(lambda w, i: prmt(w, u32(0), u32(i) | u32(0x4440))),
-                                half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
+                                field=field, half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
                                 odd_bytes=device(lambda v, w: prmt(u32(v), u32(w), u32(0x7351))),
                                 lookup_nibbles=lookup_nibbles, lookup_codes=lookup_codes, **native)
     return portable._replace(signed8=signed8(portable.table))

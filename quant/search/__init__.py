@@ -1,8 +1,10 @@
 """Scales and codes for given values: what the encoders search, compiled for the CPU.
 
 scales    how a float scale is stored, integer scales under it
-levels    codes of levels, of one table or of two that a sub-block selects
+lanes     sub-blocks side by side, for vector instructions
+levels    codes of levels, of one table or of two that a sub-block selects, or of pairs
 lines     codes with minima
+recode    other codes for the scales found
 codebook  entries of codebooks, with signs or a shift
 
 All minimize the weighted squared error sum of w (x - value)^2 of each group of columns with one float scale d. A scale and the

@@ -1,10 +1,10 @@
 """Entries of codebooks."""
 import numpy as np
 
-from .scales import as_half, jit, nearest_scale, power_of_two
+from .scales import as_half, device, jit, nearest_scale, power_of_two
 
 
-@jit
+@device
 def prepare(x, w, grid, signs, products, squares):
     """products[g, e] = sum of w x level and squares[g, e] = sum of w level^2 over the columns of entry e, group by group. x: with
     signs taken off. grid: float32 [columns of an entry, entries]."""
@@ -20,7 +20,7 @@ def prepare(x, w, grid, signs, products, squares):
                 s[e] += u * levels[e] * levels[e]
 
 
-@jit
+@device
 def best_entry(products, squares, scale):
     """(entry, sum of w x level, sum of w level^2) of the entry with the least error; of equals the first."""
     twice, square = np.float32(2 * scale), np.float32(scale * scale)
@@ -33,7 +33,7 @@ def best_entry(products, squares, scale):
     return entry, products[entry], squares[entry]
 
 
-@jit
+@device
 def explained(products, squares, first, last, scale):
     """(what the best entries of the groups first..last explain of the sum of w x^2, sums of w x level and w level^2)."""
     xq, qq = 0.0, 0.0
@@ -44,7 +44,7 @@ def explained(products, squares, first, last, scale):
     return 2 * scale * xq - scale * scale * qq, xq, qq
 
 
-@jit
+@device
 def take_signs(x, w, signing, positive):
     """The signs of eight columns, which `positive` is then without. signing: see `by_codebook`; a number of signs that must
     be even is made so where that costs least: a value there counts as negative."""

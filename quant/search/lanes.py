@@ -10,35 +10,35 @@ call costs as much as 1000 columns.
 """
 import numpy as np
 
-from .scales import jit, power_of_two
+from .scales import device, power_of_two
 
 LANES = 64
 F0, F1 = np.float32(0), np.float32(1)
 LEAST = np.float32(2.0**-60)  # over the group's largest value: a smaller scale stands for none
 
 
-@jit
+@device
 def n_groups(n_subs):
     """How many groups of n_subs sub-blocks make a batch."""
     return max(1, LANES // n_subs)
 
 
-@jit
+@device
 def n_chunks(n_subs):
     return (n_groups(n_subs) * n_subs + LANES - 1) // LANES
 
 
-@jit
+@device
 def of_lanes(shape):
     return np.zeros(shape, np.float32)
 
 
-@jit
+@device
 def numbers(shape):
     return np.zeros(shape, np.int32)
 
 
-@jit
+@device
 def load(x, w, first, n, sub, group, values, weights, units):
     """Groups first .. first + n of the values x (rows one after the other), weights w [n_cols]. Out: values, weights; units:
     float64 [groups of a batch], what the values of a group are multiples of."""
@@ -54,7 +54,7 @@ def load(x, w, first, n, sub, group, values, weights, units):
                 values[h, c, l], weights[h, c, l] = np.float32(x[start + i * sub + c] * of_one), w[at + i * sub + c]
 
 
-@jit
+@device
 def reciprocal(scale):
     """0 for a scale that stands for none."""
     return F1 / scale if abs(scale) > LEAST else F0

@@ -2,11 +2,12 @@
 import numpy as np
 
 from .lanes import F0, F1, LANES, load, n_chunks, n_groups, numbers, of_lanes, reciprocal
-from .scales import jit, nearest_scale, rounded
+from .scales import device, jit, nearest_scale, rounded
 
 N_STEPS = 2 * 257   # of a half from -128.5: boundaries between integer levels are multiples of a half
 N_TRIES = 9         # scales to either side of the one that maps the largest value to an end of the levels
 N_ENDS = 10         # of `candidate`
+N_PAIRS = 32        # of IQ2_KL
 TWO, SHIFT, LAST = np.float32(2), np.float32(257), np.float32(N_STEPS - 1)
 ROUNDER = np.float32(1.5 * 2.0**23)  # what float32 adds to it is rounded to an integer
 
@@ -15,45 +16,62 @@ def nearest_codes(levels) -> np.ndarray:
     """uint8 [N_STEPS]: the code of the level nearest to each step's middle; of equals the first. levels: integers, in any
     order."""
     middles = (np.arange(N_STEPS) + 0.5) / 2 - 128.5
-    return np.argmin(abs(middles[:, None] - np.asarray(levels, float)), axis=1).astype(np.uint8)
+    return np.argmin(abs(middles[:, None] - np.ravel(levels)), axis=1).astype(np.uint8)
 
 
 def nearest_levels(levels) -> np.ndarray:
-    """float32: the level of each step, or of levels without gaps the lowest and the highest."""
+    """float32: the level of each step; of levels without gaps the lowest and the highest; of pairs they themselves, one after the
+    other."""
+    if np.ndim(levels) == 2:
+        return np.ravel(levels).astype(np.float32)
     if list(levels) == list(range(levels[0], levels[-1] + 1)):
         return np.array([levels[0], levels[-1]], np.float32)
     return np.asarray(levels, np.float32)[nearest_codes(levels)]
 
 
-@jit
+@device
 def step_of(v):
     return np.uint32(np.int32(min(max(TWO * v + SHIFT, F0), LAST)))
 
 
-@jit
+@device
 def residuals(x, w, inverse, nearest, steps, levels, sums):
     """Of each lane, with r = x * inverse - level: sums [3 LANES] of w level^2, w level r and w r^2. These keep their digits where
     differences of larger sums would not. nearest: see `nearest_levels`. steps, levels: scratch."""
     sums[:] = F0
     for c in range(len(x)):
+        at = 0  # of the column's levels
         if len(nearest) == 2:
             low, high = nearest[0], nearest[1]
             for l in range(LANES):
                 levels[l] = min(max(x[c, l] * inverse[l], low), high) + ROUNDER - ROUNDER
-        else:
+        elif len(nearest) == N_STEPS:
             for l in range(LANES):
                 steps[l] = step_of(x[c, l] * inverse[l])
             for l in range(LANES):
                 levels[l] = nearest[np.uint64(steps[l])]
+        elif c % 2:
+            at = LANES
+        else:
+            costs = levels[2 * LANES:]
+            costs[:] = np.inf
+            for e in range(0, 2 * N_PAIRS, 2):
+                for l in range(LANES):
+                    first, second = x[c, l] * inverse[l] - nearest[e], x[c + 1, l] * inverse[l] - nearest[e + 1]
+                    cost = w[c, l] * first * first + w[c + 1, l] * second * second
+                    is_less = cost < costs[l]
+                    levels[l] = nearest[e] if is_less else levels[l]
+                    levels[LANES + l] = nearest[e + 1] if is_less else levels[LANES + l]
+                    costs[l] = cost if is_less else costs[l]
         for l in range(LANES):
-            level, u = levels[l], w[c, l]
+            level, u = levels[at + l], w[c, l]
             r, weighted = x[c, l] * inverse[l] - level, u * level
             sums[l] += weighted * level
             sums[LANES + l] += weighted * r
             sums[2 * LANES + l] += u * r * r
 
 
-@jit
+@device
 def try_inverse(x, w, inverse, nearest, steps, levels, sums, least, fitted):
     """Where the scale that suits the codes under 1 / inverse best has less error than `least`, it becomes `fitted`."""
     residuals(x, w, inverse, nearest, steps, levels, sums)
@@ -66,7 +84,7 @@ def try_inverse(x, w, inverse, nearest, steps, levels, sums, least, fitted):
             least[l], fitted[l] = error, (F1 + more) * of_one if squares > F0 else F0
 
 
-@jit
+@device
 def fit(values, weights, squares, tables, ends, span, inverse, steps, levels, sums, least, fitted):
     """squares: of each lane the sum of w x^2. fitted: the best scale, of those that map the largest value to the lowest or
     highest level, of others up to `span` of it around, and of those that suit their codes best."""
@@ -93,7 +111,7 @@ def fit(values, weights, squares, tables, ends, span, inverse, steps, levels, su
                 try_inverse(x, w, inverse, tables[t], steps, levels, sums, error, best)
 
 
-@jit
+@device
 def choose(values, weights, squares, tables, scales, j, inverse, steps, levels, sums, least, best_j, best_t, products, norms):
     """Where the lanes' scales, d times the integer scales number j, have less error than `least`: best_j and the table best_t are
     theirs, and so are the sums of w x level and w level^2, `products` and `norms`."""
@@ -110,7 +128,7 @@ def choose(values, weights, squares, tables, scales, j, inverse, steps, levels, 
                     products[h, l], norms[h, l] = (sums[l] + sums[LANES + l]) * scale, sums[l]
 
 
-@jit
+@device
 def candidate(largest, k, first, step, n_scales, unit, allowed):
     """The k-th d to try, 0 <= k < N_ENDS, for the largest fitted scale of a group: those under which it is the last or first
     integer scale, or a little off; without integer scales itself, or its neighbours where few are allowed. 0: none."""
@@ -124,12 +142,12 @@ def candidate(largest, k, first, step, n_scales, unit, allowed):
     return rounded(largest * unit, allowed) / unit
 
 
-@jit
+@device
 def n_candidates(n_scales, allowed):
     return N_ENDS if n_scales > 1 else 5 if len(allowed) > 1 else 1
 
 
-@jit
+@device
 def largest_of(scales):
     largest = F0
     for scale in scales:
@@ -137,7 +155,7 @@ def largest_of(scales):
     return float(largest)
 
 
-@jit
+@device
 def set_scales(fitted, d, first, step, n_scales, offset, j, scales):
     """j: numbers of the integer scales of a group that are nearest to the fitted ones, and `offset` more; scales: they times
     d."""
@@ -161,7 +179,7 @@ def by_levels(x, w, sub, group, tables, ends, first, step, n_scales, allowed, sp
     squares, fitted, tried, least = of_lanes(shape), of_lanes(shape), of_lanes(shape), of_lanes(shape)
     products, norms = of_lanes(shape), of_lanes(shape)
     j, best_j, best_t = numbers(shape), numbers(shape), numbers(shape)
-    inverse, levels, sums, steps = of_lanes(LANES), of_lanes(LANES), of_lanes(3 * LANES), np.empty(LANES, np.uint32)
+    inverse, levels, sums, steps = of_lanes(LANES), of_lanes(3 * LANES), of_lanes(3 * LANES), np.empty(LANES, np.uint32)
     # one sub-block behind the other
     flat_fitted, flat_tried, flat_least, flat_j = fitted.reshape(-1), tried.reshape(-1), least.reshape(-1), j.reshape(-1)
     flat_products, flat_norms = products.reshape(-1), norms.reshape(-1)

@@ -2,14 +2,14 @@
 import numpy as np
 
 from .lanes import F0, F1, LANES, load, n_chunks, n_groups, numbers, of_lanes, reciprocal
-from .scales import as_half, jit
+from .scales import as_half, device, jit
 
 N_TRIES = 10  # slopes to either side of the one that maps the smallest and the largest value to the ends of the codes
 TENTH = np.float32(0.1)
 ROUNDER = np.float32(2.0**23)  # what float32 adds to it, from 0 on, is rounded to an integer
 
 
-@jit
+@device
 def residuals(x, w, inverse, low, highest, sums):
     """Of each lane, with the code nearest to v = (x - low) * inverse and r = v - code: sums [6 LANES] of w, w code, w code^2, w
     r, w r code and w r^2. These keep their digits where differences of larger sums would not."""
@@ -27,7 +27,7 @@ def residuals(x, w, inverse, low, highest, sums):
             sums[5 * LANES + l] += u * r * r
 
 
-@jit
+@device
 def try_line(x, w, inverse, low, highest, is_free, sums, least, slopes, minima):
     """Where the line that suits the codes of (x - low) * inverse best has less error than `least`, it becomes slopes and minima:
     x = slope * code - minimum. With r = a code + b, slope = (1 + a) / inverse and -minimum = low + b / inverse."""
@@ -48,7 +48,7 @@ def try_line(x, w, inverse, low, highest, is_free, sums, least, slopes, minima):
             least[l], slopes[l], minima[l] = error, (F1 + a) * of_one, -(low[l] + b * of_one)
 
 
-@jit
+@device
 def fit(values, weights, highest, is_free, inverse, low, sums, least, slopes, minima):
     """slopes and minima: of each lane the best line, of those that suit the codes of lines from the smallest to the largest value
     and of lines a little steeper or less, and of those that suit their codes best. is_free: minima of either sign, else none
@@ -74,7 +74,7 @@ def fit(values, weights, highest, is_free, inverse, low, sums, least, slopes, mi
             try_line(x, w, inverse, low, highest, is_free, sums, error, slope, minimum)
 
 
-@jit
+@device
 def sums_of(values, weights, plain):
     """plain [n_chunks, 3, LANES]: of each lane the sums of w, w x and w x^2."""
     plain[:] = F0
@@ -87,7 +87,7 @@ def sums_of(values, weights, plain):
                 plain[h, 2, l] += u * v * v
 
 
-@jit
+@device
 def choose(values, weights, plain, highest, scales, minima, j, k, inverse, low, sums, least, best_j, best_k, moments):
     """Where the lanes' lines, of these scales and minima, have less error than `least`: best_j, best_k are the numbers j, k of
     their integer scales and minima, and moments [n_chunks, 3, LANES] the sums of w code, w code^2 and w x code."""
@@ -106,7 +106,7 @@ def choose(values, weights, plain, highest, scales, minima, j, k, inverse, low, 
                 moments[h, 2, l] = low[l] * q + scale * (qq + sums[4 * LANES + l])
 
 
-@jit
+@device
 def set_scales(fitted, d, n_scales, offset, j, scales):
     """j: the integers of a group that are nearest to the fitted scales (or minima), and `offset` more; scales: they times d."""
     for i in range(len(fitted)):
@@ -117,7 +117,7 @@ def set_scales(fitted, d, n_scales, offset, j, scales):
         scales[i] = d * j[i]
 
 
-@jit
+@device
 def largest_of(scales, n_scales, unit):
     """d, in units, under which the largest of the scales is the last integer."""
     largest = scales[0]
@@ -126,7 +126,7 @@ def largest_of(scales, n_scales, unit):
     return as_half(largest / max(n_scales - 1, 1) * unit) / unit
 
 
-@jit
+@device
 def refit(j, k, plain, moments, first, last, unit, d, m, is_free):
     """(d, m) that suit the codes of sub-blocks first .. last best, or where there are none these."""
     xa, xb, aa, ab, bb = 0.0, 0.0, 0.0, 0.0, 0.0

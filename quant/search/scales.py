@@ -4,12 +4,21 @@ import math
 import numba
 import numpy as np
 
-jit = numba.njit(nogil=True, error_model="numpy")
 HALF, ANY = -1, -2  # how d is rounded, in place of the number of allowed values
 LARGEST_HALF = 65504.0
+ENTRIES: list = []  # compiled functions that Python calls: `kernels.compile` keeps them on disk as it keeps kernels
+
+# Of functions that only compiled ones call: without wrappers, whose compilation takes as long
+device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-@jit
+def jit(function):
+    """numba.njit of a function that Python calls."""
+    ENTRIES.append(numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
+    return ENTRIES[-1]
+
+
+@device
 def power_of_two(x):
     """The least power of two that is larger than all magnitudes; 1 for zeros."""
     largest = 0.0
@@ -18,7 +27,7 @@ def power_of_two(x):
     return 2.0 ** math.frexp(largest)[1] if largest > 0.0 else 1.0
 
 
-@jit
+@device
 def as_half(x):
     """x as a float16 has it, nearest even; no infinities."""
     if abs(x) < 2.0**-14:
@@ -27,7 +36,7 @@ def as_half(x):
     return min(max(c - (c - x), -LARGEST_HALF), LARGEST_HALF)
 
 
-@jit
+@device
 def rounded(d, allowed):
     """d as it is stored. allowed: ascending positive values, else one that is HALF or ANY."""
     if allowed[0] == HALF:
@@ -40,7 +49,7 @@ def rounded(d, allowed):
     return allowed[i]
 
 
-@jit
+@device
 def nearest_scale(scale, d, first, step, n_scales):
     """j of the integer scale first + step j that is nearest to scale / d."""
     return int(min(max(np.floor((scale / d - first) / step + 0.5), 0.0), n_scales - 1.0)) if d != 0.0 else 0

@@ -31,7 +31,7 @@ from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_
                          one_gate, one_side_is_no_product, only_q_is_normed, operand_written_between, product_of_later,
                          product_operand_written_between, product_with_itself, products_of_two_inputs, products_on_two_devices,
                          q_is_biased_before_k_is_made, q_is_read_after, q_is_read_before_v_is_written, residual,
-                         residual_of_heads, rotated_k_is_read, shared_expert, start, sum_has_two_norms, sum_is_an_output,
+                         residual_of_heads, rotated_k_is_read, shared_expert, squared, start, sum_has_two_norms, sum_is_an_output,
                          sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products, sum_with_one_row,
                          term_written_between, the_cache_is_read_between, the_cache_is_written_before_attention_is_quantized,
                          three_products, two_devices, v_is_made_first, v_of_another_input, v_on_another_device, vector)
@@ -66,6 +66,7 @@ def run(g, no_fuse=()):
     (gated, ["swiglu_act", "mul_mat"]),
     (gated_heads, ["rms_norm_swiglu_act", "mul_mat"]),
     (gated_rows, ["mul_sigmoid_act", "mul_mat"]),
+    (squared, ["relu_sqr_act", "mul_mat"]),
     (shared_expert, ["weighted_sum_gated"]),
     (both, ["rms_norm_act", "mul_mat", "mul_mat", "add", "swiglu_act", "mul_mat", "add"]),
     (layer, ["add_rms_norm_act", "mul_mat_glu", "quantize", "mul_mat", "add_rms_norm_act", "mul_mat"]),
@@ -364,8 +365,8 @@ def test_models(arch, types, never, tmp_path):
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
             made |= used
-        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "rms_norm_swiglu_act", "mul_sigmoid_act", "elide",
-                     "gated_delta_net_gates"}
+        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "rms_norm_swiglu_act", "mul_sigmoid_act", "relu_sqr_act",
+                     "elide", "gated_delta_net_gates"}
         assert made & set(PASSES) == set(PASSES) - never - elsewhere  # tests/models, test_elide.py
 
 

@@ -4,6 +4,7 @@ from zlib import crc32
 
 import numpy as np
 
+import ggml_py.kernels.compile  # noqa: F401 (keeps what is compiled on disk)
 from ggml_py.quant.encode import ENCODERS
 from ggml_py.quant.formats import FORMATS
 from ggml_py.quant.quantize import quantize

@@ -221,6 +221,7 @@ CASES = {
     "l2_norm": (PLAIN, lambda o: [o.x()], {"n_head": 3, "dim": 32, "eps": 1e-6}),
     "gelu": (PLAIN, lambda o: [o.x()], {}),
     "relu_sqr": (PLAIN, lambda o: [o.x()], {}),
+    "relu_sqr_act": (PLAIN, lambda o: [o.x()], {}),
     "ssm_conv": (PLAIN, lambda o: [o.states(3 * M), o.x(M), o.taps(), o.runs()], {}),
     "ssm_conv: bias, no activation": (PLAIN, lambda o: [o.states(3 * M), o.x(M), o.taps(), o.runs(), o.vector(M)],
                                       {"activation": "none"}),

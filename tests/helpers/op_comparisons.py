@@ -89,6 +89,11 @@ def check_mul_sigmoid_act(machine, n, k) -> None:
     check_op(machine, name, "mul_sigmoid_act", activations(n, k, rng), edges(n, k, rng))
 
 
+def check_relu_sqr_act(machine, n, k) -> None:
+    name, rng = case("relu_sqr_act", n=n, k=k)
+    check_op(machine, name, "relu_sqr_act", edges(n, k, rng))
+
+
 def check_weighted_sum_gated(machine, n, n_used, k) -> None:
     name, rng = case("weighted_sum_gated", n=n, n_used=n_used, k=k)
     rows = activations(n * n_used, k, rng), activations(n, n_used, rng), edges(n, k, rng), edges(n, 1, rng)

@@ -53,6 +53,12 @@ def gated_heads():
     return g
 
 
+def squared():
+    g, x, _ = start()
+    g.outputs = [g.mul_mat(matrix("down"), g.relu_sqr(x, name="squared"), name="down")]
+    return g
+
+
 def gated_rows():
     g, x, y = start()
     g.outputs = [g.mul_mat(matrix("down"), g.mul(x, g.sigmoid(y, name="gate"), name="gated"), name="down")]

@@ -77,6 +77,13 @@ KINDS = {
                            dict(n_layer=64, n_embd=32, n_head=2, n_head_kv=1, head=16, n_rot=16, n_ff=32), "", "command-r",
                            LAYER_NORM_EPS),
     "starcoder2": Kind(f"{LLAMA.replace('ffn_gate ', '')} {BIASES} {MORE_BIASES}", more="output_norm.bias", eps=LAYER_NORM_EPS),
+    "mistral3": Kind(keys={**YARN, "rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 0.5,
+                           "rope.scaling.yarn_beta_slow": 0.1, "attention.temperature_scale": 0.1}),
+    "mistral3-moe": Kind(experts(LLAMA), {**WITH_EXPERTS, "expert_feed_forward_length": None}, dict(n_ff=64), arch="mistral3"),
+    "llama4": Kind(lambda il: experts(LLAMA, SHARED.replace("shexp", "shexp:wide")) if il % 2 else LLAMA,
+                   {**WITH_EXPERTS, "interleave_moe_layer_step": 2}, dict(n_layer=4, n_used=1)),
+    "llama4-two": Kind(experts(LLAMA, SHARED.replace("shexp", "shexp:wide")),
+                       {**WITH_EXPERTS, "interleave_moe_layer_step": 1}, arch="llama4"),
     "qwen2moe": Kind(experts(LLAMA, f"{BIASES} {SHARED} ffn_gate_inp_shexp"),
                      {**WITH_EXPERTS, "expert_shared_feed_forward_length": "n_ff_shexp"}),
     "qwen2vl": Kind(f"{LLAMA} {BIASES}", VISION),
@@ -121,6 +128,7 @@ def shapes(c: dict) -> dict[str, tuple[int, ...]]:
         "rope_freqs": (c["n_rot"] // 2,),
         "per_layer_token_embd": (c["n_vocab"], c["n_per_layer"] * c["n_layer"]),
         "per_layer_model_proj": (c["n_per_layer"] * c["n_layer"], e), "per_layer_proj_norm": (c["n_per_layer"],),
+        "ffn_gate_shexp:wide": (fx, e), "ffn_up_shexp:wide": (fx, e), "ffn_down_shexp:wide": (e, fx),
         "ffn_gate_shexp": (fs, e), "ffn_up_shexp": (fs, e), "ffn_down_shexp": (e, fs), "ffn_gate_inp_shexp": (e,),
     }
 

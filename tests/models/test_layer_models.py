@@ -23,6 +23,8 @@ def test_logits_are_those_of_llama_cpp(kind, tmp_path):
     """In micro-batches of all sizes, on every device that is here."""
     if not REFERENCE.exists():
         pytest.skip(f"{REFERENCE} is not there")
+    if not (REFERENCE / f"logits/{kind}.npy").exists():
+        pytest.skip(f"there are none of {kind}, a form of {KINDS[kind].arch}")
     path = tmp_path / "m.gguf"
     subprocess.run([sys.executable, REFERENCE / "tiny_gguf.py", kind, path, "--seed", "1"], check=True)
     expected, tokens = np.load(REFERENCE / f"logits/{kind}.npy"), np.load(REFERENCE / "logits/tokens.npy")
@@ -43,7 +45,8 @@ GEMMA4 = ("attention.sliding_window attention.sliding_window_pattern attention.k
           "embedding_length_per_layer_input")
 NEEDED = {"qwen2vl": SECTIONS, "qwen3vl": SECTIONS, "qwen3vlmoe": SECTIONS, "minimax-m2": "expert_gating_func",
           "granite": "logit_scale", "granitemoe": "logit_scale", "cohere2": "logit_scale attention.sliding_window",
-          "gemma4": GEMMA4, "gemma4-moe": GEMMA4}
+          "gemma4": GEMMA4, "gemma4-moe": GEMMA4,
+          **dict.fromkeys(("llama4", "llama4-two"), "interleave_moe_layer_step expert_feed_forward_length")}
 OPTIONAL = {"output.weight", *(f"blk.1.{name}" for name in [*BIASES.split(), "exp_probs_b.bias"])}
 NEEDED_TENSORS = {"olmo2": {"output.weight"}, "olmo3": {"output.weight"}, "olmoe": {"output.weight"},
                   "minimax-m2": {"output.weight", "blk.1.exp_probs_b.bias"},

@@ -14,10 +14,10 @@ from ggml_py.ops.compose import GATINGS
 from expert_comparisons import check_experts
 from matmul_comparisons import SPECIAL, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu, check_mul_mat_qkv
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_flash_attn_ext, check_glu, check_heads, check_mul_sigmoid_act, check_rms_norm,
-                            check_rms_norm_act, check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op,
-                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
-                            check_weighted_sum_gated)
+                            check_flash_attn_ext, check_glu, check_heads, check_mul_sigmoid_act, check_relu_sqr_act,
+                            check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope, check_rope_set_rows,
+                            check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k,
+                            check_topk_moe, check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
 from recurrent_comparisons import (LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv,
                                     check_ssm_scan)
@@ -73,6 +73,11 @@ def test_rms_norm_swiglu_act(machine, n, n_head, dim):
 @pytest.mark.parametrize("n, k", [(1, 4096), (8, 255), (300, 576)])
 def test_mul_sigmoid_act(machine, n, k):
     check_mul_sigmoid_act(machine, n, k)
+
+
+@pytest.mark.parametrize("n, k", [(1, 4096), (8, 255), (300, 576)])
+def test_relu_sqr_act(machine, n, k):
+    check_relu_sqr_act(machine, n, k)
 
 
 @pytest.mark.parametrize("n, n_used, k", [(1, 8, 2048), (300, 10, 2048), (5, 1, 257)])

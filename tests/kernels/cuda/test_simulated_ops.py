@@ -23,7 +23,7 @@ from expert_comparisons import check_experts
 from matmul_comparisons import (activations, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu,
                                 check_mul_mat_qkv, seeded)
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_glu, check_heads, check_mul_sigmoid_act, check_rms_norm, check_rms_norm_act,
+                            check_glu, check_heads, check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm, check_rms_norm_act,
                             check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op, check_scale,
                             check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
                             check_weighted_sum_gated)
@@ -85,6 +85,11 @@ def simulate_rms_norm_swiglu_act(machine, n, n_head, dim):
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 255), (2, 576)])
 def simulate_mul_sigmoid_act(machine, n, k):
     check_mul_sigmoid_act(machine, n, k)
+
+
+@pytest.mark.parametrize("n, k", [(1, 1), (4, 255), (2, 576)])
+def simulate_relu_sqr_act(machine, n, k):
+    check_relu_sqr_act(machine, n, k)
 
 
 @pytest.mark.parametrize("n, n_used, k", [(1, 8, 40), (3, 1, 257)])
