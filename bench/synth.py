@@ -103,6 +103,18 @@ SHAPES |= {
         keys={"rope.scaling.finetuned": (False, "bool"), "attention.scale": (0.0078125, "float32"),
               "embedding_scale": (12.0, "float32"), "residual_scale": (0.22, "float32"), "logit_scale": (16.0, "float32")}),
 }
+_GPT_OSS = Shape("gpt-oss", 24, 2880, 64, 8, 64, 2880, 201088, 131072, 150000.0, n_expert=32, n_expert_used=4, n_ff_exp=2880,
+                 keys={"rope.scaling.type": ("yarn", "string"), "rope.scaling.factor": (32.0, "float32"),
+                     "rope.scaling.original_context_length": (4096, "uint32"), "attention.sliding_window": (128, "uint32")})
+SHAPES |= {
+    "mistral-small-24b": Shape("mistral3", 40, 5120, 32, 8, 128, 32768, 131072, 131072, 1e9),
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-120b": replace(_GPT_OSS, n_layer=36, n_expert=128),
+    "llama-4-scout": Shape("llama4", 48, 5120, 40, 8, 128, 16384, 202048, 10485760, 500000.0, n_expert=16, n_expert_used=1,
+                           n_ff_exp=8192, n_expert_shared=1, keys={"interleave_moe_layer_step": (1, "uint32")}),
+    "minimax-m2": Shape("minimax-m2", 62, 3072, 48, 8, 128, 1536, 200064, 196608, 5e6, n_expert=256, n_expert_used=8,
+                        n_ff_exp=1536, n_rot=64, keys={"expert_gating_func": (2, "uint32")}),
+}
 # Small ones, to try things: a layer or two of the same kinds (deepseek2 tells its forms apart by the number of layers).
 _TINY = dict(n_layer=2, n_embd=256, n_head=4, n_head_kv=2, head=64, n_ff=512, n_vocab=320, n_ctx=1024)
 SHAPES |= {
@@ -117,6 +129,11 @@ SHAPES |= {
                               keys={"rope.dimension_sections": ([6, 5, 5, 0], "array")}),
     "tiny-qwen3next": replace(SHAPES["qwen3-next-80b-a3b"], **_TINY | dict(n_layer=4, n_rot=32), n_expert=8, n_expert_used=2,
                               n_ff_exp=256, n_head_k=2, n_head_delta=4, delta=32),
+    "tiny-mistral3": replace(SHAPES["mistral-small-24b"], **_TINY),
+    "tiny-gpt-oss": replace(SHAPES["gpt-oss-20b"], **_TINY, n_expert=8, n_expert_used=2, n_ff_exp=256),
+    "tiny-llama4": replace(SHAPES["llama-4-scout"], **_TINY, n_expert=8, n_ff_exp=256),
+    "tiny-minimax-m2": replace(SHAPES["minimax-m2"], **_TINY | dict(n_rot=32, n_ff=256), n_expert=8, n_expert_used=2,
+                               n_ff_exp=256),
     "tiny-nemotron-h-moe": replace(SHAPES["nemotron-3-nano-30b-a3b"], **_TINY | dict(n_layer=4, n_ff=256), n_expert=8,
                                    n_expert_used=2, n_ff_exp=256, blocks="ME*E", n_ff_shared=512, n_head_ssm=4, n_state=32,
                                    n_group=2),
@@ -147,7 +164,7 @@ def tensors(s: Shape) -> Iterator[TensorShape]:
             continue
         mixer = delta_net if s.delta and (i + 1) % 4 and not is_nextn else mla if s.kv_lora else attention
         yield from (t._replace(name=p + t.name) for t in mixer(s))
-        yield TensorShape(f"{p}{'post_attention' if s.delta else 'ffn'}_norm.weight", (s.n_embd,))
+        yield TensorShape(f"{p}{'post_attention' if s.delta or s.arch == 'gpt-oss' else 'ffn'}_norm.weight", (s.n_embd,))
         yield from (t._replace(name=p + t.name)
                     for t in (experts(s) if s.n_expert and i >= s.n_layer_dense else ffn(s, "", s.n_ff)))
     yield TensorShape("output_norm.weight", (s.n_embd,))
@@ -161,7 +178,12 @@ def attention(s: Shape) -> Iterator[TensorShape]:
     yield from (TensorShape(f"attn_{part}.weight", (n, s.n_embd)) for part, n in rows)
     if s.arch.startswith("qwen3"):
         yield from (TensorShape(f"attn_{part}_norm.weight", (s.head,)) for part in "qk")
+    if s.arch == "minimax-m2":
+        yield from (TensorShape(f"attn_{part}_norm.weight", (n,)) for part, n in rows[:2])
     yield TensorShape("attn_output.weight", (s.n_embd, q))
+    if s.arch == "gpt-oss":
+        yield from (TensorShape(f"attn_{part}.bias", (n,)) for part, n in (*rows, ("output", s.n_embd)))
+        yield TensorShape("attn_sinks.weight", (s.n_head,))
 
 
 def delta_net(s: Shape) -> Iterator[TensorShape]:
@@ -220,7 +242,11 @@ def experts(s: Shape) -> Iterator[TensorShape]:
     yield from ffn(s, "_exps", s.n_ff_exp, s.n_expert)
     if s.delta:
         yield TensorShape("ffn_gate_inp_shexp.weight", (s.n_embd,))
-    if s.arch == "nemotron_h_moe":
+    if s.arch == "gpt-oss":
+        yield TensorShape("ffn_gate_inp.bias", (s.n_expert,))
+        yield from (TensorShape(f"ffn_{part}_exps.bias", (s.n_expert, n), "F32")
+                    for part, n in (("gate", s.n_ff_exp), ("up", s.n_ff_exp), ("down", s.n_embd)))
+    if s.arch in ("nemotron_h_moe", "minimax-m2"):
         yield TensorShape("exp_probs_b.bias", (s.n_expert,))
     if s.n_expert_shared or s.n_ff_shared:
         yield from ffn(s, "_shexp", s.n_ff_shared or s.n_ff_exp * s.n_expert_shared)

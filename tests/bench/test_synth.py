@@ -23,6 +23,8 @@ TINY = [name for name in synth.SHAPES if name.startswith("tiny-")]
 # of the originals
 N_PARAMS = {"llama-3-8b": 8_030_261_248, "smollm2-135m": 134_515_008, "qwen3-30b-a3b": 30_532_122_624,
             "deepseek-v2-lite": 15_706_484_224, "qwen3.6-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296,
+            "mistral-small-24b": 23_572_403_200, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+            "llama-4-scout": 107_769_861_120,
             "nemotron-3-nano-30b-a3b": 31_577_940_288, "granite-4.0-h-small": 32_207_337_984}
 
 
