@@ -2,6 +2,7 @@
 import math
 from collections import Counter
 
+from ..base.defaults import N_UBATCH
 from ..base.errors import UserError
 from .loading import devices_of, model_path, placement_of, typed
 from .options import cache_types, context_size, model, placement
@@ -47,7 +48,9 @@ def memory_bytes(file, n_ctx: int, type_k: str, type_v: str) -> tuple[dict[str, 
         return None, None
     try:
         model = model_class(file)(file, PlacementOptions((HOST,)))
-        parts = {f"KV cache, {n_ctx} positions, {type_k} and {type_v}": model.cache_bytes(n_ctx, type_k, type_v)}
+        taken, full = (model.cache_bytes(n_ctx, type_k, type_v, n_ubatch) for n_ubatch in (N_UBATCH, n_ctx))
+        saved = f" (windows save {size(full - taken)})" if full > taken else ""
+        parts = {f"KV cache, {n_ctx} positions, {type_k} and {type_v}{saved}": taken}
         if n_bytes := model.state_bytes():
             parts["states of recurrent layers"] = n_bytes
         return parts, None

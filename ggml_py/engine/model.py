@@ -166,7 +166,8 @@ class Model:
         """
         if not n_ctx:
             n_ctx = self.n_ctx_train * n_seq_max
-            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v, n_rollback).total()
+            n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v, n_rollback,
+                                                      min(n_ubatch, n_batch)).total()
             if n_bytes > MOST_DEFAULT_CONTEXT:
                 raise ParameterError("n_ctx", f"must be given: {self.n_ctx_train} positions, which {self.file.path} says it was "
                                               f"trained for, take {n_bytes:,} bytes for {n_seq_max} sequences; a context of that "
@@ -241,14 +242,14 @@ class Context:
             raise ParameterError("device_of", "hot experts are computed where their copies are; allowed: None")
         self.no_fuse = switched_off(no_fuse)
         self.model, self.n_ubatch, self.n_ctx = model, n_ubatch, n_ctx // n_seq_max
-        taken = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback)
+        taken = model.architecture.context_bytes(self.n_ctx, n_seq_max, type_k, type_v, n_rollback, n_ubatch)
         take = f"{n_seq_max} sequences of {self.n_ctx} positions take"
         for device, n_bytes in taken.items():
             if n_bytes > (held := model.backends[device].memory_bytes()):
                 raise ParameterError("n_ctx", f"{take} {n_bytes:,} bytes, more than {device} has, {held:,}")
         try:
             self.memory = model.architecture.new_memory(self.n_ctx, n_seq_max, type_k, type_v, kv_write,
-                                                         n_rollback=n_rollback)
+                                                         n_rollback=n_rollback, n_ubatch=n_ubatch)
             self.rope_tables = model.architecture.new_rope_tables(self.n_ctx)
         except MemoryError as error:
             raise ParameterError("n_ctx", f"{take} {taken.total():,} bytes, more than {' and '.join(taken)} has"
@@ -468,7 +469,8 @@ class Context:
         """Forget positions p0 <= p < p1 of a sequence (p1 < 0: to its end).
 
         UserError for what recurrent layers cannot forget: all but a sequence's end, from a position on of which they hold a state
-        (the last `n_rollback` of them) or that has a checkpoint."""
+        (the last `n_rollback` of them) or that has a checkpoint. Layers with a window that do not hold all positions go back
+        likewise."""
         self._check_sequence(seq_id)
         with self._turn():
             self._take_back()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..base.defaults import N_UBATCH
 from ..base.errors import ParameterError, UserError
 from ..base.placement import PlacementOptions
 from ..base.rope_table import RopeSettings, Temperature, rope_table
@@ -18,7 +19,7 @@ from ..graph.place import check_offload, place
 from ..quant import tile
 from ..state.base import Memory
 from ..state.hybrid import HybridMemory
-from ..state.kv_cache import KVCache, cache_tensors
+from ..state.kv_cache import KVCache, cache_tensors, ring_of
 from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
 from .hot_experts import HotExperts, expert_tensors, slots_and_bytes
 from .hparams import Hparams, Keys, Windows, because
@@ -108,10 +109,11 @@ class Transformer:
             raise UserError(f"{self.file.path}: {self.name} with {n_expert} experts is not supported, only dense layers are")
 
     def new_memory(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, kv_write: str = "set_rows",
-                   n_block: int | None = None, n_rollback: int = LEAST_ROLLBACK) -> Memory:
-        """n_block: of so many blocks; None: of the layers."""
-        cache = self.cache_class(self.backends, self.cache_sizes()[:n_block or self.hp.n_layer], self.memory_devices, n_ctx,
-                                 n_seq_max, type_k, type_v, kv_write, self.on_paper.cache_shards)
+                   n_block: int | None = None, n_rollback: int = LEAST_ROLLBACK, n_ubatch: int = N_UBATCH) -> Memory:
+        """n_block: of so many blocks; None: of the layers. n_ubatch: the most tokens of a micro-batch."""
+        n_block = n_block or self.hp.n_layer
+        cache = self.cache_class(self.backends, self.cache_sizes()[:n_block], self.memory_devices, n_ctx, n_seq_max, type_k,
+                                 type_v, kv_write, self.on_paper.cache_shards, self.hp.windows[:n_block], n_ubatch, n_rollback)
         sizes = self.state_sizes()
         if not sizes:
             return cache
@@ -130,28 +132,30 @@ class Transformer:
         """Of the layers that are recurrent."""
         return {}
 
-    def cache_bytes(self, n_ctx: int, type_k: str, type_v: str) -> int:
-        """Bytes of K and V of all layers for n_ctx positions, as `new_memory` would take them; asks for none."""
-        return sum(map(n_bytes, self._caches(n_ctx, type_k, type_v)))
+    def cache_bytes(self, n_ctx: int, type_k: str, type_v: str, n_ubatch: int = N_UBATCH,
+                    n_rollback: int = LEAST_ROLLBACK) -> int:
+        """Bytes of K and V of all layers for n_ctx positions of a sequence, as `new_memory` would take them; asks for none."""
+        return sum(map(n_bytes, self._caches(n_ctx, 1, type_k, type_v, n_ubatch + n_rollback)))
 
     def state_bytes(self, n_rollback: int = LEAST_ROLLBACK) -> int:
         """Bytes of the states of a sequence's recurrent layers."""
         return sum(map(n_bytes, self._states(n_rollback)))
 
-    def _caches(self, n_ctx: int, type_k: str, type_v: str) -> list[Tensor]:
-        k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_ctx, type_k, type_v, self.memory_devices,
+    def _caches(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, n_others: int) -> list[Tensor]:
+        n_cells = [n_seq_max * ring_of(window, n_ctx, n_others) for window in self.hp.windows]
+        k, v = cache_tensors(self.cache_sizes()[:self.hp.n_layer], n_cells, type_k, type_v, self.memory_devices,
                              self.on_paper.cache_shards)
         return [held for cache in k + v for held in cache.held]
 
     def _states(self, n_rollback: int) -> list[Tensor]:
         return [*state_tensors(self.state_sizes(), n_rollback + 1, self.memory_devices).values()]
 
-    def context_bytes(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str,
-                      n_rollback: int = LEAST_ROLLBACK) -> Counter[str]:
+    def context_bytes(self, n_ctx: int, n_seq_max: int, type_k: str, type_v: str, n_rollback: int = LEAST_ROLLBACK,
+                      n_ubatch: int = N_UBATCH) -> Counter[str]:
         """Bytes on each device of n_seq_max sequences of n_ctx positions: caches, a mark for each cell, states, and tables of
         rotary angles."""
         found = Counter({self.placement.output: n_ctx * n_seq_max})
-        for tensor in self._caches(n_ctx * n_seq_max, type_k, type_v):
+        for tensor in self._caches(n_ctx, n_seq_max, type_k, type_v, n_ubatch + n_rollback):
             found[tensor.device] += n_bytes(tensor)
         for tensor in self._states(n_rollback):
             found[tensor.device] += n_seq_max * n_bytes(tensor)

@@ -33,7 +33,8 @@ class Fit:
             "feed_forward_length", "expert_used_count", "expert_feed_forward_length"))
         row = max(n_ff, hp.n_embd, n_used * max(n_ff_expert, hp.n_embd))
         arena = WIDE_ROWS * 4 * self.n_ubatch * row + (WINDOW if model.placement.offload is not None else 0)
-        found = model.weight_bytes() + model.context_bytes(self.n_ctx, self.n_seq_max, self.type_k, self.type_v)
+        found = model.weight_bytes() + model.context_bytes(self.n_ctx, self.n_seq_max, self.type_k, self.type_v,
+                                                           n_ubatch=self.n_ubatch)
         offload = model.placement.offload
         devices = dict.fromkeys([*model.placement.devices, *([offload.device] if offload is not None else [])])
         return {device: found[device] + (0 if device == HOST else arena + self.margin) for device in devices}

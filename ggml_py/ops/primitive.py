@@ -322,7 +322,9 @@ def cpy_rows_indirect(params, cache, x, dst):
     n_optional=1, defaults={"window": 0, "n_embd_head_v": 0, "softcap": 0.0})
 def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     """window: positions that a query sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k,
-    only so many channels; 0 for all. softcap: scores become softcap times tanh of score / softcap; 0: they do not."""
+    only so many channels; 0 for all. A sequence has as many cells as positions, or, with a window, a ring of fewer, a multiple of
+    128, where position p is cell p % ring: those that a query sees lie there. softcap: scores become softcap times tanh of
+    score / softcap; 0: they do not."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv,
@@ -331,8 +333,11 @@ def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     head_v = params["n_embd_head_v"] or v.shape[1] // n_head_kv
     need(not params["n_embd_head_v"] or (n_head_kv == 1 and 0 < head_v <= v.shape[1]),
          f"n_embd_head_v is {head_v}, of {n_head_kv} heads in {v.shape[1]} columns")
-    need(k.shape[0] == v.shape[0] == prod(present.shape),
-         f"k has {k.shape[0]} cells, v {v.shape[0]}, present {prod(present.shape)}")
+    n_seq, n_ctx = present.shape
+    ring = k.shape[0] // n_seq
+    is_ring = ring % 128 == 0 and 0 < params["window"] <= ring < n_ctx
+    need(k.shape[0] == v.shape[0] == n_seq * ring and (ring == n_ctx or is_ring),
+         f"k has {k.shape[0]} cells, v {v.shape[0]}, present {n_seq * n_ctx}, the window {params['window']}")
     need(seq.shape == pos.shape == (n,), f"seq and pos must be [{n}]")
     need(all(map(is_leaf, (seq, pos, *sinks))),
          "seq and pos must be inputs, sinks weights: kernels read them before those ahead of them have ended")

@@ -11,7 +11,7 @@ class HybridMemory:
 
     def __init__(self, cache: KVCache, states: RecurrentMemory):
         self.cache, self.states = cache, states
-        self.n_ctx, self.n_seq_max, self.n_rollback = cache.n_ctx, cache.n_seq_max, states.n_rollback
+        self.n_ctx, self.n_seq_max, self.n_rollback = cache.n_ctx, cache.n_seq_max, min(cache.n_rollback, states.n_rollback)
 
     @property
     def n_bytes(self) -> int:
@@ -32,6 +32,7 @@ class HybridMemory:
 
     def hold(self, seq_id: int, position: int) -> None:
         self.states.hold(seq_id, position)
+        self.cache.hold(seq_id, position)
 
     def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         return {**self.states.values(seq, pos), **self.cache.values(seq, pos)}
@@ -40,21 +41,27 @@ class HybridMemory:
         return self.cache.length(seq_id)
 
     def reachable(self, seq_id: int, n: int) -> int:
-        return self.states.reachable(seq_id, n)
+        while (found := self.cache.reachable(seq_id, self.states.reachable(seq_id, n))) < n:
+            n = found
+        return n
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
+        self.cache.check(seq_id, self.cache.length_without(seq_id, p0, p1))
         self.states.seq_rm(seq_id, p0, p1)
         self.cache.seq_rm(seq_id, p0, p1)
 
     def seq_cp(self, source: int, seq_id: int, n: int) -> None:
+        self.cache.check(source, n)
         self.states.seq_cp(source, seq_id, n)
         self.cache.seq_cp(source, seq_id, n)
 
     def checkpoint(self, seq_id: int) -> None:
         self.states.checkpoint(seq_id)
+        self.cache.checkpoint(seq_id)
 
     def drop_checkpoints(self, seq_id: int) -> None:
         self.states.drop_checkpoints(seq_id)
+        self.cache.drop_checkpoints(seq_id)
 
     def clear(self) -> None:
         self.states.clear()

@@ -45,7 +45,7 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
     def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
         """Tokens first..last-1, all of one sequence, with the query heads of one KV head."""
         n_head, dim = q.shape[1], q.shape[2]
-        dv, n_ctx = out.shape[2], present.shape[1]
+        dv, ring = out.shape[2], k.shape[0] // present.shape[0]
         group = n_head // n_head_kv
         n_rows = (last - first) * group
         here = present[seq[first]]
@@ -66,7 +66,7 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
             n_keys = min(PIECE, end - start)
             if mark_visible(here[start:start + n_keys], visible[0]) == 0:
                 continue
-            cell = seq[first] * n_ctx + start
+            cell = seq[first] * ring + start % ring
             load_keys(k, cell, n_keys, head_kv, dim, keys)
             load_values(v, cell, n_keys, head_kv, dv, values)
             for row in range(0, n_rows, TILE):

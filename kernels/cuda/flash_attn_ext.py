@@ -66,7 +66,7 @@ def plan(call: Call) -> AttentionShape:
     where shared memory holds one and there is one for nearly every multiprocessor, else of 4; of 4 and several for each
     multiprocessor where pieces are computed side by side. The tensor cores' kernels take heads of whole octets of channels in a
     f16 or q8_0 cache."""
-    n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window = sizes(call)
+    n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, _ = sizes(call)
     type_k, type_v, n_multiprocessors = call.k.dtype, call.v.dtype, call.device.n_multiprocessors
     heads = heads_together(n_head // n_head_kv)
     fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == row_v % 8 == 0

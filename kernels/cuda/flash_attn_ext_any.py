@@ -18,7 +18,8 @@ from numba import cuda, types
 
 from ..reference.flash_attn_ext import score_scale
 from .fixed_point import MINUS_INFINITY, ZERO, amax_of, fixed_point, larger_float, scales
-from .flash_attn_ext_combine import PIECE, addresses, capping, first_piece, of_few_models, sink, sizes, statistics_at, stride
+from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_few_models, ring_of, sink, sizes, span_of,
+                                     statistics_at, stride)
 from .flash_attn_ext_few import get, put, sum8
 from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, factory
 from .ptx import (add, as_f32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, prmt, st, stage,
@@ -443,8 +444,10 @@ def result_writer(where: Shared, dim_v: int, heads: int, sinks_there: bool):
           ("f32", "f32", 64, 64, 3, True, False), ("f16", "q8_0", 10, 8, 4, False, False),
           ("q8_0", "f32", 128, 128, 8, True, False), ("f32", "f16", 65, 63, 2, True, False),
           ("f32", "f32", 576, 512, 8, False, False), ("f16", "f16", 576, 512, 8, True, False),
-          ("f32", "f32", 256, 256, 2, False, False, True, 50.0)])
-def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_there, whole_octets=True, softcap=0.0):
+          ("f32", "f32", 256, 256, 2, False, False, True, 50.0),
+          ("f16", "f16", 64, 64, 8, True, False, True, 0.0, True), ("f32", "f32", 64, 64, 2, False, True, True, 0.0, True)])
+def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_there, whole_octets=True, softcap=0.0,
+                              is_ring=False):
     """whole_octets: rows of V are, as heads of dim_v channels may be."""
     where = shared_layout(type_k, type_v, dim_k, dim_v, heads)
     q_row, k_row, v_row = cached("f32", dim_k), cached(type_k, dim_k), cached(type_v, dim_v if whole_octets else 1)
@@ -453,9 +456,9 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
     key_scale, weigh = chain_values(where, dim_v, heads) if type_v == "f32" else fixed_values(v_row.octet, where, dim_v, heads)
     soften, fold_head = softener(where, heads), head_folder(where, heads, split)
     write_result, capped = result_writer(where, dim_v, heads, sinks_there), capping(softcap)
-    v_stride = stride(dim_v)
+    v_stride, ring = stride(dim_v), ring_of(is_ring)
 
-    def kernel(q, k, v, seq, pos, present, sinks, out, n_ctx, step_v, window, scale, n_splits):  # out: the pieces if split
+    def kernel(q, k, v, seq, pos, present, sinks, out, n_ctx, step_v, span, scale, n_splits):  # out: the pieces if split
         s = cuda.shared.array(0, types.int32)
         t = cuda.threadIdx.x
         token = (cuda.gridDim.x - 1 - cuda.blockIdx.x) // n_splits  # the last positions have most pieces: they go first
@@ -465,7 +468,8 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
         for i in range(t, heads * dim_v, PIECE):
             put(s, where.outputs + i, ZERO)
         M, L = MINUS_INFINITY, ZERO  # of head t, where t < heads
-        position, cell = ldc(pos, token), i64(ldc(seq, token)) * n_ctx
+        position, cell, window = ldc(pos, token), i64(ldc(seq, token)) * n_ctx, ring.window(span)
+        begin = ring.begin(span, ldc(seq, token), cell)  # of K and V
         step_k = n_head_kv * dim_k
 
         n, n_head = cuda.gridDim.x // n_splits, cuda.gridDim.y * cuda.gridDim.z * heads
@@ -479,13 +483,14 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
             visible = position - window < first + t <= position and ldc(present, cell + min(first + t, position)) != 0
             if any_visible(where, visible, s, t) != 0:
                 # 1. s and d_v
+                at = begin - ring.moved(span, first)
                 d_v, inv_v = ZERO, ZERO
                 if visible:
-                    score(k, (cell + first + t) * step_k + head_kv * dim_k, scale, s, t)
+                    score(k, (at + first + t) * step_k + head_kv * dim_k, scale, s, t)
                     if softcap:
                         for h in range(heads):
                             put(s, where.scores + h * PIECE + t, capped(get(s, where.scores + h * PIECE + t)))
-                    d_v, inv_v = key_scale(v, (cell + first + t) * step_v + head_kv * dim_v)
+                    d_v, inv_v = key_scale(v, (at + first + t) * step_v + head_kv * dim_v)
                 else:
                     for h in range(heads):
                         put(s, where.scores + h * PIECE + t, MINUS_INFINITY)
@@ -496,7 +501,7 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
                 M, L = fold_head(out, statistics + 2 * (piece + t * most_pieces), M, L, s, t)
 
                 # 3. and 4.
-                weigh(v, (cell + first) * step_v + head_kv * dim_v, step_v, visible, inv_v, s, t)
+                weigh(v, (at + first) * step_v + head_kv * dim_v, step_v, visible, inv_v, s, t)
                 if split:
                     cuda.syncthreads()  # the outputs are there
                     for i in range(t, heads * dim_v, PIECE):
@@ -508,7 +513,8 @@ def flash_attn_ext_any_kernel(type_k, type_v, dim_k, dim_v, heads, split, sinks_
 
         if not split:
             write_result(sinks, (head_kv * cuda.gridDim.z + cuda.blockIdx.z) * heads, out, heads_before * dim_v, M, L, s, t)
-    return Kernel(kernel, (F32, k_row.pointer, v_row.pointer, I32, I32, U8, F32, F32, N, N, N, SCALAR_F32, N), n_threads=PIECE)
+    return Kernel(kernel, (F32, k_row.pointer, v_row.pointer, I32, I32, U8, F32, F32, N, N, ring.parameter, SCALAR_F32, N),
+                  n_threads=PIECE)
 
 
 def flash_attn_ext_any(call):
@@ -517,6 +523,6 @@ def flash_attn_ext_any(call):
     sinks, out, n_splits = (None, call.scratch, plan.n_splits) if split else (call.sinks, call.out, 1)
     of = call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads
     kernel = flash_attn_ext_any_kernel(*of, split, sinks is not None, size.row_v % 8 == 0, *of_few_models(call))
-    args = *addresses(call), (sinks or call.q).data, out.data, size.n_ctx, size.row_v, size.window, score_scale(call), n_splits
+    args = *addresses(call), (sinks or call.q).data, out.data, size.n_ctx, size.row_v, span_of(size), score_scale(call), n_splits
     grid = size.n * n_splits, size.n_head_kv, size.n_head // size.n_head_kv // plan.heads
     return call.device.launch(kernel, grid, PIECE, args, 4 * shared_layout(*of).n_words)

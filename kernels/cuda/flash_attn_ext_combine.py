@@ -17,7 +17,7 @@ from numba import cuda, types
 
 from ..call import Call
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
-from .launch import F32, I32, Kernel, N, factory
+from .launch import F32, I32, Kernel, N, N64, factory
 from .ptx import (as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4, ldc, lds, lds4, mul, shuffle, st, sts, sts4, sub,
                   tanh, wait_for_previous)
 
@@ -44,13 +44,15 @@ class Sizes(NamedTuple):
     n_ctx: int      # positions of a sequence
     row_v: int      # values of a row of V's cache
     window: int     # positions that a query sees, its own and those before it
+    ring: int       # cells of a sequence, where they are fewer than its positions; else 0
 
 
 def sizes(call: Call) -> Sizes:
     (n, q_cols), (_, row_v), (_, n_ctx) = call.q.shape, call.v.shape, call.present.shape
     n_head, n_head_kv = call.n_head, call.n_head_kv
     dim_v = call.n_embd_head_v or row_v // n_head_kv
-    return Sizes(n, n_head, n_head_kv, q_cols // n_head, dim_v, n_ctx, row_v, call.window or NO_WINDOW)
+    cells = call.k.n_rows // call.present.n_rows
+    return Sizes(n, n_head, n_head_kv, q_cols // n_head, dim_v, n_ctx, row_v, call.window or NO_WINDOW, cells * (cells < n_ctx))
 
 
 def addresses(call: Call) -> tuple:
@@ -78,8 +80,30 @@ def most_pieces(n_ctx: int, window: int) -> int:
 
 
 def of_few_models(call: Call) -> tuple:
-    """Arguments of the factories of attention that have defaults, where they are not those."""
-    return (call.softcap,) if call.softcap else ()
+    """The arguments of the factories of attention that have defaults, softcap and whether there is a ring, where they are not
+    those."""
+    softcap, is_ring = float(call.softcap), sizes(call).ring > 0
+    return (softcap, is_ring) if is_ring else (softcap,) if softcap else ()
+
+
+def span_of(size: Sizes) -> int:
+    """What kernels take of window and ring, in one number: without a ring, the window."""
+    return size.ring << 32 | size.window
+
+
+class Ring(NamedTuple):
+    """Device functions of a cache whose cells are a ring, or are not."""
+    window: object     # (span) -> positions that a query sees
+    begin: object      # (span, sequence, cell) -> the sequence's first cell, int64; cell: what it is without a ring
+    moved: object      # (span, first) -> how many cells the piece that begins at `first` lies before where it is without a ring
+    parameter: object  # the type of `span`
+
+
+def ring_of(is_ring: bool) -> Ring:
+    if not is_ring:
+        return Ring(device(lambda span: span), device(lambda span, sequence, cell: cell), device(lambda span, first: i32(0)), N)
+    return Ring(device(lambda span: i32(span & 0xffffffff)), device(lambda span, sequence, cell: i64(sequence) * i32(span >> 32)),
+                device(lambda span, first: i32(first - first % i32(span >> 32))), N64)
 
 
 def capping(softcap: float):

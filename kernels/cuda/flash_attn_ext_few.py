@@ -26,7 +26,8 @@ from numba import cuda, types
 from ..reference.flash_attn_ext import score_scale
 from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted,
                           limb_pair, limbs, octet_loader, pair_mask, rest, scales, value_loader)
-from .flash_attn_ext_combine import PIECE, addresses, capping, first_piece, of_few_models, sizes, statistics_at, stride
+from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_few_models, ring_of, sizes, span_of,
+                                     statistics_at, stride)
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, device, exp, f32, fma, i32, i64, ld, ld4, lds,
                   lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32, wait_for_previous)
@@ -707,9 +708,11 @@ def weigher(const: Constants):
           ("f16", "q8_0", 80, 72, 1, 1, 16), ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16),
           ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16), ("f16", "f16", 64, 64, 3, 1, 8),
           ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("q8_0", "q8_0", 128, 128, 4, 1, 8),
-          ("f16", "f16", 128, 128, 8, 1, 8), ("f16", "f16", 128, 128, 2, 1, 8, 50.0), ("q8_0", "f16", 256, 256, 2, 1, 16, 50.0)])
+          ("f16", "f16", 128, 128, 8, 1, 8), ("f16", "f16", 128, 128, 2, 1, 8, 50.0), ("q8_0", "f16", 256, 256, 2, 1, 16, 50.0),
+          ("f16", "f16", 64, 64, 8, 1, 8, 0.0, True), ("f16", "f16", 128, 128, 2, 1, 16, 0.0, True),
+          ("q8_0", "q8_0", 256, 256, 2, 1, 16, 50.0, True)])
 def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
-                              softcap=0.0):
+                              softcap=0.0, is_ring=False):
     """parts: blocks of the heads of a KV head. A block: token blockIdx.z, KV head blockIdx.y, part blockIdx.x % parts, and of the
     pieces those from the blockIdx.x // parts-th on by steps of gridDim.x // parts. pieces: what `flash_attn_ext_combine`
     takes."""
@@ -722,14 +725,19 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     late, load_query_block, score = values_late(const), query_loader(const), scorer(const)
     (write_maximum, read_maximum), soften = maximum(const), softener(const)
     scale_by_values, largest_amax, store_statistics = value_scaler(const), largest_weight(const), statistics_writer(const)
-    weigh_slabs, fold, capped = weigher(const), slab_folder(const), capping(softcap)
+    weigh_slabs, fold, capped, ring = weigher(const), slab_folder(const), capping(softcap), ring_of(is_ring)
 
-    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, window, scale):  # noqa: PLR0915 (a kernel: its steps in order)
+    @device
+    def cache_at(octets, first, row, span, piece):
+        """first: of the sequence's first cell; the piece's keys, or values, are found by their positions."""
+        return Cache(octets, first - i64(ring.moved(span, i32(piece * PIECE))) * row, row)
+
+    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale):  # noqa: PLR0915 (a kernel: its steps in order)
         s = cuda.shared.array(0, types.int32)
         k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(n_own, i32)
         x, inv, both = cuda.local.array(n_own, f32), cuda.local.array(n_own, f32), cuda.local.array(n_steps, u32)
         token = cuda.blockIdx.z
-        position, sequence = ld(pos, token), ld(seq, token)
+        position, sequence, window = ld(pos, token), ld(seq, token), ring.window(span)
         n_splits = i32(cuda.gridDim.x // parts)
         piece = i32(first_piece(position, window) + cuda.blockIdx.x // parts)
         wait_for_previous()
@@ -741,15 +749,15 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         n_head = i32(cuda.gridDim.y * (parts * heads))
         first_head = i32((cuda.blockIdx.y * parts + cuda.blockIdx.x % parts) * heads)
         cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
-        keys = Cache(k, cell * row_k + cuda.blockIdx.y * (dim_k // 8), row_k)
-        first_v = cell * row_v + cuda.blockIdx.y * (dim_v // 8)
+        begin = ring.begin(span, sequence, cell)  # of K and V
+        first_k, first_v = begin * row_k + cuda.blockIdx.y * (dim_k // 8), begin * row_v + cuda.blockIdx.y * (dim_v // 8)
 
         key = i32(piece * PIECE + warp * n_keys)
         load_present(present, cell, key, position, lane, held)
         if whole:
-            load_keys(keys, key, position, lane, k_raw, 0)
+            load_keys(cache_at(k, first_k, row_k, span, piece), key, position, lane, k_raw, 0)
         if whole and not late():
-            load_values(Cache(v, first_v, row_v), key, position, lane, v_raw)
+            load_values(cache_at(v, first_v, row_v, span, piece), key, position, lane, v_raw)
         block = warp
         while block < n_blocks:
             load_query_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
@@ -759,19 +767,19 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         while piece <= position >> 7:
             # 1. Scores of the lane's keys; those beyond the query's position are not seen
             now, here_key = piece, key
-            score(keys, key, position, lane, k_raw, s, x)
+            score(cache_at(k, first_k, row_k, span, now), key, position, lane, k_raw, s, x)
             if softcap:
                 for i in range(n_own):
                     x[i] = capped(x[i])
             if late():
-                load_values(Cache(v, first_v, row_v), here_key, position, lane, v_raw)
+                load_values(cache_at(v, first_v, row_v, span, now), here_key, position, lane, v_raw)
             oldest = i32(position - (window if before_blackwell() else afresh(window)))
             for i in range(n_own):
                 held[i] = 1 if oldest < key_of(key, i, lane) <= position and held[i] != 0 else 0
             piece = i32(piece + n_splits)
             key = i32(piece * PIECE + warp * n_keys)
             if ahead and piece <= position >> 7:  # the next keys come while this piece is worked on
-                load_keys(keys, key, position, lane, k_raw, 0)
+                load_keys(cache_at(k, first_k, row_k, span, piece), key, position, lane, k_raw, 0)
 
             # 2. m, p, l and the levels of p'
             m = write_maximum(held, x, lane, warp, g, t, s)
@@ -780,7 +788,7 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
             lane, warp, g, t = i32(tid & 31), i32(tid >> 5), i32((tid & 31) >> 2), i32(tid & 3)
             m = read_maximum(m, lane, g, t, s)
             soften(m, held, lane, warp, g, s, x)
-            scale_by_values(Cache(v, first_v, row_v), here_key, position, lane, v_raw, held, inv, x)
+            scale_by_values(cache_at(v, first_v, row_v, span, now), here_key, position, lane, v_raw, held, inv, x)
             amax = largest_amax(x, lane, warp, g, t, s)
             here = afresh(n_ctx)  # what follows of it is not kept in registers
             most_pieces = i32(i32(here + PIECE - 1) >> 7)
@@ -794,18 +802,18 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
             store_statistics(to, statistics, m, d_p, tid, lane, warp, g, t, s)
 
             # 3. o
-            weigh_slabs(both, Cache(v, first_v, row_v), here_key, position, v_raw, inv, mask, lane, tid, s, to)
+            weigh_slabs(both, cache_at(v, first_v, row_v, span, now), here_key, position, v_raw, inv, mask, lane, tid, s, to)
             if piece <= position >> 7:
                 row_v = i32(afresh(cell_v) >> 3)
                 load_present(present, i64(afresh(sequence)) * n_ctx, key, position, lane, held)
                 if whole and not ahead:
-                    load_keys(keys, key, position, lane, k_raw, 0)
+                    load_keys(cache_at(k, first_k, row_k, span, piece), key, position, lane, k_raw, 0)
                 if whole and not late():
-                    load_values(Cache(v, first_v, row_v), key, position, lane, v_raw)
+                    load_values(cache_at(v, first_v, row_v, span, piece), key, position, lane, v_raw)
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
                 fold((n_slabs - 1) // at_once * at_once, tid, s, to)
-    parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, N, N, N, SCALAR_F32
+    parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, N, N, ring.parameter, SCALAR_F32
     return Kernel(kernel, parameters, n_threads, RESIDENT[n_warps])
 
 
@@ -815,6 +823,6 @@ def flash_attn_ext_few(call):
     parts = size.n_head // size.n_head_kv // plan.heads
     kernel = flash_attn_ext_few_kernel(call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, parts, plan.n_warps,
                                        *of_few_models(call))
-    args = *addresses(call), call.scratch.data, size.n_ctx, size.row_v, size.window, score_scale(call)
+    args = *addresses(call), call.scratch.data, size.n_ctx, size.row_v, span_of(size), score_scale(call)
     n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.heads, plan.n_warps).n_words
     return call.device.launch(kernel, (plan.n_splits * parts, size.n_head_kv, size.n), 32 * plan.n_warps, args, n_bytes)

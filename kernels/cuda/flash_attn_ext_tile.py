@@ -24,7 +24,8 @@ from numba import cuda, types
 from ..reference.flash_attn_ext import score_scale
 from .fixed_point import (CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest,
                           scales, value_loader)
-from .flash_attn_ext_combine import PIECE, addresses, capping, first_piece, of_few_models, sink, sizes, statistics_at
+from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_few_models, ring_of, sink, sizes, span_of,
+                                     statistics_at)
 from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2,
@@ -323,8 +324,8 @@ def cache_rows(const: Constants) -> CacheRows:
 
 
 def stager(const: Constants):
-    """(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s): keys key .. key + 15 of the piece and their
-    values, by a warp, of heads up to 192 channels of K and 128 of V. The arguments are those of `piece_stager`."""
+    """(k, v, present, cell, at, row_v, first, last, key, n_head_kv, head_kv, lane, s): keys key .. key + 15 of the piece and
+    their values, by a warp, of heads up to 192 channels of K and 128 of V. The arguments are those of `piece_stager`."""
     n_blocks, n_slabs, z = const.n_blocks, const.n_slabs, i32(0)
     mark_seen, row_of_key, row_of_value = cache_rows(const)
     block_words = 2 * const.K.n_words
@@ -333,31 +334,31 @@ def stager(const: Constants):
     split_keys, (amaxes, exchange_scales, split_values) = key_splitter(const), value_splitter(const)
 
     @device
-    def load_pair(v, cell, position, last, row_v, head_kv, g, raw0, raw1):
+    def load_pair(v, at, position, last, row_v, head_kv, g, raw0, raw1):
         """Values of two keys."""
-        load_value(v, row_of_value(cell, position, last, row_v, head_kv), g, raw0, 0)
-        load_value(v, row_of_value(cell, position + 1, last, row_v, head_kv), g, raw1, 0)
+        load_value(v, row_of_value(at, position, last, row_v, head_kv), g, raw0, 0)
+        load_value(v, row_of_value(at, position + 1, last, row_v, head_kv), g, raw1, 0)
 
     @device
-    def stage(k, v, present, cell, row_v, first, last, key, n_head_kv, head_kv, lane, s):
+    def stage(k, v, present, cell, at, row_v, first, last, key, n_head_kv, head_kv, lane, s):
         k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
         v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         g, t = lane >> 2, lane & 3
         mark_seen(present, cell, first, last, key, lane, s)
         if first + key <= last:
-            at, even = first + key + g, first + key + 2 * t
-            load_key(k, row_of_key(cell, at, last, n_head_kv, head_kv), t, k0, 0)
-            load_key(k, row_of_key(cell, at + 8, last, n_head_kv, head_kv), t, k1, 0)
-            load_pair(v, cell, even, last, row_v, head_kv, g, v0, v1)
+            own, even = first + key + g, first + key + 2 * t
+            load_key(k, row_of_key(at, own, last, n_head_kv, head_kv), t, k0, 0)
+            load_key(k, row_of_key(at, own + 8, last, n_head_kv, head_kv), t, k1, 0)
+            load_pair(v, at, even, last, row_v, head_kv, g, v0, v1)
             if n_blocks < 3:  # of more, registers are not enough
-                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
+                load_pair(v, at, even + 8, last, row_v, head_kv, g, v2, v3)
             split_keys(k0, k1, 0, 0, key + g, lane, s)
             if n_blocks > 1:
                 split_keys(k0, k1, block_words, 1, key + g, lane, s)
             if n_blocks > 2:
                 split_keys(k0, k1, 2 * block_words, 2, key + g, lane, s)
-                load_pair(v, cell, even + 8, last, row_v, head_kv, g, v2, v3)
+                load_pair(v, at, even + 8, last, row_v, head_kv, g, v2, v3)
             inv = exchange_scales(amaxes((z, z, z, z), v0, v1, v2, v3, n_slabs), key, lane, s)
             split_values(v0, v1, v2, v3, 0, n_slabs, key, g, t, inv, s)
     return stage
@@ -377,22 +378,22 @@ def stagers_of_large_heads(const: Constants):
     def four(load):
         """Values of a lane's four keys."""
         @device
-        def load_four(v, cell, even, last, row_v, head_kv, g, raw0, raw1, raw2, raw3):
-            load(v, row_of_value(cell, even, last, row_v, head_kv), g, raw0, 0)
-            load(v, row_of_value(cell, even + 1, last, row_v, head_kv), g, raw1, 0)
-            load(v, row_of_value(cell, even + 8, last, row_v, head_kv), g, raw2, 0)
-            load(v, row_of_value(cell, even + 9, last, row_v, head_kv), g, raw3, 0)
+        def load_four(v, at, even, last, row_v, head_kv, g, raw0, raw1, raw2, raw3):
+            load(v, row_of_value(at, even, last, row_v, head_kv), g, raw0, 0)
+            load(v, row_of_value(at, even + 1, last, row_v, head_kv), g, raw1, 0)
+            load(v, row_of_value(at, even + 8, last, row_v, head_kv), g, raw2, 0)
+            load(v, row_of_value(at, even + 9, last, row_v, head_kv), g, raw3, 0)
         return load_four
     load_four, load_more_of_four = four(load_values), four(load_more_values)
 
     @device
-    def stage_keys(k, present, cell, first, last, key, n_head_kv, head_kv, lane, s):
+    def stage_keys(k, present, cell, at, first, last, key, n_head_kv, head_kv, lane, s):
         k0, k1 = cuda.local.array(n_k_raw, u32), cuda.local.array(n_k_raw, u32)
         g, t = lane >> 2, lane & 3
         mark_seen(present, cell, first, last, key, lane, s)
         if first + key <= last:
-            row0 = row_of_key(cell, first + key + g, last, n_head_kv, head_kv)
-            row1 = row_of_key(cell, first + key + g + 8, last, n_head_kv, head_kv)
+            row0 = row_of_key(at, first + key + g, last, n_head_kv, head_kv)
+            row1 = row_of_key(at, first + key + g + 8, last, n_head_kv, head_kv)
             load_keys(k, row0, t, k0, 0)
             load_keys(k, row1, t, k1, 0)
             split_keys(k0, k1, 0, 0, key + g, lane, s)
@@ -406,58 +407,58 @@ def stagers_of_large_heads(const: Constants):
                 split_keys(k0, k1, block_words, 3, key + g, lane, s)
 
     @device
-    def stage_values(v, cell, row_v, first, last, key, head_kv, lane, s):
+    def stage_values(v, at, row_v, first, last, key, head_kv, lane, s):
         v0, v1 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         g, t = lane >> 2, lane & 3
         if first + key <= last:
             even = first + key + 2 * t
-            load_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+            load_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
             states = amaxes((z, z, z, z), v0, v1, v2, v3, n_first)
             if n_slabs > 2:
-                load_more_of_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+                load_more_of_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
                 states = amaxes(states, v0, v1, v2, v3, n_second)
             inv = exchange_scales(states, key, lane, s)
             even = afresh(even)  # else the compiler keeps what it has read and widened before
             if n_slabs > 2:
-                load_more_of_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+                load_more_of_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
                 split_values(v0, v1, v2, v3, 2, n_second, key, g, t, inv, s)
-            load_four(v, cell, even, last, row_v, head_kv, g, v0, v1, v2, v3)
+            load_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
             split_values(v0, v1, v2, v3, 0, n_first, key, g, t, inv, s)
     return stage_keys, stage_values
 
 
 def piece_stager(const: Constants):
-    """(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s): the block makes limbs of a piece in shared
+    """(k, v, present, cell, at, row_v, first, last, n_head_kv, head_kv, lane, tid, s): the block makes limbs of a piece in shared
     memory, 16 keys a warp at a time: k_hi, k_lo, d_k, v_hi, v_lo, d_v, and `seen` [key], the position from which a key is seen,
     NEVER where it is not present or lies behind `last`. Between two barriers of the block: before the first all are done with the
     piece before, behind the second all see this one.
 
-    k: cache [cells][n_head_kv][dim_k]; v: cache [cells][row_v], dim_v channels a KV head; present: u8 [cells]; cell: the first
-    one of the sequence; first: position at which the piece begins; last: position of the last key that a row of the block may
-    see. Keys behind it are read there or not at all."""
+    k: cache [cells][n_head_kv][dim_k]; v: cache [cells][row_v], dim_v channels a KV head; present: u8 [positions]; cell: that of
+    the sequence's position 0 in present; at: likewise in k and v, for the keys of this piece; first: position at which it begins;
+    last: position of the last key that a row of the block may see. Keys behind it are read there or not at all."""
     n_warps, is_large = const.n_warps, const.n_blocks > 3 or const.n_slabs > 2
     stage, stage_keys, stage_values = (None, *stagers_of_large_heads(const)) if is_large else (stager(const), None, None)
 
     @device
-    def stage_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
+    def stage_piece(k, v, present, cell, at, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
         cuda.syncthreads()  # all are done with the piece before
         part = i32(tid >> 5)
         while part < PIECE // ROWS:
-            stage(k, v, present, cell, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
+            stage(k, v, present, cell, at, row_v, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
             part = i32(part + n_warps)
         cuda.syncthreads()  # the limbs are there
 
     @device
-    def stage_large_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
+    def stage_large_piece(k, v, present, cell, at, row_v, first, last, n_head_kv, head_kv, lane, tid, s):
         cuda.syncthreads()
         part = i32(tid >> 5)
         while part < PIECE // ROWS:
-            stage_keys(k, present, cell, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
+            stage_keys(k, present, cell, at, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
             part = i32(part + n_warps)
         part = i32(tid >> 5)
         while part < PIECE // ROWS:
-            stage_values(v, cell, row_v, first, last, i32(part * ROWS), head_kv, lane, s)
+            stage_values(v, at, row_v, first, last, i32(part * ROWS), head_kv, lane, s)
             part = i32(part + n_warps)
         cuda.syncthreads()
     return stage_large_piece if is_large else stage_piece
@@ -564,8 +565,10 @@ def scorer(const: Constants):
             if n_blocks > 3:
                 add_block4(tid, s, i, 3, window, reach, scores)
             if softcap:
-                for j in range(16):
-                    scores[4 * i + j] = capped(scores[4 * i + j])
+                for j in range(4):
+                    for k in range(4 * (i + j), 4 * (i + j) + 4):
+                        scores[k] = capped(scores[k])
+                    between(s, i + j, window, scores)
             m = max_of(tid, s, i, bound, window, scores, m)
             m = max_of(tid, s, i + 1, bound, window, scores, m)
             m = max_of(tid, s, i + 2, bound, window, scores, m)
@@ -894,8 +897,11 @@ def positions_of_warp(bound, lane):
           ("q8_0", "f16", 256, 200, 4, 4, False, False), ("f16", "q8_0", 256, 256, 8, 4, True, False),
           ("f16", "f16", 64, 64, 3, 4, True, False), ("f16", "q8_0", 128, 128, 4, 4, True, False),
           ("q8_0", "f16", 192, 72, 8, 4, True, False), ("f16", "f16", 128, 128, 2, 8, False, False, 50.0),
-          ("f16", "f16", 256, 256, 2, 8, False, False, 50.0), ("f16", "f16", 256, 256, 2, 4, True, False, 50.0)])
-def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap=0.0):
+          ("f16", "f16", 256, 256, 2, 8, False, False, 50.0), ("f16", "f16", 256, 256, 2, 4, True, False, 50.0),
+          ("f16", "f16", 64, 64, 8, 8, False, True, 0.0, True), ("f16", "f16", 128, 128, 2, 8, False, False, 0.0, True),
+          ("f16", "f16", 256, 256, 2, 8, False, False, 50.0, True), ("q8_0", "q8_0", 256, 256, 2, 4, True, False, 0.0, True)])
+def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
+                               split, sinks_there, softcap=0.0, is_ring=False):
     """out: f32 [n, n_head, dim_v], or the pieces of `flash_attn_ext_combine` where blocks share them (split). A block: heads from
     blockIdx.x * heads, tokens ROWS n_warps / heads of blockIdx.y, split: every gridDim.z-th piece from the blockIdx.z-th. M, L
     (pairs) and O are of a lane's two rows, in registers."""
@@ -904,6 +910,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
     load_query, stage_piece, work, write_row = query_loader(const), piece_stager(const), piece_worker(const), row_writer(const)
     keep, fetch = keeper(const)
     row_of, index, row_of_piece = rows_of(const)
+    ring = ring_of(is_ring)
 
     @device
     def rows_of_piece(first_token, n_ctx, first, bound, tid):
@@ -912,10 +919,10 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
         token, head = row_of(tid, 8)
         return row0, row_of_piece(first_token, token, head, n_ctx, first, bound[1])
 
-    def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, window, scale, n_falling):
+    def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, span, scale, n_falling):
         s = cuda.shared.array(0, types.int32)
         O, L = cuda.local.array(n_outputs, f32), cuda.local.array(2, f32)
-        tid = i32(cuda.threadIdx.x)
+        tid, window = i32(cuda.threadIdx.x), ring.window(span)
         first_token = i32((cuda.gridDim.y - 1 - cuda.blockIdx.y) * tokens)
         if n_warps == 4 and not split and cuda.blockIdx.y >= n_falling:
             first_token = i32((cuda.blockIdx.y - n_falling) * tokens)
@@ -945,7 +952,8 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             while first <= last:
                 tid = afresh(tid)
                 lane, cell, head_kv = i32(tid & 31), i64(sequence) * n_ctx, i32(cuda.blockIdx.x // (cuda.gridDim.x // n_head_kv))
-                stage_piece(k, v, present, cell, row_v, first, last, n_head_kv, head_kv, lane, tid, s)
+                at = ring.begin(span, sequence, cell) - ring.moved(span, first)
+                stage_piece(k, v, present, cell, at, row_v, first, last, n_head_kv, head_kv, lane, tid, s)
                 # A row of the warp sees keys of the piece
                 if first <= warp_last and first_piece(warp_first, window) * PIECE <= first:
                     rows, statistics = (i32(0), i32(0)), i64(0)
@@ -966,7 +974,7 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps, spl
             if token < n_tokens:
                 write_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head) * dim_v, tid & 3,
                           M[1], L[1], O, 1)
-    parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, F32, N, N, N, N, N, SCALAR_F32, N
+    parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, F32, N, N, N, N, ring.parameter, SCALAR_F32, N
     return Kernel(kernel, parameters, 32 * n_warps)
 
 
@@ -980,7 +988,7 @@ def flash_attn_ext_tile(call):
     together = plan.n_warps == 4 and not split and n_tiles * parts <= 2 * call.device.n_multiprocessors
     of = call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads, plan.n_warps
     kernel = flash_attn_ext_tile_kernel(*of, split, sinks is not None, *of_few_models(call))
-    args = (*addresses(call), (sinks or call.q).data, out.data, size.n, size.n_ctx, size.n_head_kv, size.row_v, size.window,
+    args = (*addresses(call), (sinks or call.q).data, out.data, size.n, size.n_ctx, size.n_head_kv, size.row_v, span_of(size),
             score_scale(call), (n_tiles + 1) // 2 if together else n_tiles)
     n_bytes = 4 * shared_layout(size.dim_k, size.dim_v, plan.n_warps, split).n_words
     return call.device.launch(kernel, (parts, n_tiles, plan.n_splits or 1), 32 * plan.n_warps, args, n_bytes)

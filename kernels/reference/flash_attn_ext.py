@@ -22,9 +22,9 @@ def flash_attn_ext_arrays(type_k, type_v):
     """kernel(q f32 [n, H, D], k, v, n_head_kv, seq i32 [n], pos i32 [n], present u8 [n_seq, n_ctx], scale f32, out f32 [n, H,
     Dv], window, sinks, softcap).
 
-    k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * n_ctx +
-    position. With one KV head v may have more, as K's cache has, of which the first Dv count. Query head h reads KV head h // (H
-    // n_head_kv).
+    k, v: caches of n_head_kv * D and n_head_kv * Dv values a cell (`set_rows`); the cell of (seq, position) is seq * ring +
+    position % ring, ring = cells of a sequence. With one KV head v may have more, as K's cache has, of which the first Dv count.
+    Query head h reads KV head h // (H // n_head_kv).
     window: how many positions a query sees, its own and those before it, by default all; sinks: f32 [H], by default none, of
     length 0; softcap: f32, 0 by default, else scale is divided by it, and scores become softcap times their tanh.
     """
@@ -34,7 +34,7 @@ def flash_attn_ext_arrays(type_k, type_v):
     @jit(key=(type_k, type_v))
     def attend(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
         n, n_head, dv = out.shape
-        n_ctx = present.shape[1]
+        ring = k.shape[0] // present.shape[0]
         visible = np.zeros(PIECE, np.bool_)
         s, p, o = np.zeros(PIECE, np.float32), np.zeros(PIECE, np.float32), np.zeros(dv, np.float32)
         for token in range(n):
@@ -46,7 +46,7 @@ def flash_attn_ext_arrays(type_k, type_v):
                         visible[j] = pos[token] - window < first + j <= pos[token] and present[seq[token], first + j]
                     if not visible.any():
                         continue
-                    cell = seq[token] * n_ctx + first
+                    cell = seq[token] * ring + first % ring
                     m = MINUS_INFINITY
                     for j in range(PIECE):
                         if visible[j]:

@@ -230,16 +230,16 @@ def filled_cache(name: str, type_: str, n_cells: int, cells: np.ndarray, x: np.n
 
 
 def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=0, sinks=False,
-                         latent=False, act=False, softcap=0.0) -> None:
+                         latent=False, act=False, softcap=0.0, ring=0) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes:
     (sequence, position) of keys that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel
     1 of all heads of that row. Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is
     chosen. latent: V is K's cache, of one KV head.
-    act: flash_attn_ext_act."""
+    act: flash_attn_ext_act. ring: cells of a sequence, where they are fewer than positions."""
     op, (n_head, n_head_kv), (dim_k, dim_v), n = "flash_attn_ext_act" if act else "flash_attn_ext", heads, dims, len(tokens)
     name, rng = case(op, types=types, tokens=tokens[:4], n=n, heads=heads, dims=dims, n_ctx=n_ctx, holes=list(holes)[:4],
                      special=special, shape=shape, window=window, sinks=sinks, latent=latent,
-                     softcap=softcap)
+                     softcap=softcap, ring=ring)
     seq, pos = np.array(tokens, np.int32).T
     n_seq = int(seq.max()) + 1
     present = np.zeros((n_seq, n_ctx), np.uint8)
@@ -254,7 +254,12 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
             q[tokens.index((s, p)), :, 1] = value
         else:
             (k if what == "k" else v)[np.searchsorted(cells, s * n_ctx + p), :, 1] = value
-    cache_k, cache_v = (filled_cache(what, type_, n_seq * n_ctx, cells, x.reshape(len(cells), -1))
+    kept, n_cells = np.ones(len(cells), bool), n_seq * n_ctx
+    if ring:
+        s, p = np.divmod(cells, n_ctx)
+        kept = p >= np.array([pos[seq == each].max(initial=-1) + 1 - ring for each in s])
+        n_cells, cells = n_seq * ring, s * ring + p % ring
+    cache_k, cache_v = (filled_cache(what, type_, n_cells, cells[kept], x.reshape(len(cells), -1)[kept])
                         for what, type_, x in zip("kv", types, (k, v)))
     operands = [q.reshape(n, -1), cache_k, cache_k if latent else cache_v, seq, pos, present]
     if sinks:

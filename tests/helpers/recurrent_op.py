@@ -100,10 +100,10 @@ class Recurrent:
     def load(self, nextn):
         pass
 
-    def context_bytes(self, n_ctx, n_seq_max, type_k, type_v, n_rollback):
+    def context_bytes(self, n_ctx, n_seq_max, type_k, type_v, n_rollback, n_ubatch):
         return Counter({self.backend.device: 4 * n_seq_max * self.n_vocab})
 
-    def new_memory(self, n_ctx, n_seq_max, type_k, type_v, kv_write, n_rollback):
+    def new_memory(self, n_ctx, n_seq_max, type_k, type_v, kv_write, n_rollback, n_ubatch):
         return States(self.backend, n_ctx, n_seq_max, self.n_vocab, kv_write == "cpy")
 
     def new_rope_tables(self, n_ctx):

@@ -179,6 +179,16 @@ def simulate_sinks(machine, kernel, n_warps):
                          shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps), sinks=True)
 
 
+@pytest.mark.parametrize("kernel, n_warps, type_, n_splits", [
+    ("few", 16, "f16", 1), ("few", 8, "f16", 2), ("few", 16, "q8_0", 1), ("any", None, "f32", None), ("any", None, "q8_0", 2),
+    ("tile", 4, "f16", None), ("tile", 4, "q8_0", 2)])
+def simulate_ring(machine, kernel, n_warps, type_, n_splits):
+    """Pieces on both sides of the end of a ring, and one that has been written over."""
+    tokens = [(0, 300), (0, 301), (1, 5), (1, 6)] if kernel == "tile" else [(0, 301), (1, 5)]
+    check_flash_attn_ext(machine, (type_, type_), tokens, (4, 2), (32, 32), 512, holes=[(0, 290), (0, 200)],
+                         shape=AttentionShape(kernel, 2, n_splits, n_warps), window=120, ring=256)
+
+
 @pytest.mark.parametrize("kernel, n_warps, types", [("few", 16, "f16"), ("few", 8, "f16"), ("any", None, "f32"),
                                                     ("any", None, "q8_0"), ("tile", 4, "f16")])
 def simulate_softcap(machine, kernel, n_warps, types):
@@ -365,7 +375,7 @@ class Names:
 
 
 READ = {name: name for name in ("q", "k", "v", "seq", "pos", "present")}
-SIZES = dict(n_ctx=300, window=9, scale=0.5)
+SIZES = dict(n_ctx=300, span=9, scale=0.5)
 N_FLOATS = 4 * 7 * 4 * 40  # bytes
 
 
