@@ -4,6 +4,8 @@ import os as _os
 TYPE_CHECKING = False  # of typing, which takes longer to import than all of this; type checkers know the name
 if TYPE_CHECKING:
     from .base.placement import ExpertsOnHost as ExpertsOnHost, Override as Override, PlacementOptions as PlacementOptions
+    from .base.errors import ParameterError as ParameterError, UserError as UserError
+    from .engine.likelihood import Likelihood as Likelihood
     from .engine.model import Context as Context, Model as Model
     from .files.gguf import GGUFError as GGUFError
     from .models.fit import Fit as Fit
@@ -19,8 +21,9 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_o
 # Public names are imported when first asked for: numba and tokenizers take a second, and `import ggml_py` should not.
 _HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf",
          "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement",
-         "Fit": ".models.fit"}
-__all__ = ["Context", "ExpertsOnHost", "Fit", "GGUFError", "Model", "Override", "PlacementOptions", "Tokenizer", "__version__"]
+         "Fit": ".models.fit", "Likelihood": ".engine.likelihood", "ParameterError": ".base.errors", "UserError": ".base.errors"}
+__all__ = ["Context", "ExpertsOnHost", "Fit", "GGUFError", "Likelihood", "Model", "Override", "ParameterError",
+           "PlacementOptions", "Tokenizer", "UserError", "__version__"]
 
 
 def __getattr__(name: str) -> object:

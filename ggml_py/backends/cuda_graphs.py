@@ -18,7 +18,7 @@ class Key(NamedTuple):
     """Everything that shapes the launches of a context's steps."""
     n_tokens: int
     n_outputs: int
-    greedy: bool
+    wanted: str
     no_fuse: frozenset[str]
     type_k: str
     type_v: str

@@ -153,7 +153,7 @@ class RecordedContext(Context):
         self.history: dict[tuple[int, int], bytes] = {}  # (sequence, next position) -> key of the token before it
         self.single: dict[int, tuple] = {}  # id of a list of steps -> it, and lists of one step each
 
-    def _queue(self, tokens, seq, pos, rows, greedy) -> Outputs:
+    def _queue(self, tokens, seq, pos, rows, wanted="logits", targets=None) -> Outputs:
         if isinstance(tokens, Outputs):
             tokens, = tokens.result()  # keys are of ids
         keys = []
@@ -162,7 +162,7 @@ class RecordedContext(Context):
             keys.append(blake2b(before + token.to_bytes(4, "little"), digest_size=12).digest())
             self.history[s, p + 1] = keys[-1]
         self.batch = Batch(seq, pos, rows, keys, self.n_ctx)
-        return super()._queue(tokens, seq, pos, rows, greedy)
+        return super()._queue(tokens, seq, pos, rows, wanted, targets)
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         values = super()._memory_values(seq, pos)

@@ -41,6 +41,7 @@ from ..models import model_class
 from ..models.fit import Fit, fitted
 from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
+from .likelihood import Likelihood, Text, score_many
 from .sampling import not_a_number
 
 lock_holders: WeakSet = WeakSet()  # models and contexts
@@ -142,6 +143,26 @@ class Model:
         hot = self.architecture.hot
         lines = [backend.report() for backend in self.backends.values()] + ([hot.report()] if hot is not None else [])
         return "\n".join(filter(None, lines))
+
+    def score(self, context: Text, continuation: Text, **settings: Any) -> Likelihood:
+        """How likely the model holds `continuation` behind `context`: `score_many` of one pair, of which it has the settings."""
+        found, = self.score_many([(context, continuation)], **settings)
+        return found
+
+    def score_many(self, pairs: Iterable[tuple[Text, Text]], *, n_seq_max: int | None = None, type_k: str = "f16",
+                   type_v: str = "f16", n_ubatch: int = N_UBATCH,
+                   progress: Callable[[int, int], None] | None = None) -> list[Likelihood]:
+        """Of each (context, continuation) the log-likelihood of the continuation's tokens: the same bits for a pair alone or
+        among others, in any order.
+
+        Both are texts, or token ids. Texts of one pair are split into tokens together; special tokens in them are parsed, BOS
+        comes first where the model wants it; an empty context is BOS, else EOS (`engine.likelihood.encode_pair`).
+        Contexts that begin alike are decoded once.   n_seq_max: pairs that are scored side by side; None: up to 64, as fit into 1
+        GiB of KV cache. type_k, type_v, n_ubatch: as of `new_context`.   progress: is told how many different pairs are done, and
+        how many there are.
+        ParameterError for what is no pair, for a longer text than the model was trained on, and where nothing can stand for an
+        empty context; UserError for ids that there are not."""
+        return score_many(self, pairs, n_seq_max, type_k, type_v, n_ubatch, progress)
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH,  # noqa: PLR0913 (settings, given by their names)
                     n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
@@ -294,20 +315,53 @@ class Context:
             raise UserError(f"logits: {logits!r} is not allowed; allowed: all, last, argmax, argmaxes, none")
         with self._turn():
             self._take_back()
-            wanted = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
-            if len({seq_id for seq_id, _ in wanted}) != len(wanted):
-                raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in wanted]}")
-            return self._decode(wanted, logits) if wanted else []
+            checked = self._checked_batch(batch)
+            # rows of the result: for each sequence its last ones
+            n_rows = [{"all": len(ids), "argmaxes": len(ids), "none": 0}.get(logits, 1) for _, ids in checked]
+            wanted = "argmax" if logits.startswith("argmax") else "logits"
+            results = self._decode(checked, n_rows, wanted)
+            empty = [np.empty((0, self.model.n_vocab), np.float32)] * len(checked)
+            return results[0] if results else empty
 
-    def _decode(self, batch: list[tuple[int, np.ndarray]], logits: str) -> list[np.ndarray]:
+    def likelihoods(self, batch: Iterable[tuple[int, Tokens, Tokens]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Continue several sequences together: [(seq_id, tokens, targets), ...]; targets: an id behind each of the last tokens.
+
+        Returns of each its targets' log-likelihoods, float32 [n], and the ids of the largest logits there, int32 [n]: natural
+        logarithms, NaN as `log_soft_max` has it (docs/numerics.md, section 5), ids as of "argmaxes". Logits stay on the device.
+        """
+        with self._turn():
+            self._take_back()
+            batch = list(batch)
+            checked = self._checked_batch((seq_id, tokens) for seq_id, tokens, _ in batch)
+            targets = [self._checked_ids("targets", ids) if len(ids) else np.empty(0, np.int32) for _, _, ids in batch]
+            for (seq_id, ids), wanted in zip(checked, targets):
+                if len(wanted) > len(ids):
+                    raise UserError(f"targets: sequence {seq_id} has {len(wanted)} for {len(ids)} tokens; allowed: one for each")
+            results = self._decode(checked, [len(ids) for ids in targets], "likelihoods",
+                                   np.concatenate([*targets, np.empty(0, np.int32)]))
+            if not results:
+                return [(np.empty(0, np.float32), np.empty(0, np.int32)) for _ in batch]
+            return [(found[:, 0], best) for found, best in zip(*results)]
+
+    def _checked_batch(self, batch: Iterable[tuple[int, Tokens]]) -> list[tuple[int, np.ndarray]]:
+        checked = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
+        if len({seq_id for seq_id, _ in checked}) != len(checked):
+            raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in checked]}")
+        return checked
+
+    def _decode(self, batch: list[tuple[int, np.ndarray]], n_rows: list[int], wanted: str,
+                targets: np.ndarray | None = None) -> list[list[np.ndarray]]:
+        """Continue the sequences. Returns each output of a program (`wanted`, of `program`), of the last n_rows tokens of each
+        sequence; nothing where no rows are wanted. targets: int32, one for each row."""
+        if not batch:
+            return []
         starts = [(seq_id, self.memory.length(seq_id)) for seq_id, _ in batch]
         tokens = np.concatenate([ids for _, ids in batch])
         seq = np.concatenate([np.full(len(ids), seq_id, np.int32) for seq_id, ids in batch])
         pos = np.concatenate([np.arange(start, start + len(ids), dtype=np.int32) for (_, start), (_, ids) in zip(starts, batch)])
-        # rows of the result: for each sequence its last n_rows
-        n_rows = [{"all": len(ids), "argmaxes": len(ids), "none": 0}.get(logits, 1) for _, ids in batch]
         has_row = np.concatenate([np.arange(len(ids)) >= len(ids) - n for n, (_, ids) in zip(n_rows, batch)])
-        parts: list[np.ndarray] = []
+        row = np.cumsum(has_row) - has_row  # of the result, that a token with a row has
+        parts: list[list[np.ndarray]] = []  # of each micro-batch with rows, its outputs
         queued: deque[tuple[slice, Outputs]] = deque()
 
         def wait() -> None:
@@ -315,21 +369,22 @@ class Context:
             rows = outputs.result()
             if self.observer is not None:
                 self.observer(tokens[part], seq[part], pos[part], rows.pop())
-            parts.extend(rows)
+            if rows:
+                parts.append(rows)
 
         with self._undone_if_it_fails(starts):
             for first in range(0, len(tokens), self.n_ubatch):
                 part = slice(first, first + self.n_ubatch)
-                outputs = self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]),
-                                      logits in ("argmax", "argmaxes"))
+                outputs = self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]), wanted,
+                                      None if targets is None else targets[row[part][has_row[part]], None])
                 queued.append((part, outputs))
                 # One is queued behind another; where several devices have layers, one for each of them
                 while len(queued) > (len(self.model.backends) if outputs.program.runs_ahead else 0):
                     wait()
             while queued:
                 wait()
-        out = parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty((0, self.model.n_vocab), np.float32)
-        return [out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))]
+        whole = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*parts))
+        return [[out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))] for out in whole]
 
     def greedy(self, token: int, n: int, seq_id: int = 0) -> Iterator[int]:
         """Continue a sequence by `token` and what is likeliest after it: n ids, each what `decode([the one before], seq_id,
@@ -369,7 +424,7 @@ class Context:
 
     def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs) -> Step:
         seq, pos, row = np.array([[seq_id], [position], [0]], np.int32)
-        return Step(seq_id, position, self._queue(ids, seq, pos, row, greedy=True))
+        return Step(seq_id, position, self._queue(ids, seq, pos, row, "argmax"))
 
     def _take_back(self) -> None:
         """The sequences are as if no step had been queued ahead; what it writes to its cell is not there for later ones."""
@@ -391,21 +446,26 @@ class Context:
 
     def _checked(self, seq_id: int, tokens: Tokens) -> np.ndarray:
         self._check_sequence(seq_id)
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
-            raise UserError(f"tokens: must be a one-dimensional list of ids, at least one, got {ids.dtype} {list(ids.shape)}")
-        if ids.min() < 0 or ids.max() >= self.model.n_vocab:
-            raise UserError(f"tokens: must be 0 to {self.model.n_vocab - 1}, got "
-                            f"{ids[(ids < 0) | (ids >= self.model.n_vocab)][0]}")
+        ids = self._checked_ids("tokens", tokens)
         used = self.memory.length(seq_id)
         if used + ids.size > self.n_ctx:
             raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
+        return ids
+
+    def _checked_ids(self, name: str, tokens: Tokens) -> np.ndarray:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise UserError(f"{name}: must be a one-dimensional list of ids, at least one, got {ids.dtype} {list(ids.shape)}")
+        if ids.min() < 0 or ids.max() >= self.model.n_vocab:
+            raise UserError(f"{name}: must be 0 to {self.model.n_vocab - 1}, got "
+                            f"{ids[(ids < 0) | (ids >= self.model.n_vocab)][0]}")
         return ids.astype(np.int32)
 
-    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, greedy: bool) -> Outputs:
+    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, wanted: str = "logits",
+               targets: np.ndarray | None = None) -> Outputs:
         hot = self.model.architecture.hot
-        values = {"tokens": tokens, "pos": pos, "out_ids": rows, **self._memory_values(seq, pos)}
-        shape = len(seq), len(rows), greedy and len(rows) > 0
+        values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, **self._memory_values(seq, pos)}
+        shape = len(seq), len(rows), wanted if len(rows) else "logits"
         hidden = self.observer is not None
         with self.model.lock, using(self.n_threads_batch if len(seq) > 1 else None):
             if hot is not None:
@@ -418,11 +478,11 @@ class Context:
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos)
 
-    def program(self, n_tokens: int, n_outputs: int, greedy: bool = False, hidden: bool = False) -> Program:
-        """The graph for batches of this shape, planned and bound. hidden: what `observer` is told is an output too. Those of the
-        SHAPES most recent shapes are kept: launches and inputs on the host, about a megabyte for 32 layers, and nothing on the
-        device."""
-        key = n_tokens, n_outputs, greedy, *([hidden] * hidden)
+    def program(self, n_tokens: int, n_outputs: int, wanted: str = "logits", hidden: bool = False) -> Program:
+        """The graph for batches of this shape, planned and bound. wanted: of `Architecture.build`. hidden: what `observer` is
+        told is an output too. Those of the SHAPES most recent shapes are kept: launches and inputs on the host, about a megabyte
+        for 32 layers, and nothing on the device."""
+        key = n_tokens, n_outputs, wanted, *([hidden] * hidden)
         with self._turn():
             if self.is_closed:
                 raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")

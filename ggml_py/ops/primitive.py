@@ -141,6 +141,15 @@ def soft_max(_, x):
     return Shape("f32", x.shape)
 
 
+@op("x ids")
+def log_soft_max(_, x, ids):
+    """The logarithm of each row's softmax at columns ids, NaN where there is no such column."""
+    _rows(x)
+    _ids(ids)
+    need(ids.shape[0] == x.shape[0], f"ids must have {x.shape[0]} rows")
+    return Shape("f32", ids.shape)
+
+
 @op("x", "k", results="ids", module="routing")
 def top_k(params, x):
     """The columns of the k largest values, in order."""

@@ -241,7 +241,7 @@ def test_a_key_for_everything_that_shapes_launches(open_model):
         context.decode(TOKENS[:1], logits="argmax")
         fixed = frozenset({"swiglu_act"}), "f16", "q8_0", "cpy"
         keys = [key for key, _ in context.cuda_graphs["cuda:0"].entries]
-        assert keys == [Key(300, 1, False, *fixed), Key(3, 3, False, *fixed), Key(1, 1, True, *fixed)]
+        assert keys == [Key(300, 1, "logits", *fixed), Key(3, 3, "logits", *fixed), Key(1, 1, "argmax", *fixed)]
 
 
 def test_an_arena_that_grew_is_captured_again(open_model):
@@ -316,7 +316,7 @@ def test_as_many_shapes_as_are_remembered_come_in_turns(open_model, n_shapes, co
         assert (counters.eager, counters.captures, counters.replays) == counts and counters.updates == counters.evictions == 0
         assert [key[:3]
                 for key, _ in context.cuda_graphs["cuda:0"].entries] == list(
-                    context.programs) == [(n, 1, False) for n in range(n_shapes - SHAPES + 1, n_shapes + 1)]
+                    context.programs) == [(n, 1, "logits") for n in range(n_shapes - SHAPES + 1, n_shapes + 1)]
         assert model.backend.target.device.open_graphs == counters.captures
 
 
@@ -446,14 +446,14 @@ def test_the_next_step_is_queued_before_an_id_is_waited_for(open_model, monkeypa
         assert n > 20 and stream.launched == 4 * stream.launched[:n]
         ahead = [[("write", i * n), ("copy", i * n), ("read", (i + 1) * n), (f"wait {i - 1}", (i + 1) * n)] for i in (1, 2, 3)]
         assert calls == [("write", 0), ("read", n), *chain(*ahead), ("wait 3", 4 * n)]
-        program = context.program(1, 1, True)
+        program = context.program(1, 1, "argmax")
         tokens, = (t for t in program.inputs if t.name == "tokens")
         to, source = (buffer.handle + offset for buffer, offset in (tokens.memory, program.outputs[0].memory))
         assert backend.copied == [(to, source, 4)] * 3
         if context.cuda_graphs:
             assert (context.counters.eager, context.counters.captures, context.counters.replays) == (1, 1, 3)
             assert [key for key, _ in context.cuda_graphs["cuda:0"].entries] == [Key(
-                1, 1, True, frozenset(), "f16", "f16", settings.get("kv_write", "set_rows"))]
+                1, 1, "argmax", frozenset(), "f16", "f16", settings.get("kv_write", "set_rows"))]
 
 
 @pytest.mark.parametrize("settings", [{}, dict(graphs=False), dict(kv_write="cpy")], ids=str)

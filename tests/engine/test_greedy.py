@@ -60,7 +60,7 @@ def test_no_bit_depends_on_where_the_logits_are(path):
             context.decode(PROMPT, logits="none")
             assert list(context.greedy(5, N)) == expected
             assert_bitwise_equal(context.decode([7]), logits, f"without {no_fuse}")
-            assert context.program(1, 1, True).nodes[-1].op == op
+            assert context.program(1, 1, "argmax").nodes[-1].op == op
 
 
 @pytest.mark.parametrize("stop", ["close", "throw", "leave"])
@@ -163,7 +163,7 @@ def test_not_a_number_ends_it(path):
     """Two ids, then NaN, which as an id of the step ahead must not be read as a row: -1 is no address that a GPU would take."""
     with Model(GGUFFile.open(path), QueueingBackend()) as model, model.new_context(n_ctx=64) as context:
         context.decode(PROMPT, logits="none")
-        program = context.program(1, 1, True)
+        program = context.program(1, 1, "argmax")
         steps, runs = program.parts[0].steps, []
         output, = (model.backend.data(tensor) for tensor in program.outputs)
 
@@ -233,7 +233,7 @@ def test_an_error_that_comes_with_the_outputs_is_of_its_step(tmp_path, wrong):
     with Model(GGUFFile.open(path), LateBackend()) as model, model.new_context(n_ctx=64) as context:
         expected, logits = plain(model, 5, N)
         context.decode(PROMPT, logits="none")
-        program = context.program(1, 1, True)
+        program = context.program(1, 1, "argmax")
         assert program.late == [model.backend] and program.runs_ahead
         steps, runs = program.parts[0].steps, []
 

@@ -245,6 +245,7 @@ CASES = {
     "slice_heads": (PLAIN, lambda o: [o.x(Q)], {"n_head": HEADS, "first": 8, "n": 20}),
     "concat_heads": (PLAIN, lambda o: [o.x(Q), o.x(DIM)], {"n_head": HEADS, "n_head_y": 1}),
     "argmax": (PLAIN, lambda o: [o.x()], {}),
+    "log_soft_max": (PLAIN, lambda o: [o.x(), o.columns(K, 3)], {}),
     "mul_mat_argmax": (GATES, lambda o: [o.matrix(), o.input()], {}),
     "cpy": (PLAIN, lambda o: [o.x(), o.x()], {}),
     "cpy: activations": (PLAIN, lambda o: [o.act(), o.act()], {}),

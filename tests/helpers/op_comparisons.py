@@ -114,6 +114,28 @@ def check_argmax(machine, k) -> None:
     check_op(machine, name, "argmax", x)
 
 
+def check_log_soft_max(machine, k, n_ids) -> None:
+    """Rows as of check_argmax, by columns that there are and by some that there are not; likelihoods of float64 are near."""
+    name, rng = case("log_soft_max", k=k, n_ids=n_ids)
+    x = activations(9, k, rng)
+    x[0], x[1], x[2] = rng.choice([-0.0, 0.0], k), -np.inf, -300
+    x[2, -1] = -0.0  # all others vanish
+    x[3, rng.integers(k)] = -np.inf
+    x[4] = rng.choice(SPECIAL[np.isfinite(SPECIAL)], k)
+    x[5, rng.integers(k)] = np.inf
+    x[6, rng.integers(k)] = np.nan
+    ids = rng.integers(0, k, (len(x), n_ids)).astype(np.int32)
+    ids[2, 0] = k - 1
+    (found,), = check_op(machine, name, "log_soft_max", x, ids)
+    row = x[8].astype(np.float64)
+    exact = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
+    np.testing.assert_allclose(found[8], exact[ids[8]], rtol=2e-6, atol=2e-6)
+    assert np.isnan(found[[1, 5, 6]]).all() and not np.isnan(found[[0, 2, 3, 7, 8]]).any() and found[2, 0] == 0
+    ids[:4, 0] = -1, k, np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    (found,), = check_op(machine, f"{name}, no columns", "log_soft_max", x, ids)
+    assert np.isnan(found[:4, 0]).all()
+
+
 # Mixture of experts
 
 def check_row_op(machine, op, n_cols, *params) -> None:

@@ -144,6 +144,21 @@ def test_argmax(k):
     assert found.tolist() == argmax_by_numpy(x)
 
 
+@pytest.mark.parametrize("k, n_ids", [(2, 1), (130, 131), (128256, 1)])
+def test_log_soft_max(k, n_ids, n_threads):
+    rng = seeded(f"log_soft_max {k}")
+    x = numbers((9, k), rng)
+    x[0], x[1], x[2], x[3] = rng.choice(f32([-0.0, 0]), k), -np.inf, rng.choice(SPECIAL, k), -300
+    x[3, -1], x[4, 0], x[5, 1] = -0.0, np.inf, np.nan  # in row 3 all others vanish
+    ids = rng.integers(0, k, (9, n_ids)).astype(np.int32)
+    ids[3, 0], ids[6, 0], ids[7, 0] = k - 1, -1, k  # two are no columns
+    found = only_array(compare(f"k={k}, threads={n_threads}", "log_soft_max", x, ids))
+    assert np.isnan(found[[1, 4, 5]]).all() and np.isnan(found[[6, 7], 0]).all() and found[3, 0] == 0
+    row = x[8].astype(np.float64)
+    exact = row - (row.max() + np.log(np.exp(row - row.max()).sum()))
+    np.testing.assert_allclose(found[8], exact[ids[8]], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("type_", CACHES)
 def test_set_rows(type_, n_threads):
     rng = seeded(f"set_rows {type_}")

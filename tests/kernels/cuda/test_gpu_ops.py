@@ -14,10 +14,10 @@ from ggml_py.ops.compose import GATINGS
 from expert_comparisons import check_experts
 from matmul_comparisons import SPECIAL, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu, check_mul_mat_qkv
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_flash_attn_ext, check_glu, check_heads, check_mul_sigmoid_act, check_relu_sqr_act,
-                            check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope, check_rope_set_rows,
-                            check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k,
-                            check_topk_moe, check_weighted_sum_gated)
+                            check_flash_attn_ext, check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act,
+                            check_relu_sqr_act, check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope,
+                            check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai,
+                            check_top_k, check_topk_moe, check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
 from recurrent_comparisons import (LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv,
                                     check_ssm_scan)
@@ -154,6 +154,11 @@ def test_scale(machine, a):
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 16384, 16385, 49152, 128256])
 def test_argmax(machine, k):
     check_argmax(machine, k)
+
+
+@pytest.mark.parametrize("k, n_ids", [(2, 1), (63, 70), (128, 1), (4096, 3), (4097, 1), (128256, 1), (128256, 1100)])
+def test_log_soft_max(machine, k, n_ids):
+    check_log_soft_max(machine, k, n_ids)
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "Q6_K", "IQ4_XS", "F16", "F32"])

@@ -11,6 +11,7 @@ from ggml_py.base.errors import UserError
 from ggml_py.check.evaluate import Value, make_node
 from ggml_py.kernels.call import Call, Operand, Unsupported
 from ggml_py.kernels.cuda import argmax as cuda_argmax
+from ggml_py.kernels.cuda import log_soft_max as cuda_log_soft_max
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import mmq_few
 from ggml_py.kernels.cuda import rms_norm as cuda_rms_norm
@@ -23,9 +24,9 @@ from expert_comparisons import check_experts
 from matmul_comparisons import (activations, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu,
                                 check_mul_mat_qkv, seeded)
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_glu, check_heads, check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm, check_rms_norm_act,
-                            check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op, check_scale,
-                            check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
+                            check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm,
+                            check_rms_norm_act, check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op,
+                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
                             check_weighted_sum_gated)
 from op_runs import MachineBackend, check_op, empty_cache, plain, product_input
 
@@ -152,6 +153,13 @@ def simulate_argmax(machine, small_argmax, k, n_parts, monkeypatch):
     """More parts than columns, rounds of columns in a part, rounds of parts."""
     monkeypatch.setattr(cuda_argmax, "PARTS", n_parts)
     check_argmax(machine, k)
+
+
+@pytest.mark.parametrize("k, n_ids", [(2, 1), (130, 131), (700, 2)])
+def simulate_log_soft_max(machine, k, n_ids, monkeypatch):
+    """Fewer columns than threads, more ids than threads, rounds."""
+    monkeypatch.setattr(cuda_log_soft_max, "n_threads", lambda n_cols: 128)
+    check_log_soft_max(machine, k, n_ids)
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, zeros", [

@@ -1,0 +1,192 @@
+"""Log-likelihoods of continuations: how likely a model holds a text behind another.
+
+The logits stay on the device (`log_soft_max`, docs/numerics.md section 5). Continuations are scored side by side, as sequences of
+one context, and what several contexts begin with is decoded once: the contexts make a tree of shared beginnings, whose nodes are
+decoded level by level; a sequence that branches off begins with a copy. By the promise of this runtime none of that changes a
+bit.
+"""
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import fsum
+
+import numpy as np
+
+from ..base.defaults import MOST_DEFAULT_CONTEXT, N_UBATCH
+from ..base.errors import ParameterError
+from ..state.recurrent import LEAST_ROLLBACK
+from ..tokenizer import Tokenizer
+
+Ids = tuple[int, ...]
+Pair = tuple[Ids, Ids]  # of a context, at least one, and of its continuation
+Text = str | Sequence[int] | np.ndarray
+
+LEAST_SHARED = 16  # positions: copying fewer, and waiting for them, takes longer than decoding them again
+MOST_SEQUENCES = 64
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a continuation.   ids: its tokens.   logprobs: the natural logarithm of the probability of each behind all before it,
+    as float32 has it; NaN where the logits hold NaN or +infinity.   is_greedy: whether each is the likeliest there, of equally
+    likely ones that of the lowest id."""
+    ids: Ids
+    logprobs: tuple[float, ...]
+    is_greedy: bool
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation: the exact sum of logprobs, rounded once to float64."""
+        return fsum(self.logprobs)
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text to score: special tokens in it are parsed, BOS comes first where the model wants it, once; no EOS."""
+    ids = tokenizer.encode(text, add_special=False, parse_special=True)
+    bos = tokenizer.encode("")[:1] if tokenizer.add_bos else []
+    return ids if ids[:1] == bos else bos + ids
+
+
+def encode_pair(tokenizer: Tokenizer, context: Text, continuation: Text) -> Pair:
+    """Ids of both, where either may be ids already.
+
+    White space at the end of a context goes to the continuation, since tokens begin with it. The continuation's tokens are those
+    of both texts behind as many as the context alone has. An empty context is BOS, else EOS: a first token needs one before it.
+    """
+    if isinstance(context, str) and isinstance(continuation, str):
+        text = context.rstrip()
+        continuation, context = context[len(text):] + continuation, text
+        if context:
+            first = text_ids(tokenizer, context)
+            whole = text_ids(tokenizer, context + continuation)
+            return tuple(first), tuple(whole[len(first):])
+    if isinstance(context, str):
+        context = text_ids(tokenizer, context) if context else []
+    if isinstance(continuation, str):
+        continuation = tokenizer.encode(continuation, add_special=False, parse_special=True)
+    if not len(context):
+        start = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if start is None:
+            raise ParameterError("context", "is empty, and the model has neither BOS nor EOS to stand for it; allowed: at least "
+                                            "one token")
+        context = [start]
+    return tuple(int(id) for id in context), tuple(int(id) for id in continuation)
+
+
+@dataclass
+class Branch:
+    """What several sequences begin with.   tokens: from the first position on.   pairs: those whose contexts end one token behind
+    it.   branches: what other sequences that begin so go on with."""
+    tokens: Ids = ()
+    pairs: list[Pair] = field(default_factory=list)
+    branches: list["Branch"] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list["Branch | Pair"]:
+        return [*self.branches, *self.pairs]
+
+
+def tree(pairs: Sequence[Pair]) -> Branch:
+    """Of pairs in the order of their contexts without the last token, behind which the part begins that is a pair's own."""
+    root = Branch()
+    left = [(root, [*pairs])]
+    while left:
+        above, pairs = left.pop()
+        beginnings = {pair: pair[0][len(above.tokens):-1][:LEAST_SHARED] for pair in pairs}
+        for _, alike in groupby(pairs, beginnings.__getitem__):
+            group = [*alike]
+            first, last = (pair[0][:-1] for pair in (group[0], group[-1]))
+            if first == above.tokens:
+                above.pairs += group
+            else:
+                above.branches.append(Branch(first[:shared(first, last)]))
+                left.append((above.branches[-1], group))
+    return root
+
+
+def shared(a: Ids, b: Ids) -> int:
+    """How many tokens both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+class Scorer:
+    """Scores pairs, in the order of `tree`, in the sequences of a context, as many as it has at a time."""
+
+    def __init__(self, context):
+        self.context = context
+        self.held: tuple[int, Ids] = 0, ()  # a sequence, and what it has of the last pair
+
+    def score(self, pairs: Sequence[Pair]) -> Iterator[tuple[Pair, Likelihood]]:
+        """At most a pair for each sequence."""
+        root, (held, has), self.held = tree(pairs), self.held, (0, ())
+        fresh = iter([held, *(slot for slot in range(self.context.memory.n_seq_max) if slot != held)])
+        level: list[tuple[int, Branch | Pair]] = []  # a sequence, and what it goes on with
+        for i, each in enumerate(root.parts):
+            slot = next(fresh)
+            self.context.keep(slot, self._kept(slot, has, root) if i == 0 else 0)
+            level.append((slot, each))
+        while level:
+            yield from self._decode(level)
+            below: list[tuple[int, Branch | Pair]] = []
+            for slot, each in level:
+                if not isinstance(each, Branch):
+                    continue
+                for i, part in enumerate(each.parts):
+                    to = slot if i == 0 else next(fresh)
+                    if to != slot:
+                        self.context.seq_cp(slot, to, len(each.tokens))
+                    below.append((to, part))
+            level = below
+
+    def _kept(self, slot: int, has: Ids, root: Branch) -> int:
+        """How many positions of what a sequence has go on with the first branches. Others can be copied from where these end."""
+        path = [root]
+        while path[-1].branches:
+            path.append(path[-1].branches[0])
+        ends = [len(branch.tokens) for branch in path]
+        n = shared(has, path[-1].tokens)
+        if any(self.context.reachable(slot, end) != end for end in ends if end < n):
+            n = min(n, *ends[1:2])
+        return self.context.reachable(slot, n)
+
+    def _decode(self, level: list[tuple[int, Branch | Pair]]) -> Iterator[tuple[Pair, Likelihood]]:
+        batch, scored = [], []
+        for slot, each in level:
+            context, targets = (each.tokens, ()) if isinstance(each, Branch) else each
+            fed = context if isinstance(each, Branch) else (context + targets)[:-1]
+            if tokens := fed[self.context.memory.length(slot):]:
+                batch.append((slot, tokens, targets))
+                scored.append(each)
+            self.held = max(self.held, (slot, fed), key=lambda held: held[1])
+        for each, (logprobs, best) in zip(scored, self.context.likelihoods(batch)):
+            if not isinstance(each, Branch):
+                yield each, Likelihood(each[1], tuple(logprobs.tolist()), best.tolist() == [*each[1]])
+
+
+def score_many(model, pairs: Iterable[tuple[Text, Text]], n_seq_max: int | None = None, type_k: str = "f16", type_v: str = "f16",
+               n_ubatch: int = N_UBATCH, progress: Callable[[int, int], None] | None = None) -> list[Likelihood]:
+    """`Model.score_many`."""
+    asked: list[Pair] = []
+    for i, pair in enumerate(pairs):
+        if isinstance(pair, str) or len(pair) != 2:
+            raise ParameterError("pairs", f"pair {i} is {pair!r:.60}, allowed: (context, continuation)")
+        asked.append(encode_pair(model.tokenizer, *pair))
+        if (n := sum(map(len, asked[-1])) - 1) > model.n_ctx_train:
+            raise ParameterError("pairs", f"pair {i} takes {n} positions, allowed: up to {model.n_ctx_train}, what the model was "
+                                          "trained on")
+    left = sorted({pair for pair in asked if pair[1]}, key=lambda pair: (pair[0][:-1], pair))
+    found: dict[Pair, Likelihood] = {pair: Likelihood((), (), True) for pair in asked if not pair[1]}
+    if left:
+        n_ctx = max(len(context) + len(continuation) - 1 for context, continuation in left)
+        if n_seq_max is None:
+            n_bytes = model.architecture.context_bytes(n_ctx, 1, type_k, type_v, LEAST_ROLLBACK).total()
+            n_seq_max = max(1, min(MOST_SEQUENCES, MOST_DEFAULT_CONTEXT // max(n_bytes, 1)))
+        n_seq_max = min(n_seq_max, len(left))
+        with model.new_context(n_ctx * n_seq_max, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v,
+                               n_seq_max=n_seq_max) as context:
+            scorer = Scorer(context)
+            for first in range(0, len(left), n_seq_max):
+                found.update(scorer.score(left[first:first + n_seq_max]))
+                if progress is not None:
+                    progress(min(first + n_seq_max, len(left)), len(left))
+    return [found[pair] for pair in asked]
