@@ -107,6 +107,9 @@ _GPT_OSS = Shape("gpt-oss", 24, 2880, 64, 8, 64, 2880, 201088, 131072, 150000.0,
                  keys={"rope.scaling.type": ("yarn", "string"), "rope.scaling.factor": (32.0, "float32"),
                      "rope.scaling.original_context_length": (4096, "uint32"), "attention.sliding_window": (128, "uint32")})
 SHAPES |= {
+    "gemma-3-27b": Shape("gemma3", 62, 5376, 32, 16, 128, 21504, 262208, 131072, 1e6, output=None, embedding="Q6_K",
+                         keys={"attention.sliding_window": (1024, "uint32"), "rope.scaling.type": ("linear", "string"),
+                               "rope.scaling.factor": (8.0, "float32")}),
     "mistral-small-24b": Shape("mistral3", 40, 5120, 32, 8, 128, 32768, 131072, 131072, 1e9),
     "gpt-oss-20b": _GPT_OSS,
     "gpt-oss-120b": replace(_GPT_OSS, n_layer=36, n_expert=128),
@@ -129,6 +132,7 @@ SHAPES |= {
                               keys={"rope.dimension_sections": ([6, 5, 5, 0], "array")}),
     "tiny-qwen3next": replace(SHAPES["qwen3-next-80b-a3b"], **_TINY | dict(n_layer=4, n_rot=32), n_expert=8, n_expert_used=2,
                               n_ff_exp=256, n_head_k=2, n_head_delta=4, delta=32),
+    "tiny-gemma3": replace(SHAPES["gemma-3-27b"], **_TINY),
     "tiny-mistral3": replace(SHAPES["mistral-small-24b"], **_TINY),
     "tiny-gpt-oss": replace(SHAPES["gpt-oss-20b"], **_TINY, n_expert=8, n_expert_used=2, n_ff_exp=256),
     "tiny-llama4": replace(SHAPES["llama-4-scout"], **_TINY, n_expert=8, n_ff_exp=256),
@@ -165,6 +169,8 @@ def tensors(s: Shape) -> Iterator[TensorShape]:
         mixer = delta_net if s.delta and (i + 1) % 4 and not is_nextn else mla if s.kv_lora else attention
         yield from (t._replace(name=p + t.name) for t in mixer(s))
         yield TensorShape(f"{p}{'post_attention' if s.delta or s.arch == 'gpt-oss' else 'ffn'}_norm.weight", (s.n_embd,))
+        if s.arch == "gemma3":
+            yield from (TensorShape(f"{p}post_{part}_norm.weight", (s.n_embd,)) for part in ("attention", "ffw"))
         yield from (t._replace(name=p + t.name)
                     for t in (experts(s) if s.n_expert and i >= s.n_layer_dense else ffn(s, "", s.n_ff)))
     yield TensorShape("output_norm.weight", (s.n_embd,))
@@ -176,7 +182,7 @@ def attention(s: Shape) -> Iterator[TensorShape]:
     q, kv = s.n_head * s.head, s.n_head_kv * s.head
     rows = ("q", 2 * q if s.delta else q), ("k", kv), ("v", kv)
     yield from (TensorShape(f"attn_{part}.weight", (n, s.n_embd)) for part, n in rows)
-    if s.arch.startswith("qwen3"):
+    if s.arch.startswith(("qwen3", "gemma3")):
         yield from (TensorShape(f"attn_{part}_norm.weight", (s.head,)) for part in "qk")
     if s.arch == "minimax-m2":
         yield from (TensorShape(f"attn_{part}_norm.weight", (n,)) for part, n in rows[:2])
