@@ -5,8 +5,11 @@ TYPE_CHECKING = False  # of typing, which takes longer to import than all of thi
 if TYPE_CHECKING:
     from .base.placement import ExpertsOnHost as ExpertsOnHost, Override as Override, PlacementOptions as PlacementOptions
     from .base.errors import ParameterError as ParameterError, UserError as UserError
+    from .engine.completion import Completion as Completion, Generation as Generation
+    from .engine.completion import Piece as Piece, TokenLogprob as TokenLogprob
     from .engine.likelihood import Likelihood as Likelihood
     from .engine.model import Context as Context, Model as Model
+    from .engine.sampling import Sampling as Sampling
     from .files.gguf import GGUFError as GGUFError
     from .models.fit import Fit as Fit
     from .tokenizer import Tokenizer as Tokenizer
@@ -21,9 +24,11 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_o
 # Public names are imported when first asked for: numba and tokenizers take a second, and `import ggml_py` should not.
 _HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf",
          "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement",
-         "Fit": ".models.fit", "Likelihood": ".engine.likelihood", "ParameterError": ".base.errors", "UserError": ".base.errors"}
-__all__ = ["Context", "ExpertsOnHost", "Fit", "GGUFError", "Likelihood", "Model", "Override", "ParameterError",
-           "PlacementOptions", "Tokenizer", "UserError", "__version__"]
+         "Fit": ".models.fit", "Likelihood": ".engine.likelihood", "ParameterError": ".base.errors", "UserError": ".base.errors",
+         "Completion": ".engine.completion", "Generation": ".engine.completion", "Piece": ".engine.completion",
+         "TokenLogprob": ".engine.completion", "Sampling": ".engine.sampling"}
+__all__ = ["Completion", "Context", "ExpertsOnHost", "Fit", "GGUFError", "Generation", "Likelihood", "Model", "Override",
+           "ParameterError", "Piece", "PlacementOptions", "Sampling", "TokenLogprob", "Tokenizer", "UserError", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """From parsed options to what they ask for: the files, the model on its device, settings of contexts and of sampling, the
 prompt's tokens."""
 import sys
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ..base.errors import UserError
@@ -137,18 +137,13 @@ def draft_source(options) -> str | None:
 @contextmanager
 def speculation_of(options, model, n_ctx: int, load_model):
     """How a text of n_ctx positions is guessed ahead, or None."""
-    from ..engine.mtp import MTP
-    from ..engine.speculation import DraftModel, NGrams, Source, Speculation
-    kind = draft_source(options)
+    from ..engine.completion import drafting
+    draft = draft_source(options)
     with ExitStack() as stack:
-        source: Source | None = NGrams() if kind == "ngram" else None
-        if kind == "model":
-            draft_model = stack.enter_context(load_on(model_path(options.model_draft), devices_of(options)[0], load_model))
-            source = stack.enter_context(closing(DraftModel(draft_model, model, n_ctx, options.draft_p_min,
-                                                                options.draft_max)))
-        elif kind == "mtp":
-            source = stack.enter_context(closing(MTP(model, n_ctx, options.draft_p_min, options.type_k, options.type_v)))
-        yield source and Speculation(source, options.draft_max)
+        if draft == "model":
+            draft = stack.enter_context(load_on(model_path(options.model_draft), devices_of(options)[0], load_model))
+        yield stack.enter_context(drafting(model, draft, n_ctx, options.draft_max, options.draft_p_min, options.type_k,
+                                           options.type_v))
 
 
 def chat_of(options) -> dict | None:

@@ -19,9 +19,8 @@ def options(p) -> None:
 
 
 def run(options, load_model) -> None:
-    from ..engine.generate import generate
+    from ..engine.completion import pieces
     from ..engine.settings import new_context
-    from ..tokenizer import Detokenizer
     refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
     source = draft_source(options)
     rollback = {"n_rollback": options.draft_max + 1} if source else {}
@@ -32,15 +31,14 @@ def run(options, load_model) -> None:
         space, n_least = n_ctx - len(prompt), max(1, options.n_predict)
         if space < n_least:
             raise UserError(f"-c: a prompt of {len(prompt)} tokens and {n_least} new ones do not fit into a context of {n_ctx}")
-        n_most, text = space if options.n_predict < 0 else options.n_predict, Detokenizer(tokenizer)
+        n_most = space if options.n_predict < 0 else options.n_predict
         with (new_context(model, settings_of(options, **rollback), n_ctx, 1, sys.stderr) as context,
               speculation_of(options, model, n_ctx, load_model) as speculation):
             times = [time.perf_counter()]  # the beginning, then when each token was there
-            for token in generate(context, prompt, n_most, choice, tokenizer.is_end_of_generation, speculation):
-                times.append(time.perf_counter())
-                print(text.feed(token), end="", flush=True)
+            for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation):
+                times += [time.perf_counter()] * len(piece.ids)
+                print(piece.text, end="" if piece.ids else "\n", flush=True)
             end = time.perf_counter()
-        print(text.finish(), flush=True)
     full = f"-n {n_most} is reached" if options.n_predict > 0 else f"the context of {n_ctx} tokens is full"
     ended = full if len(times) - 1 == n_most else "the model ended its text"
     print(f"run: {speed_of_run(len(prompt), times, end)}; {ended}", file=sys.stderr)

@@ -10,45 +10,48 @@ from .speculation import Speculation
 
 
 def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callable[[int], bool],
-             speculation: Speculation | None = None, see: Callable[[np.ndarray], None] | None = None) -> Iterator[int]:
+             speculation: Speculation | None = None, see: Callable[[np.ndarray], None] | None = None,
+             n_held: int = 0) -> Iterator[int]:
     """Yield up to n_tokens tokens that continue `prompt`; one for which is_end(token) ends it and is not yielded.   prompt: int
     [n], n >= 1.   speculation: how tokens are guessed ahead, which changes the speed only.   see: is given the logits, float32
-    [V], that each token was chosen from, before the token is yielded."""
+    [V], that each token was chosen from, before the token is yielded.   n_held: tokens of the prompt, fewer than all, that the
+    context ends with already."""
     if n_tokens > 0:
         if speculation is not None or see is not None:
-            tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see)
+            tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see, n_held)
         else:
-            tokens = (_greedy if sampling.temperature == 0 else _drawn)(context, prompt, n_tokens, sampling)
+            tokens = (_greedy if sampling.is_argmax else _drawn)(context, prompt, n_tokens, sampling, n_held)
         with closing(tokens):
             yield from takewhile(lambda token: not is_end(token), tokens)
 
 
-def _greedy(context, prompt, n_tokens: int, _) -> Generator[int, None, None]:
+def _greedy(context, prompt, n_tokens: int, _, n_held: int) -> Generator[int, None, None]:
     """Without a draw, logits stay where they are."""
-    token = int(context.decode(prompt, logits="argmax")[-1])
+    token = int(context.decode(prompt[n_held:], logits="argmax")[-1])
     if token < 0:
         raise not_a_number(len(prompt))
     yield token
     yield from context.greedy(token, n_tokens - 1)
 
 
-def _drawn(context, prompt, n_tokens: int, sampling: Sampling) -> Generator[int, None, None]:
-    decoded = prompt
+def _drawn(context, prompt, n_tokens: int, sampling: Sampling, n_held: int) -> Generator[int, None, None]:
+    decoded, text = prompt[n_held:], [int(token) for token in prompt]
     for position in range(len(prompt), len(prompt) + n_tokens):
-        token = choose(context.decode(decoded, logits="last")[-1], position, sampling)
+        token = choose(context.decode(decoded, logits="last")[-1], position, sampling, text)
+        text.append(token)
         yield token
         decoded = [token]
 
 
 def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Speculation | None,
-             see: Callable[[np.ndarray], None] | None) -> Generator[int, None, None]:
+             see: Callable[[np.ndarray], None] | None, n_held: int) -> Generator[int, None, None]:
     """Steps of the last token and of what is guessed to follow it. What is not yielded is taken back."""
-    only_ids = sampling.temperature == 0 and see is None
+    only_ids = sampling.is_argmax and see is None
 
     def chosen(rows: np.ndarray, position: int) -> Iterator[int]:
         """The tokens from `position` on, of rows of logits or their largest ids; rows behind a wrong guess are not looked at."""
         for i, row in enumerate(rows):
-            token = int(row) if only_ids else choose(row, position + i, sampling)
+            token = int(row) if only_ids else choose(row, position + i, sampling, text)
             if token < 0:
                 raise not_a_number(position + i)
             if see is not None:
@@ -57,10 +60,10 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
 
     if speculation is not None:
         speculation.begin(context)
-    start, text = context.memory.length(0), [int(token) for token in prompt]
+    start, text = context.memory.length(0) - n_held, [int(token) for token in prompt]
     draft: list[int] = []
     end = len(text) + n_tokens
-    fed, wanted = text, "argmax" if only_ids else "last"
+    fed, wanted, is_first = text[n_held:], "argmax" if only_ids else "last", True
     try:
         while True:
             n_before = len(text)
@@ -69,7 +72,7 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
                 yield token
                 if token != guess:
                     break
-            if speculation is not None and fed is not text:
+            if speculation is not None and not is_first:
                 speculation.learn(len(draft), len(text) - n_before - 1)
             if len(text) == end:
                 return
@@ -78,7 +81,7 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
             if speculation is not None:
                 draft = speculation.draft(text, min(end - len(text) - 1, context.n_ctx - start - len(text),
                                                     context.memory.n_rollback - 1))
-            fed, wanted = [text[-1], *draft], "argmaxes" if only_ids else "all"
+            fed, wanted, is_first = [text[-1], *draft], "argmaxes" if only_ids else "all", False
     finally:
         if speculation is not None:
             speculation.source.end()

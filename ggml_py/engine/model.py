@@ -15,12 +15,12 @@ loaded it: its contexts are refused in a forked one.
 import os
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, Unpack, overload
 from weakref import WeakSet
 
 import numpy as np
@@ -41,6 +41,9 @@ from ..models import model_class
 from ..models.fit import Fit, fitted
 from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
+from ..tokenizer.chat import encode_chat
+from . import completion
+from .completion import Arguments, Generation, Piece, Prompt
 from .likelihood import Likelihood, Text, score_many
 from .sampling import not_a_number
 
@@ -143,6 +146,41 @@ class Model:
         hot = self.architecture.hot
         lines = [backend.report() for backend in self.backends.values()] + ([hot.report()] if hot is not None else [])
         return "\n".join(filter(None, lines))
+
+    @overload
+    def generate(self, prompt: Prompt, *, stream: Literal[False] = False, **arguments: Unpack[Arguments]) -> Generation: ...
+
+    @overload
+    def generate(self, prompt: Prompt, *, stream: Literal[True], **arguments: Unpack[Arguments]) -> Iterator[Piece]: ...
+
+    def generate(self, prompt: Prompt, *, stream: bool = False,
+                 **arguments: Unpack[Arguments]) -> Generation | Iterator[Piece]:
+        """Continue a prompt: a text, token ids, or messages ({"role": ..., "content": ...}), which go through the chat
+        template. Returns a `Generation`; with stream=True an iterator of `Piece`, which make up the same.
+
+        max_tokens=128: at most, None: until the model ends its text or the context is full. temperature=0 (the likeliest
+        token), top_k=40, top_p=0.95, min_p=0.05, seed=0, repeat_penalty=1, presence_penalty=0, frequency_penalty=0,
+        repeat_last_n=64, logit_bias={id: bias}: of `Sampling`. Draws depend on (seed, sample, position) alone. stop: texts that
+        end it. logprobs: of each token that was chosen, and so many of the likeliest there. echo: the prompt first. n:
+        completions, of which each draws for itself. draft: None, "ngram", "mtp" or a smaller `Model`, to guess tokens ahead,
+        draft_max=8 at a time; no bit depends on it. digest: of the logits. n_ctx: positions; by default as many as are needed,
+        at most those that the model was trained on. type_k, type_v: as of `new_context`.
+        ParameterError for what cannot be; UserError for logits that hold NaN."""
+        found = completion.stream(self, prompt, **arguments)
+        return found if stream else completion.joined(completion.prompt_ids(self.tokenizer, prompt), found)
+
+    @overload
+    def chat(self, messages: Sequence[Mapping], *, stream: Literal[False] = False, **arguments: Any) -> Generation: ...
+
+    @overload
+    def chat(self, messages: Sequence[Mapping], *, stream: Literal[True], **arguments: Any) -> Iterator[Piece]: ...
+
+    def chat(self, messages: Sequence[Mapping], *, stream: bool = False, **arguments: Any) -> Generation | Iterator[Piece]:
+        """Answer a conversation, as `generate` does with its arguments. What these do not name goes into the chat template, such
+        as tools, date or enable_thinking (`tokenizer.chat.encode_chat`)."""
+        own: Any = {name: arguments.pop(name) for name in [*arguments] if name in Arguments.__annotations__}
+        ids = encode_chat(self.tokenizer, messages, **arguments)
+        return self.generate(ids, stream=True, **own) if stream else self.generate(ids, **own)
 
     def score(self, context: Text, continuation: Text, **settings: Any) -> Likelihood:
         """How likely the model holds `continuation` behind `context`: `score_many` of one pair, of which it has the settings."""

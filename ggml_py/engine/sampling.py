@@ -1,9 +1,12 @@
 """Choosing the next token.
 
-A choice depends on the logits, the settings, the seed and the token's position, on nothing else: the same seed is the same text,
-whatever else is decoded in the batch. Steps in llama.cpp's order: top-k, top-p, min-p, temperature, draw.
+A choice depends on the logits, the settings, the seed, the sample's number and the token's position, on nothing else: the same
+seed is the same text, whatever else is decoded in the batch. Steps in llama.cpp's order: bias, penalties, top-k, top-p, min-p,
+temperature, draw. Penalties look at the text before the token, which the same choices made.
 """
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,30 +19,56 @@ from ..base.exact_math import exp, tree_sum
 LIMITS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 1e6), "top_k": (int, 0, 2**63 - 1), "top_p": (float, 0, 1), "min_p": (float, 0, 1),
     "seed": (int, 0, 2**63 - 1)}
+FURTHER_LIMITS: dict[str, tuple[type, float, float]] = {
+    "sample": (int, 0, 2**63 - 1), "repeat_penalty": (float, 1e-6, 1e6), "presence_penalty": (float, -1e6, 1e6),
+    "frequency_penalty": (float, -1e6, 1e6), "repeat_last_n": (int, -1, 2**63 - 1)}
 KINDS: dict[type, tuple[str, Any]] = {int: ("an integer", Integral), float: ("a number", Real)}
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch their step off. ParameterError for what is beyond LIMITS, or
-    NaN."""
+    """temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch their step off.
+
+    sample: the number of one of several texts that a seed gives.   logit_bias: id -> what is added to its logit, -infinity to
+    forbid it.   repeat_penalty, presence_penalty, frequency_penalty: of ids among the last repeat_last_n tokens, the prompt's too
+    (-1: all, 0: none).   ParameterError for what is beyond LIMITS and FURTHER_LIMITS, or NaN."""
     temperature: float = 0.0
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
     seed: int = 0
+    sample: int = 0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repeat_last_n: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, (type_, least, most) in LIMITS.items():
+        for id, bias in self.logit_bias.items():
+            if not isinstance(id, Integral) or id < 0 or not isinstance(bias, Real) or not bias < np.inf:
+                raise ParameterError("logit_bias", f"must be of ids, from 0 on, numbers below infinity, got {id!r}: {bias!r}")
+        for name, (type_, least, most) in {**LIMITS, **FURTHER_LIMITS}.items():
             value, (in_words, kind) = getattr(self, name), KINDS[type_]
             if not isinstance(value, kind) or not least <= value <= most:
                 raise ParameterError(name, f"must be {in_words}, {least} to {most}, got {value!r}")
 
 
-def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) for a position: the upper 53 bits of the first word of Philox4x64, key seed, counter [0, 0, 0,
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before any is chosen."""
+        return bool(self.logit_bias) or (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the largest of the model's own logits is chosen."""
+        return self.temperature == 0 and not self.adjusts
+
+
+def uniform(seed: int, position: int, sample: int = 0) -> float:
+    """The number in [0, 1) for a position: the upper 53 bits of the first word of Philox4x64, key seed, counter [0, 0, sample,
     position]."""
-    word = np.random.Philox(key=seed, counter=[0, 0, 0, position]).random_raw()
+    word = np.random.Philox(key=seed, counter=[0, 0, sample, position]).random_raw()
     return (int(word) >> 11) * 2.0 ** -53
 
 
@@ -47,8 +76,31 @@ def not_a_number(position: int) -> UserError:
     return UserError(f"the logits of token {position} hold NaN")
 
 
-def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
-    """The token at `position`.   logits: float32 [V]. Equal logits rank by the lower index.
+def adjusted(logits: np.ndarray, sampling: Sampling, text: Sequence[int]) -> np.ndarray:
+    """float32 [V] of logits float32 [V], every step rounded to float32.   text: the tokens so far.
+
+    1. l + bias.   2. Of each id that is n > 0 times among the last repeat_last_n tokens: l / repeat_penalty where l > 0, else
+    l * repeat_penalty; then l - n * frequency_penalty, then - presence_penalty.
+    """
+    if not sampling.adjusts:
+        return logits
+    l, f32 = logits.copy(), np.float32
+    for id, bias in sampling.logit_bias.items():
+        if id >= len(l):
+            raise ParameterError("logit_bias", f"must be of ids 0 to {len(l) - 1}, got {id}")
+        l[id] += f32(bias)
+    first = 0 if sampling.repeat_last_n < 0 else max(len(text) - sampling.repeat_last_n, 0)
+    counts = Counter(int(id) for id in text[first:])
+    ids, n = np.fromiter(counts.keys(), np.int64, len(counts)), np.fromiter(counts.values(), f32, len(counts))
+    with np.errstate(invalid="ignore", over="ignore"):
+        x, penalty = l[ids], f32(sampling.repeat_penalty)
+        l[ids] = np.where(x > 0, x / penalty, x * penalty) - n * f32(sampling.frequency_penalty) - f32(sampling.presence_penalty)
+    return l
+
+
+def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence[int] = ()) -> int:
+    """The token at `position`.   logits: float32 [V]; text: the tokens before, for penalties (`adjusted`). Equal logits rank by
+    the lower index.
 
     1. top-k: the k largest logits, in falling order.   2. p = softmax of those; top-p: the fewest whose p sum to at least top_p.
     3. min-p: those with p >= min_p * p[0].   4. w = exp((l - l[0]) / temperature), cumulative in order; the first whose sum
@@ -56,6 +108,7 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
     """
     if np.isnan(logits).any():
         raise not_a_number(position)
+    logits = adjusted(logits, sampling, text)
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
@@ -73,5 +126,5 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling) -> int:
     if sampling.min_p > 0:
         l = l[p >= sampling.min_p * p[0]]
     cumulative = np.cumsum(exp(l / sampling.temperature))
-    i = int(np.searchsorted(cumulative, uniform(sampling.seed, position) * cumulative[-1], side="right"))
+    i = int(np.searchsorted(cumulative, uniform(sampling.seed, position, sampling.sample) * cumulative[-1], side="right"))
     return int(order[min(i, len(cumulative) - 1)])

@@ -82,6 +82,9 @@ class FakeContext:
     def length(self, seq_id):
         return len(self.sequences.get(seq_id, []))
 
+    def checkpoint(self, seq_id=0):
+        pass
+
     def keep(self, seq_id, n):
         assert n <= self.length(seq_id)
         del self.sequences.get(seq_id, [])[n:]
