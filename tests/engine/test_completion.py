@@ -177,3 +177,16 @@ def test_a_real_model(tmp_path):
             assert model.generate([1, 2, 3], max_tokens=8, draft=model, **sampling).ids == whole.ids[3:]
         parameters = {*signature(stream).parameters, *Sampling.__dataclass_fields__}
         assert {*Arguments.__annotations__} == parameters - {"model", "prompt", "sampling", "sample"}
+
+
+def test_chat_splits_its_arguments(tmp_path, monkeypatch):
+    """Those of `generate`, and those of the template."""
+    seen: list[dict] = []
+    monkeypatch.setattr("ggml_py.engine.model.encode_chat",
+                        lambda tokenizer, messages, **arguments: seen.append(arguments) or [1, 2])
+    with Model.load(write_model(tmp_path / "m.gguf", "llama", n_vocab=70), device="cpu") as model:
+        model._tokenizer = FakeModel().tokenizer
+        found = model.chat([{"role": "user", "content": "?"}], max_tokens=4, seed=2, enable_thinking=False, date="2026-02-03")
+        assert found == model.generate([1, 2], max_tokens=4, seed=2) and found.prompt_ids == (1, 2)
+        text = "".join(piece.text for piece in model.chat([], stream=True, max_tokens=4, tools=[]))
+    assert text == found.text and seen == [{"enable_thinking": False, "date": "2026-02-03"}, {"tools": []}]
