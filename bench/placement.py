@@ -106,6 +106,7 @@ def main() -> int:
     p.add_argument("--models", type=Path, required=True, help="a folder with room for 23 GB; /dev/shm keeps them in memory")
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", help="models, such as llama-3-8b")
+    p.add_argument("--rows", help="placements, such as --rows=all,-cmoe; the first one's logits are those of the others")
     p.add_argument("--device", default="cuda:0")
     p.add_argument("-n", type=int, default=48, help="tokens that are generated")
     p.add_argument("-r", type=int, default=5, help="repetitions")
@@ -121,6 +122,8 @@ def main() -> int:
         path, expected = written(options.models, shape, type_), None
         prompts = [rng.integers(0, 300, n).astype(np.int32) for n in N_PROMPTS]
         for row in placements:
+            if options.rows and row.name not in options.rows.split(","):
+                continue
             with Model.load(str(path), placement=PlacementOptions((device,), **row.options)) as model:
                 with model.new_context(N_CTX, n_ubatch=N_UBATCH) as context:
                     found = speeds(context, prompts, options.n, options.r)
