@@ -20,9 +20,10 @@ from ..base.storage import n_bytes
 from ..graph.graph import Graph, Tensor
 
 PERIOD = 8              # tokens between two looks at what was asked for
-FADING = 0.9            # what counts from before are worth after a period
-BETTER = 1.25           # times as often must an expert be asked for as the one that it takes the slot of
-MOST_BYTES = 512 << 20  # that are brought in a period
+FADING = 0.95           # what shares from before are worth at the next look
+BETTER = 1.5            # times as often must an expert be asked for as the one that it takes the slot of
+MOST_BYTES = 512 << 20  # that are brought in a period to empty slots
+SWAP_BYTES = 128 << 20  # and in the place of others: the CPU reads its own experts from the same memory
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,9 @@ class HotExperts:
             counts = np.zeros(self.slots.shape, np.int64)
             for layer, pending in zip(self.layers.values(), self.reading):
                 counts[layer.row, :layer.counts.shape[0]] = pending.result().view(np.int32)
-            self.rates = FADING * self.rates + (counts - self.seen) % (1 << 32)
+            asked = (counts - self.seen) % (1 << 32)
+            # Shares, so that a prompt of thousands of tokens counts no more than some tokens behind it
+            self.rates = FADING * self.rates + asked / np.maximum(asked.sum(axis=1, keepdims=True), 1)
             self.seen = counts
             self._fill()
         self.reading = [self.backends[layer.device].read(layer.counts.buffer, 0, n_bytes(layer.counts))
@@ -161,7 +164,7 @@ class HotExperts:
 
     def _fill(self) -> None:
         """Begins to bring what is asked for more than what is there."""
-        left = MOST_BYTES
+        left = {True: MOST_BYTES, False: SWAP_BYTES}  # is the slot empty
         for il, layer in self.layers.items():
             rates, inside = self.rates[layer.row], self.experts[layer.row]
             size = sum(map(size_of, self.of_layer[il]))
@@ -169,9 +172,9 @@ class HotExperts:
             least = np.argsort(np.where(inside >= 0, rates[inside], -1), kind="stable")
             for expert, slot in zip((expert for expert in most if expert not in inside and rates[expert]), least):
                 old = int(inside[slot])
-                if left < size or (old >= 0 and rates[expert] < BETTER * rates[old]):
+                if left[old < 0] < size or (old >= 0 and rates[expert] < BETTER * rates[old]):
                     break
-                left -= size
+                left[old < 0] -= size
                 self._bring(il, int(expert), int(slot), old)
 
     def _bring(self, il: int, expert: int, slot: int, old: int) -> None:

@@ -89,7 +89,7 @@ class States:
 
 class Recurrent:
     """Logits of a token are twice the output of a recurrent layer. What models need of an architecture."""
-    n_vocab = 8
+    n_vocab, hot = 8, None
 
     def __init__(self, file, options, backends):
         self.placement = options.place(1, 1, is_tied=False)

@@ -43,11 +43,11 @@ def test_a_slot_goes_to_another_expert_only_if_that_is_asked_for_clearly_more(pa
         hot.rates[0] = [10, 9, 0, 0, 0, 0]
         hot._fill()
         assert hot.experts[0].tolist() == [0]
-        hot.rates[0] = [10, 12, 0, 0, 0, 0]
+        hot.rates[0] = [10, 14, 0, 0, 0, 0]
         hot._fill()
         assert hot.experts[0].tolist() == [0] and hot.n_brought == 1
         hot.slots[0, 0] = 0
-        hot.rates[0] = [10, 13, 0, 0, 0, 0]
+        hot.rates[0] = [10, 15, 0, 0, 0, 0]
         hot._fill()
         assert hot.experts[0].tolist() == [1] and hot.slots[0].tolist() == [-1] * 6 and hot.n_brought == 2
 
@@ -55,10 +55,29 @@ def test_a_slot_goes_to_another_expert_only_if_that_is_asked_for_clearly_more(pa
 def test_no_more_is_brought_in_a_period_than_it_has_time_for(path, monkeypatch):
     with loaded(path, 0.9) as model:
         hot = model.architecture.hot
-        monkeypatch.setattr(hot_experts, "MOST_BYTES", 3 * sum(map(hot_experts.size_of, hot.of_layer[0])))
-        hot.rates[:] = 1
+        one = sum(map(hot_experts.size_of, hot.of_layer[0]))
+        monkeypatch.setattr(hot_experts, "MOST_BYTES", 3 * one)
+        monkeypatch.setattr(hot_experts, "SWAP_BYTES", 2 * one)
+        hot.rates[:, :3] = 1
         hot._fill()
-        assert hot.n_brought == 3
+        assert hot.n_brought == 3 and hot.experts[0].tolist() == [0, 1, 2, -1, -1]
+        hot._fill()
+        assert hot.n_brought == 6
+        hot.rates[:, 3:] = [3, 4, 5]
+        hot._fill()  # to the empty slots of both layers, three of four
+        hot._fill()
+        hot._fill()
+        assert hot.n_brought == 6 + 4 + 2
+
+
+def test_a_long_prompt_counts_no_more_than_a_few_tokens(path, monkeypatch):
+    monkeypatch.setattr(hot_experts, "PERIOD", 4)
+    with loaded(path, 0.4) as model, model.new_context(n_ctx=256) as context:
+        hot = model.architecture.hot
+        context.decode(list(range(64)), logits="all")
+        for _ in range(3):
+            context.decode([5] * 4, logits="all")
+        assert 2.8 < hot.rates[0].sum() < 2.9 and hot.rates[0].max() > 0.95  # three looks, each a share of 1
 
 
 def test_slots_and_their_bytes(path):
