@@ -29,6 +29,7 @@ AXES = {
     "fusion": "graph passes left out",
     "noise": "a second stream keeps the GPU busy",
     "placement": "weights, caches and nodes on several devices",
+    "experts": "experts on the CPU, some with copies on another device",
     "device": "every other device",
 }
 CPU_MICRO_BATCHES = 64  # of a setting at most on a CPU: fewer tokens a micro-batch, shorter a text
@@ -182,9 +183,10 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))
             case "placement":
                 yield from (setting(name, placement=options) for name, options in _placements(device, devices))
+            case "experts":
                 other = f"{HOST}:1" if device == HOST else device
                 hot = PlacementOptions(tuple(dict.fromkeys((other, device))), overrides=(ExpertsOnHost(),), hot_experts=0.5)
-                yield setting(f"experts on {HOST}, copies of half of them on {other}, 8 at a time", placement=hot, n_ubatch=8)
+                yield setting(f"copies of half of them on {other}, 8 at a time", placement=hot, n_ubatch=8)
 
 
 def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, PlacementOptions]]:

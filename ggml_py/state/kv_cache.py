@@ -253,7 +253,8 @@ class KVCache:
         self.clear_marks()
 
     def close(self) -> None:
-        self.clear()
+        for seq_id in range(self.n_seq_max):
+            self.drop_checkpoints(seq_id)
         for tensor in self.held:
             self.backends[tensor.device].free(tensor.buffer)
         self.k, self.v, self.held = [], [], []

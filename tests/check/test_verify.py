@@ -165,7 +165,8 @@ def test_merkle_root():
 def test_one_digest(path):
     verification = verify_on(path, WINDOWS, list(AXES), {"cpu": CPUBackend()})
     statuses = {result.setting.axis: result.status for result in verification.results}
-    assert statuses == {**dict.fromkeys(["default", *AXES], "same"), **dict.fromkeys(["launch", "noise", "device"], "not run")}
+    assert statuses == {**dict.fromkeys(["default", *AXES], "same"),
+                        **dict.fromkeys(["launch", "noise", "experts", "device"], "not run")}
     assert verification.confirmed and verification.first_mismatch() is None
     assert len({r.digest for r in verification.results if r.digest and not r.setting.n_tokens}) == 1
     short = [r for r in verification.results if r.setting.n_tokens]
@@ -299,4 +300,4 @@ def test_recording_is_in_nobodys_way():
     import ggml_py
     folder = Path(ggml_py.__file__).parent
     users = {path.name for path in folder.rglob("*.py") if "recording" in path.read_text() or "bisection" in path.read_text()}
-    assert users <= {"recording.py", "bisection.py", "verify.py", "cli.py"}
+    assert users <= {"recording.py", "bisection.py", "verify.py", "cli.py", "collect.py"}

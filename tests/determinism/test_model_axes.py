@@ -12,6 +12,7 @@ from cuda_simulator import ROOT, no_gpu
 from ggml_py.check.axes import AXES, settings_of
 from ggml_py.backends import present_devices
 from ggml_py.engine.model import Model
+from ggml_py.files.gguf import GGUFFile
 from ggml_py.models import ARCHITECTURES
 from ggml_py.check.noise import Noise
 from ggml_py.testing import digest
@@ -38,6 +39,11 @@ def write(path, kind):
             else write_model(path, kind, types, qkv_bias=kind == "qwen2"))
 
 
+def model_has_experts(path) -> bool:
+    with GGUFFile.open(path) as file:
+        return any("_exps." in name for name in file.tensors)
+
+
 @pytest.mark.parametrize("kind", dict.fromkeys([*ARCHITECTURES, *WITH_EXPERTS, *RECURRENT, "olmo3"]))
 @pytest.mark.parametrize("types", [CACHES[0], *(pytest.param(types, marks=pytest.mark.slow) for types in CACHES[1:])], ids=str)
 def test_small_models(kind, types, tmp_path):
@@ -50,7 +56,8 @@ def test_small_models(kind, types, tmp_path):
         assert mismatch is None, f"{mismatch.setting}\n{verification.bisect(mismatch)}"
     assert verification.confirmed, verification.verdict()
     confirmed = {r.setting.axis for r in verification.results if r.status == "same"}
-    assert confirmed >= {"default", *AXES} - {"launch", "noise", "device"}
+    assert confirmed >= {"default", *AXES} - {"launch", "noise", "experts", "device"}
+    assert ("experts" in confirmed) == model_has_experts(path)
 
 
 @pytest.mark.gpu
@@ -85,7 +92,7 @@ def verify_smollm2(tmp_path, *argv) -> dict:
 def test_smollm2_on_the_cpu(tmp_path):
     report = verify_smollm2(tmp_path, "--devices", "cpu", "-c", "100", "--chunks", "2", "--reruns", "1")
     assert report["confirmed"] and {s["axis"] for s in report["settings"]
-                                    if s["status"] == "not run"} == {"launch", "noise", "device"}
+                                    if s["status"] == "not run"} == {"launch", "noise", "experts", "device"}
 
 
 @pytest.mark.gpu

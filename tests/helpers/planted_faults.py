@@ -205,14 +205,14 @@ def unstable_top_k():
 
 
 def experts_as_they_come():
-    """The outputs of a token's experts are added in another order each time."""
+    """The outputs of a token's experts are added in another order each time, of each token in its own."""
     rng = np.random.default_rng(0)
 
     def shuffled_sum(call):
         w = call.w.data
-        order = rng.permutation(w.shape[1])
-        x, w = (np.ascontiguousarray(each[:, order]) for each in (call.x.data.reshape(*w.shape, -1), w))
-        weighted_sum_arrays(x, w, call.out.data)
+        order = rng.permuted(np.tile(np.arange(w.shape[1]), (len(w), 1)), axis=1)
+        x = np.take_along_axis(call.x.data.reshape(*w.shape, -1), order[:, :, None], axis=1)
+        weighted_sum_arrays(x, np.take_along_axis(w, order, axis=1), call.out.data)
     return {"weighted_sum": instead(shuffled_sum)}
 
 
