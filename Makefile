@@ -60,7 +60,7 @@ fuzz: $(VENV)/installed  ## mutated GGUF files, and whole loads of mutated model
 $(VENV)/installed: pyproject.toml Makefile
 	@echo "creating $(VENV): numba, numpy, pytest and others; this takes a minute or two"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test,bench]'
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test,bench,grammar,lm-eval,ray]'
 	touch $@
 
 $(VENV)/checkers: $(VENV)/installed
