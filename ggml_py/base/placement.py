@@ -12,7 +12,7 @@ from .errors import ParameterError
 
 HOST = "cpu"
 SPLIT_MODES = "none", "layer", "column"
-OFFLOADED_ROWS = 16  # rows of a product with a matrix that take a CPU longer than bringing the matrix to a GPU, about
+OFFLOADED_ROWS = 16  # rows of a product that take a CPU longer than bringing its matrix to a GPU, where nobody has measured
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch)?exps"  # in the names of tensors; shared experts are not among them
 
 
@@ -41,17 +41,18 @@ class Offload:
     """Which nodes of a micro-batch run on another device than the host, where their weights lie: these are streamed to it.
 
     device: of nodes whose layer is on the host; others run where their layer is. least: op -> tokens from which on, None: never.
-    n_rows: of other ops, rows for each of their matrices from which on."""
+    n_rows: of other ops, rows for each of their matrices from which on; None: `OFFLOADED_ROWS`, until a model that is loaded has
+    measured it (`models.offload_rates`)."""
     device: str
     least: Mapping[str, int | None]
-    n_rows: float
+    n_rows: float | None = None
 
     def pays(self, op: str, n_tokens: int, n_rows: float) -> bool:
         """n_tokens: that a node is of; n_rows: of them for each matrix."""
         if op in self.least:
             least = self.least[op]
             return least is not None and n_tokens >= least
-        return n_rows >= self.n_rows
+        return n_rows >= (OFFLOADED_ROWS if self.n_rows is None else self.n_rows)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class PlacementOptions:
     overrides: of weights, by their names; the first that is of a weight decides.
     kv_offload: caches and states lie where their layer does; else on the host.
     offload: of ops by name, the tokens of a micro-batch from which on weights of the host are streamed to a device, None: never;
-    "all" stands for all ops that are not named. Where none is given, it is done where it pays (`OFFLOADED_ROWS`).
+    "all" stands for all ops that are not named. Where none is given, it is done where it pays (`Offload`).
     hot_experts: bytes on each device for copies of those experts on the host that are asked for most; below 1, of which share."""
     devices: tuple[str, ...]
     n_gpu_layers: int | None = None
@@ -192,5 +193,7 @@ class PlacementOptions:
         shares_host = self.split_mode == "column" and HOST in self.devices
         if not others or HOST not in self.needed or shares_host:
             return None
-        n_rows = least.pop("all", OFFLOADED_ROWS)
-        return Offload(others[0], least, inf if n_rows is None else n_rows)
+        n_rows = None
+        if "all" in least:
+            n_rows = least.pop("all") or inf
+        return Offload(others[0], least, n_rows)

@@ -141,7 +141,7 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
 
 
 def _document(kind: str, schema: int, model, tokens, others: Settings, digests: list[str], **more) -> dict:
-    backend = model.backend
+    backends = [model.backends[device] for device in model.architecture.placement.devices]
     document: dict[str, Any] = {
         "format": FORMAT, "schema": schema, "kind": kind, "numerics": NUMERICS_VERSION,
         "model": {"name": model.file.path.name, "architecture": model.architecture.name,
@@ -149,9 +149,10 @@ def _document(kind: str, schema: int, model, tokens, others: Settings, digests: 
         "tokenizer": tokenizer_sha256(model.file.metadata), "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse),
                           "graphs": others.graphs, "kv_write": others.kv_write, "threads": get_num_threads()},
-        "environment": {"device": model.device, "device_name": backend.name,
-                        "driver": backend.driver_version() if hasattr(backend, "driver_version") else "none",
-                        "versions": {**versions(), **backend.versions()}},
+        "environment": {"device": "/".join(backend.device for backend in backends),
+                        "device_name": "/".join(dict.fromkeys(backend.name for backend in backends)),
+                        "driver": next((b.driver_version() for b in backends if hasattr(b, "driver_version")), "none"),
+                        "versions": {**versions(), **{name: said for b in backends for name, said in b.versions().items()}}},
         "windows": digests, "merkle_root": merkle_root(digests)}
     return {**document, "sha256": own_sha256(document)}
 

@@ -142,8 +142,10 @@ class Model:
 
     def report(self) -> str:
         """What its devices have copied so far, for --verbose; nothing of the CPU."""
-        hot = self.architecture.hot
+        hot, offload = self.architecture.hot, self.architecture.placement.offload
         lines = [backend.report() for backend in self.backends.values()] + ([hot.report()] if hot is not None else [])
+        if offload is not None and offload.n_rows is not None:
+            lines.append(f"{offload.device}: takes products with weights of the host from {offload.n_rows:g} rows a matrix on")
         return "\n".join(filter(None, lines))
 
     @overload

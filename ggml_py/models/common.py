@@ -23,6 +23,7 @@ from ..state.kv_cache import KVCache, cache_tensors, ring_of
 from ..state.recurrent import LEAST_ROLLBACK, RecurrentMemory, StateSizes, state_tensors
 from .hot_experts import HotExperts, expert_tensors, slots_and_bytes
 from .hparams import Hparams, Keys, Windows, because
+from .offload_rates import with_measured_rows
 from .weights import Paper, Weights
 
 RopeTables = Mapping[tuple[str, str], Tensor]  # by kind and device
@@ -258,6 +259,7 @@ class Transformer:
         for device, needed in self.on_paper.weight_bytes().items():
             if needed > (held := self.backends[device].memory_bytes()):
                 raise UserError(f"{self.file.path}: the weights take {needed:,} bytes, more than {device} has, {held:,}")
+        self.placement = with_measured_rows(self.placement, self.backends, self.on_paper.w.held)
         if self.placement.hot_experts:
             self.hot = HotExperts(self.backends, self.on_paper.expert_tensors(), self.placement)
         memory, tables = self.new_memory(1, 1, "f32", "f32", n_block=self.hp.n_block), self.new_rope_tables(1)

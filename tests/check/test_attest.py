@@ -112,6 +112,19 @@ def test_versions_of_a_device(folder, capsys):
     assert verify(capsys, folder, "gpu.json")[0] == 0
 
 
+def test_devices_of_a_split_model(folder, capsys):
+    """All that have a part are named, that of the output first; it is confirmed where all is on one device."""
+    def split(path, device, placement):
+        model = Model(GGUFFile.open(path), CPUBackend(), CPUBackend(device="cpu:1"), placement=placement)
+        model._tokenizer = FakeTokenizer(add_bos=True)
+        return model
+    argv = "attest", "-m", folder / "m.gguf", "-o", folder / "split.json", "-p", "abc", "-n", 2, "--device", "cpu:1", "-ngl", 1
+    assert main([*map(str, argv)], split) == 0
+    environment = read_attestation(folder / "split.json")["environment"]
+    assert environment["device"] == "cpu:1/cpu" and environment["device_name"] == CPUBackend().name
+    assert verify(capsys, folder, "split.json")[0] == 0
+
+
 @pytest.mark.parametrize("says, release",
                          [("echo 580.159.04; echo 580.159.04", "580.159.04"), ("true", "none"), ("echo no; exit 9", "none"),
                           (None, "none")])
