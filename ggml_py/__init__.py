@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from .base.errors import ParameterError as ParameterError, UserError as UserError
     from .engine.completion import Completion as Completion, Generation as Generation
     from .engine.completion import Piece as Piece, TokenLogprob as TokenLogprob
+    from .engine.grammar import Grammar as Grammar
     from .engine.likelihood import Likelihood as Likelihood
     from .engine.model import Context as Context, Model as Model
     from .engine.sampling import Sampling as Sampling
@@ -26,9 +27,10 @@ _HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".to
          "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement",
          "Fit": ".models.fit", "Likelihood": ".engine.likelihood", "ParameterError": ".base.errors", "UserError": ".base.errors",
          "Completion": ".engine.completion", "Generation": ".engine.completion", "Piece": ".engine.completion",
-         "TokenLogprob": ".engine.completion", "Sampling": ".engine.sampling"}
-__all__ = ["Completion", "Context", "ExpertsOnHost", "Fit", "GGUFError", "Generation", "Likelihood", "Model", "Override",
-           "ParameterError", "Piece", "PlacementOptions", "Sampling", "TokenLogprob", "Tokenizer", "UserError", "__version__"]
+         "TokenLogprob": ".engine.completion", "Grammar": ".engine.grammar", "Sampling": ".engine.sampling"}
+__all__ = ["Completion", "Context", "ExpertsOnHost", "Fit", "GGUFError", "Generation", "Grammar", "Likelihood", "Model",
+           "Override", "ParameterError", "Piece", "PlacementOptions", "Sampling", "TokenLogprob", "Tokenizer", "UserError",
+           "__version__"]
 
 
 def __getattr__(name: str) -> object:

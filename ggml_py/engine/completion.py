@@ -22,6 +22,7 @@ from ..testing import one_nan
 from ..tokenizer import Detokenizer, Tokenizer
 from ..tokenizer.chat import encode_chat
 from .generate import generate
+from .grammar import FREE, Grammar, Matcher
 from .sampling import Sampling
 from .speculation import DraftModel, NGrams, Source, Speculation
 
@@ -40,6 +41,7 @@ class Arguments(TypedDict, total=False):
     draft_max: int
     n: int
     digest: bool
+    grammar: Grammar | None
     n_ctx: int | None
     type_k: str
     type_v: str
@@ -79,9 +81,9 @@ class Piece:
 @dataclass(frozen=True)
 class Completion:
     """text: without the stop text.   ids: the tokens that were chosen, up to the one that completes a stop text, without the one
-    that ends the model's text.   finish_reason: "stop" (a stop text), "end" (the model ended its text), "length" (max_tokens, or
-    the context is full).   logprobs: of each id.   digest: sha256 of the logits that each token was chosen from, an end among
-    them."""
+    that ends the model's text.   finish_reason: "stop" (a stop text), "end" (the model ended its text, or the grammar allows no
+    more), "length" (max_tokens, or the context is full).   logprobs: of each id.   digest: sha256 of the logits that each token
+    was chosen from, an end that the model chose among them."""
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -133,10 +135,10 @@ def token_logprob(row: np.ndarray, id: int, n_top: int) -> TokenLogprob:
     return TokenLogprob(id, chosen, tuple(zip(top.tolist(), others)))
 
 
-def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sampling: Sampling,
+def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sampling: Sampling,  # noqa: PLR0913 (of `stream`)
            speculation: Speculation | None = None, stop: Sequence[str] = (), logprobs: int = 0, digest: bool = False,
-           n_held: int = 0) -> Iterator[Piece]:
-    """A completion of the prompt, a piece a token and a last one.   n_most: tokens at most.   n_held: of `generate`."""
+           n_held: int = 0, matcher: Matcher = FREE) -> Iterator[Piece]:
+    """A completion of the prompt, a piece a token and a last one.   n_most: tokens at most.   n_held, matcher: of `generate`."""
     rows: deque[np.ndarray] = deque()
     hash = sha256()
 
@@ -148,7 +150,7 @@ def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sa
 
     text, stops, n, stopped = Detokenizer(tokenizer), StopTexts(stop), 0, False
     tokens = generate(context, prompt, n_most, sampling, tokenizer.is_end_of_generation, speculation,
-                      see if logprobs or digest else None, n_held)
+                      see if logprobs or digest else None, n_held, matcher)
     with closing(tokens):  # type: ignore[type-var]
         for token in tokens:
             n += 1
@@ -161,7 +163,7 @@ def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sa
     if not stopped:
         rest, stopped = stops.feed(text.finish())
         rest += "" if stopped else stops.held
-    reason: Reason = "stop" if stopped else "length" if n == n_most else "end"
+    reason: Reason = "stop" if stopped else "end" if n < n_most or matcher.is_complete else "length"
     yield Piece(sampling.sample, rest, finish_reason=reason, digest=hash.hexdigest() if digest else None)
 
 
@@ -201,7 +203,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt) -> list[int]:
 
 def stream(model, prompt, max_tokens: int | None = MAX_TOKENS, stop: str | Sequence[str] = (),  # noqa: PLR0913 (`Model.generate`)
            logprobs: int = 0, echo: bool = False, draft=None, draft_max: int = DRAFT_MAX, n: int = 1, digest: bool = False,
-           n_ctx: int | None = None, type_k: str = "f16", type_v: str = "f16", **sampling: Any) -> Iterator[Piece]:
+           grammar: Grammar | None = None, n_ctx: int | None = None, type_k: str = "f16", type_v: str = "f16",
+           **sampling: Any) -> Iterator[Piece]:
     """The pieces of `Model.generate`: of n completions, one after the other. Arguments are checked at once."""
     stops = [stop] if isinstance(stop, str) else list(stop)
     if not all(isinstance(each, str) and each for each in stops):
@@ -210,18 +213,21 @@ def stream(model, prompt, max_tokens: int | None = MAX_TOKENS, stop: str | Seque
                                ("n_ctx", 1 if n_ctx is None else n_ctx, 1), ("draft_max", draft_max, 1)):
         if not isinstance(value, Integral) or value < least:
             raise ParameterError(name, f"must be an integer, at least {least}, got {value!r}")
+    if grammar is not None and not isinstance(grammar, Grammar):
+        raise ParameterError("grammar", f"must be None or a Grammar, such as Grammar.regex(...), got {grammar!r:.60}")
     choices = [Sampling(**sampling, sample=i) for i in range(n)]
     ids = prompt_ids(model.tokenizer, prompt)
     space = n_ctx or (model.n_ctx_train if max_tokens is None else min(len(ids) + max(max_tokens, 1), model.n_ctx_train))
     if len(ids) >= space:
         raise ParameterError("prompt", f"has {len(ids)} tokens, allowed: up to {space - 1} in a context of {space}")
     n_most = space - len(ids) if max_tokens is None else min(max_tokens, space - len(ids))
-    return _stream(model, prompt, ids, choices, n_most, space, echo, draft, draft_max,
+    matcher = grammar.matcher(model.tokenizer) if grammar else FREE
+    return _stream(model, prompt, ids, choices, n_most, space, echo, draft, draft_max, matcher,
                    {"stop": stops, "logprobs": int(logprobs), "digest": digest}, {"type_k": type_k, "type_v": type_v})
 
 
 def _stream(model, prompt, ids: list[int], choices: list[Sampling], n_most: int, n_ctx: int, echo: bool, draft,  # noqa: PLR0913
-            draft_max: int, wanted: dict[str, Any], types: dict[str, str]) -> Iterator[Piece]:
+            draft_max: int, matcher: Matcher, wanted: dict[str, Any], types: dict[str, str]) -> Iterator[Piece]:
     n_logprobs, before = wanted["logprobs"], len(ids) - 1
     echoed = Piece(0, "")
     with (model.new_context(n_ctx=n_ctx, n_rollback=LEAST_ROLLBACK if draft is None else draft_max + 1, **types) as context,
@@ -240,7 +246,8 @@ def _stream(model, prompt, ids: list[int], choices: list[Sampling], n_most: int,
             if echo:
                 yield Piece(choice.sample, echoed.text, echoed.ids, echoed.logprobs)
             context.keep(0, n_held)
-            yield from pieces(context, model.tokenizer, ids, n_most, choice, speculation, n_held=n_held, **wanted)
+            yield from pieces(context, model.tokenizer, ids, n_most, choice, speculation, n_held=n_held,
+                              matcher=matcher.fresh(), **wanted)
 
 
 def joined(ids: Iterable[int], found: Iterable[Piece]) -> Generation:

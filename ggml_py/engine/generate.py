@@ -5,27 +5,34 @@ from itertools import takewhile
 
 import numpy as np
 
+from .grammar import FREE, Matcher
 from .sampling import Sampling, choose, not_a_number
 from .speculation import Speculation
 
 
 def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callable[[int], bool],
              speculation: Speculation | None = None, see: Callable[[np.ndarray], None] | None = None,
-             n_held: int = 0) -> Iterator[int]:
+             n_held: int = 0, matcher: Matcher = FREE) -> Iterator[int]:
     """Yield up to n_tokens tokens that continue `prompt`; one for which is_end(token) ends it and is not yielded.   prompt: int
     [n], n >= 1.   speculation: how tokens are guessed ahead, which changes the speed only.   see: is given the logits, float32
     [V], that each token was chosen from, before the token is yielded.   n_held: tokens of the prompt, fewer than all, that the
-    context ends with already."""
-    if n_tokens > 0:
+    context ends with already.   matcher: of a grammar that the tokens follow, to its end at most."""
+    if n_tokens > 0 and not matcher.is_complete:
         if speculation is not None or see is not None:
-            tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see, n_held)
+            tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see, n_held, matcher)
+        elif sampling.is_argmax and matcher is FREE:
+            tokens = _greedy(context, prompt, n_tokens, n_held)
         else:
-            tokens = (_greedy if sampling.is_argmax else _drawn)(context, prompt, n_tokens, sampling, n_held)
+            tokens = _drawn(context, prompt, n_tokens, sampling, n_held, matcher)
         with closing(tokens):
-            yield from takewhile(lambda token: not is_end(token), tokens)
+            for token in takewhile(lambda token: not is_end(token), tokens):
+                matcher.accept(token)
+                yield token
+                if matcher.is_complete:
+                    return
 
 
-def _greedy(context, prompt, n_tokens: int, _, n_held: int) -> Generator[int, None, None]:
+def _greedy(context, prompt, n_tokens: int, n_held: int) -> Generator[int, None, None]:
     """Without a draw, logits stay where they are."""
     token = int(context.decode(prompt[n_held:], logits="argmax")[-1])
     if token < 0:
@@ -34,24 +41,24 @@ def _greedy(context, prompt, n_tokens: int, _, n_held: int) -> Generator[int, No
     yield from context.greedy(token, n_tokens - 1)
 
 
-def _drawn(context, prompt, n_tokens: int, sampling: Sampling, n_held: int) -> Generator[int, None, None]:
+def _drawn(context, prompt, n_tokens: int, sampling: Sampling, n_held: int, matcher: Matcher) -> Generator[int, None, None]:
     decoded, text = prompt[n_held:], [int(token) for token in prompt]
     for position in range(len(prompt), len(prompt) + n_tokens):
-        token = choose(context.decode(decoded, logits="last")[-1], position, sampling, text)
+        token = choose(context.decode(decoded, logits="last")[-1], position, sampling, text, matcher.allowed)
         text.append(token)
         yield token
         decoded = [token]
 
 
 def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Speculation | None,
-             see: Callable[[np.ndarray], None] | None, n_held: int) -> Generator[int, None, None]:
+             see: Callable[[np.ndarray], None] | None, n_held: int, matcher: Matcher) -> Generator[int, None, None]:
     """Steps of the last token and of what is guessed to follow it. What is not yielded is taken back."""
-    only_ids = sampling.is_argmax and see is None
+    only_ids = sampling.is_argmax and see is None and matcher is FREE
 
     def chosen(rows: np.ndarray, position: int) -> Iterator[int]:
         """The tokens from `position` on, of rows of logits or their largest ids; rows behind a wrong guess are not looked at."""
         for i, row in enumerate(rows):
-            token = int(row) if only_ids else choose(row, position + i, sampling, text)
+            token = int(row) if only_ids else choose(row, position + i, sampling, text, matcher.allowed)
             if token < 0:
                 raise not_a_number(position + i)
             if see is not None:
@@ -81,6 +88,7 @@ def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Sp
             if speculation is not None:
                 draft = speculation.draft(text, min(end - len(text) - 1, context.n_ctx - start - len(text),
                                                     context.memory.n_rollback - 1))
+                draft = draft[:matcher.n_allowed(draft)]
             fed, wanted, is_first = [text[-1], *draft], "argmaxes" if only_ids else "all", False
     finally:
         if speculation is not None:

@@ -98,9 +98,10 @@ def adjusted(logits: np.ndarray, sampling: Sampling, text: Sequence[int]) -> np.
     return l
 
 
-def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence[int] = ()) -> int:
-    """The token at `position`.   logits: float32 [V]; text: the tokens before, for penalties (`adjusted`). Equal logits rank by
-    the lower index.
+def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence[int] = (),
+           allowed: np.ndarray | None = None) -> int:
+    """The token at `position`.   logits: float32 [V]; text: the tokens before, for penalties (`adjusted`); allowed: int [n],
+    ascending, the ids to choose from, None for all (`grammar.Matcher`). Equal logits rank by the lower id.
 
     1. top-k: the k largest logits, in falling order.   2. p = softmax of those; top-p: the fewest whose p sum to at least top_p.
     3. min-p: those with p >= min_p * p[0].   4. w = exp((l - l[0]) / temperature), cumulative in order; the first whose sum
@@ -109,6 +110,15 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence
     if np.isnan(logits).any():
         raise not_a_number(position)
     logits = adjusted(logits, sampling, text)
+    if allowed is not None:
+        if not (logits[allowed] > -np.inf).any():
+            raise UserError(f"all that the grammar allows as token {position} has the logit -infinity")
+        return int(allowed[_chosen(logits[allowed], position, sampling)])
+    return _chosen(logits, position, sampling)
+
+
+def _chosen(logits: np.ndarray, position: int, sampling: Sampling) -> int:
+    """The index that steps 1 to 4 of `choose` take."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
