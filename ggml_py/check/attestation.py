@@ -121,6 +121,7 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
     made of by the model's chat template, {"messages": [{"role": ..., "content": ...}, ...], "date": "YYYY-MM-DD"}; None where it
     was not."""
     tokenizer, tokens = model.tokenizer, []
+    sampling = sampling.forbidding(tokenizer.suppressed)
     prompt, schema = [int(token) for token in prompt], 1 if chat is None else 2
     about = {"n_predict": n_predict, "type_k": settings.type_k, "type_v": settings.type_v,
              **{name: getattr(sampling, name) for name in LIMITS}, "prompt": prompt, **({} if chat is None else {"chat": chat})}
@@ -345,7 +346,8 @@ def _confirm_generation(document, model, text, sample, log) -> str:
         i = len(commonprefix([found, attested]))  # noqa: RUF071  of characters, as is meant
         raise NotConfirmed(f"not confirmed: the text of the tokens goes on at character {i} with {found[i:]!r:.40}, attested "
                            f"{attested[i:]!r:.40}")
-    sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"], about["seed"])
+    sampling = Sampling(about["temperature"], about["top_k"], about["top_p"], about["min_p"],
+                        about["seed"]).forbidding(model.tokenizer.suppressed)
     settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
     with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:
         for first, rows in _generation_windows(context, prompt, tokens, sample[-1] + 1):

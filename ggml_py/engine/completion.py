@@ -149,8 +149,8 @@ def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sa
             rows.append(row)
 
     text, stops, n, stopped = Detokenizer(tokenizer), StopTexts(stop), 0, False
-    tokens = generate(context, prompt, n_most, sampling, tokenizer.is_end_of_generation, speculation,
-                      see if logprobs or digest else None, n_held, matcher)
+    tokens = generate(context, prompt, n_most, sampling.forbidding(tokenizer.suppressed), tokenizer.is_end_of_generation,
+                      speculation, see if logprobs or digest else None, n_held, matcher)
     with closing(tokens):  # type: ignore[type-var]
         for token in tokens:
             n += 1

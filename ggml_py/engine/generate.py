@@ -17,11 +17,12 @@ def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callabl
     [n], n >= 1.   speculation: how tokens are guessed ahead, which changes the speed only.   see: is given the logits, float32
     [V], that each token was chosen from, before the token is yielded.   n_held: tokens of the prompt, fewer than all, that the
     context ends with already.   matcher: of a grammar that the tokens follow, to its end at most."""
+    sampling.check_ids(context.model.n_vocab)
     if n_tokens > 0 and not matcher.is_complete:
         if speculation is not None or see is not None:
             tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see, n_held, matcher)
-        elif sampling.is_argmax and matcher is FREE:
-            tokens = _greedy(context, prompt, n_tokens, n_held)
+        elif sampling.is_argmax_of_allowed and matcher is FREE:
+            tokens = _greedy(context, prompt, n_tokens, sampling, n_held)
         else:
             tokens = _drawn(context, prompt, n_tokens, sampling, n_held, matcher)
         with closing(tokens):
@@ -32,13 +33,28 @@ def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callabl
                     return
 
 
-def _greedy(context, prompt, n_tokens: int, n_held: int) -> Generator[int, None, None]:
-    """Without a draw, logits stay where they are."""
-    token = int(context.decode(prompt[n_held:], logits="argmax")[-1])
-    if token < 0:
+def _greedy(context, prompt, n_tokens: int, sampling: Sampling, n_held: int) -> Generator[int, None, None]:
+    """Without a draw, logits stay where they are, but for those whose largest is of a forbidden id: their step is repeated."""
+    def allowed(likeliest: int, fed: int) -> int:
+        if likeliest not in sampling.logit_bias:
+            return likeliest
+        position = len(prompt) + n_tokens - left
+        context.keep(0, start + position - 1)
+        return choose(context.decode([fed], logits="last")[-1], position, sampling)
+
+    start, left = context.memory.length(0) - n_held, n_tokens
+    likeliest = int(context.decode(prompt[n_held:], logits="argmax")[-1])
+    if likeliest < 0:
         raise not_a_number(len(prompt))
+    token, left = allowed(likeliest, int(prompt[-1])), left - 1
     yield token
-    yield from context.greedy(token, n_tokens - 1)
+    while left:  # again behind each that was not the likeliest
+        with closing(context.greedy(token, left)) as steps:
+            for likeliest in steps:
+                token, left = allowed(likeliest, token), left - 1
+                yield token
+                if token != likeliest:
+                    break
 
 
 def _drawn(context, prompt, n_tokens: int, sampling: Sampling, n_held: int, matcher: Matcher) -> Generator[int, None, None]:

@@ -5,10 +5,10 @@ seed is the same text, whatever else is decoded in the batch. Steps in llama.cpp
 temperature, draw. Penalties look at the text before the token, which the same choices made.
 """
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -53,6 +53,15 @@ class Sampling:
             if not isinstance(value, kind) or not least <= value <= most:
                 raise ParameterError(name, f"must be {in_words}, {least} to {most}, got {value!r}")
 
+    def forbidding(self, ids: Iterable[int]) -> Self:
+        """The same, but these ids are never chosen."""
+        return replace(self, logit_bias={**self.logit_bias, **dict.fromkeys(ids, -np.inf)})
+
+    def check_ids(self, n_vocab: int) -> None:
+        """ParameterError for a bias of no token."""
+        for id in self.logit_bias:
+            if id >= n_vocab:
+                raise ParameterError("logit_bias", f"must be of ids 0 to {n_vocab - 1}, got {id}")
 
     @property
     def adjusts(self) -> bool:
@@ -63,6 +72,11 @@ class Sampling:
     def is_argmax(self) -> bool:
         """Whether the largest of the model's own logits is chosen."""
         return self.temperature == 0 and not self.adjusts
+
+    @property
+    def is_argmax_of_allowed(self) -> bool:
+        """The same of the ids that have no bias; the others are forbidden."""
+        return replace(self, logit_bias={}).is_argmax and all(bias == -np.inf for bias in self.logit_bias.values())
 
 
 def uniform(seed: int, position: int, sample: int = 0) -> float:
@@ -79,16 +93,15 @@ def not_a_number(position: int) -> UserError:
 def adjusted(logits: np.ndarray, sampling: Sampling, text: Sequence[int]) -> np.ndarray:
     """float32 [V] of logits float32 [V], every step rounded to float32.   text: the tokens so far.
 
-    1. l + bias.   2. Of each id that is n > 0 times among the last repeat_last_n tokens: l / repeat_penalty where l > 0, else
-    l * repeat_penalty; then l - n * frequency_penalty, then - presence_penalty.
+    1. l + bias, -infinity where that is the bias.   2. Of each id that is n > 0 times among the last repeat_last_n tokens:
+    l / repeat_penalty where l > 0, else l * repeat_penalty; then l - n * frequency_penalty, then - presence_penalty.
     """
     if not sampling.adjusts:
         return logits
     l, f32 = logits.copy(), np.float32
+    sampling.check_ids(len(l))
     for id, bias in sampling.logit_bias.items():
-        if id >= len(l):
-            raise ParameterError("logit_bias", f"must be of ids 0 to {len(l) - 1}, got {id}")
-        l[id] += f32(bias)
+        l[id] = l[id] + f32(bias) if bias > -np.inf else bias
     first = 0 if sampling.repeat_last_n < 0 else max(len(text) - sampling.repeat_last_n, 0)
     counts = Counter(int(id) for id in text[first:])
     ids, n = np.fromiter(counts.keys(), np.int64, len(counts)), np.fromiter(counts.values(), f32, len(counts))

@@ -30,7 +30,8 @@ class Tokenizer:
     token ids.
 
     n_vocab: number of token ids.   bos_id, eos_id: ids, or None.   add_bos, add_eos: whether `encode` puts them around a text.
-    chat_template: Jinja source, or None.   chat_templates: the sources of named templates.
+    chat_template: Jinja source, or None.   chat_templates: the sources of named templates.   suppressed: ids that are never to be
+    chosen when text is generated.
 
     A tokenizer can be copied and pickled: it holds nothing of the file.
     """
@@ -46,13 +47,14 @@ class Tokenizer:
             self.n_vocab = scalar(metadata, f"{metadata.get('general.architecture')}.vocab_size", int, 0)
             self.bos_id = self.eos_id = None
             self.add_bos = self.add_eos = False
+            self.suppressed: frozenset[int] = frozenset()
             return
         if self.model not in ("gpt2", "gemma4", "llama"):
             kind = f" ({NOT_READ[self.model]}), which is not supported" if self.model in NOT_READ else ""
             raise TokenizerError(f"tokenizer.ggml.model: got {quoted(self.model)}{kind}, known are 'gpt2' (byte-level BPE), "
                                  "'gemma4' (BPE), 'llama' (SPM) and 'no_vocab'")
         self._vocabulary = Vocabulary.from_metadata(metadata)
-        self.n_vocab = len(self._vocabulary.tokens)
+        self.n_vocab, self.suppressed = len(self._vocabulary.tokens), self._vocabulary.suppressed
         if self.model != "llama":
             pre = _pre_tokenizer(metadata) if self.model == "gpt2" else replace(GEMMA4, bos_id=None, eos_id=None)
             self._add_space_prefix = scalar(metadata, "tokenizer.ggml.add_space_prefix", bool, False)

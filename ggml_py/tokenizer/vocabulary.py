@@ -37,7 +37,7 @@ class Vocabulary:
     """`tokens[id]` is the text of a token, `ids[text]` its id, `types[id]` a `TokenType`, `scores[id]` float32 (0 where the file
     has none).
 
-    `end_of_generation` holds the ids after which a model has finished.
+    `end_of_generation` holds the ids after which a model has finished, `suppressed` those that are never to be chosen.
     """
 
     tokens: list[str]
@@ -45,6 +45,7 @@ class Vocabulary:
     types: list[int]
     scores: list[float]
     end_of_generation: frozenset[int]
+    suppressed: frozenset[int]
 
     def __repr__(self) -> str:
         return f"<Vocabulary of {len(self.tokens)} tokens>"
@@ -76,7 +77,7 @@ class Vocabulary:
         for name, candidates in END_OF_FILE:
             id = special_id(metadata, name, len(tokens))
             ends |= {id} if id is not None else forced_control(types, [ids[text] for text in candidates if text in ids][:1])
-        return cls(tokens, ids, types, scores, frozenset(ends))
+        return cls(tokens, ids, types, scores, frozenset(ends), suppressed(metadata, len(tokens)))
 
 
 def forced_control(types: list[int], ids: Iterable[int]) -> set[int]:
@@ -85,6 +86,13 @@ def forced_control(types: list[int], ids: Iterable[int]) -> set[int]:
     for id in ids:
         types[id] = TokenType.CONTROL
     return ids
+
+
+def suppressed(metadata: Mapping, n_tokens: int) -> frozenset[int]:
+    """`tokenizer.ggml.suppress_tokens`; numbers of no token are left out, as llama.cpp does."""
+    key = "tokenizer.ggml.suppress_tokens"
+    found = numbers(metadata, key, np.int64, np.size(metadata[key]), 0) if key in metadata else ()
+    return frozenset(id for id in found if 0 <= id < n_tokens)
 
 
 def special_id(metadata: Mapping, name: str, n_tokens: int, default: int | None = None) -> int | None:

@@ -1,6 +1,8 @@
 """Synthetic models: files that load and give logits of ordinary size, with the tensors that real conversions have."""
+import itertools
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from math import prod
 
@@ -15,21 +17,21 @@ synth = pytest.importorskip("synth", reason="needs the checkout")
 
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.engine.model import Model
+from ggml_py.base.placement import PlacementOptions
 from ggml_py.models import ARCHITECTURES
 from ggml_py.quant.formats import FORMATS
-import itertools
 
 TINY = [name for name in synth.SHAPES if name.startswith("tiny-")]
 # of the originals
 N_PARAMS = {"llama-3-8b": 8_030_261_248, "smollm2-135m": 134_515_008, "qwen3-30b-a3b": 30_532_122_624,
             "deepseek-v2-lite": 15_706_484_224, "qwen3.6-35b-a3b": 34_660_610_688, "qwen3-next-80b-a3b": 79_674_391_296,
             "mistral-small-24b": 23_572_403_200, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
-            "llama-4-scout": 107_769_861_120,
+            "llama-4-scout": 107_769_861_120, "gemma-3-27b": 27_009_346_304, "minimax-m2": 228_689_764_864,
             "nemotron-3-nano-30b-a3b": 31_577_940_288, "granite-4.0-h-small": 32_207_337_984}
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if synth.SHAPES[name].arch in ARCHITECTURES])
-@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("name, type_", [*itertools.product(TINY, ["Q4_K", "Q8_0", "Q4_1"]), ("tiny-gpt-oss", "MXFP4_MOE"),
+                                         ("tiny-llama", "MXFP4")])
 def test_logits_are_finite_and_of_ordinary_size(name, type_, tmp_path):
     with Model.load(synth.write(tmp_path / "m.gguf", synth.SHAPES[name], type_),
                     device="cpu") as model, model.new_context(64) as context:
@@ -100,6 +102,30 @@ def test_number_of_parameters(name):
     assert sum(prod(t.shape) for t in synth.tensors(synth.SHAPES[name])) == N_PARAMS[name]
 
 
+def nothing(rows, file) -> None:
+    """In the place of `Repeated.tofile`: a hole."""
+    file.truncate(file.seek(rows.nbytes, 1))
+
+
+@pytest.mark.parametrize("name", [name for name in synth.SHAPES if name not in TINY])
+def test_files_load_on_paper(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(synth, "pool", lambda fmt, n_cols, rng: np.zeros((1, fmt.row_bytes(n_cols)), np.uint8))
+    monkeypatch.setattr(synth.Repeated, "tofile", nothing)
+    shape = synth.SHAPES[name]
+    with GGUFFile.open(synth.write(tmp_path / "m.gguf", shape, "Q4_K")) as file:
+        model = ARCHITECTURES[shape.arch](file, PlacementOptions(("cpu",)))
+        model.check_tensors(nextn=False)
+        assert model.weight_bytes()["cpu"] >= sum(t.n_bytes for t in file.tensors.values())
+
+
+@pytest.mark.parametrize("name, counts", [("gpt-oss-20b", {"F32": 289, "Q8_0": 98, "MXFP4": 72}),
+                                          ("gpt-oss-120b", {"F32": 433, "Q8_0": 146, "MXFP4": 108})])
+def test_gpt_oss_has_the_types_of_the_published_files(name, counts):
+    found = {t.name: synth.tensor_type(t, "MXFP4_MOE") for t in synth.tensors(synth.SHAPES[name])}
+    assert Counter(found.values()) == counts and found["token_embd.weight"] == found["output.weight"] == "Q8_0"
+    assert found["blk.0.ffn_gate_inp.weight"] == "F32" and found["blk.0.ffn_down_exps.weight"] == "MXFP4"
+
+
 def test_types_of_the_8b_models():
     """Q4_K and Q8_0 with an output head of Q6_K."""
     for type_ in "Q4_K", "Q8_0":
@@ -166,8 +192,8 @@ def test_command(tmp_path, monkeypatch, capsys):
 
 
 def test_a_type_without_float16_scales_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="type: 'MXFP4' is not one of Q4_0, Q4_1"):
-        synth.write(tmp_path / "m.gguf", synth.SHAPES["tiny-llama"], "MXFP4")
+    with pytest.raises(ValueError, match="type: 'NVFP4' is not one of Q4_0, Q4_1.*, MXFP4_MOE"):
+        synth.write(tmp_path / "m.gguf", synth.SHAPES["tiny-llama"], "NVFP4")
     assert not list(tmp_path.iterdir())
 
 

@@ -74,6 +74,17 @@ def verify(capsys, folder, name, *argv, model="m.gguf", load=load):
     return code, out, without_notice(err)
 
 
+def test_suppressed_tokens_are_not_attested(folder, capsys, monkeypatch):
+    said = json.loads((folder / "greedy.json").read_bytes())["result"]["tokens"]
+    monkeypatch.setattr(FakeTokenizer, "suppressed", frozenset(said[1:3]))
+    assert attest(folder, "suppressed.json", "-p", "abc", "-n", 5) == 0
+    others = json.loads((folder / "suppressed.json").read_bytes())["result"]["tokens"]
+    assert others[0] == said[0] and not {*said[1:3]} & {*others}
+    assert verify(capsys, folder, "suppressed.json")[0] == 0
+    monkeypatch.undo()
+    assert verify(capsys, folder, "suppressed.json")[0] == 1
+
+
 def nudge(call):
     call.out.data[0, 3] = np.nextafter(call.out.data[0, 3], np.float32(np.inf))
 

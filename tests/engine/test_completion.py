@@ -125,6 +125,20 @@ def test_the_same_tokens_whatever_is_asked_for_beside_them(sampling):
     assert complete(model, [*b"abcabc"], echo=True, **wanted).text == echoed.text
 
 
+def test_tokens_that_the_vocabulary_suppresses_are_never_chosen():
+    """Drawn or not, beside a bias of the caller's; the likelihoods are those of the model's own logits."""
+    model = saying(65, 66, 67)
+    model.tokenizer.suppressed = frozenset((66, EOS))
+    assert complete(model, [1], max_tokens=4).ids == (65, 0, 67, 0)
+    assert complete(model, [1], max_tokens=3, logit_bias={3: 0.5, 66: 9.0}, logprobs=1).ids == (65, 3, 67)
+    assert complete(model, [1], max_tokens=2, logprobs=1).logprobs[1].top[0][0] == 66
+    assert not {66, EOS} & {*complete(FakeModel(), "a", max_tokens=60, temperature=9.0, top_k=0, seed=1, min_p=0.0, top_p=1.0,
+                                      logit_bias={66: -np.inf, EOS: -np.inf}).ids}
+    with pytest.raises(ParameterError, match="^logit_bias: must be of ids 0 to 258, got 259$"):
+        complete(model, [1], logit_bias={259: -np.inf})
+    assert adjusted(np.array([np.inf, 1], F32), Sampling().forbidding([0]), []).tolist() == [-np.inf, 1]
+
+
 def test_samples_draw_for_themselves():
     model = FakeModel()
     three = complete(model, "a", n=3, max_tokens=10, temperature=1.0)

@@ -2,6 +2,7 @@
 whoever stops or does something else finds the sequence as it was fed."""
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from ggml_py.base.errors import UserError
@@ -9,6 +10,7 @@ from ggml_py.files.gguf import GGUFFile
 from ggml_py.engine.model import Model
 from ggml_py.graph.program import Program
 from ggml_py.check.recording import RecordedContext
+from ggml_py.engine.completion import drafting
 from ggml_py.engine.generate import generate
 from ggml_py.engine.sampling import Sampling
 from ggml_py.testing import assert_bitwise_equal
@@ -117,6 +119,34 @@ def test_other_work_between_two_ids(model, context):
         assert found == expected
         ids.close(), others.close()
         assert (context.memory.present == steps.memory.present).all() and (context.memory.lengths == steps.memory.lengths).all()
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_forbidden_ids_are_never_chosen(model, context, draft):
+    """Where the likeliest is forbidden, the likeliest of the others is taken: also the first, the last, and two in a row."""
+    prompt = np.array(PROMPT[-3:])
+
+    def found(forbidden, n=N):
+        context.keep(0, len(PROMPT) - 3)
+        with drafting(model, draft, 64) as speculation:
+            return list(generate(context, prompt, n, Sampling().forbidding(forbidden), lambda id: False, speculation))
+
+    def expected(forbidden):
+        context.keep(0, len(PROMPT) - 3)
+        fed, text = prompt, []
+        for _ in range(N):
+            row = context.decode(fed)[0]
+            row[sorted(forbidden)] = -np.inf
+            text.append(int(row.argmax()))
+            fed = text[-1:]
+        return text
+    forbidden: set[int] = set()
+    for i in (0, 1, N - 1, 4, 5):
+        forbidden |= {expected(forbidden)[i]}
+        assert found(forbidden) == expected(forbidden) and context.memory.length(0) == len(PROMPT) + N - 1
+        assert found(forbidden, 3) == expected(forbidden)[:3]
+    assert Sampling().forbidding(()).is_argmax and not Sampling().forbidding((3,)).is_argmax
+    assert Sampling().forbidding((3,)).is_argmax_of_allowed and not Sampling(logit_bias={3: -1.0}).is_argmax_of_allowed
 
 
 def test_cleared_while_a_step_is_ahead(context):

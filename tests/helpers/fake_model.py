@@ -10,6 +10,7 @@ N_VOCAB = 259  # odd: records of KL files are padded
 
 
 class FakeTokenizer:
+    suppressed: frozenset[int] = frozenset()
     model, n_vocab, bos_id, eos_id, add_eos, chat_template, chat_templates = "bytes", N_VOCAB, BOS, EOS, False, None, {}
 
     def __init__(self, add_bos: bool):

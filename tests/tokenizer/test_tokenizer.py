@@ -359,6 +359,15 @@ def test_end_of_generation():
     assert bpe(LETTERS, special=special, eot_token_id=260).is_end_of_generation(260)
 
 
+def test_suppressed_tokens():
+    assert bpe(LETTERS).suppressed == frozenset() == Tokenizer({}).suppressed
+    # numbers of no token are left out
+    assert bpe(LETTERS, suppress_tokens=np.array([3, -1, 255, 256, 3], np.int32)).suppressed == {3, 255}
+    for value in 3, "x", ["x"], [[1]]:
+        with pytest.raises(TokenizerError, match="^tokenizer.ggml.suppress_tokens: "):
+            bpe(LETTERS, suppress_tokens=value)
+
+
 @pytest.mark.parametrize("others, ends",
                          [(["<|return|>", "<|call|>"], [1, 2]), (["<|return|>"], [0, 1]), (["<|flush|>", "<|calls|>"], [1, 2]),
                           ([], [0])])
