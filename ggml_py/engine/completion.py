@@ -23,6 +23,7 @@ from ..tokenizer import Detokenizer, Tokenizer
 from ..tokenizer.chat import encode_chat
 from .generate import generate
 from .grammar import FREE, Grammar, Matcher
+from .likelihood import shared
 from .sampling import Sampling
 from .speculation import DraftModel, NGrams, Source, Speculation
 
@@ -230,24 +231,34 @@ def _stream(model, prompt, ids: list[int], choices: list[Sampling], n_most: int,
             draft_max: int, matcher: Matcher, wanted: dict[str, Any], types: dict[str, str]) -> Iterator[Piece]:
     n_logprobs, before = wanted["logprobs"], len(ids) - 1
     echoed = Piece(0, "")
-    with (model.new_context(n_ctx=n_ctx, n_rollback=LEAST_ROLLBACK if draft is None else draft_max + 1, **types) as context,
+    with (model.kept.text(n_ctx, LEAST_ROLLBACK if draft is None else draft_max + 1, **types) as text,
           drafting(model, draft, n_ctx, draft_max, 0.0, **types) as speculation):
+        context = text.context
         known: tuple[TokenLogprob, ...] = (TokenLogprob(ids[0], None),) * bool(echo and n_logprobs)
-        n_held = before if len(choices) > 1 or known else 0
-        if n_held:
-            rows = context.decode(ids[:before], logits="all" if known else "none")
-            known += tuple(token_logprob(row, id, n_logprobs) for row, id in zip(rows, ids[1:]))
+        is_seen = bool(known) or draft == "mtp"  # what the context makes of each token of the prompt
+        n_held = 0 if is_seen else context.reachable(0, shared(text.tokens, ids[:before]))
+        context.keep(0, n_held)
+        context.drop_checkpoints()
+        text.tokens = [*ids]
+        if before and (len(choices) > 1 or known):
+            if before > n_held:
+                rows = context.decode(ids[n_held:before], logits="all" if known else "none")
+                known += tuple(token_logprob(row, id, n_logprobs) for row, id in zip(rows, ids[1:]))
             context.checkpoint()
+            n_held = before
         if echo:
-            text = Detokenizer(model.tokenizer)
-            said = prompt if isinstance(prompt, str) else "".join(map(text.feed, ids)) + text.finish()
-            echoed = Piece(0, said, tuple(ids), known)
+            said = Detokenizer(model.tokenizer)
+            whole = prompt if isinstance(prompt, str) else "".join(map(said.feed, ids)) + said.finish()
+            echoed = Piece(0, whole, tuple(ids), known)
         for choice in choices:
             if echo:
                 yield Piece(choice.sample, echoed.text, echoed.ids, echoed.logprobs)
             context.keep(0, n_held)
-            yield from pieces(context, model.tokenizer, ids, n_most, choice, speculation, n_held=n_held,
-                              matcher=matcher.fresh(), **wanted)
+            text.tokens = [*ids]
+            for piece in pieces(context, model.tokenizer, ids, n_most, choice, speculation, n_held=n_held,
+                                matcher=matcher.fresh(), **wanted):
+                text.tokens += piece.ids
+                yield piece
 
 
 def joined(ids: Iterable[int], found: Iterable[Piece]) -> Generation:

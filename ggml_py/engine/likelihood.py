@@ -73,6 +73,11 @@ def encode_pair(tokenizer: Tokenizer, context: Text, continuation: Text) -> Pair
     return tuple(int(id) for id in context), tuple(int(id) for id in continuation)
 
 
+def n_positions(pair: Pair) -> int:
+    """That scoring a pair takes: its last token is not decoded."""
+    return len(pair[0]) + len(pair[1]) - 1
+
+
 @dataclass
 class Branch:
     """What several sequences begin with.   tokens: from the first position on.   pairs: those whose contexts end one token behind
@@ -104,7 +109,7 @@ def tree(pairs: Sequence[Pair]) -> Branch:
     return root
 
 
-def shared(a: Ids, b: Ids) -> int:
+def shared(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens both begin with."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
@@ -171,22 +176,28 @@ def score_many(model, pairs: Iterable[tuple[Text, Text]], n_seq_max: int | None 
         if isinstance(pair, str) or len(pair) != 2:
             raise ParameterError("pairs", f"pair {i} is {pair!r:.60}, allowed: (context, continuation)")
         asked.append(encode_pair(model.tokenizer, *pair))
-        if (n := sum(map(len, asked[-1])) - 1) > model.n_ctx_train:
+        if (n := n_positions(asked[-1])) > model.n_ctx_train:
             raise ParameterError("pairs", f"pair {i} takes {n} positions, allowed: up to {model.n_ctx_train}, what the model was "
                                           "trained on")
-    left = sorted({pair for pair in asked if pair[1]}, key=lambda pair: (pair[0][:-1], pair))
     found: dict[Pair, Likelihood] = {pair: Likelihood((), (), True) for pair in asked if not pair[1]}
-    if left:
-        n_ctx = max(len(context) + len(continuation) - 1 for context, continuation in left)
-        if n_seq_max is None:
+    left = sorted({pair for pair in asked if pair[1]}, key=lambda pair: (pair[0][:-1], pair))
+    n_left = len(left)
+    for is_short in True, False:  # rotary angles may depend on a context's length: that of a pair is its own
+        alike = [pair for pair in left if model.architecture.angles_agree(n_positions(pair), 1) == is_short]
+        if not alike:
+            continue
+        n_ctx = max(map(n_positions, alike))
+        n_together = n_seq_max
+        if n_together is None:
             n_bytes = model.architecture.context_bytes(n_ctx, 1, type_k, type_v, LEAST_ROLLBACK).total()
-            n_seq_max = max(1, min(MOST_SEQUENCES, MOST_DEFAULT_CONTEXT // max(n_bytes, 1)))
-        n_seq_max = min(n_seq_max, len(left))
-        with model.new_context(n_ctx * n_seq_max, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v,
-                               n_seq_max=n_seq_max) as context:
+            n_together = max(1, min(MOST_SEQUENCES, MOST_DEFAULT_CONTEXT // max(n_bytes, 1)))
+        n_together = min(n_together, len(alike))
+        with model.new_context(n_ctx * n_together, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v,
+                               n_seq_max=n_together) as context:
             scorer = Scorer(context)
-            for first in range(0, len(left), n_seq_max):
-                found.update(scorer.score(left[first:first + n_seq_max]))
+            for first in range(0, len(alike), n_together):
+                found.update(scorer.score(part := alike[first:first + n_together]))
+                n_left -= len(part)
                 if progress is not None:
-                    progress(min(first + n_seq_max, len(left)), len(left))
+                    progress(len(left) - n_left, len(left))
     return [found[pair] for pair in asked]

@@ -43,6 +43,7 @@ from ..tokenizer import Tokenizer
 from ..tokenizer.chat import encode_chat
 from . import completion
 from .completion import Arguments, Generation, Piece, Prompt
+from .kept import Kept
 from .likelihood import Likelihood, Text, score_many
 from .sampling import not_a_number
 
@@ -79,6 +80,7 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self.lock = RLock()  # for queueing a micro-batch: on a GPU a model's contexts share a stream and what its kernels leave
         self.pid = os.getpid()
+        self.kept = Kept(self)  # of `generate`
         self.fitted: PlacementOptions | None = None  # chosen by `load`, where not all fits
         lock_holders.add(self)
         self.has_nextn = nextn  # a block that predicts tokens further on
@@ -167,6 +169,7 @@ class Model:
         draft_max=8 at a time; no bit depends on it. digest: of the logits. grammar: what the completion
         may be, a `Grammar`. n_ctx: positions; by default as many as are needed,
         at most those that the model was trained on. type_k, type_v: as of `new_context`.
+        The context stays for the next call, which does not compute again what both texts begin with, until the model is closed.
         ParameterError for what cannot be; UserError for logits that hold NaN."""
         found = completion.stream(self, prompt, **arguments)
         return found if stream else completion.joined(completion.prompt_ids(self.tokenizer, prompt), found)
@@ -239,8 +242,14 @@ class Model:
         if n_threads_batch is not None and not 1 <= n_threads_batch <= MOST:
             raise ParameterError("n_threads_batch", f"must be 1 to {MOST}, the CPU threads of this machine, got "
                                                     f"{n_threads_batch}")
-        return Context(self, n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, device_of,
-                       n_rollback, n_threads_batch)
+        settings = (n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, device_of, n_rollback,
+                    n_threads_batch)
+        try:
+            return Context(self, *settings)
+        except ParameterError:
+            if not self.kept.clear():  # its memory may be what is missing
+                raise
+        return Context(self, *settings)
 
     @property
     def is_of_another_process(self) -> bool:
@@ -250,6 +259,7 @@ class Model:
     def close(self) -> None:
         if self.is_of_another_process:
             return
+        self.kept.close()
         self.architecture.close()
         self.file.close()
         for backend in self.own_backends:

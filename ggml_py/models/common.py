@@ -234,6 +234,10 @@ class Transformer:
             raise UserError(f"{self.file.path}: tensor {name} has the value {factors[~(factors > 0)][0]}, all must be positive")
         return factors
 
+    def angles_agree(self, n_ctx: int, other: int) -> bool:
+        """Whether contexts of both lengths have the same rotary angles: files may have divisors for short and for long ones."""
+        return "rope_factors_long.weight" not in self.w or len({n <= self.hp.rope.n_ctx_orig for n in (n_ctx, other)}) == 1
+
     def expert_tensors(self) -> dict[int, list[Tensor]]:
         """Of the layers whose experts may have copies on the layer's device, what belongs to these experts."""
         return expert_tensors(self.w.loaded, self.placement, self.hp.n_layer)

@@ -26,6 +26,7 @@ def saying(*ids: int, n_prompt: int = 1, **more) -> FakeModel:
 
 def complete(model, prompt, **arguments):
     found = joined([], stream(model, prompt, **arguments))
+    model.kept.clear()
     assert model.open_contexts == 0
     return found
 

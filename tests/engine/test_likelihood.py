@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from fake_model import BOS, EOS, FakeTokenizer
 from tiny_delta_net_models import write_delta_net_model
+from tiny_layer_models import write_layer_model
 from tiny_models import write_model
 
 from ggml_py import Likelihood, Model, ParameterError, UserError
@@ -169,3 +170,12 @@ def test_pairs_of_texts():
     plain.eos_id = None
     with pytest.raises(ParameterError, match=r"^context: is empty"):
         encode_pair(plain, "", "y")
+
+
+def test_a_pair_has_the_rotary_angles_of_its_own_length(tmp_path):
+    """Not those of the longest beside it, where a file has divisors for short contexts and for long ones."""
+    pairs = [(RNG.integers(0, 70, n).tolist(), [7, 8]) for n in (20, 62, 63, 64, 90)]
+    with Model.load(write_layer_model(tmp_path / "m.gguf", "phi3"), device="cpu") as model:
+        told: list = []
+        together = model.score_many(pairs, progress=lambda *numbers: told.append(numbers))
+        assert together == [model.score(*pair) for pair in pairs] and told == [(3, 5), (5, 5)]

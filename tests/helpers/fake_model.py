@@ -2,8 +2,12 @@
 so any slip shows."""
 import hashlib
 import re
+from collections import Counter
 
 import numpy as np
+
+from ggml_py.engine.kept import Kept
+from ggml_py.engine.model import Model
 
 BOS, EOS = 256, 257
 N_VOCAB = 259  # odd: records of KL files are padded
@@ -41,13 +45,16 @@ class FakeContext:
     def __init__(self, model, n_ctx, n_batch, n_ubatch, type_k, type_v, n_seq_max):
         self.n_ubatch = n_ubatch
         self.model, self.n_batch, self.n_ctx = model, n_batch, n_ctx // n_seq_max
-        self.memory, self.n_rollback = self, self.n_ctx
+        self.memory, self.n_rollback, self.settings = self, self.n_ctx, ((), type_k, type_v)
         self.clear()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
+        self.close()
+
+    def close(self):
         self.model.open_contexts -= 1
 
     def clear(self):
@@ -86,18 +93,32 @@ class FakeContext:
     def checkpoint(self, seq_id=0):
         pass
 
+    def drop_checkpoints(self, seq_id=0):
+        pass
+
+    def reachable(self, seq_id, n):
+        return min(n, self.length(seq_id))
+
     def keep(self, seq_id, n):
         assert n <= self.length(seq_id)
         del self.sequences.get(seq_id, [])[n:]
 
 
+class FakeArchitecture:
+    def angles_agree(self, n_ctx, other):
+        return True
+
+    def context_bytes(self, *settings):
+        return Counter()
+
+
 class FakeModel:
     """calls: (logits, {seq_id: n_tokens}) of each decode; open_contexts: contexts not yet left."""
-    architecture, n_vocab = "fake", N_VOCAB
+    architecture, n_vocab = FakeArchitecture(), N_VOCAB
 
     def __init__(self, add_bos=False, n_ctx_train=4096, logits=prefix_logits):
         self.tokenizer, self.n_ctx_train, self.logits = FakeTokenizer(add_bos), n_ctx_train, logits
-        self.calls, self.open_contexts = [], 0
+        self.calls, self.open_contexts, self.kept = [], 0, Kept(self)
 
     def __enter__(self):
         return self
@@ -110,6 +131,8 @@ class FakeModel:
 
     def report(self):
         return "no copies"
+
+    generate = Model.generate
 
     def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True,
                     kv_write="set_rows", n_rollback=2, n_threads_batch=None):
