@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .engine.model import Context as Context, Model as Model
     from .engine.sampling import Sampling as Sampling
     from .files.gguf import GGUFError as GGUFError
+    from .files.hub import HubModel as HubModel
     from .models.fit import Fit as Fit
     from .tokenizer import Tokenizer as Tokenizer
 
@@ -27,10 +28,11 @@ _HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".to
          "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement",
          "Fit": ".models.fit", "Likelihood": ".engine.likelihood", "ParameterError": ".base.errors", "UserError": ".base.errors",
          "Completion": ".engine.completion", "Generation": ".engine.completion", "Piece": ".engine.completion",
-         "TokenLogprob": ".engine.completion", "Grammar": ".engine.grammar", "Sampling": ".engine.sampling"}
-__all__ = ["Completion", "Context", "ExpertsOnHost", "Fit", "GGUFError", "Generation", "Grammar", "Likelihood", "Model",
-           "Override", "ParameterError", "Piece", "PlacementOptions", "Sampling", "TokenLogprob", "Tokenizer", "UserError",
-           "__version__"]
+         "TokenLogprob": ".engine.completion", "Grammar": ".engine.grammar", "Sampling": ".engine.sampling",
+         "HubModel": ".files.hub"}
+__all__ = ["Completion", "Context", "ExpertsOnHost", "Fit", "GGUFError", "Generation", "Grammar", "HubModel", "Likelihood",
+           "Model", "Override", "ParameterError", "Piece", "PlacementOptions", "Sampling", "TokenLogprob", "Tokenizer",
+           "UserError", "__version__"]
 
 
 def __getattr__(name: str) -> object:

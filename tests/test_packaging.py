@@ -114,7 +114,7 @@ def test_import_is_cheap_and_public_names_are_lazy():
 def test_public_names():
     assert set(ggml_py.__all__) == {"Model", "Context", "Tokenizer", "GGUFError", "PlacementOptions", "Override", "ExpertsOnHost",
                                     "Fit", "Likelihood", "ParameterError", "UserError", "Completion", "Generation", "Piece",
-                                    "TokenLogprob", "Sampling", "Grammar", "__version__"}
+                                    "TokenLogprob", "Sampling", "Grammar", "HubModel", "__version__"}
     assert issubclass(ggml_py.GGUFError, ValueError) and ggml_py.Tokenizer.from_gguf
     with pytest.raises(AttributeError, match="module 'ggml_py' has no attribute 'Modell'"):
         ggml_py.Modell

@@ -10,19 +10,20 @@ class Progress:
     """Context manager over `total` steps of `label`; `advance()` after each step.
 
     Drawn on `stream` when that is a terminal, unless rows are written meanwhile to `beside` and that is a terminal too: bar and
-    rows would mix.
+    rows would mix. of_bytes: a step is a byte; n_done: steps that were done before.
     """
 
-    def __init__(self, stream, label: str, total: int, beside=None):
+    def __init__(self, stream, label: str, total: int, beside=None, of_bytes: bool = False, n_done: int = 0):
         self.bar = None
-        if stream.isatty() and not (beside and beside.isatty()):
+        if stream and stream.isatty() and not (beside and beside.isatty()):
             from rich.console import Console
-            from rich.progress import (BarColumn, MofNCompleteColumn, Progress as Bar, TextColumn, TimeElapsedColumn,
-                                       TimeRemainingColumn)
-            columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                       TextColumn("left"), TimeRemainingColumn()]
-            self.bar = Bar(*columns, console=Console(file=stream), transient=True, redirect_stdout=False, redirect_stderr=False)
-            self.task = self.bar.add_task(label, total=total)
+            from rich.progress import (BarColumn, DownloadColumn, MofNCompleteColumn, Progress as Bar, ProgressColumn, TextColumn,
+                                       TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn)
+            counts: list[ProgressColumn] = [DownloadColumn(), TransferSpeedColumn()] if of_bytes else [MofNCompleteColumn()]
+            self.bar = Bar(TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeElapsedColumn(),
+                           TextColumn("left"), TimeRemainingColumn(), console=Console(file=stream), transient=True,
+                           redirect_stdout=False, redirect_stderr=False)
+            self.task = self.bar.add_task(label, total=total, completed=n_done)
 
     def __enter__(self):
         if self.bar:
@@ -33,10 +34,10 @@ class Progress:
         if self.bar:
             self.bar.stop()
 
-    def advance(self, note: str = ""):
-        """One step is done; note: what to show before the bar from now on, unchanged if empty."""
+    def advance(self, note: str = "", n: int = 1):
+        """n steps are done; note: what to show before the bar from now on, unchanged if empty."""
         if self.bar:
-            self.bar.update(self.task, advance=1, description=note or None)
+            self.bar.update(self.task, advance=n, description=note or None)
 
 
 # Writes on the line below the cursor (ESC D makes room for one), and leaves the cursor where it was.

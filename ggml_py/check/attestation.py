@@ -29,6 +29,7 @@ from ..engine.sampling import LIMITS, Sampling, choose
 from ..engine.settings import Settings, new_context
 from ..engine.windows import decode_windows, split_windows
 from ..kernels.threads import get_num_threads
+from ..files.hub import pulled
 from ..files.pull import file_sha256
 from ..testing import digest
 from .merkle import merkle_root
@@ -51,8 +52,9 @@ COUNT, TOKEN = Number(int, 1, 2**63 - 1), Number(int, 0, 2**31 - 1)
 # The shape of what an attestation holds is a type, a Number, "sha256" or "date"; [shape] is a list of at least one, [shape, ...]
 # of any number; an object has the names that are given, or any: {...: shape}. `kind` and `schema` pick settings and result.
 # docs/attestation.schema.json says the same.
+MODEL = {"name": str, "architecture": str, "sha256": ["sha256"]}
 COMMON = {"format": str, "schema": int, "kind": str, "numerics": COUNT,
-          "model": {"name": str, "architecture": str, "sha256": ["sha256"]},
+          "model": MODEL,
           "tokenizer": "sha256", "tokens": {"sha256": "sha256", "n": COUNT},
           "cannot_matter": {"n_batch": COUNT, "n_ubatch": COUNT, "no_fuse": [str, ...], "graphs": bool, "kv_write": str,
                             "threads": COUNT},
@@ -63,11 +65,15 @@ GENERATION = {"n_predict": COUNT, "type_k": str, "type_v": str,
               **{name: Number(*limits) for name, limits in LIMITS.items()}, "prompt": [TOKEN]}
 CHAT = {"messages": [{"role": str, "content": str}], "date": "date"}  # what the prompt was made of, by the model's chat template
 RESULT = {"tokens": [TOKEN], "text": str}
+PULLED = {"model": {**MODEL, "source": {"repo": str, "revision": str, "files": [str]}}}  # out of a hub (files/hub.py)
 KINDS: dict[tuple[str, int], dict[str, Any]] = {
     ("perplexity", 1): {"text": "sha256", "settings": PERPLEXITY, "result": {"ppl": str, "ppl_hex": str}},
     ("generation", 1): {"settings": GENERATION, "result": RESULT},
     ("generation", 2): {"settings": {**GENERATION, "chat": CHAT}, "result": RESULT},
 }
+SOURCED = 2  # so much higher is the schema of what has a source, too
+KINDS |= {("perplexity", 3): KINDS["perplexity", 1] | PULLED, ("generation", 3): KINDS["generation", 1] | PULLED,
+          ("generation", 4): KINDS["generation", 2] | PULLED}
 SCHEMAS = sorted({schema for _, schema in KINDS})
 
 
@@ -76,6 +82,15 @@ SCHEMAS = sorted({schema for _, schema in KINDS})
 def model_sha256(model) -> list[str]:
     """Of its files, by part."""
     return [file_sha256(path) for path in model.file.paths]
+
+
+def source_of(paths: list[Path], sha256: list[str]) -> dict | None:
+    """Where a model's files were pulled from, as the records beside them say; None where there are none, or of other bytes."""
+    found = [pulled(path) for path in paths]
+    records = [record for record in found if record is not None]
+    if [record.sha256 for record in records] != sha256 or len({(record.repo, record.revision) for record in records}) != 1:
+        return None
+    return {"repo": records[0].repo, "revision": records[0].revision, "files": [record.file for record in records]}
 
 
 def tokenizer_sha256(metadata) -> str:
@@ -143,10 +158,12 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
 
 def _document(kind: str, schema: int, model, tokens, others: Settings, digests: list[str], **more) -> dict:
     backends = [model.backends[device] for device in model.architecture.placement.devices]
+    files = model_sha256(model)
+    about = {"name": model.file.path.name, "architecture": model.architecture.name, "sha256": files}
+    if source := source_of(model.file.paths, files):
+        about["source"], schema = source, schema + SOURCED
     document: dict[str, Any] = {
-        "format": FORMAT, "schema": schema, "kind": kind, "numerics": NUMERICS_VERSION,
-        "model": {"name": model.file.path.name, "architecture": model.architecture.name,
-                  "sha256": model_sha256(model)},
+        "format": FORMAT, "schema": schema, "kind": kind, "numerics": NUMERICS_VERSION, "model": about,
         "tokenizer": tokenizer_sha256(model.file.metadata), "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse),
                           "graphs": others.graphs, "kv_write": others.kv_write, "threads": get_num_threads()},
@@ -275,8 +292,9 @@ def confirm(document: dict, model, text: str | None, sample: list[int], log) -> 
     for what, found, attested in (("model", model_sha256(model), document["model"]["sha256"]),
                                   ("tokenizer", tokenizer_sha256(model.file.metadata), document["tokenizer"])):
         if found != attested:
+            of = "{repo!r:.90} at {revision!r:.60}".format(**source) if (source := document["model"].get("source")) else ""
             raise UserError(f"{model.file.path}: another {what} than attested: sha256 is {found}, must be {attested} "
-                            f"({document['model']['name']!r:.60})")
+                            f"({document['model']['name']!r:.60}{f' of {of}' * bool(of)})")
     _check_claim("model.architecture", document["model"]["architecture"], model.architecture.name)
     n = len(document["windows"])
     confirm_windows = _confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation

@@ -1,7 +1,7 @@
 """ggml-py bench: how fast prompts and generation are."""
 import sys
 
-from .loading import checked_threads, load_on, model_path, placement_of, typed
+from .loading import checked_threads, load_on, model_paths, placement_of, typed
 from .options import add, batches, cache_types, execution, model, random_tokens
 from .values import at_least, numbers, one_of, prompt_and_generation
 
@@ -27,11 +27,10 @@ def options(p) -> None:
 def run(options, load_model) -> None:
     from ..backends import device_of
     from ..kernels.threads import get_num_threads
-    from ..base.defaults import MODEL
     from ..measure.benchmark import bench, configs_of, tests_of, unusual
     from ..measure.result_formats import WRITERS
     tests = tests_of(options.n_prompt or [512], options.n_gen or [128], options.n_pg or [], options.n_depth or [0])
-    models = [str(model_path(name)) for name in options.model or [MODEL]]
+    models = [*map(str, model_paths(options))]
     groups = [tuple(map(device_of, names.split("/"))) for names in options.device or ["auto"]]
     placements = {"/".join(devices): placement_of(options, devices) for devices in groups}
     n_threads = [checked_threads(n) for n in options.n_threads or [get_num_threads()]]

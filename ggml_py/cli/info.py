@@ -4,8 +4,9 @@ from collections import Counter
 
 from ..base.defaults import N_UBATCH
 from ..base.errors import UserError
-from .loading import devices_of, model_path, placement_of, typed
+from .loading import OF_A_HUB, devices_of, model_path, model_paths, placement_of, typed
 from .options import cache_types, context_size, model, placement
+from .parser import refuse
 from .tables import new_table, print_tables, size
 from .values import device, listed
 
@@ -27,9 +28,13 @@ def run(options, load_model) -> None:
     """Prints three tables, and the last of them before it complains of a model that this version cannot run; a fourth of a
     placement."""
     from ..files.gguf import GGUFFile
-    if options.path is not None and "-m" in options.given.values():
-        raise UserError(f"MODEL: got {options.path} and -m {options.model}, one is enough")
-    with GGUFFile.open(model_path(options.path or options.model)) as file:
+    if options.path is not None:
+        for name, value in ("-m", options.model), ("-hf", options.hf):
+            if name in options.given.values():
+                raise UserError(f"MODEL: got {options.path} and {name} {value}, one is enough")
+        refuse(options, OF_A_HUB, "is of -hf, which is not given")
+    path = model_path(options.path) if options.path is not None else model_paths(options)[0]
+    with GGUFFile.open(path) as file:
         parts, trouble = memory_bytes(file, options.n_ctx, options.type_k, options.type_v)
         tables = [metadata_table(file), tensor_table(file), memory_table(file, parts)]
         if asked := placement_of(options, devices_of(options)):

@@ -4,10 +4,12 @@ import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ..base.defaults import MODEL
 from ..base.errors import UserError
 from ..base.placement import Override, PlacementOptions
 from .parser import refuse
 
+OF_A_HUB = "-hff", "--revision", "--sha256", "--token", "--offline"
 FITTED_CONTEXT = 4096  # positions that --fit leaves room for where -c does not say
 
 
@@ -23,6 +25,25 @@ def model_path(name: str) -> Path:
     """The file of -m, fetched if it is a name."""
     from ..files.pull import resolve
     return existing(resolve(name, sys.stderr))
+
+
+def hub_path(options, name: str, thorough: bool = False) -> Path:
+    """The file of -hf. thorough: of `pull_from_hub`."""
+    from ..files.hub import HubModel, pull_from_hub
+    asked = HubModel.of(name, file=options.hf_file or "", revision=options.revision, sha256=tuple(options.sha256 or ()),
+                        token=options.token)
+    return pull_from_hub(asked, sys.stderr, offline=options.offline, thorough=thorough)
+
+
+def model_paths(options) -> list[Path]:
+    """The files of -m or -hf, one each; the default model without either."""
+    given = lambda names: [names] if isinstance(names, str) else list(names or ())
+    refuse(options, ("-m",) * bool(options.hf), "-hf names the model")
+    refuse(options, OF_A_HUB * (not options.hf), "is of -hf, which is not given")
+    refuse(options, ("-hff", "--sha256") * (len(given(options.hf)) > 1), "is of one model, and -hf names several")
+    if options.hf:
+        return [hub_path(options, name) for name in given(options.hf)]
+    return [model_path(name) for name in given(options.model) or [MODEL]]
 
 
 def load_on(path: Path, device: str, load_model, placement=None, **more):
@@ -70,9 +91,9 @@ def typed(placement) -> str:
 
 @contextmanager
 def load(options, load_model, **more):
-    """The model of -m where -dev and the other options of its placement say, with the threads of -t; --verbose tells at the end
-    what its devices copied. more: for `Model.load`."""
-    path, placement = model_path(options.model), placement_of(options, devices_of(options))
+    """The model of -m or -hf where -dev and the other options of its placement say, with the threads of -t; --verbose tells at
+    the end what its devices copied. more: for `Model.load`."""
+    path, placement = model_paths(options)[0], placement_of(options, devices_of(options))
     set_threads(options.n_threads)
     if options.numa:
         from ..kernels import numa

@@ -19,7 +19,7 @@ from .streams import Unwritten, check_stdout, guarded_streams
 
 COMMANDS = {  # each a module, with - for _, that has options(parser) and run(options, load_model)
     "perplexity": "perplexity of a text, or KL divergence to a base file",
-    "pull": "fetch a model by name and print its path",
+    "pull": "fetch a model of a hub, or by a name of its own, and print its path",
     "logits": "logits of token ids, float32 [n, n_vocab]",
     "info": "metadata, tensors by type, memory needed",
     "run": "continue a prompt, or answer it with --chat",

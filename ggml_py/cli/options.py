@@ -9,7 +9,7 @@ from ..base.defaults import CHAT_DATE, DRAFT_MAX, MARGIN, MODEL, N_BATCH, N_UBAT
 from ..base.placement import ExpertsOnHost, Override
 from .parser import Parser
 from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
-                     offload, one_of, overrides, pass_names, proportions, split_mode)
+                     offload, one_of, overrides, pass_names, proportions, sha256, split_mode)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
 WHATEVER = "changes the speed, never a bit"
@@ -29,6 +29,22 @@ def model(p: Parser, several: bool = False) -> None:
     help = "a GGUF file, or a name that pull knows: smollm2"
     add(p, "-m", "--model", dest="model", type=listed(str) if several else str, default=MODEL, several=several,
         metavar="MODEL[,MODEL]" if several else "MODEL", help=help)
+    add(p, "-hf", "-hfr", "--hf-repo", dest="hf", type=listed(str) if several else str, several=several,
+        metavar="REPO[:QUANT][,REPO]" if several else "REPO[:QUANT]",
+        help="a model of the hub in the place of -m, fetched where it is missing (docs/hub.md)")
+    hub(p)
+
+
+def hub(p: Parser) -> None:
+    """Of a model of a hub, as `files.hub.HubModel` has them."""
+    p.add_argument("-hff", "--hf-file", dest="hf_file", metavar="FILE",
+                   help="this file of the repository, whatever QUANT says")
+    p.add_argument("--revision", default="main", metavar="REVISION", help="a branch, a tag or a commit of the repository")
+    p.add_argument("--sha256", type=listed(sha256), action="extend", metavar="SHA256[,SHA256]",
+                   help="that the file must have, or each part of it")
+    p.add_argument("--token", "-hft", "--hf-token", dest="token", metavar="TOKEN",
+                   help="of the hub; by default that of HF_TOKEN or of `hf auth login`")
+    p.add_argument("--offline", action="store_true", help="ask no hub, take what is here; HF_HUB_OFFLINE=1 says the same")
 
 
 def cache_types(p: Parser, several: bool = False) -> None:

@@ -25,7 +25,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An option is a word of its own, in full: neither abbreviated nor glued to its value (-t4) or to another (-hf). Mistakes are
+    """An option is a word of its own, in full: neither abbreviated nor glued to its value (-t4) or to another (-hv). Mistakes are
     a UserError.
 
     option_of: for each name in the parsed options, which is that of the parameter in Python, the option as the user knows it,

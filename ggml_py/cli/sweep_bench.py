@@ -22,7 +22,8 @@ def run(options, load_model) -> None:
     with load(options, load_model) as model:
         settings = settings_of(options, n_ctx=options.n_ctx or min(8192, model.n_ctx_train))
         placement = placement_of(options, devices_of(options))
-        about = dict(version=__version__, model=options.model, device="/".join(model.backends), device_name=model.backend.name,
+        about = dict(version=__version__, model=options.hf or options.model, device="/".join(model.backends),
+                     device_name=model.backend.name,
                      n_kv_max=settings.n_ctx, n_batch=settings.n_batch, n_ubatch=settings.n_ubatch, type_k=settings.type_k,
                      type_v=settings.type_v, flash_attn=options.flash_attn, no_fuse=",".join(settings.no_fuse),
                      graphs=int(settings.graphs), kv_write=settings.kv_write, placement=typed(placement),

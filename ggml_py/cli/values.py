@@ -69,6 +69,12 @@ def output(check: Callable[[Path], None]) -> Callable[[str], Path]:
     return parse
 
 
+def sha256(text: str) -> str:
+    if not re.fullmatch("[0-9a-f]{64}", text.lower()):
+        raise ValueError(f"must be 64 hexadecimal digits, got {text!r}")
+    return text.lower()
+
+
 def device(text: str) -> str:
     """Its name here; CPU and CUDA0 are llama.cpp's."""
     if not (found := re.fullmatch(r"(auto|cpu|cuda):?([0-9]*)", text.lower())) or (found[1] == "auto" and text != "auto"):

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..files.writing import check_file, check_folder, write
-from .loading import existing, load_on, model_path, set_threads
+from .loading import OF_A_HUB, existing, load_on, model_paths, set_threads
 from .main import behind
 from .options import attention, cache_types, chunks, context_size, model, text, threads
 from .parser import refuse
 from .values import at_least, device, listed, output
 
-CONFIRMING = "-m", "-f", "--devices", "-t", "-fa", "--attestation", "--sample", "--json"
+CONFIRMING = "-m", "-hf", *OF_A_HUB, "-f", "--devices", "-t", "-fa", "--attestation", "--sample", "--json"
 NO_NODE = ("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or "
            "comes and goes")
 
@@ -53,7 +53,7 @@ def verify(options, load_model) -> int:
     from ..check.verify import LiveTable, Verification
     from ..engine.settings import check_context
     from ..engine.windows import first_windows, read_text, with_bos
-    text, path = read_text(existing(options.text)), model_path(options.model)
+    text, path = read_text(existing(options.text)), model_paths(options)[0]
     set_threads(options.n_threads)
     devices = list(dict.fromkeys(map(device_of, options.device))) if options.device else present_devices()
     with load_on(path, devices[0], load_model) as model:
@@ -104,7 +104,7 @@ def confirm_attestation(options, load_model) -> int:
         text, found = read_text(existing(options.text)), file_sha256(options.text)
         if found != document["text"]:
             raise UserError(f"{options.text}: another text than attested: sha256 is {found}, must be {document['text']}")
-    path = model_path(options.model)
+    path, = model_paths(options)
     set_threads(options.n_threads)
     with load_on(path, device_of((options.device or ["auto"])[0]), load_model) as model:
         sample = sampled(document, options.sample)

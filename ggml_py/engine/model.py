@@ -31,6 +31,7 @@ from ..base.defaults import MOST_DEFAULT_CONTEXT, N_BATCH, N_UBATCH
 from ..base.errors import ParameterError, UserError
 from ..base.placement import HOST, PlacementOptions
 from ..files.gguf import GGUFFile
+from ..files.hub import HubModel, pull_from_hub
 from ..files.pull import resolve
 from ..graph.fuse import switched_off
 from ..graph.place import DeviceOf
@@ -87,9 +88,12 @@ class Model:
         self.architecture.load(nextn)
 
     @classmethod
-    def load(cls, path: str | Path, device: str = "auto", nextn: bool = False,
-             placement: PlacementOptions | None = None, fit: Fit | None = None, mapped: bool = True) -> Self:
+    def load(cls, path: str | Path | None = None, device: str = "auto", nextn: bool = False,
+             placement: PlacementOptions | None = None, fit: Fit | None = None, mapped: bool = True, *,
+             hf: str | HubModel | None = None) -> Self:
         """path: a GGUF file (the first part of a split one), or "smollm2", which is fetched when it is missing (`ggml-py pull`).
+        hf: in its place a model of the hub, "OWNER/NAME" or "OWNER/NAME:QUANT", or a `HubModel`, which also says which revision
+        or file.
         device: "auto" (the first GPU if there is one), "cpu" or "cuda:N". nextn: whether the blocks that predict tokens further
         on (NextN, MTP) are loaded, that is checked and on the device: they draft (`engine.mtp`). placement: of weights, caches
         and nodes on several devices, in the place of `device`. fit: what the devices must have room for beside the weights; where
@@ -98,11 +102,19 @@ class Model:
 
         UserError (a ValueError) in one line for a file or device that cannot be used.
         """
+        if path is not None and hf is not None:
+            raise ParameterError("path", f"got {path} and hf {hf}, one is enough")
+        if hf is not None:
+            place = pull_from_hub(HubModel.of(hf) if isinstance(hf, str) else hf)
+        elif path is not None:
+            place = resolve(path)
+        else:
+            raise ParameterError("path", "must be given, or hf")
         with ExitStack() as to_close:  # unless the model has them
             placement = placement and placement.renamed(device_of)
             backends = [to_close.enter_context(closing(open_backend(each)))
                         for each in (placement.needed if placement else [device])]
-            file = to_close.enter_context(GGUFFile.open(resolve(path), mapped))
+            file = to_close.enter_context(GGUFFile.open(place, mapped))
             asked = placement or PlacementOptions((backends[0].device,))
             if fit is not None and asked.is_of_devices_alone and HOST not in asked.devices:
                 placement = fitted(file, asked, {backend.device: backend.free_bytes() for backend in backends}, fit, nextn)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ from fake_model import FakeTokenizer
 
 from ggml_py.__main__ import main
 from ggml_py.check.attestation import (COMMON, FORMAT, KINDS, SCHEMAS, NotConfirmed, Number, attest_generation, confirm,
-                                       own_sha256, read_attestation, sampled, versions)
+                                       own_sha256, read_attestation, sampled, source_of, versions)
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.cuda import driver_release
 from ggml_py.base.errors import UserError
 from ggml_py.files.gguf import GGUFFile
+from ggml_py.files.hub import Pulled, record_of
+from ggml_py.files.pull import file_sha256
 from ggml_py.check.merkle import merkle_root
 from ggml_py.engine.model import Model
 from ggml_py.check.digest import LogitsDigest
@@ -48,7 +51,17 @@ def folder(tmp_path_factory):
                   3) == 0
     drawn = "--temp", 2, "--seed", 5, "--top-k", 0
     assert attest(folder, "chat.json", "-p", "hi", "-n", 33, "--chat", "--date", "2031-12-24", *drawn) == 0
+    (folder / "pulled.gguf").write_bytes((folder / "m.gguf").read_bytes())
+    record = Pulled("me/m", "c" * 40, "m-Q8_0.gguf", "x", (folder / "m.gguf").stat().st_size, file_sha256(folder / "m.gguf"))
+    record_of(folder / "pulled.gguf").write_text(json.dumps(asdict(record)))
+    for name, of in OF_A_HUB.items():
+        argv = [{"text": folder / "text"}.get(each, each) for each in of]
+        assert attest(folder, f"{name}.json", *argv, model="pulled.gguf") == 0
     return folder
+
+
+OF_A_HUB = {"pulled-ppl": ("-f", "text", "-c", 64), "pulled-greedy": ("-p", "abc", "-n", 3),
+            "pulled-chat": ("-p", "hi", "-n", 3, "--chat")}
 
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %} on {{ strftime_now('%d %b %Y') }}:"
@@ -61,8 +74,8 @@ def load(path, device, backend=CPUBackend):
     return model
 
 
-def attest(folder, name, *argv) -> int:
-    return main(["attest", "-m", str(folder / "m.gguf"), "-o", str(folder / name), *map(str, argv)], load)
+def attest(folder, name, *argv, model="m.gguf") -> int:
+    return main(["attest", "-m", str(folder / model), "-o", str(folder / name), *map(str, argv)], load)
 
 
 def verify(capsys, folder, name, *argv, model="m.gguf", load=load):
@@ -161,6 +174,22 @@ def test_of_an_answer(folder):
     assert chat["settings"]["chat"] == {"messages": [{"role": "user", "content": "hi"}], "date": "2031-12-24"}
     assert chat["settings"]["prompt"] == [256, *b"<user>hi on 24 Dec 2031:"]
     assert [read_attestation(folder / f"{name}.json")["schema"] for name in ("ppl", "greedy", "drawn")] == [1, 1, 1]
+
+
+def test_of_a_model_out_of_a_hub(folder, capsys):
+    """With what its record says. The same file elsewhere confirms it; a record of other bytes is none."""
+    found = {name: read_attestation(folder / f"{name}.json") for name in OF_A_HUB}
+    assert [each["schema"] for each in found.values()] == [3, 3, 4]
+    for each in found.values():
+        assert each["model"]["source"] == {"repo": "me/m", "revision": "c" * 40, "files": ["m-Q8_0.gguf"]}
+    assert found["pulled-ppl"]["windows"] == read_attestation(folder / "ppl.json")["windows"]
+    code, out, _ = verify(capsys, folder, "pulled-greedy.json")
+    assert code == 0 and out.startswith("confirmed: ")
+    _, _, err = verify(capsys, folder, "pulled-greedy.json", model="other.gguf")
+    assert f"('pulled.gguf' of 'me/m' at '{'c' * 40}')" in err
+    with load(folder / "pulled.gguf", "cpu") as model:
+        for sha256, n in (["0" * 64], 1), (found["pulled-ppl"]["model"]["sha256"], 2):
+            assert source_of(model.file.paths * n, sha256) is None
 
 
 LATER = """
@@ -306,9 +335,10 @@ def test_a_false_field_is_named(folder, capsys):
 # Refused: exit code 2 and one line
 
 @pytest.mark.parametrize("change, said", [
-    (lambda d: d.update(schema=3), "schema is 3, this version reads 1, 2"),
-    (lambda d: d.update(schema=True), "schema is True, this version reads 1, 2"),
+    (lambda d: d.update(schema=5), "schema is 5, this version reads 1, 2, 3, 4"),
+    (lambda d: d.update(schema=True), "schema is True, this version reads 1, 2, 3, 4"),
     (lambda d: d.update(schema=2), "kind is 'perplexity', allowed: generation"),
+    (lambda d: d.update(schema=3), "model has name, architecture, sha256, must have name, architecture, sha256, source"),
     (lambda d: d.update(numerics=2), "numerics version is 2, this is 1: other bits by definition"),
     (lambda d: d.update(kind="training"), "kind is 'training', allowed: perplexity, generation"),
     (lambda d: d.update(format="x"), "is not an attestation"),
@@ -491,8 +521,8 @@ def test_an_empty_prompt_is_a_prompt(folder, capsys):
 
 
 @pytest.mark.parametrize("name, argv, said", [
-    *(("ppl.json", argv, f"{argv[0]}: does not apply to an --attestation, which says what to compute; "
-       "allowed: -m, -f, --devices, -t, -fa, --attestation, --sample, --json")
+    *(("ppl.json", argv, f"{argv[0]}: does not apply to an --attestation, which says what to compute; allowed: -m, -hf, -hff, "
+       "--revision, --sha256, --token, --offline, -f, --devices, -t, -fa, --attestation, --sample, --json")
       for argv in (["--axes", "rerun"], ["--reruns", "2"], ["--dump", "{}/dump"], ["-c", "512"], ["--ctx-size", "7"],
                    ["--chunks", "4"], ["-ctk", "f16"],
                    ["--cache-type-v", "f32"], ["--no-bisect"])),
@@ -595,7 +625,8 @@ def conforms(value, schema) -> bool:
 def test_the_schema(folder):
     schema = json.loads((ROOT / "docs" / "attestation.schema.json").read_text())
     assert schema["$schema"].endswith("2020-12/schema") and schema["version"] == SCHEMAS[-1]
-    documents = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("ppl", "greedy", "drawn", "chat")}
+    names = "ppl", "greedy", "drawn", "chat", *OF_A_HUB
+    documents = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     for document in documents.values():
         assert conforms(document, schema)
         for key in document:

@@ -35,7 +35,7 @@ def call(capsys, *argv, load_model=None):
 
 # Unknown options
 
-WORDS = ["-hf", "-pmode", "-otx", "-ngl9", "-t4", "-c512", "-fa1", "-mx", "-ctkf16", "-x", "--chunk", "--Model", "--mode",
+WORDS = ["-hfx", "-pmode", "-otx", "-ngl9", "-t4", "-c512", "-fa1", "-mx", "-ctkf16", "-x", "--chunk", "--Model", "--mode",
          "--model-path", "--no-such=3", "-hm"]
 
 
