@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import accumulate, pairwise
+from math import inf
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, NamedTuple, Self, Unpack, overload
@@ -158,7 +159,7 @@ class Model:
         """What its devices have copied so far, for --verbose; nothing of the CPU."""
         hot, offload = self.architecture.hot, self.architecture.placement.offload
         lines = [backend.report() for backend in self.backends.values()] + ([hot.report()] if hot is not None else [])
-        if offload is not None and offload.n_rows is not None:
+        if offload is not None and offload.n_rows not in (None, inf):
             lines.append(f"{offload.device}: takes products with weights of the host from {offload.n_rows:g} rows a matrix on")
         return "\n".join(filter(None, lines))
 

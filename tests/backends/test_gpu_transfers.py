@@ -2,6 +2,7 @@
 import gc
 import os
 import time
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -10,11 +11,15 @@ from driver_programs import PROGRAMS, Interpreter
 from hypothesis import HealthCheck, given, settings
 from late_machines import CUDAMachine, FakeMachine, late_inputs
 from tiny_models import write_model
+from tiny_moe_models import write_moe_model
 from transfer_checks import CHECKS, MODEL_CHECKS, NAIVE, check_exceptions, check_teardown, naive_pageable_write, transfers_of
 from transfer_interleavings import Interleavings
 
+from ggml_py import ExpertsOnHost, PlacementOptions
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
 N_CONTEXTS = 1000
+N_RACES = 10_000  # steps of split models
 SPREAD = 64 << 20  # bytes of free device memory
 
 
@@ -191,3 +196,51 @@ def test_contexts_over_two_devices_leak_nothing(tmp_path, monkeypatch):
         assert held() == before
         assert backend.statistics.n_brought > N_CONTEXTS and backend.statistics.n_pinned > N_CONTEXTS
     assert not LOCKED
+
+
+RACES = {"streamed": dict(n_gpu_layers=2, offload=(("all", 1),)),
+         "experts, side by side": dict(overrides=(ExpertsOnHost(),), offload=(("all", None),), hot_experts=0.5),
+         "experts, streamed": dict(overrides=(ExpertsOnHost(),), offload=(("all", 2),), hot_experts=0.5),
+         "caches": dict(n_gpu_layers=2, kv_offload=False)}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_split_models_win_every_race(tmp_path, monkeypatch, name, record_property):
+    """Before each step a kernel that spins, for a time drawn at random, is put into the stream of the kernels, that of the
+    weights, both or none, and the host waits too: whoever reads what is not there, or writes what is still read, gives other
+    bits."""
+    from ggml_py import Model
+    from ggml_py.backends import cuda
+    from ggml_py.graph import split
+    from ggml_py.kernels.cuda.spin import spin
+    from ggml_py.models import hot_experts
+    for module, least in ((cuda, "LEAST_LOCKED"), (split, "WORTH"), (hot_experts, "PERIOD")):
+        monkeypatch.setattr(module, least, 1)
+    path, rng = tmp_path / "tiny.gguf", np.random.default_rng(0)
+    write_moe_model(path, "qwen3moe", ("Q8_0",))
+    calls = [rng.integers(0, 60, n).astype(np.int32) for n in (5, 1, 1, 3, 1, 1, 1, 2, 1, 1)]
+
+    def rows(model, before=lambda: None):
+        with model.new_context(n_ctx=64, n_ubatch=4) as context:
+            while True:
+                context.clear()
+                for call in calls:
+                    before()
+                    yield context.decode(call)
+    with Model.load(path, device="cpu") as model:
+        expected = [*islice(rows(model), len(calls))]
+    with Model.load(path, placement=PlacementOptions(("cuda:0",), **RACES[name])) as model:
+        backend = model.backends["cuda:0"]
+        spins = [spin(backend.target, seconds) for seconds in (20e-6, 100e-6, 400e-6)]
+
+        def delayed():
+            backend.target.device.set_current()
+            for stream in filter(None, (backend.stream, backend._bringing)):
+                if rng.random() < 0.5:
+                    spins[rng.integers(len(spins))](stream)
+            if rng.random() < 0.25:
+                time.sleep(rng.random() * 300e-6)
+        lost = [i for i, row in enumerate(islice(rows(model, delayed), N_RACES // len(RACES)))
+                if not np.array_equal(row.view(np.uint32), expected[i % len(calls)].view(np.uint32))]
+        record_property("report", model.report())
+        assert not lost, f"{len(lost)} of {N_RACES // len(RACES)} steps gave other bits, the first of them step {lost[0]}"
