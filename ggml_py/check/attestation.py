@@ -11,7 +11,7 @@ import json
 import platform
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -79,9 +79,9 @@ SCHEMAS = sorted({schema for _, schema in KINDS})
 
 # Digests of what goes in
 
-def model_sha256(model) -> list[str]:
-    """Of its files, by part."""
-    return [file_sha256(path) for path in model.file.paths]
+def files_sha256(file) -> list[str]:
+    """Of a model's file, by part."""
+    return [file_sha256(path) for path in file.paths]
 
 
 def source_of(paths: list[Path], sha256: list[str]) -> dict | None:
@@ -123,11 +123,34 @@ def versions() -> dict[str, str]:
 
 # Attesting
 
-def perplexity_document(model, text_sha256: str, tokens, settings: Settings, ppl: float, digests: list[str]) -> dict:
-    """The attestation of a perplexity. text_sha256: of the file of the text; digests: of each window's scored logits."""
+def made_by(model) -> dict:
+    """Which model on which devices makes what is attested."""
+    backends = [model.backends[device] for device in model.architecture.placement.devices]
+    files = files_sha256(model.file)
+    about = {"name": model.file.path.name, "architecture": model.architecture.name, "sha256": files}
+    if source := source_of(model.file.paths, files):
+        about["source"] = source
+    return {"model": about, "tokenizer": tokenizer_sha256(model.file.metadata),
+            "environment": {"device": "/".join(backend.device for backend in backends),
+                            "device_name": "/".join(dict.fromkeys(backend.name for backend in backends)),
+                            "driver": next((b.driver_version() for b in backends if hasattr(b, "driver_version")), "none"),
+                            "versions": {**versions(), **{name: said for b in backends for name, said in b.versions().items()}}}}
+
+
+def made_by_all(makers: Sequence[dict]) -> dict:
+    """As `made_by`, of several that computed parts: names of devices with / between, of the rest what the first one says."""
+    environments = [made["environment"] for made in makers]
+    joined = {name: "/".join(dict.fromkeys(each[name] for each in environments)) for name in ("device", "device_name")}
+    return {**makers[0], "environment": {**environments[0], **joined}}
+
+
+def perplexity_document(made: dict, add_bos: bool, text_sha256: str, tokens, settings: Settings, ppl: float,
+                        digests: list[str]) -> dict:
+    """The attestation of a perplexity. made: as of `made_by`; add_bos: whether windows begin with a BOS; text_sha256: of the file
+    of the text; digests: of each window's scored logits."""
     about = {"n_ctx": settings.n_ctx, "n_chunks": len(digests), "type_k": settings.type_k, "type_v": settings.type_v,
-             "add_bos": bool(model.tokenizer.add_bos)}
-    return _document("perplexity", 1, model, tokens, settings, digests, text=text_sha256, settings=about, result=_ppl(ppl))
+             "add_bos": add_bos}
+    return _document("perplexity", 1, made, tokens, settings, digests, text=text_sha256, settings=about, result=_ppl(ppl))
 
 
 def attest_generation(model, prompt, n_predict: int, sampling: Sampling, settings: Settings, log,
@@ -153,24 +176,17 @@ def attest_generation(model, prompt, n_predict: int, sampling: Sampling, setting
                 raise RuntimeError(f"attest: tokens {first} to {first + len(rows) - 1} were chosen from other logits than those "
                                    "of the finished text; see ggml-py verify")
     result = {"tokens": tokens, "text": _text(tokenizer, tokens)}
-    return _document("generation", schema, model, prompt + tokens, settings, digests, settings=about, result=result)
+    return _document("generation", schema, made_by(model), prompt + tokens, settings, digests, settings=about, result=result)
 
 
-def _document(kind: str, schema: int, model, tokens, others: Settings, digests: list[str], **more) -> dict:
-    backends = [model.backends[device] for device in model.architecture.placement.devices]
-    files = model_sha256(model)
-    about = {"name": model.file.path.name, "architecture": model.architecture.name, "sha256": files}
-    if source := source_of(model.file.paths, files):
-        about["source"], schema = source, schema + SOURCED
+def _document(kind: str, schema: int, made: dict, tokens, others: Settings, digests: list[str], **more) -> dict:
+    schema += SOURCED * ("source" in made["model"])
     document: dict[str, Any] = {
-        "format": FORMAT, "schema": schema, "kind": kind, "numerics": NUMERICS_VERSION, "model": about,
-        "tokenizer": tokenizer_sha256(model.file.metadata), "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
+        "format": FORMAT, "schema": schema, "kind": kind, "numerics": NUMERICS_VERSION, "model": made["model"],
+        "tokenizer": made["tokenizer"], "tokens": {"sha256": tokens_sha256(tokens), "n": len(tokens)}, **more,
         "cannot_matter": {"n_batch": others.n_batch, "n_ubatch": others.n_ubatch, "no_fuse": list(others.no_fuse),
                           "graphs": others.graphs, "kv_write": others.kv_write, "threads": get_num_threads()},
-        "environment": {"device": "/".join(backend.device for backend in backends),
-                        "device_name": "/".join(dict.fromkeys(backend.name for backend in backends)),
-                        "driver": next((b.driver_version() for b in backends if hasattr(b, "driver_version")), "none"),
-                        "versions": {**versions(), **{name: said for b in backends for name, said in b.versions().items()}}},
+        "environment": made["environment"],
         "windows": digests, "merkle_root": merkle_root(digests)}
     return {**document, "sha256": own_sha256(document)}
 
@@ -289,7 +305,7 @@ def confirm(document: dict, model, text: str | None, sample: list[int], log) -> 
 
     Returns what was confirmed, in one line; NotConfirmed for other bits or another result; UserError for another model, tokenizer
     or tokens, and for what is said of them and is not so."""
-    for what, found, attested in (("model", model_sha256(model), document["model"]["sha256"]),
+    for what, found, attested in (("model", files_sha256(model.file), document["model"]["sha256"]),
                                   ("tokenizer", tokenizer_sha256(model.file.metadata), document["tokenizer"])):
         if found != attested:
             of = "{repo!r:.90} at {revision!r:.60}".format(**source) if (source := document["model"].get("source")) else ""

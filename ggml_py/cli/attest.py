@@ -3,12 +3,13 @@ import json
 import sys
 
 from ..files.writing import check_file, write
+from . import corpus
 from .loading import chat_of, encoded_prompt, existing, load, sampling_of, settings_of
 from .options import chunks, one_model, sampling, text
 from .parser import refuse
 from .values import at_least, output
 
-OF_A_PERPLEXITY = "-f", "-c", "--chunks"
+OF_A_PERPLEXITY = "-f", "-c", "--chunks", "--ray", "--ray-workers", "--ray-log"
 OF_A_GENERATION = "-n", "--chat", "--date", "--temp", "--seed", "--top-k", "--top-p", "--min-p"
 
 
@@ -17,6 +18,7 @@ def options(p) -> None:
     p.add_argument("-o", "--output", type=output(check_file), required=True, metavar="FILE", help="where the attestation goes")
     text(p)
     chunks(p)
+    corpus.options(p)
     p.add_argument("-p", "--prompt", metavar="TEXT",
                    help="the text to continue, by the options that follow; without it the perplexity of -f by windows of -c")
     p.add_argument("-n", "--n-predict", type=at_least(1), default=128, metavar="N", help="new tokens at most")
@@ -24,7 +26,7 @@ def options(p) -> None:
 
 
 def run(options, load_model) -> None:
-    from ..check.attestation import attest_generation
+    from ..check.attestation import attest_generation, perplexity_document
     from ..engine.windows import read_text
     from ..files.pull import file_sha256
     from ..measure.perplexity import attest_perplexity
@@ -36,6 +38,11 @@ def run(options, load_model) -> None:
         refuse(options, OF_A_GENERATION, "is of a generation, which -p asks for; without it a perplexity is attested")
     refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
     content = None if generates else read_text(existing(options.text))
+    if options.ray:
+        ppl, digests, made, tokens, add_bos = corpus.computed(options, settings)
+        write_document(options, perplexity_document(made, add_bos, file_sha256(options.text), tokens, settings, ppl, digests))
+        return
+    corpus.refuse_without(options)
     with load(options, load_model) as model:
         if generates:
             prompt, choice = encoded_prompt(options, model.tokenizer), sampling_of(options)
@@ -44,5 +51,9 @@ def run(options, load_model) -> None:
         else:
             tokens = model.tokenizer.encode(content)
             document = attest_perplexity(model, file_sha256(options.text), tokens, settings, sys.stdout, sys.stderr)
-    write(options.output, json.dumps(document, indent=1).encode() + b"\n")
+    write_document(options, document)
     print(f"root: {document['merkle_root']}")
+
+
+def write_document(options, document: dict) -> None:
+    write(options.output, json.dumps(document, indent=1).encode() + b"\n")

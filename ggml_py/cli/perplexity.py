@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..files.writing import check_file
+from . import corpus
 from .loading import existing, load, settings_of
 from .options import chunks, one_model, text
 from .values import at_least
@@ -18,6 +19,7 @@ def options(p) -> None:
                    help="distance of overlapping windows; 0: windows side by side")
     p.add_argument("--kl-divergence-base", "--save-all-logits", type=Path, metavar="FILE",
                    help="the base file, written unless --kl-divergence is given")
+    corpus.options(p)
     p.add_argument("--kl-divergence", action="store_true", help="compare with the base file, on its tokens")
 
 
@@ -38,6 +40,12 @@ def run(options, load_model) -> None:
     text = None if base else read_text(existing(options.text))
     settings = settings_of(options, n_ctx=base.n_ctx if base else options.n_ctx or 512, n_chunks=options.n_chunks,
                            stride=options.stride)
+    if options.ray:
+        if base_path is not None or options.stride:
+            raise UserError("--ray: is of windows side by side, without a base file and --ppl-stride")
+        corpus.computed(options, settings)
+        return
+    corpus.refuse_without(options)
     with load(options, load_model) as model:
         if base:
             kl_divergence.compare(model, base, settings, sys.stdout, sys.stderr)

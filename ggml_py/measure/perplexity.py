@@ -13,14 +13,14 @@ window = c - 1 - c/2, V = n_vocab.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from ..base.errors import ParameterError
 from ..base.exact_math import exp, negative_log_likelihood, tree_sum
 from ..base.progress import Progress
-from ..check.attestation import perplexity_document
+from ..check.attestation import made_by, perplexity_document
 from ..check.digest import LogitsDigest
 from ..engine.settings import Settings, check_context, new_context
 from ..engine.windows import Clock, cap_chunks, decode_windows, n_sequences, split_windows
@@ -28,12 +28,30 @@ from ..testing import digest
 from .statistics import mean_and_error
 
 
+class WindowScore(NamedTuple):
+    """Of a window's logits: their digest; sum and sum of squares of their nll, and how many there are."""
+    digest: str
+    total: float
+    squares: float
+    n: int
+
+
+def window_score(logits: np.ndarray, targets: np.ndarray) -> WindowScore:
+    """logits: float32 [n, V]; targets: int [n]."""
+    return WindowScore(digest(logits), *sums(logits, targets))
+
+
+def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
+    nll = negative_log_likelihood(logits, targets)
+    return float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll)
+
+
 class Score:
     """What windows score: the perplexity so far, and a digest of their logits. Context manager; the list `[i]ppl,` is printed as
     it grows, except where a progress bar shares the terminal; there it is printed at the end."""
 
     def __init__(self, out, log, n_chunks: int):
-        self.out, self.held, self.is_held = out, "", out.isatty() and log.isatty()
+        self.out, self.log, self.held, self.is_held = out, log, "", out.isatty() and log.isatty()
         self.progress, self.digest = Progress(log, "perplexity", n_chunks), LogitsDigest()
         self.n_windows, self.total, self.total_of_squares, self.count = 0, 0.0, 0.0, 0
 
@@ -43,12 +61,18 @@ class Score:
 
     def add(self, logits: np.ndarray, targets: np.ndarray) -> None:
         """A window.   logits: float32 [n, V]; targets: int [n]."""
-        nll = negative_log_likelihood(logits, targets)
         self.digest.update(logits)
+        self._add(*sums(logits, targets))
+
+    def add_score(self, score: WindowScore) -> None:
+        """One whose logits are elsewhere: they are not in the digest."""
+        self._add(score.total, score.squares, score.n)
+
+    def _add(self, total: float, squares: float, count: int) -> None:
         self.n_windows += 1
-        self.total += float(tree_sum(nll))
-        self.total_of_squares += float(tree_sum(nll * nll))
-        self.count += len(nll)
+        self.total += total
+        self.total_of_squares += squares
+        self.count += count
         item = f"[{self.n_windows}]{self.ppl:.4f},"
         if self.is_held:
             self.held += item
@@ -59,6 +83,13 @@ class Score:
     @property
     def ppl(self) -> float:
         return float(exp(self.total / self.count))
+
+    def print_estimate(self) -> None:
+        mean, error = mean_and_error(self.total, self.total_of_squares, self.count)
+        if math.isnan(error) and not math.isnan(mean):
+            print("Unexpected negative standard deviation of log(prob)", file=self.log)
+        else:
+            print(f"Final estimate: PPL = {self.ppl:.4f} +/- {self.ppl * error:.5f}", file=self.out)
 
     def __exit__(self, *exception) -> None:
         self.progress.__exit__(*exception)
@@ -83,11 +114,7 @@ def perplexity(model, tokens, settings: Settings, out, log, base=None) -> float:
             if write:
                 write(logits)
             score.add(logits, windows[i, c // 2 + 1:])
-    mean, error = mean_and_error(score.total, score.total_of_squares, score.count)
-    if math.isnan(error) and not math.isnan(mean):
-        print("Unexpected negative standard deviation of log(prob)", file=log)
-    else:
-        print(f"Final estimate: PPL = {score.ppl:.4f} +/- {score.ppl * error:.5f}", file=out)
+    score.print_estimate()
     print(f"digest: {score.digest.hexdigest()}", file=out)
     return score.ppl
 
@@ -129,4 +156,4 @@ def attest_perplexity(model, text_sha256: str, tokens, settings: Settings, out, 
     def collect(windows: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
         yield lambda logits: digests.append(digest(logits))
     ppl = perplexity(model, tokens, settings, out, log, collect)
-    return perplexity_document(model, text_sha256, tokens, settings, ppl, digests)
+    return perplexity_document(made_by(model), bool(model.tokenizer.add_bos), text_sha256, tokens, settings, ppl, digests)
