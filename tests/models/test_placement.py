@@ -16,7 +16,7 @@ from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.graph import columns, split
-from ggml_py.models import hot_experts
+from ggml_py.models import command_r, exaone4, hot_experts
 from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
 from ggml_py.testing import assert_bitwise_equal, digest
 from guarded_cpu import guarded_devices
@@ -37,6 +37,9 @@ WRITERS = {**{arch: lambda path, arch=arch: write_model(path, arch, ("Q8_0", "Q4
               for kind in LAYERED},
            **{kind: lambda path, kind=kind: write_hybrid_model(path, kind, ("Q8_0", "F32")) for kind in HYBRID},
            **{kind: lambda path, kind=kind: write_delta_net_model(path, kind, ("Q8_0",)) for kind in KINDS}}
+BY_LAYERS = "exaone4-swa", "command-r-plus"  # known by their 64 layers
+MORE_WRITERS = {f"{kind}{end}": lambda path, kind=kind, sizes=sizes: write_layer_model(path, kind, ("Q8_0", "F32"), **sizes)
+                for kind in BY_LAYERS for end, sizes in (("", {}), ("-4", dict(n_layer=4)))}
 TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
 DEVICES = "cpu", "cpu:1", "cpu:2", "cpu:3"
 
@@ -54,7 +57,7 @@ def decoded(model, **context_settings) -> np.ndarray:
 
 @cache
 def file_of(kind: str) -> Path:
-    return WRITERS[kind](Path(mkdtemp()) / f"{kind}.gguf")
+    return (WRITERS | MORE_WRITERS)[kind](Path(mkdtemp()) / f"{kind}.gguf")
 
 
 @cache
@@ -112,11 +115,8 @@ def hot_placements(draw) -> PlacementOptions:
                             hot_experts=draw(st.sampled_from([0.2, 0.5, 0.9, 1 << 30])))
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-@settings(max_examples=25, deadline=None)
-@given(st.data())
-def test_any_placement_gives_the_bits_of_one_device(kind, data):
-    """400 placements of models of every architecture, weights of the host streamed or not, products shared or not."""
+def check_any_placement(kind: str, data) -> None:
+    """Weights of the host streamed or not, products shared or not."""
     options = data.draw(placements([*GGUFFile.open(file_of(kind)).tensors]))
     no_fuse, kv_write = data.draw(st.sampled_from([(), ("all",), ("elide",)])), data.draw(st.sampled_from(["set_rows", "cpy"]))
     with (mock.patch.multiple(split, WINDOW=0, LEAST_AHEAD=data.draw(st.sampled_from([1, 2, 5])),
@@ -129,6 +129,32 @@ def test_any_placement_gives_the_bits_of_one_device(kind, data):
                 return
             raise
     assert_bitwise_equal(found, expected(kind), f"{kind}: {options}")
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_placement_gives_the_bits_of_one_device(kind, data):
+    """400 placements of models of every architecture."""
+    check_any_placement(kind, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BY_LAYERS)
+@settings(max_examples=4, deadline=None)
+@given(st.data())
+def test_any_placement_of_64_layers(kind, data):
+    check_any_placement(kind, data)
+
+
+@pytest.mark.parametrize("kind, module, name", [("exaone4-swa-4", exaone4, "EXAONE4_WINDOWS"),
+                                                ("command-r-plus-4", command_r, "COMMAND_R_NORMS")])
+@settings(max_examples=4, deadline=None)
+@given(st.data())
+def test_any_placement_of_what_64_layers_have(kind, module, name, data):
+    """In models of four."""
+    with mock.patch.object(module, name, 4):
+        check_any_placement(kind, data)
 
 
 @pytest.mark.parametrize("kind", [*ARCHITECTURES, "qwen35moe"])
