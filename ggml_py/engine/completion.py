@@ -24,7 +24,7 @@ from ..tokenizer.chat import encode_chat
 from .generate import generate
 from .grammar import FREE, Grammar, Matcher
 from .likelihood import shared
-from .sampling import Sampling
+from .sampling import Sampling, largest
 from .speculation import DraftModel, NGrams, Source, Speculation
 
 Reason = Literal["stop", "length", "end"]
@@ -129,7 +129,7 @@ class StopTexts:
 
 def token_logprob(row: np.ndarray, id: int, n_top: int) -> TokenLogprob:
     """Of a row of logits, float32 [V]."""
-    top = np.argsort(-row, kind="stable")[:n_top].astype(np.int32)
+    top = largest(row, n_top).astype(np.int32)
     out = np.empty((1, 1 + len(top)), np.float32)
     log_soft_max_arrays(row[None], np.array([[id, *top]], np.int32), out)
     chosen, *others = out[0].tolist()

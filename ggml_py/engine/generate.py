@@ -19,10 +19,11 @@ def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callabl
     context ends with already.   matcher: of a grammar that the tokens follow, to its end at most."""
     sampling.check_ids(context.model.n_vocab)
     if n_tokens > 0 and not matcher.is_complete:
-        if speculation is not None or see is not None:
+        is_greedy = sampling.is_argmax or (sampling.is_argmax_of_allowed and see is None)
+        if is_greedy and matcher is FREE and speculation is None:
+            tokens = _greedy(context, prompt, n_tokens, sampling, see, n_held)
+        elif speculation is not None or see is not None:
             tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see, n_held, matcher)
-        elif sampling.is_argmax_of_allowed and matcher is FREE:
-            tokens = _greedy(context, prompt, n_tokens, sampling, n_held)
         else:
             tokens = _drawn(context, prompt, n_tokens, sampling, n_held, matcher)
         with closing(tokens):
@@ -33,8 +34,10 @@ def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callabl
                     return
 
 
-def _greedy(context, prompt, n_tokens: int, sampling: Sampling, n_held: int) -> Generator[int, None, None]:
-    """Without a draw, logits stay where they are, but for those whose largest is of a forbidden id: their step is repeated."""
+def _greedy(context, prompt, n_tokens: int, sampling: Sampling, see: Callable[[np.ndarray], None] | None,
+            n_held: int) -> Generator[int, None, None]:
+    """Without a draw, logits stay where they are, but for those that `see` is given, and those whose largest is of a forbidden
+    id: their step is repeated."""
     def allowed(likeliest: int, fed: int) -> int:
         if likeliest not in sampling.logit_bias:
             return likeliest
@@ -43,13 +46,18 @@ def _greedy(context, prompt, n_tokens: int, sampling: Sampling, n_held: int) -> 
         return choose(context.decode([fed], logits="last")[-1], position, sampling)
 
     start, left = context.memory.length(0) - n_held, n_tokens
-    likeliest = int(context.decode(prompt[n_held:], logits="argmax")[-1])
-    if likeliest < 0:
-        raise not_a_number(len(prompt))
+    if see is None:
+        likeliest = int(context.decode(prompt[n_held:], logits="argmax")[-1])
+        if likeliest < 0:
+            raise not_a_number(len(prompt))
+    else:
+        row = context.decode(prompt[n_held:], logits="last")[-1]
+        likeliest = choose(row, len(prompt), sampling)
+        see(row)
     token, left = allowed(likeliest, int(prompt[-1])), left - 1
     yield token
     while left:  # again behind each that was not the likeliest
-        with closing(context.greedy(token, left)) as steps:
+        with closing(context.greedy(token, left, see=see)) as steps:
             for likeliest in steps:
                 token, left = allowed(likeliest, token), left - 1
                 yield token

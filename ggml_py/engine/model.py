@@ -449,16 +449,16 @@ class Context:
         whole = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*parts))
         return [[out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))] for out in whole]
 
-    def greedy(self, token: int, n: int, seq_id: int = 0) -> Iterator[int]:
+    def greedy(self, token: int, n: int, seq_id: int = 0, see: Callable[[np.ndarray], None] | None = None) -> Iterator[int]:
         """Continue a sequence by `token` and what is likeliest after it: n ids, each what `decode([the one before], seq_id,
-        "argmax")` gives.
+        "argmax")` gives.   see: is given the logits, float32 [n_vocab], of each id before the id is.
 
         On a GPU the step that is fed an id is queued before that id is on the host. When an id is given, the sequence goes up to
         the one before it: a step that is queued beyond is taken back when the iterator is closed or anything else is asked of the
         context. UserError for a NaN, and where the context ends, IndexError for an id that is no expert. If a step fails or is
         interrupted, the sequence is as before it.
         """
-        ahead = None
+        ahead, wanted = None, "argmax" if see is None else "both"
         try:
             for left in range(n, 0, -1):
                 with self._turn():
@@ -467,13 +467,15 @@ class Context:
                         ahead, ids = None, self._checked(seq_id, [token])
                     position = ahead.position if ahead else self.memory.length(seq_id)
                     with self._undone_if_it_fails([(seq_id, position)]):
-                        self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids)
+                        self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids, wanted)
                         runs_ahead = left > 1 and position + 1 < self.n_ctx and step.outputs.program.runs_ahead
-                        ahead = self._greedy_step(seq_id, position + 1, step.outputs) if runs_ahead else None
-                        (token,), *_ = step.outputs.result()
+                        ahead = self._greedy_step(seq_id, position + 1, step.outputs, wanted) if runs_ahead else None
+                        (token,), *others = step.outputs.result()
                         self.ahead = ahead
                 if token < 0:
                     raise not_a_number(position + 1)
+                if see is not None:
+                    see(others[0][0])
                 yield int(token)
         finally:
             # Where another thread has its turn, that thread takes the step back. Waiting for it could be for ever: a garbage
@@ -485,9 +487,9 @@ class Context:
                 finally:
                     self.lock.release()
 
-    def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs) -> Step:
+    def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs, wanted: str) -> Step:
         seq, pos, row = np.array([[seq_id], [position], [0]], np.int32)
-        return Step(seq_id, position, self._queue(ids, seq, pos, row, "argmax"))
+        return Step(seq_id, position, self._queue(ids, seq, pos, row, wanted))
 
     def _take_back(self) -> None:
         """The sequences are as if no step had been queued ahead; what it writes to its cell is not there for later ones."""

@@ -1,8 +1,8 @@
 """Choosing the next token.
 
 A choice depends on the logits, the settings, the seed, the sample's number and the token's position, on nothing else: the same
-seed is the same text, whatever else is decoded in the batch. Steps in llama.cpp's order: bias, penalties, top-k, top-p, min-p,
-temperature, draw. Penalties look at the text before the token, which the same choices made.
+seed is the same text, whatever else is decoded in the batch. Steps in llama.cpp's order: grammar, bias, penalties, top-k, top-p,
+min-p, temperature, draw. Grammar and penalties look at the text before the token, which the same choices made.
 """
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,6 +79,15 @@ class Sampling:
         return replace(self, logit_bias={}).is_argmax and all(bias == -np.inf for bias in self.logit_bias.values())
 
 
+def largest(x: np.ndarray, n: int) -> np.ndarray:
+    """The ids of the n largest of float32 [V], in falling order, equal ones by the lower id, NaN last."""
+    if not 0 < n < len(x):
+        return np.argsort(-x, kind="stable")[:n]
+    least = np.partition(-x, n - 1)[n - 1]
+    among = np.flatnonzero(-x <= least) if least == least else np.arange(len(x))
+    return among[np.argsort(-x[among], kind="stable")[:n]]
+
+
 def uniform(seed: int, position: int, sample: int = 0) -> float:
     """The number in [0, 1) for a position: the upper 53 bits of the first word of Philox4x64, key seed, counter [0, 0, sample,
     position]."""
@@ -134,9 +143,7 @@ def _chosen(logits: np.ndarray, position: int, sampling: Sampling) -> int:
     """The index that steps 1 to 4 of `choose` take."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    order = np.argsort(-logits, kind="stable")
-    if sampling.top_k:
-        order = order[:sampling.top_k]
+    order = largest(logits, sampling.top_k or len(logits))
     l = logits[order].astype(np.float64)
     with np.errstate(invalid="ignore"):
         l = np.where(l == l[0], 0.0, l - l[0])  # not inf - inf where the best logit is infinite

@@ -306,9 +306,10 @@ class Transformer:
     def build(self, memory: Memory, tables: RopeTables, n_tokens: int, n_outputs: int, wanted: str = "logits",
               hidden: bool = False) -> Graph:
         """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if
-        any. wanted: "logits"; "argmax": only the ids of the largest, i32 [n_outputs]; "likelihoods": the logarithm of the softmax
-        at the ids of a further input, targets, f32 [n_outputs, 1], and the ids of the largest. hidden: behind them the results of
-        the last norm of all tokens, f32 [n_tokens, n_embd], from which a NextN block goes on."""
+        any. wanted: "logits"; "argmax": only the ids of the largest, i32 [n_outputs]; "both": these and the logits;
+        "likelihoods": the logarithm of the softmax at the ids of a further input, targets, f32 [n_outputs, 1], and the ids of the
+        largest. hidden: behind them the results of the last norm of all tokens, f32 [n_tokens, n_embd], from which a NextN block
+        goes on."""
         hp, g = self.hp, Graph(self.placement.output)
         tokens = g.input("tokens", "i32", (n_tokens,))
         b = Batch(g, memory, tables, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
@@ -326,7 +327,7 @@ class Transformer:
         logits = self.logits(b, rows)
         g.outputs = [logits] if n_outputs else []
         if n_outputs and wanted != "logits":
-            g.outputs = [g.argmax(logits, name="result_argmax")]
+            g.outputs = [g.argmax(logits, name="result_argmax"), *[logits] * (wanted == "both")]
         if n_outputs and wanted == "likelihoods":
             targets = g.input("targets", "i32", (n_outputs, 1))
             g.outputs.insert(0, g.log_soft_max(logits, targets, name="result_likelihoods"))

@@ -53,6 +53,21 @@ def test_ids_are_those_of_single_steps(model, context):
     assert list(context.greedy(5, 0)) == []
 
 
+def test_logits_are_those_of_single_steps(model, context):
+    """They are seen before their id, while the next step may run."""
+    seen: list = []
+    with model.new_context(n_ctx=64) as other:
+        other.decode(PROMPT, logits="none")
+        token = 5
+        for token_after in context.greedy(5, N, see=seen.append):
+            assert_bitwise_equal(seen[-1], other.decode([token])[0], f"of token {len(seen)}")
+            token = token_after
+        assert len(seen) == N and context.ahead is None
+        ids = context.greedy(token, 9, see=seen.append)  # left, and others in its place
+        first = [next(ids), next(ids)]
+        assert first + list(context.greedy(first[-1], 3)) == one_by_one(other, token, 5) and len(seen) == N + 2
+
+
 def test_no_bit_depends_on_where_the_logits_are(path):
     """Greedy steps leave no logits in memory; with the pass switched off they do."""
     model = Model(GGUFFile.open(path), ComposingCPU())

@@ -2,10 +2,11 @@
 import numpy as np
 import pytest
 from fake_model import EOS, N_VOCAB, FakeModel, prefix_logits
+from hypothesis import given, settings, strategies as st
 
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.generate import generate
-from ggml_py.engine.sampling import Sampling, choose, uniform
+from ggml_py.engine.sampling import Sampling, choose, largest, uniform
 
 F32 = np.float32
 OFF = dict(top_k=0, top_p=1.0, min_p=0.0)
@@ -105,3 +106,10 @@ def test_generation_ends_without_the_end_token_and_decodes_nothing_in_vain():
         model.calls.clear()
         assert list(generate(context, [1], 3, Sampling(), model.tokenizer.is_end_of_generation)) == [65] * 3
     assert [lengths for _, lengths in model.calls] == [{0: 1}] * 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from([0.0, -0.0, 1.0, 2.0, np.inf, -np.inf, np.nan]), min_size=1, max_size=12), st.integers(0, 14))
+def test_the_largest_are_those_of_a_stable_sort(values, n):
+    x = np.float32(values)
+    assert largest(x, n).tolist() == np.argsort(-x, kind="stable")[:n].tolist()

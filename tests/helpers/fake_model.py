@@ -69,9 +69,13 @@ class FakeContext:
     def decode(self, tokens, seq_id=0, logits="last"):
         return self.decode_batch([(seq_id, tokens)], logits)[0]
 
-    def greedy(self, token, n, seq_id=0):
+    def greedy(self, token, n, seq_id=0, see=None):
         for _ in range(n):
-            token = int(self.decode([token], seq_id, "argmax")[-1])
+            if see is not None:
+                see(row := self.decode([token], seq_id, "last")[-1])
+                token = int(row.argmax())
+            else:
+                token = int(self.decode([token], seq_id, "argmax")[-1])
             yield token
 
     def decode_batch(self, entries, logits="last"):
