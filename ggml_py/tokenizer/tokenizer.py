@@ -196,7 +196,9 @@ class Detokenizer:
         return f"<Detokenizer of {self.tokenizer!r}>"
 
     def feed(self, id: int) -> str:
-        """The text that has become certain with this token."""
+        """The text that has become certain with this token; nothing where the model file has no vocabulary."""
+        if self.tokenizer.model == "no_vocab":
+            return ""
         return self._utf8.decode(self.tokenizer.token_bytes(id, self.skip_special))
 
     def finish(self) -> str:

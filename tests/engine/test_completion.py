@@ -8,7 +8,7 @@ from fake_model import EOS, N_VOCAB, FakeModel
 from hypothesis import given, settings, strategies as st
 from tiny_models import write_model
 
-from ggml_py import Model, ParameterError, Sampling
+from ggml_py import Grammar, Model, ParameterError, Sampling, UserError
 from ggml_py.engine.completion import Arguments, StopTexts, joined, stream
 from ggml_py.engine.sampling import adjusted
 from ggml_py.tokenizer import Detokenizer
@@ -192,6 +192,16 @@ def test_a_real_model(tmp_path):
             assert model.generate([1, 2, 3], max_tokens=8, draft=model, **sampling).ids == whole.ids[3:]
         parameters = {*signature(stream).parameters, *Sampling.__dataclass_fields__}
         assert {*Arguments.__annotations__} == parameters - {"model", "prompt", "sampling", "sample"}
+
+
+def test_a_model_without_a_vocabulary_goes_on_from_ids_to_ids(tmp_path):
+    with Model.load(write_model(tmp_path / "m.gguf", "llama", n_vocab=70), device="cpu") as model:
+        found = model.generate([1, 2, 3], max_tokens=4, echo=True, stop=["a"])
+        assert found.text == "" and found.ids[:3] == (1, 2, 3) and len(found.ids) == 7 and found.finish_reason == "length"
+        with pytest.raises(UserError, match="has no vocabulary; give token ids instead of text$"):
+            model.generate("abc")
+        with pytest.raises(ParameterError, match="^grammar: the model file has no vocabulary; allowed: None$"):
+            model.generate([1], grammar=Grammar.regex("a"))
 
 
 def test_chat_splits_its_arguments(tmp_path, monkeypatch):
