@@ -4,7 +4,7 @@
 text, at a stop text, or at as many tokens as are asked for.
 """
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -138,9 +138,11 @@ def token_logprob(row: np.ndarray, id: int, n_top: int) -> TokenLogprob:
 
 def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sampling: Sampling,  # noqa: PLR0913 (of `stream`)
            speculation: Speculation | None = None, stop: Sequence[str] = (), logprobs: int = 0, digest: bool = False,
-           n_held: int = 0, matcher: Matcher = FREE) -> Iterator[Piece]:
-    """A completion of the prompt, a piece a token and a last one.   n_most: tokens at most.   n_held, matcher: of `generate`."""
+           n_held: int = 0, matcher: Matcher = FREE, ends: Container[int] = ()) -> Iterator[Piece]:
+    """A completion of the prompt, a piece a token and a last one.   n_most: tokens at most.   n_held, matcher: of `generate`.
+    ends: tokens that end it as stop texts do."""
     rows: deque[np.ndarray] = deque()
+    reason: Reason = "end"
     hash = sha256()
 
     def see(row: np.ndarray) -> None:
@@ -149,9 +151,14 @@ def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sa
         if logprobs:
             rows.append(row)
 
+    def is_end(token: int) -> bool:
+        nonlocal reason
+        reason = "stop" if token in ends else "end"
+        return token in ends or tokenizer.is_end_of_generation(token)
+
     text, stops, n, stopped = Detokenizer(tokenizer), StopTexts(stop), 0, False
-    tokens = generate(context, prompt, n_most, sampling.forbidding(tokenizer.suppressed), tokenizer.is_end_of_generation,
-                      speculation, see if logprobs or digest else None, n_held, matcher)
+    tokens = generate(context, prompt, n_most, sampling.forbidding(tokenizer.suppressed), is_end, speculation,
+                      see if logprobs or digest else None, n_held, matcher)
     with closing(tokens):  # type: ignore[type-var]
         for token in tokens:
             n += 1
@@ -164,7 +171,8 @@ def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sa
     if not stopped:
         rest, stopped = stops.feed(text.finish())
         rest += "" if stopped else stops.held
-    reason: Reason = "stop" if stopped else "end" if n < n_most or matcher.is_complete else "length"
+    if stopped or (n == n_most and not matcher.is_complete):
+        reason = "stop" if stopped else "length"
     yield Piece(sampling.sample, rest, finish_reason=reason, digest=hash.hexdigest() if digest else None)
 
 
@@ -202,6 +210,12 @@ def prompt_ids(tokenizer: Tokenizer, prompt) -> list[int]:
     return ids
 
 
+def control_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> frozenset[int]:
+    """Those whose text is one of these: they give no text in which it could be found."""
+    ids = (tokenizer.encode(text, add_special=False, parse_special=True) for text in texts)
+    return frozenset(id for id, *more in ids if not more and not tokenizer.token_bytes(id))
+
+
 def stream(model, prompt, max_tokens: int | None = MAX_TOKENS, stop: str | Sequence[str] = (),  # noqa: PLR0913 (`Model.generate`)
            logprobs: int = 0, echo: bool = False, draft=None, draft_max: int = DRAFT_MAX, n: int = 1, digest: bool = False,
            grammar: Grammar | None = None, n_ctx: int | None = None, type_k: str = "f16", type_v: str = "f16",
@@ -224,7 +238,8 @@ def stream(model, prompt, max_tokens: int | None = MAX_TOKENS, stop: str | Seque
     n_most = space - len(ids) if max_tokens is None else min(max_tokens, space - len(ids))
     matcher = grammar.matcher(model.tokenizer) if grammar else FREE
     return _stream(model, prompt, ids, choices, n_most, space, echo, draft, draft_max, matcher,
-                   {"stop": stops, "logprobs": int(logprobs), "digest": digest}, {"type_k": type_k, "type_v": type_v})
+                   {"stop": stops, "logprobs": int(logprobs), "digest": digest, "ends": control_tokens(model.tokenizer, stops)},
+                   {"type_k": type_k, "type_v": type_v})
 
 
 def _stream(model, prompt, ids: list[int], choices: list[Sampling], n_most: int, n_ctx: int, echo: bool, draft,  # noqa: PLR0913

@@ -52,6 +52,7 @@ def encode_pair(tokenizer: Tokenizer, context: Text, continuation: Text) -> Pair
 
     White space at the end of a context goes to the continuation, since tokens begin with it. The continuation's tokens are those
     of both texts behind as many as the context alone has. An empty context is BOS, else EOS: a first token needs one before it.
+    A text that begins with that token has it already.
     """
     if isinstance(context, str) and isinstance(continuation, str):
         text = context.rstrip()
@@ -62,6 +63,7 @@ def encode_pair(tokenizer: Tokenizer, context: Text, continuation: Text) -> Pair
             return tuple(first), tuple(whole[len(first):])
     if isinstance(context, str):
         context = text_ids(tokenizer, context) if context else []
+    is_text = isinstance(continuation, str)
     if isinstance(continuation, str):
         continuation = tokenizer.encode(continuation, add_special=False, parse_special=True)
     if not len(context):
@@ -70,6 +72,8 @@ def encode_pair(tokenizer: Tokenizer, context: Text, continuation: Text) -> Pair
             raise ParameterError("context", "is empty, and the model has neither BOS nor EOS to stand for it; allowed: at least "
                                             "one token")
         context = [start]
+        if is_text and continuation[:1] == context:
+            continuation = continuation[1:]
     return tuple(int(id) for id in context), tuple(int(id) for id in continuation)
 
 

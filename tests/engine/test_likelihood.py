@@ -165,6 +165,9 @@ def test_pairs_of_texts():
     assert encode_pair(plain, [120], "y") == ((120,), tuple(b"y")) and encode_pair(plain, "x", np.array([9])) == ((120,), (9,))
     for context in "", " ", []:
         assert encode_pair(plain, context, "y") == ((BOS,), tuple(b" y" if context == " " else b"y"))
+    for tokenizer in plain, with_bos:
+        assert encode_pair(tokenizer, "", "<s>y") == ((BOS,), tuple(b"y"))
+        assert encode_pair(tokenizer, [], [BOS, 7]) == ((BOS,), (BOS, 7))
     plain.bos_id = None
     assert encode_pair(plain, "", "y") == ((EOS,), tuple(b"y"))
     plain.eos_id = None

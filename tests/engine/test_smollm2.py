@@ -2,33 +2,15 @@
 and what quantized activations cost: KL divergence and perplexity."""
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
 import smollm2
 from ggml_py.base.exact_math import exp, log, tree_sum
-from ggml_py.files.gguf import GGUFFile
 from ggml_py.engine.model import Model
-from ggml_py.quant.dequantize import dequantize
 from places import REFERENCE
 
 pytestmark = pytest.mark.slow
-
-
-def write_f32_copy(source: Path, path: Path) -> Path:
-    """The same model with every tensor dequantized to F32, without its tokenizer."""
-    with GGUFFile.open(source) as file:
-        arch = file.get("general.architecture", "str")
-        w = gguf.GGUFWriter(path, arch)
-        for key, value in file.metadata.items():
-            if key.startswith(f"{arch}."):
-                {"UINT32": w.add_uint32, "FLOAT32": w.add_float32}[file.metadata_types[key].name](key, value)
-        w.add_tokenizer_model("no_vocab")
-        for name, info in file.tensors.items():
-            w.add_tensor(name, dequantize(file.data(name), info.type.name, tuple(reversed(info.shape)), name))
-        w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
-    return path
 
 
 def log_probabilities(logits: np.ndarray) -> np.ndarray:
@@ -54,7 +36,7 @@ def test_perplexity_and_divergence(tmp_path):
     recorded = np.load(REFERENCE / "logits" / "smollm2-nll.npz")
     tokens = recorded["tokens"].reshape(4, 512)
     divergence, nll, worst, float_nll = [], [], 0.0, []
-    f32 = write_f32_copy(source, tmp_path / "f32.gguf")
+    f32 = smollm2.write_f32_copy(source, tmp_path / "f32.gguf")
     for i, (exact, got) in enumerate(zip(windows(f32, tokens, "f32"), windows(source, tokens, "f16"))):
         targets = np.arange(511), tokens[i, 1:]
         worst = max(worst, np.abs(-exact[targets] - recorded["nll_f32"][i]).max())

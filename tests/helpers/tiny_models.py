@@ -12,8 +12,9 @@ DEFAULTS = dict(n_layer=2, n_embd=64, n_head=4, n_head_kv=2, head=32, n_ff=96, n
 
 def write_model(path: Path, arch: str = "llama", types: tuple[str, ...] = ("F32",), seed: int = 0, **settings) -> Path:
     """types: of the matrices, one after the other, again and again. settings: see DEFAULTS;
-    `keys` adds metadata {key: (GGUFWriter method, value)}."""
+    `keys` adds metadata {key: (GGUFWriter method, value)}; `tokenizer` writes one."""
     keys = settings.pop("keys", {})
+    write_tokenizer = settings.pop("tokenizer", lambda w: w.add_tokenizer_model("no_vocab"))
     c = {**DEFAULTS, **settings}
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(path, arch)
@@ -22,7 +23,7 @@ def write_model(path: Path, arch: str = "llama", types: tuple[str, ...] = ("F32"
     w.add_head_count(c["n_head"]); w.add_head_count_kv(c["n_head_kv"]); w.add_key_length(c["head"]); w.add_value_length(c["head"])
     w.add_layer_norm_rms_eps(1e-5); w.add_rope_dimension_count(c["head"]); w.add_rope_freq_base(10000.0)
     w.add_vocab_size(c["n_vocab"])
-    w.add_tokenizer_model("no_vocab")
+    write_tokenizer(w)
     for key, (method, value) in keys.items():
         getattr(w, f"add_{method}")(f"{arch}.{key}", value)
     made = [0]
