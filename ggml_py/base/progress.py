@@ -39,6 +39,11 @@ class Progress:
         if self.bar:
             self.bar.update(self.task, advance=n, description=note or None)
 
+    def reach(self, done: int) -> None:
+        """So many steps are done."""
+        if self.bar:
+            self.bar.update(self.task, completed=done)
+
 
 # Writes on the line below the cursor (ESC D makes room for one), and leaves the cursor where it was.
 BELOW = "\x1bD\x1b[A\x1b7\n\r\x1b[2K{}\x1b8"

@@ -2,7 +2,8 @@
 (docs/attestation.schema.json).
 
 Of a perplexity, a window's digest is that of its scored logits. Of a generation, a window is 32 new tokens, and its digest that
-of the logits that they were chosen from, computed over the finished text, as by the promise it may be. The Merkle root stands for
+of the logits that they were chosen from, computed over the finished text, as by the promise it may be. Of tasks, a window is a
+task, and its digest that of the likelihoods of all its endings' scored tokens. The Merkle root stands for
 all windows; a sample of them can be confirmed alone. An attestation is not a signature: it says what to compute and what comes
 out, and anybody can try. Its own sha256 tells of damage only.
 """
@@ -27,6 +28,7 @@ from ..base.exact_math import exp, negative_log_likelihood, tree_sum
 from ..engine.generate import generate
 from ..engine.sampling import LIMITS, Sampling, choose
 from ..engine.settings import Settings, new_context
+from ..engine.tasks import FORMATS, Answer, Item, answers, read_tasks, to_items
 from ..engine.windows import decode_windows, split_windows
 from ..kernels.threads import get_num_threads
 from ..files.hub import pulled
@@ -47,7 +49,7 @@ class Number(NamedTuple):
     most: float
 
 
-COUNT, TOKEN = Number(int, 1, 2**63 - 1), Number(int, 0, 2**31 - 1)
+COUNT, TOKEN, NUMBER = Number(int, 1, 2**63 - 1), Number(int, 0, 2**31 - 1), Number(int, 0, 2**63 - 1)
 
 # The shape of what an attestation holds is a type, a Number, "sha256" or "date"; [shape] is a list of at least one, [shape, ...]
 # of any number; an object has the names that are given, or any: {...: shape}. `kind` and `schema` pick settings and result.
@@ -65,15 +67,17 @@ GENERATION = {"n_predict": COUNT, "type_k": str, "type_v": str,
               **{name: Number(*limits) for name, limits in LIMITS.items()}, "prompt": [TOKEN]}
 CHAT = {"messages": [{"role": str, "content": str}], "date": "date"}  # what the prompt was made of, by the model's chat template
 RESULT = {"tokens": [TOKEN], "text": str}
+TASKS = {"format": str, "n_tasks": NUMBER, "type_k": str, "type_v": str, "add_bos": bool}
+CHOICES = {"n_right": NUMBER, "n_right_norm": NUMBER, "choices": [NUMBER], "choices_norm": [NUMBER]}
 PULLED = {"model": {**MODEL, "source": {"repo": str, "revision": str, "files": [str]}}}  # out of a hub (files/hub.py)
 KINDS: dict[tuple[str, int], dict[str, Any]] = {
     ("perplexity", 1): {"text": "sha256", "settings": PERPLEXITY, "result": {"ppl": str, "ppl_hex": str}},
     ("generation", 1): {"settings": GENERATION, "result": RESULT},
     ("generation", 2): {"settings": {**GENERATION, "chat": CHAT}, "result": RESULT},
+    ("tasks", 5): {"text": "sha256", "settings": TASKS, "result": CHOICES},
 }
 SOURCED = 2  # so much higher is the schema of what has a source, too
-KINDS |= {("perplexity", 3): KINDS["perplexity", 1] | PULLED, ("generation", 3): KINDS["generation", 1] | PULLED,
-          ("generation", 4): KINDS["generation", 2] | PULLED}
+KINDS |= {(kind, number + SOURCED): shape | PULLED for (kind, number), shape in KINDS.items()}
 SCHEMAS = sorted({schema for _, schema in KINDS})
 
 
@@ -151,6 +155,21 @@ def perplexity_document(made: dict, add_bos: bool, text_sha256: str, tokens, set
     about = {"n_ctx": settings.n_ctx, "n_chunks": len(digests), "type_k": settings.type_k, "type_v": settings.type_v,
              "add_bos": add_bos}
     return _document("perplexity", 1, made, tokens, settings, digests, text=text_sha256, settings=about, result=_ppl(ppl))
+
+
+def tasks_document(model, text_sha256: str, name: str, n_tasks: int, found: list[Answer], settings: Settings) -> dict:
+    """The attestation of tasks. text_sha256: of their file; name: of its format; n_tasks: as asked of `read_tasks`."""
+    about = {"format": name, "n_tasks": n_tasks, "type_k": settings.type_k, "type_v": settings.type_v,
+             "add_bos": bool(model.tokenizer.add_bos)}
+    result = {"n_right": sum(each.is_right for each in found), "n_right_norm": sum(each.is_right_norm for each in found),
+              "choices": [each.choice for each in found], "choices_norm": [each.choice_norm for each in found]}
+    return _document("tasks", 5, made_by(model), _scored_tokens([each.item for each in found]), settings,
+                     [each.digest for each in found], text=text_sha256, settings=about, result=result)
+
+
+def _scored_tokens(items: list[Item]) -> list[int]:
+    """Of all contexts and what is scored behind each, in order."""
+    return [id for item in items for each in item.parts for context, ids in each for id in context + ids]
 
 
 def attest_generation(model, prompt, n_predict: int, sampling: Sampling, settings: Settings, log,
@@ -299,9 +318,9 @@ def sampled(document: dict, n: int | None) -> list[int]:
     return sorted(random.SystemRandom().sample(windows, n)) if n and n < len(windows) else list(windows)
 
 
-def confirm(document: dict, model, text: str | None, sample: list[int], log) -> str:
-    """Computes windows of an attestation again. text: that of a perplexity, its digest checked.   sample: numbers of windows, as
-    from `sampled`.
+def confirm(document: dict, model, text: str | bytes | None, sample: list[int], log) -> str:
+    """Computes windows of an attestation again. text: that of a perplexity, or the file of tasks, its digest checked.   sample:
+    numbers of windows, as from `sampled`.
 
     Returns what was confirmed, in one line; NotConfirmed for other bits or another result; UserError for another model, tokenizer
     or tokens, and for what is said of them and is not so."""
@@ -313,8 +332,7 @@ def confirm(document: dict, model, text: str | None, sample: list[int], log) -> 
                             f"({document['model']['name']!r:.60}{f' of {of}' * bool(of)})")
     _check_claim("model.architecture", document["model"]["architecture"], model.architecture.name)
     n = len(document["windows"])
-    confirm_windows = _confirm_perplexity if document["kind"] == "perplexity" else _confirm_generation
-    result = confirm_windows(document, model, text, sample, log)
+    result = CONFIRM[document["kind"]](document, model, text, sample, log)
     numbers = f"window{'s' * (len(sample) > 1)} {', '.join(str(i + 1) for i in sample)} of {n}"
     which = f"by sample: {numbers}" if len(sample) < n else f"all {n} windows" if n > 1 else "the only window"
     made, here = document["environment"], model.backend
@@ -327,8 +345,8 @@ def _check_claim(what: str, attested, found) -> None:
         raise UserError(f"{what}: {attested!r:.60} attested, found {found!r:.60}")
 
 
-def _check_window(document: dict, i: int, logits: np.ndarray) -> None:
-    found = digest(logits)
+def _check_window(document: dict, i: int, found: str) -> None:
+    """found: the digest of window i."""
     if found != document["windows"][i]:
         raise NotConfirmed(f"not confirmed: window {i + 1} of {len(document['windows'])} gave {found}, attested "
                            f"{document['windows'][i]}")
@@ -347,7 +365,7 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
                                   ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
         _check_claim(what, attested, found)
     for i, logits in zip(sample, decode_windows(model, windows[sample], settings, log)):
-        _check_window(document, i, logits)
+        _check_window(document, i, digest(logits))
         nll = negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
         total += float(tree_sum(nll))
         count += len(nll)
@@ -386,7 +404,7 @@ def _confirm_generation(document, model, text, sample, log) -> str:
     with new_context(model, settings, len(prompt) + len(tokens), 1, log) as context:
         for first, rows in _generation_windows(context, prompt, tokens, sample[-1] + 1):
             if first // GENERATED in sample:
-                _check_window(document, first // GENERATED, rows)
+                _check_window(document, first // GENERATED, digest(rows))
                 chosen = _chosen(rows, len(prompt) + first, sampling)
                 if chosen != tokens[first:first + len(rows)]:
                     raise NotConfirmed(f"not confirmed: the logits of window {first // GENERATED + 1} are those attested and "
@@ -401,3 +419,32 @@ def _check_ending(tokens: list[int], n_predict: int, tokenizer) -> None:
     if len(tokens) != n:
         raise NotConfirmed(f"not confirmed: {len(tokens)} new tokens attested, must be {n}: to the first that ends the text, "
                            f"{n_predict} at most")
+
+
+def _confirm_tasks(document, model, data, sample, log) -> str:
+    about, attested, tokenizer = document["settings"], document["result"], model.tokenizer
+    if (name := about["format"]) not in FORMATS:
+        raise UserError(f"settings.format: is {name!r:.60}, this version has {', '.join(FORMATS)}")
+    items = to_items(name, read_tasks(name, data, about["n_tasks"], "tasks", log), tokenizer, model.n_ctx_train, "tasks")
+    tokens = _scored_tokens(items)
+    if tokens_sha256(tokens) != document["tokens"]["sha256"]:
+        raise UserError(f"tokens: the tasks give {len(tokens)} other tokens than attested, {document['tokens']['n']}")
+    for what, said, found in (("tokens.n", document["tokens"]["n"], len(tokens)),
+                              ("windows", len(document["windows"]), len(items)),
+                              ("settings.add_bos", about["add_bos"], bool(tokenizer.add_bos)),
+                              *((f"result.{what}", len(attested[what]), len(items)) for what in ("choices", "choices_norm"))):
+        _check_claim(what, said, found)
+    settings = Settings(type_k=about["type_k"], type_v=about["type_v"])
+    for i, each in zip(sample, answers(name, model, [items[i] for i in sample], settings, log=log)):
+        _check_window(document, i, each.digest)
+        for what, choice in ("choices", each.choice), ("choices_norm", each.choice_norm):
+            if attested[what][i] != choice:
+                raise NotConfirmed(f"not confirmed: the likelihoods of task {i + 1} are those attested and choose {choice} "
+                                   f"({what}), attested {attested[what][i]}")
+    for what, chosen in ("n_right", attested["choices"]), ("n_right_norm", attested["choices_norm"]):
+        if (n := sum(choice in item.task.right for choice, item in zip(chosen, items))) != attested[what]:
+            raise NotConfirmed(f"not confirmed: of the choices {n} are right ({what}), attested {attested[what]}")
+    return f"{name}: {attested['n_right_norm']} of {len(items)} right, normalised, {attested['n_right']} not"
+
+
+CONFIRM = {"perplexity": _confirm_perplexity, "generation": _confirm_generation, "tasks": _confirm_tasks}

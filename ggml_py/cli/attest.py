@@ -1,15 +1,16 @@
 """ggml-py attest: what came out, for others to confirm."""
 import json
 import sys
+from dataclasses import replace
 
 from ..files.writing import check_file, write
-from . import corpus
+from . import corpus, tasks
 from .loading import chat_of, encoded_prompt, existing, load, sampling_of, settings_of
 from .options import chunks, one_model, sampling, text
 from .parser import refuse
 from .values import at_least, output
 
-OF_A_PERPLEXITY = "-f", "-c", "--chunks", "--ray", "--ray-workers", "--ray-log"
+OF_A_PERPLEXITY = "-f", "-c", "--chunks", *corpus.NAMES, *tasks.NAMES
 OF_A_GENERATION = "-n", "--chat", "--date", "--temp", "--seed", "--top-k", "--top-p", "--min-p"
 
 
@@ -23,6 +24,7 @@ def options(p) -> None:
                    help="the text to continue, by the options that follow; without it the perplexity of -f by windows of -c")
     p.add_argument("-n", "--n-predict", type=at_least(1), default=128, metavar="N", help="new tokens at most")
     sampling(p)
+    tasks.options(p)
 
 
 def run(options, load_model) -> None:
@@ -30,14 +32,17 @@ def run(options, load_model) -> None:
     from ..engine.windows import read_text
     from ..files.pull import file_sha256
     from ..measure.perplexity import attest_perplexity
+    from ..measure.tasks import attest_tasks
     settings = settings_of(options, n_ctx=options.n_ctx or 512, n_chunks=options.n_chunks)
     generates = options.prompt is not None
     if generates:
-        refuse(options, OF_A_PERPLEXITY, "is of a perplexity, and -p asks for a generation")
+        refuse(options, OF_A_PERPLEXITY, "is of a perplexity or of tasks, and -p asks for a generation")
     else:
         refuse(options, OF_A_GENERATION, "is of a generation, which -p asks for; without it a perplexity is attested")
     refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
-    content = None if generates else read_text(existing(options.text))
+    asked = None if generates else tasks.asked(options)
+    read = asked.read(sys.stderr) if asked else []
+    content = None if generates or asked else read_text(existing(options.text))
     if options.ray:
         ppl, digests, made, tokens, add_bos = corpus.computed(options, settings)
         write_document(options, perplexity_document(made, add_bos, file_sha256(options.text), tokens, settings, ppl, digests))
@@ -48,12 +53,16 @@ def run(options, load_model) -> None:
             prompt, choice = encoded_prompt(options, model.tokenizer), sampling_of(options)
             document = attest_generation(model, prompt, options.n_predict, choice, settings, sys.stderr, chat_of(options))
             print(document["result"]["text"])
+        elif asked:
+            settings = replace(settings, n_ctx=options.n_ctx or model.n_ctx_train)
+            document = attest_tasks(model, asked.name, read, str(asked.path), asked.n_tasks, file_sha256(asked.path), settings,
+                                    sys.stdout, sys.stderr)
         else:
             tokens = model.tokenizer.encode(content)
             document = attest_perplexity(model, file_sha256(options.text), tokens, settings, sys.stdout, sys.stderr)
     write_document(options, document)
-    print(f"root: {document['merkle_root']}")
 
 
 def write_document(options, document: dict) -> None:
     write(options.output, json.dumps(document, indent=1).encode() + b"\n")
+    print(f"root: {document['merkle_root']}")

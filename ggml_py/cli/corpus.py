@@ -11,6 +11,8 @@ from .loading import checked_threads, existing, load, model_path
 from .parser import Parser
 from .values import at_least, output
 
+NAMES = "--ray", "--ray-workers", "--ray-log"
+
 
 def options(p: Parser) -> None:
     p.add_argument("--ray", metavar="ADDRESS|local",

@@ -1,14 +1,15 @@
-"""ggml-py perplexity: of a text, and KL divergence files."""
+"""ggml-py perplexity: of a text, KL divergence files, and tasks."""
 import sys
 import time
 from pathlib import Path
 
 from ..base.errors import UserError
-from ..files.writing import check_file
-from . import corpus
+from ..files.writing import check_file, write
+from . import corpus, tasks
 from .loading import existing, load, settings_of
 from .options import chunks, one_model, text
-from .values import at_least
+from .parser import refuse
+from .values import at_least, output
 
 
 def options(p) -> None:
@@ -21,12 +22,19 @@ def options(p) -> None:
                    help="the base file, written unless --kl-divergence is given")
     corpus.options(p)
     p.add_argument("--kl-divergence", action="store_true", help="compare with the base file, on its tokens")
+    tasks.options(p)
+    p.add_argument("--out", type=output(check_file), metavar="FILE.jsonl",
+                   help="of tasks, a line each: what was chosen, and the likelihood of every token that was scored")
 
 
 def run(options, load_model) -> None:
     from ..engine.windows import read_text
     from ..measure import kl_divergence
     from ..measure.perplexity import perplexity, strided_perplexity
+    if asked := tasks.asked(options):
+        score(options, load_model, asked)
+        return
+    refuse(options, ("--out",), "is of tasks, such as --tasks; none are given")
     base_path = options.kl_divergence_base
     if options.kl_divergence and base_path is None:
         raise UserError("--kl-divergence: needs --kl-divergence-base FILE to compare with")
@@ -62,3 +70,13 @@ def run(options, load_model) -> None:
             print(f"perplexity: saving all logits to {base_path}", file=sys.stderr)
             writer = lambda windows: kl_divergence.base_writer(base_path, model.n_vocab, windows)
         perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer)
+
+
+def score(options, load_model, asked: tasks.Asked) -> None:
+    from ..measure.tasks import as_json_lines, score_tasks
+    read = asked.read(sys.stderr)
+    with load(options, load_model) as model:
+        settings = settings_of(options, n_ctx=options.n_ctx or model.n_ctx_train)
+        found = score_tasks(model, asked.name, read, str(asked.path), settings, sys.stdout, sys.stderr)
+    if options.out:
+        write(options.out, as_json_lines(found))

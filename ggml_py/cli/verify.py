@@ -101,7 +101,8 @@ def confirm_attestation(options, load_model) -> int:
     if document["kind"] == "generation":
         refuse(options, ("-f",), f"{options.attestation} is of a generation, whose prompt is in it")
     else:
-        text, found = read_text(existing(options.text)), file_sha256(options.text)
+        read = Path.read_bytes if document["kind"] == "tasks" else read_text
+        text, found = read(existing(options.text)), file_sha256(options.text)
         if found != document["text"]:
             raise UserError(f"{options.text}: another text than attested: sha256 is {found}, must be {document['text']}")
     path, = model_paths(options)

@@ -12,10 +12,10 @@ from math import fsum
 
 import numpy as np
 
-from ..base.defaults import MOST_DEFAULT_CONTEXT, N_UBATCH
+from ..base.defaults import MOST_DEFAULT_CONTEXT
 from ..base.errors import ParameterError
-from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
+from .settings import Settings, new_context
 
 Ids = tuple[int, ...]
 Pair = tuple[Ids, Ids]  # of a context, at least one, and of its continuation
@@ -172,9 +172,9 @@ class Scorer:
                 yield each, Likelihood(each[1], tuple(logprobs.tolist()), best.tolist() == [*each[1]])
 
 
-def score_many(model, pairs: Iterable[tuple[Text, Text]], n_seq_max: int | None = None, type_k: str = "f16", type_v: str = "f16",
-               n_ubatch: int = N_UBATCH, progress: Callable[[int, int], None] | None = None) -> list[Likelihood]:
-    """`Model.score_many`."""
+def score_many(model, pairs: Iterable[tuple[Text, Text]], settings: Settings, n_seq_max: int | None = None,
+               progress: Callable[[int, int], None] | None = None, log=None) -> list[Likelihood]:
+    """`Model.score_many`.   settings: of the context, but for its positions.   log: as of `settings.new_context`."""
     asked: list[Pair] = []
     for i, pair in enumerate(pairs):
         if isinstance(pair, str) or len(pair) != 2:
@@ -193,11 +193,10 @@ def score_many(model, pairs: Iterable[tuple[Text, Text]], n_seq_max: int | None 
         n_ctx = max(map(n_positions, alike))
         n_together = n_seq_max
         if n_together is None:
-            n_bytes = model.architecture.context_bytes(n_ctx, 1, type_k, type_v, LEAST_ROLLBACK).total()
+            n_bytes = model.architecture.context_bytes(n_ctx, 1, settings.type_k, settings.type_v, settings.n_rollback).total()
             n_together = max(1, min(MOST_SEQUENCES, MOST_DEFAULT_CONTEXT // max(n_bytes, 1)))
         n_together = min(n_together, len(alike))
-        with model.new_context(n_ctx * n_together, n_ubatch=n_ubatch, type_k=type_k, type_v=type_v,
-                               n_seq_max=n_together) as context:
+        with new_context(model, settings, n_ctx, n_together, log) as context:
             scorer = Scorer(context)
             for first in range(0, len(alike), n_together):
                 found.update(scorer.score(part := alike[first:first + n_together]))

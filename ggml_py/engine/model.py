@@ -48,6 +48,7 @@ from .completion import Arguments, Generation, Piece, Prompt
 from .kept import Kept
 from .likelihood import Likelihood, Text, score_many
 from .sampling import not_a_number
+from .settings import Settings
 
 lock_holders: WeakSet = WeakSet()  # models and contexts
 
@@ -218,7 +219,7 @@ class Model:
         how many there are.
         ParameterError for what is no pair, for a longer text than the model was trained on, and where nothing can stand for an
         empty context; UserError for ids that there are not."""
-        return score_many(self, pairs, n_seq_max, type_k, type_v, n_ubatch, progress)
+        return score_many(self, pairs, Settings(n_ubatch=n_ubatch, type_k=type_k, type_v=type_v), n_seq_max, progress)
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH,  # noqa: PLR0913 (settings, given by their names)
                     n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,

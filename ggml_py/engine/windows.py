@@ -11,9 +11,13 @@ from .settings import Settings, new_context
 
 
 def read_text(path: Path) -> str:
+    return as_text(path.read_bytes())
+
+
+def as_text(data: bytes) -> str:
     """The text of a file without exactly one trailing newline; bytes that are not UTF-8, as at a cut end, reach the tokenizer as
     lone surrogates."""
-    return path.read_bytes().removesuffix(b"\n").decode("utf-8", errors="surrogateescape")
+    return data.removesuffix(b"\n").decode("utf-8", errors="surrogateescape")
 
 
 def first_windows(tokens, c: int, n_chunks: int) -> np.ndarray:

@@ -16,3 +16,17 @@ def mean_and_error(total: float, total_of_squares: float, count: int) -> tuple[f
 def mean_and_deviation(samples) -> tuple[float, float]:
     """Arithmetic mean and sample standard deviation, which is 0 of a single value."""
     return statistics.fmean(samples), statistics.stdev(samples) if len(samples) > 1 else 0.0
+
+
+def proportion_error(p: float, n: int) -> float:
+    """Standard error sqrt(p (1 - p) / (n - 1)) of the share p of n; NaN of a single one."""
+    return math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan
+
+
+def wilson_interval(p: float, n: int) -> tuple[float, float]:
+    """Where, with a confidence of 95 %, the probability lies that gave a share p of n: Wilson's score interval, with llama.cpp's
+    digits."""
+    a = 1.95996398454
+    z = a * a / n
+    half = z * math.sqrt(n * (4 * p * (1 - p) + z)) / (2 * a)
+    return (p + z / 2 - half) / (1 + z), (p + z / 2 + half) / (1 + z)

@@ -335,8 +335,8 @@ def test_a_false_field_is_named(folder, capsys):
 # Refused: exit code 2 and one line
 
 @pytest.mark.parametrize("change, said", [
-    (lambda d: d.update(schema=5), "schema is 5, this version reads 1, 2, 3, 4"),
-    (lambda d: d.update(schema=True), "schema is True, this version reads 1, 2, 3, 4"),
+    (lambda d: d.update(schema=6), "schema is 6, this version reads 1, 2, 3, 4, 5, 7"),
+    (lambda d: d.update(schema=True), "schema is True, this version reads 1, 2, 3, 4, 5, 7"),
     (lambda d: d.update(schema=2), "kind is 'perplexity', allowed: generation"),
     (lambda d: d.update(schema=3), "model has name, architecture, sha256, must have name, architecture, sha256, source"),
     (lambda d: d.update(numerics=2), "numerics version is 2, this is 1: other bits by definition"),
@@ -535,8 +535,8 @@ def test_options_that_do_not_apply_to_an_attestation(folder, capsys, name, argv,
 
 
 @pytest.mark.parametrize("argv, said", [
-    *((["-p", "abc", *argv], f"{argv[0]}: is of a perplexity, and -p asks for a generation")
-      for argv in (["-c", "64"], ["--chunks", "-1"], ["--file", "x"])),
+    *((["-p", "abc", *argv], f"{argv[0]}: is of a perplexity or of tasks, and -p asks for a generation")
+      for argv in (["-c", "64"], ["--chunks", "-1"], ["--file", "x"], ["--hellaswag", "x"], ["--winogrande-tasks", "3"])),
     *((argv, f"{argv[0]}: is of a generation, which -p asks for; without it a perplexity is attested")
       for argv in (["--date", "today"],
                    ["--temp", "0"], ["--seed", "1"], ["--top-k", "1"], ["--top-p", "1"], ["--min-p", "0"], ["--chat"],
