@@ -125,6 +125,14 @@ def versions() -> dict[str, str]:
     return found
 
 
+def environment_of(backends) -> dict[str, Any]:
+    """Devices, driver and versions, as COMMON has them."""
+    return {"device": "/".join(backend.device for backend in backends),
+            "device_name": "/".join(dict.fromkeys(backend.name for backend in backends)),
+            "driver": next((b.driver_version() for b in backends if hasattr(b, "driver_version")), "none"),
+            "versions": {**versions(), **{name: said for b in backends for name, said in b.versions().items()}}}
+
+
 # Attesting
 
 def made_by(model) -> dict:
@@ -135,10 +143,7 @@ def made_by(model) -> dict:
     if source := source_of(model.file.paths, files):
         about["source"] = source
     return {"model": about, "tokenizer": tokenizer_sha256(model.file.metadata),
-            "environment": {"device": "/".join(backend.device for backend in backends),
-                            "device_name": "/".join(dict.fromkeys(backend.name for backend in backends)),
-                            "driver": next((b.driver_version() for b in backends if hasattr(b, "driver_version")), "none"),
-                            "versions": {**versions(), **{name: said for b in backends for name, said in b.versions().items()}}}}
+            "environment": environment_of(backends)}
 
 
 def made_by_all(makers: Sequence[dict]) -> dict:

@@ -22,6 +22,9 @@ from .digest import LogitsDigest
 from .merkle import merkle_root
 
 
+SHORTENED = "* of the first window only, compared with the default setting's rows for them"
+
+
 @dataclass
 class Result:
     setting: Setting
@@ -36,6 +39,14 @@ class Result:
         if self.setting.reason or not self.digest:
             return "not run" if self.setting.reason else "running"
         return "elsewhere" if self.elsewhere else "same" if self.digest == self.expected else "different"
+
+
+    def described(self, windows: np.ndarray) -> tuple[str, str]:
+        """How many tokens were computed, and what came of it, as tables have it."""
+        s = self.setting
+        verdict = {"same": "pass", "different": "FAIL", "elsewhere": f"FAIL: {self.elsewhere}", "not run": f"not run: {s.reason}",
+                   "running": ""}[self.status]
+        return "" if s.reason else f"{s.n_computed(windows)}{' *' * bool(s.n_tokens)}", verdict
 
 
 class WindowDigests:
@@ -203,11 +214,9 @@ class LiveTable:
                       box=None, pad_edge=False)
         for r in self.results:
             s, done = r.setting, bool(r.digest)
-            verdict = {"same": "pass", "different": "FAIL", "elsewhere": f"FAIL: {r.elsewhere}",
-                       "not run": f"not run: {s.reason}", "running": ""}[r.status]
-            tokens = "" if s.reason else f"{s.n_computed(self.windows)}{' *' * bool(s.n_tokens)}"
+            tokens, verdict = r.described(self.windows)
             table.add_row(s.axis, s.name, s.device, tokens, f"{r.seconds:.1f}" if done else "", r.digest[:16], verdict)
         if any(r.setting.n_tokens for r in self.results):
             table.caption_justify = "left"
-            table.caption = "* of the first window only, compared with the default setting's rows for them"
+            table.caption = SHORTENED
         return table

@@ -44,7 +44,7 @@ def parse(args: list[str]):
     module = import_module(f".{args[0].replace('-', '_')}", __package__)
     module.options(parsers[args[0]])
     options = parsers[args[0]].parse(args[1:])
-    options.command, options.module = args[0], module
+    options.command, options.module, options.args = args[0], module, args[1:]
     return options
 
 

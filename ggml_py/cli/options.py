@@ -7,9 +7,10 @@ from pathlib import Path
 
 from ..base.defaults import CHAT_DATE, DRAFT_MAX, MARGIN, MODEL, N_BATCH, N_UBATCH, TEXT
 from ..base.placement import ExpertsOnHost, Override
+from ..files.writing import check_file
 from .parser import Parser
 from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
-                     offload, one_of, overrides, pass_names, proportions, sha256, split_mode)
+                     offload, one_of, output, overrides, pass_names, proportions, sha256, split_mode)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
 WHATEVER = "changes the speed, never a bit"
@@ -188,6 +189,11 @@ def drafts(p: Parser) -> None:
                    help="guesses of a step at most")
     p.add_argument("--draft-p-min", dest="draft_p_min", type=number(0, 1), default=0.0, metavar="P",
                    help="a draft of a model or its block ends before a token of a probability below P")
+
+
+def report(p: Parser) -> None:
+    p.add_argument("--report", type=output(check_file), metavar="FILE.html",
+                   help="the results with plots as a page for a browser, which needs nothing else")
 
 
 def random_tokens(p: Parser) -> None:

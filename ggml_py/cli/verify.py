@@ -7,7 +7,7 @@ from ..base.errors import UserError
 from ..files.writing import check_file, check_folder, write
 from .loading import OF_A_HUB, existing, load_on, model_paths, set_threads
 from .main import behind
-from .options import attention, cache_types, chunks, context_size, model, text, threads
+from .options import attention, cache_types, chunks, context_size, model, report, text, threads
 from .parser import refuse
 from .values import at_least, device, listed, output
 
@@ -31,6 +31,7 @@ def options(p) -> None:
                         "placement, which loads the weights a second time, and device, all by default; one must run here")
     p.add_argument("--reruns", type=at_least(1), default=2, metavar="N", help="of the default setting")
     p.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")
+    report(p)
     p.add_argument("--dump", type=output(check_folder), metavar="DIR",
                    help="where inputs and outputs of the first node that differs go, with a script that runs it")
     p.add_argument("--attestation", type=Path, metavar="FILE",
@@ -78,6 +79,10 @@ def verify(options, load_model) -> int:
                 difference = verification.bisect(mismatch)
                 with behind(code):
                     print(difference or NO_NODE, flush=True)
+            if options.report:
+                with behind(code):
+                    found = str(difference or NO_NODE) if mismatch and options.bisect else ""
+                    report_verification(options, verification, found)
         if difference and options.dump:
             with behind(code):
                 difference.save(options.dump)
@@ -85,6 +90,46 @@ def verify(options, load_model) -> int:
         with behind(code):
             write(options.json, verification.report(str(path), difference).encode())
     return code
+
+
+MARKS = {"same": ("good", "✓"), "different": ("bad", "✗"), "elsewhere": ("bad", "✗"), "not run": ("none", ""),
+         "running": ("none", "")}  # styles of report.html, and signs
+
+
+def report_verification(options, verification, difference: str) -> None:
+    """The page of --report. difference: what is said of the first node that differs, or ""."""
+    from .. import NUMERICS_VERSION
+    from ..check.attestation import environment_of, files_sha256
+    from ..check.axes import AXES
+    from ..check.verify import SHORTENED
+    from .report import Chart, Mark, Table, Text, write_report
+    models, results = verification.models, verification.results
+    model, (n_windows, n_ctx) = next(iter(models.values())), verification.windows.shape
+    verdicts, axes, default = [result.described(verification.windows) for result in results], [], results[0].digest
+    for axis in dict.fromkeys(result.setting.axis for result in results):
+        of_axis = [result for result in results if result.setting.axis == axis]
+        squares = [[Mark(MARKS[r.status][1], f"cell {MARKS[r.status][0]}", f"{r.setting.name}: {r.digest or r.setting.reason}")
+                    for r in of_axis if r.setting.device == device and not r.setting.reason] for device in models]
+        # of settings that computed fewer tokens, the same digest as that of the default one's rows stands for the default one's
+        found = {default if r.status == "same" else r.digest for r in of_axis if r.digest}
+        digests = [Mark(f"{digest[:16]} ", "digest" if digest == default else "digest bad", digest)
+                   for digest in sorted(found, key=lambda digest: (digest != default, digest))]
+        axes.append((axis, AXES.get(axis, "one window after the other"), *squares,
+                     digests or [Mark("; ".join(dict.fromkeys(r.setting.reason for r in of_axis)), "none")]))
+    settings = [(r.setting.axis, r.setting.name, r.setting.device, tokens, f"{r.seconds:.1f}" if r.digest else "",
+                 [Mark(r.digest[:16], "digest", r.digest)], [Mark(verdict, MARKS[r.status][0])])
+                for r, (tokens, verdict) in zip(results, verdicts)]
+    parts: list[Table | Chart | Text] = [
+        Table("Axes", ("axis", "settings that must not matter", *models, "digests"), axes,
+              text="A square is a setting. Point at it to read its name and its digest."),
+        *([Text("The first node that differs", difference)] if difference else []),
+        Table("Settings", ("axis", "setting", "device", "tokens", "s", "digest", "result"), settings, frozenset({3, 4}),
+              note=SHORTENED if any(r.setting.n_tokens for r in results) else "")]
+    write_report(options.report, options, f"The same bits: {model.file.path.name}", verification.verdict(),
+                 verification.confirmed, parts, environment_of([each.backend for each in models.values()]),
+                 model=str(model.file.path),
+                 sha256=", ".join(files_sha256(model.file)), numerics=str(NUMERICS_VERSION),
+                 windows=f"{n_windows} of {n_ctx} tokens", text=str(options.text))
 
 
 def confirm_attestation(options, load_model) -> int:

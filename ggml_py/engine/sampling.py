@@ -134,7 +134,7 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence
     logits = adjusted(logits, sampling, text)
     if allowed is not None:
         if not (logits[allowed] > -np.inf).any():
-            raise UserError(f"all that the grammar allows as token {position} has the logit -infinity")
+            raise UserError(f"all that the grammar allows as token {position} has a logit of minus infinity")
         return int(allowed[_chosen(logits[allowed], position, sampling)])
     return _chosen(logits, position, sampling)
 

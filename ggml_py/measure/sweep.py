@@ -59,8 +59,9 @@ def sweep(model, settings: Settings, n_gen: int, seed: int, warm_up: bool, log) 
             yield Row(n_prompt, n_gen, n_kv, t_pp, n_prompt / t_pp, t_tg, n_gen / t_tg)
 
 
-def print_sweep(rows: Iterator[Row], about: dict, out, style: str) -> None:
-    """style: "md", a table, or "jsonl", a line a row that also holds what `about` says."""
+def print_sweep(rows: Iterator[Row], about: dict, out, style: str) -> list[Row]:
+    """style: "md", a table, or "jsonl", a line a row that also holds what `about` says. Returns the rows."""
+    printed = []
     if style == "md":
         print("|" + " | ".join(f"{name:>{format_[0]}}" for name, format_ in COLUMNS.items()) + " |", file=out)
         print("|" + "-|-".join("-" * int(format_[0]) for format_ in COLUMNS.values()) + "-|", file=out, flush=True)
@@ -70,3 +71,5 @@ def print_sweep(rows: Iterator[Row], about: dict, out, style: str) -> None:
         else:
             line = json.dumps({**about, **asdict(row)})
         print(line, file=out, flush=True)
+        printed.append(row)
+    return printed

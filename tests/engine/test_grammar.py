@@ -126,7 +126,7 @@ def test_the_mask_comes_first():
         for sampling in Sampling(), Sampling(1.0, top_k=3), Sampling(0.8, top_k=0, presence_penalty=1.0):
             assert choose(logits, position, sampling, [3, 4], allowed) == choose(masked, position, sampling, [3, 4])
     logits[:] = -np.inf
-    with pytest.raises(UserError, match="^all that the grammar allows as token 7 has the logit -infinity$"):
+    with pytest.raises(UserError, match="^all that the grammar allows as token 7 has a logit of minus infinity$"):
         choose(logits, 7, Sampling(), (), allowed)
 
 
