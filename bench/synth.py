@@ -29,9 +29,10 @@ OF_HEADS = "ssm_a", "ssm_d", "ssm_norm.weight"  # of Mamba 2 they have two dimen
 SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
 # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# F16, of which quantizers are timed, and those with a float16 scale a block; gguf cannot read Q1_0
-TYPES = ["F16", *(fmt.name for fmt in FORMATS.values()
-                  if (("d", 2) in fmt.fields or fmt.header) and fmt.is_in_files and fmt.name != "Q1_0")]
+# F16, of which quantizers are timed, and those with a float16 scale or an exponent a block; gguf cannot read Q1_0
+TYPES = ["F16", *(fmt.name for fmt in FORMATS.values() if fmt.is_in_files and fmt.name != "Q1_0"
+                  and (("d", 2) in fmt.fields or ("e", 1) in fmt.fields or fmt.header))]
+MIXES = {"MXFP4_MOE": ("MXFP4", "Q8_0")}  # as gpt-oss is published: of experts, of the other matrices
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,9 @@ def pool(fmt: Format, n_cols: int, rng: np.random.Generator) -> np.ndarray:
         return rows
     blocks, first = rows.reshape(n_rows, -1, fmt.type_size), 0
     for name, size in fmt.fields:
-        if name in ("d", "dmin", "m"):
+        if name == "e":  # powers of two
+            blocks[..., first] += np.rint(np.log2(factor)).astype(np.int8).view(np.uint8)
+        elif name in ("d", "dmin", "m"):
             scales = blocks[..., first:first + size].view(np.float16)
             scales[:] = scales * factor
         first += size
@@ -334,14 +337,16 @@ def tensor_type(t: TensorShape, type_: str) -> str:
     if len(t.shape) == 1:
         return "F32"
     name = type_ if type_ == "F16" and t.type != "F32" else t.type or type_
+    if type_ in MIXES and name != "F32":
+        name = MIXES[type_]["_exps." not in t.name]
     return name if t.shape[-1] % FORMATS[name].block_size == 0 else SMALLER_BLOCKS.get(name, "IQ4_NL")
 
 
 def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
-    """Writes the model. type_: of the matrices, where the shape does not name another.
-    ValueError for a type without float16 scales."""
-    if type_ not in TYPES:
-        raise ValueError(f"type: {type_!r} is not one of {', '.join(TYPES)}")
+    """Writes the model. type_: of the matrices, where the shape does not name another; or a mix of two.
+    ValueError for a type without float16 scales or exponents."""
+    if type_ not in (*TYPES, *MIXES):
+        raise ValueError(f"type: {type_!r} is not one of {', '.join((*TYPES, *MIXES))}")
     rng, pools = np.random.default_rng(seed), {}
     w = GGUFWriter(path, shape.arch)
     add_metadata(w, shape)
@@ -366,7 +371,7 @@ def write(path: Path, shape: Shape, type_: str, seed: int = 0) -> Path:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("shape", choices=SHAPES)
-    p.add_argument("type", choices=TYPES)
+    p.add_argument("type", choices=[*TYPES, *MIXES])
     p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.gguf")
     p.add_argument("--layers", type=int, help="another number of layers")
     p.add_argument("--nextn", type=int, default=0, help="NextN (MTP) blocks behind the layers")
