@@ -3,18 +3,28 @@ being compiled."""
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
+from functools import partial
+
+Told = Callable[[int, int], None]  # how many steps are done, and how many there are
+
+
+def teller(stream, otherwise: Callable[[str], object]) -> Callable[[str], object]:
+    """What says a line: on a stream, or `otherwise` where there is none, such as `info` of a logger."""
+    return otherwise if stream is None else partial(print, file=stream, flush=True)
 
 
 class Progress:
-    """Context manager over `total` steps of `label`; `advance()` after each step.
+    """Context manager over `total` steps of `label`; `advance()` after each step. told: is told of each.
 
     Drawn on `stream` when that is a terminal, unless rows are written meanwhile to `beside` and that is a terminal too: bar and
     rows would mix. of_bytes: a step is a byte; n_done: steps that were done before.
     """
 
-    def __init__(self, stream, label: str, total: int, beside=None, of_bytes: bool = False, n_done: int = 0):
-        self.bar = None
+    def __init__(self, stream, label: str, total: int, beside=None, of_bytes: bool = False, n_done: int = 0,
+                 told: Told | None = None):
+        self.bar, self.told, self.n_done, self.total = None, told, n_done, total
         if stream and stream.isatty() and not (beside and beside.isatty()):
             from rich.console import Console
             from rich.progress import (BarColumn, DownloadColumn, MofNCompleteColumn, Progress as Bar, ProgressColumn, TextColumn,
@@ -36,13 +46,15 @@ class Progress:
 
     def advance(self, note: str = "", n: int = 1):
         """n steps are done; note: what to show before the bar from now on, unchanged if empty."""
+        self.n_done += n
+        if self.told:
+            self.told(self.n_done, self.total)
         if self.bar:
             self.bar.update(self.task, advance=n, description=note or None)
 
     def reach(self, done: int) -> None:
         """So many steps are done."""
-        if self.bar:
-            self.bar.update(self.task, completed=done)
+        self.advance(n=done - self.n_done)
 
 
 # Writes on the line below the cursor (ESC D makes room for one), and leaves the cursor where it was.

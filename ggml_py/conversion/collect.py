@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..base.errors import ParameterError, UserError
-from ..base.progress import Progress
+from ..base.progress import Progress, Told
 from ..check.evaluate import arrays_on_host
 from ..check.recording import Batch, RecordedContext
 from ..engine.settings import Settings, check_context
@@ -100,9 +100,11 @@ class SquareSums:
         running.counts += np.bincount(to, minlength=n_matrices)[:len(running.counts)]
 
 
-def collect(model, tokens, settings: Settings, dataset: str, path: Path, log, process_output: bool = False) -> ImportanceMatrix:
+def collect(model, tokens, settings: Settings, dataset: str, path: Path, log=None, process_output: bool = False,
+            progress: Told | None = None) -> ImportanceMatrix:
     """The importance matrix of a text, by windows of settings.n_ctx tokens as llama-imatrix has them; of matrices in layers, and
-    with `process_output` of the output head. dataset: names the text. path: where it will be written."""
+    with `process_output` of the output head. dataset: names the text. path: where it will be written. log: a stream for
+    a bar, if it is a terminal. progress: is told how many windows are done, and of how many."""
     placement = model.architecture.placement
     if placement.columns:
         raise ParameterError("split_mode", "devices that share columns have parts of a product's inputs; allowed: layer, none")
@@ -114,11 +116,11 @@ def collect(model, tokens, settings: Settings, dataset: str, path: Path, log, pr
                          n_threads_batch=settings.n_threads_batch) as context:
         sums.context = context
         context.observer = lambda *told: None  # then all tokens go through the last layer, also without logits
-        with Progress(log, "importance matrix", len(windows)) as progress:
+        with Progress(log, "importance matrix", len(windows), told=progress) as bar:
             for window in windows:
                 context.clear()
                 context.decode(window, logits="all" if process_output else "none")
-                progress.advance()
+                bar.advance()
     for name, running in sums.found.items():
         if not np.isfinite(running.values).all():
             raise UserError(f"{model.file.path}: the inputs of {name} are not finite on this text, or their squares too large")

@@ -1,10 +1,14 @@
 """How a model is to be run, and the context that this asks for."""
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..base.defaults import N_BATCH, N_UBATCH
 from ..base.errors import ParameterError
+from ..base.progress import teller
 from ..state.recurrent import LEAST_ROLLBACK
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,10 @@ def check_context(model, n_ctx: int) -> None:
 
 
 @contextmanager
-def new_context(model, settings: Settings, window: int, n_seq: int, log):
-    """A context for n_seq sequences of `window` tokens each, closed at the end. log: where `verbose` describes it."""
+def new_context(model, settings: Settings, window: int, n_seq: int, log=None):
+    """A context for n_seq sequences of `window` tokens each, closed at the end. log: the stream on which `verbose` describes it;
+    None: by `logging`."""
+    say = teller(log, logger.info)
     check_context(model, window)
     n_ctx = n_seq * window
     with model.new_context(n_ctx=n_ctx, n_batch=min(settings.n_batch, n_ctx), n_ubatch=settings.n_ubatch, type_k=settings.type_k,
@@ -43,7 +49,7 @@ def new_context(model, settings: Settings, window: int, n_seq: int, log):
                            kv_write=settings.kv_write, n_rollback=settings.n_rollback,
                            n_threads_batch=settings.n_threads_batch) as context:
         if settings.verbose:
-            print(f"{model.describe()}\n{context.describe()}", file=log)
+            say(f"{model.describe()}\n{context.describe()}")
         yield context
         if settings.verbose:
-            print(context.launches(), file=log)
+            say(context.launches())

@@ -1,4 +1,5 @@
 """From a text to windows of tokens, and from windows to their logits. Shapes: c = n_ctx, tokens of a window; V = n_vocab."""
+import logging
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -7,7 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from ..base.errors import ParameterError
+from ..base.progress import teller
 from .settings import Settings, new_context
+
+logger = logging.getLogger(__name__)
 
 
 def read_text(path: Path) -> str:
@@ -85,10 +89,10 @@ def decode_from(context, sequences, first: int, n_batch: int) -> list[np.ndarray
 
 
 class Clock:
-    """Times the decoding of a run and reports it in llama.cpp's words on `log`."""
+    """Times the decoding of a run and reports it in llama.cpp's words on `log`, a stream; None: by `logging`."""
 
     def __init__(self, log, n_groups: float):
-        self.log, self.n_groups, self.n_tokens, self.seconds = log, n_groups, 0, 0.0
+        self.say, self.n_groups, self.n_tokens, self.seconds = teller(log, logger.info), n_groups, 0, 0.0
 
     def decode(self, context, sequences, first: int, n_batch: int) -> list[np.ndarray]:
         """`decode_from`, timed."""
@@ -98,21 +102,20 @@ class Clock:
         if not self.n_tokens:
             left = int(seconds * self.n_groups)
             hours = f"{left // 3600} hours " if left >= 3600 else ""
-            print(f"perplexity: {seconds:.2f} seconds per pass - ETA {hours}{left % 3600 / 60:.2f} minutes", file=self.log)
+            self.say(f"perplexity: {seconds:.2f} seconds per pass - ETA {hours}{left % 3600 / 60:.2f} minutes")
         self.n_tokens += sequences.size
         self.seconds += seconds
         return rows
 
     def report(self) -> None:
-        print(f"perplexity: {self.n_tokens} tokens in {self.seconds:.2f} s, {self.n_tokens / self.seconds:.1f} tokens/s",
-              file=self.log)
+        self.say(f"perplexity: {self.n_tokens} tokens in {self.seconds:.2f} s, {self.n_tokens / self.seconds:.1f} tokens/s")
 
 
-def decode_windows(model, windows: np.ndarray, settings: Settings, log) -> Iterator[np.ndarray]:
+def decode_windows(model, windows: np.ndarray, settings: Settings, log=None) -> Iterator[np.ndarray]:
     """Yield, window after window, the logits of its positions c/2 .. c-2, float32 [c - 1 - c/2, V]: they score the tokens at
     c/2+1 .. c-1.
 
-    windows: int32 [n_chunks, c], BOS not yet substituted.
+    windows: int32 [n_chunks, c], BOS not yet substituted. log: of `Clock`.
     """
     c, n_seq = settings.n_ctx, min(n_sequences(settings), len(windows))
     decoded = with_bos(model, windows)

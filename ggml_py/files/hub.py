@@ -16,13 +16,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..base.errors import ParameterError, UserError, quoted
-from ..base.progress import Progress
+from ..base.progress import Progress, teller
 from .pull import file_sha256, models_folder
 from .writing import write, writing
 
@@ -84,7 +83,7 @@ def pull_from_hub(asked: HubModel, log=None, folder: Path | None = None, offline
     hub that does not answer is told of, and what is here is taken. thorough: what is here is read and its sha256 compared, also
     where nothing wrote into it since it came.
     UserError in one line for what cannot be; no file is ever half there under its name."""
-    say = logger.info if log is None else partial(print, file=log, flush=True)
+    say = teller(log, logger.info)
     folder = (models_folder() if folder is None else folder) / "hub"
     folder /= f"{asked.repo.replace('/', '--')}@{quote(asked.revision, safe='')}"
     commit = None

@@ -7,11 +7,11 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
-from functools import partial
 from hashlib import file_digest
 from pathlib import Path
 
 from ..base.errors import UserError
+from ..base.progress import teller
 from .writing import writing
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def pull(name: str, log=None, folder: Path | None = None, fetch=download) -> Pat
     Two processes may pull at once: each writes a file of its own beside the final path and renames it, and either result is the
     same file.
     """
-    say = logger.info if log is None else partial(print, file=log, flush=True)
+    say = teller(log, logger.info)
     if name not in MODELS:
         raise UserError(f"pull: unknown model {name!r}, known: {', '.join(MODELS)}")
     source, folder = MODELS[name], models_folder() if folder is None else folder

@@ -11,6 +11,7 @@ token:
 
     log p_i = scale * code_i + min_log_prob        scale = (max - low) / 65535, low = max(min logit, max - 16)
 """
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ import numpy as np
 
 from ..base.errors import UserError
 from ..base.exact_math import exp, log, log_sum_exp, tree_sum
-from ..base.progress import Progress
+from ..base.progress import Progress, Told, teller
 from ..check.digest import LogitsDigest
 from ..engine.settings import Settings, check_context
 from ..engine.windows import cap_chunks, decode_windows, split_windows
 from ..files.writing import replacing
 from .statistics import mean_and_error
 
+logger = logging.getLogger(__name__)
 MAGIC = b"_logits_"
 HEADER_BYTES = 8 + 4 + 4 + 4
 CLIP = np.float32(16)  # nothing below the best logit by more than this is told apart
@@ -257,8 +259,9 @@ def summary(s: Statistics) -> str:
         f"Same top p: {s.same_top.times(100):6.3f,5.3f} %"])
 
 
-def compare(model, base: BaseFile, settings: Settings, out, log) -> Statistics:
-    """The model against a base file, on the file's tokens; a row after each window and the blocks go to `out`, the rest to `log`.
+def compare(model, base: BaseFile, settings: Settings, out=None, log=None, progress: Told | None = None) -> Statistics:
+    """The model against a base file, on the file's tokens; a row after each window and the blocks go to `out`, the rest to `log`:
+    streams. None: nowhere, and to `logging`. progress: is told how many windows are done, and of how many.
 
     settings.n_ctx must be base.n_ctx. Returns the statistics over all windows.
     """
@@ -267,32 +270,34 @@ def compare(model, base: BaseFile, settings: Settings, out, log) -> Statistics:
     check_context(model, base.n_ctx)
     n_chunks, digest, comparison = cap_chunks(base.n_chunk, settings.n_chunks), LogitsDigest(), None
     windows = base.tokens[:n_chunks]
-    print(f"kl_divergence: {n_chunks} chunks of {base.path}, n_ctx={base.n_ctx}", file=log)
-    print(CHUNK_HEADER, file=out)
-    with Progress(log, "KL divergence", n_chunks, beside=out) as progress:
+    teller(log, logger.info)(f"kl_divergence: {n_chunks} chunks of {base.path}, n_ctx={base.n_ctx}")
+    say = teller(out, lambda line: None)
+    say(CHUNK_HEADER)
+    with Progress(log, "KL divergence", n_chunks, beside=out, told=progress) as bar:
         for i, logits in enumerate(decode_windows(model, windows, settings, log)):
             digest.update(logits)
             window = compare_window(logits, base.records(i), windows[i, base.n_ctx // 2 + 1:])
             comparison = window if comparison is None else comparison + window
             statistics = Statistics(comparison)
-            print(chunk_row(i + 1, statistics), file=out, flush=True)
-            progress.advance()
+            say(chunk_row(i + 1, statistics))
+            bar.advance()
     if statistics.count >= MIN_TOKENS_FOR_SUMMARY:
-        print("", summary(statistics), sep="\n", file=out)
-    print(f"digest: {digest.hexdigest()}", file=out)
+        say("\n" + summary(statistics))
+    say(f"digest: {digest.hexdigest()}")
     return statistics
 
 
-def compare_models(model, source, tokens, settings: Settings, log) -> Statistics:
-    """A model against another of the same vocabulary on a text, window by window, by what a base file would hold of the other."""
+def compare_models(model, source, tokens, settings: Settings, log=None, progress: Told | None = None) -> Statistics:
+    """A model against another of the same vocabulary on a text, window by window, by what a base file would hold of the other.
+    log, progress: as of `compare`."""
     if source.n_vocab != model.n_vocab:
         raise UserError(f"{model.file.path}: it has a vocabulary of {model.n_vocab} tokens, {source.file.path} of "
                         f"{source.n_vocab}")
     windows = split_windows(tokens, settings)
     comparisons = []
-    with Progress(log, "KL divergence", len(windows)) as progress:
+    with Progress(log, "KL divergence", len(windows), told=progress) as bar:
         both = zip(decode_windows(model, windows, settings, log), decode_windows(source, windows, settings, log))
         for window, (logits, base) in zip(windows, both):
             comparisons.append(compare_window(logits, encode(base), window[settings.n_ctx // 2 + 1:]))
-            progress.advance()
+            bar.advance()
     return Statistics(reduce(add, comparisons))

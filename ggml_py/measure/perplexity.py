@@ -10,6 +10,7 @@ first token of each window. Logits at positions c/2 .. c-2 score the targets at 
 A window's nll are summed by exact_math.tree_sum, the windows one after the other. Shapes: c = n_ctx, n = scored positions of a
 window = c - 1 - c/2, V = n_vocab.
 """
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,13 +20,15 @@ import numpy as np
 
 from ..base.errors import ParameterError
 from ..base.exact_math import exp, negative_log_likelihood, tree_sum
-from ..base.progress import Progress
+from ..base.progress import Progress, Told, teller
 from ..check.attestation import made_by, perplexity_document
 from ..check.digest import LogitsDigest
 from ..engine.settings import Settings, check_context, new_context
 from ..engine.windows import Clock, cap_chunks, decode_windows, n_sequences, split_windows
 from ..testing import digest
 from .statistics import mean_and_error
+
+logger = logging.getLogger(__name__)
 
 
 class WindowScore(NamedTuple):
@@ -47,12 +50,12 @@ def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
 
 
 class Score:
-    """What windows score: the perplexity so far, and a digest of their logits. Context manager; the list `[i]ppl,` is printed as
-    it grows, except where a progress bar shares the terminal; there it is printed at the end."""
+    """What windows score: the perplexity so far, and a digest of their logits. Context manager; the list `[i]ppl,` is printed on
+    `out` as it grows, except where a progress bar shares the terminal; there it is printed at the end. out: a stream, or None."""
 
-    def __init__(self, out, log, n_chunks: int):
-        self.out, self.log, self.held, self.is_held = out, log, "", out.isatty() and log.isatty()
-        self.progress, self.digest = Progress(log, "perplexity", n_chunks), LogitsDigest()
+    def __init__(self, out, log, n_chunks: int, told: Told | None = None):
+        self.out, self.log, self.held, self.is_held = out, log, "", bool(out and out.isatty() and log and log.isatty())
+        self.progress, self.digest = Progress(log, "perplexity", n_chunks, told=told), LogitsDigest()
         self.n_windows, self.total, self.total_of_squares, self.count = 0, 0.0, 0.0, 0
 
     def __enter__(self) -> Self:
@@ -76,7 +79,7 @@ class Score:
         item = f"[{self.n_windows}]{self.ppl:.4f},"
         if self.is_held:
             self.held += item
-        else:
+        elif self.out:
             print(item, end="", file=self.out, flush=True)
         self.progress.advance(item)
 
@@ -87,39 +90,43 @@ class Score:
     def print_estimate(self) -> None:
         mean, error = mean_and_error(self.total, self.total_of_squares, self.count)
         if math.isnan(error) and not math.isnan(mean):
-            print("Unexpected negative standard deviation of log(prob)", file=self.log)
+            teller(self.log, logger.warning)("Unexpected negative standard deviation of log(prob)")
         else:
-            print(f"Final estimate: PPL = {self.ppl:.4f} +/- {self.ppl * error:.5f}", file=self.out)
+            self.say(f"Final estimate: PPL = {self.ppl:.4f} +/- {self.ppl * error:.5f}")
+
+    def say(self, line: str) -> None:
+        teller(self.out, lambda line: None)(line)
 
     def __exit__(self, *exception) -> None:
         self.progress.__exit__(*exception)
-        print(self.held, file=self.out, flush=True)
+        self.say(self.held)
 
 
-def perplexity(model, tokens, settings: Settings, out, log, base=None) -> float:
-    """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`.
+def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None, progress: Told | None = None) -> float:
+    """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`: streams.
+    None: nowhere, and to `logging`.
 
     tokens: int [n_tokens], with whatever special tokens the tokenizer added; base: called with the windows int32 [n_chunks, c],
-    gives a context manager whose value is called with the scored logits of each (kl_divergence.base_writer). Returns the
-    perplexity.
+    gives a context manager whose value is called with the scored logits of each (kl_divergence.base_writer);
+    progress: is told how many windows are done, and of how many. Returns the perplexity.
     """
     c, n_seq = settings.n_ctx, n_sequences(settings)
     windows = split_windows(tokens, settings)
     check_context(model, c)
     n_batch = min(settings.n_batch, n_seq * c)
-    print(f"perplexity: calculating perplexity over {len(windows)} chunks, n_ctx={c}, batch_size={n_batch}, n_seq={n_seq}",
-          file=log)
-    with base(windows) if base else nullcontext() as write, Score(out, log, len(windows)) as score:
+    teller(log, logger.info)(f"perplexity: calculating perplexity over {len(windows)} chunks, n_ctx={c}, batch_size={n_batch}, "
+                             f"n_seq={n_seq}")
+    with base(windows) if base else nullcontext() as write, Score(out, log, len(windows), progress) as score:
         for i, logits in enumerate(decode_windows(model, windows, settings, log)):
             if write:
                 write(logits)
             score.add(logits, windows[i, c // 2 + 1:])
     score.print_estimate()
-    print(f"digest: {score.digest.hexdigest()}", file=out)
+    score.say(f"digest: {score.digest.hexdigest()}")
     return score.ppl
 
 
-def strided_perplexity(model, tokens, settings: Settings, out, log) -> float:
+def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, progress: Told | None = None) -> float:
     """Windows of w = c + N/2 tokens that start every N = stride tokens; each scores its last N targets. No BOS per window, no
     final estimate.
 
@@ -135,19 +142,20 @@ def strided_perplexity(model, tokens, settings: Settings, out, log) -> float:
     tokens = np.asarray(tokens, np.int32)
     n_chunks = cap_chunks(-(-(len(tokens) - w) // stride), settings.n_chunks)
     first, clock = w - 1 - stride, Clock(log, n_chunks)
-    print(f"perplexity: have {len(tokens)} tokens. Calculation chunk = {w}", file=log)
-    print(f"perplexity: calculating perplexity over {n_chunks} chunks, batch_size={min(settings.n_batch, w)}", file=log)
-    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks) as score:
+    say = teller(log, logger.info)
+    say(f"perplexity: have {len(tokens)} tokens. Calculation chunk = {w}")
+    say(f"perplexity: calculating perplexity over {n_chunks} chunks, batch_size={min(settings.n_batch, w)}")
+    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks, progress) as score:
         for start in range(0, n_chunks * stride, stride):
             window = tokens[start:start + w]
             logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
             score.add(logits, window[first + 1:])
     clock.report()
-    print(f"digest: {score.digest.hexdigest()}", file=out)
+    score.say(f"digest: {score.digest.hexdigest()}")
     return score.ppl
 
 
-def attest_perplexity(model, text_sha256: str, tokens, settings: Settings, out, log) -> dict:
+def attest_perplexity(model, text_sha256: str, tokens, settings: Settings, out=None, log=None) -> dict:
     """The attestation of `perplexity` of these tokens, which prints to out and log as ever. text_sha256: of the file that they
     come from."""
     digests: list[str] = []

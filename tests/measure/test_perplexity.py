@@ -152,3 +152,14 @@ def test_demo_text_is_never_edited():
 def test_demo_text_has_eight_windows_for_the_demo_model():
     tokens = ggml_py.Tokenizer.from_gguf(pull("smollm2", sys.stderr)).encode(read_text(DEMO_TEXT))
     assert len(tokens) >= 8 * 512
+
+
+def test_without_streams_nothing_is_printed(capsys, caplog):
+    """What is worth telling goes to logging, progress to a callback."""
+    caplog.set_level("INFO", "ggml_py")
+    told, tokens = [], FakeModel().tokenizer.encode(TEXT.decode())
+    ppl = perplexity(FakeModel(), tokens, Settings(n_ctx=64), progress=lambda *numbers: told.append(numbers))
+    out = io.StringIO()
+    assert perplexity(FakeModel(), tokens, Settings(n_ctx=64), out, io.StringIO()) == ppl and f"PPL = {ppl:.4f}" in out.getvalue()
+    assert capsys.readouterr() == ("", "") and told == [(i, 6) for i in range(1, 7)]
+    assert [record.message.split(",")[0] for record in caplog.records][0] == "perplexity: calculating perplexity over 6 chunks"
