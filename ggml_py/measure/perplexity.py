@@ -7,12 +7,14 @@ first token of each window. Logits at positions c/2 .. c-2 score the targets at 
     nll_t = (max l + log(sum_j exp(l_j - max l))) - l_t        float64, exp, log and sum of exact_math
     PPL   = exp(mean nll) +/- PPL * sqrt((mean nll^2 - (mean nll)^2) / (count - 1))
 
-A window's nll are summed by exact_math.tree_sum, the windows one after the other. Shapes: c = n_ctx, n = scored positions of a
-window = c - 1 - c/2, V = n_vocab.
+A window's nll are summed by exact_math.tree_sum, the windows one after the other. Logits come to the host for the digest, and
+attestations hold the bits of the perplexity: so this is not the float32 op `log_soft_max`, by which `Model.score` scores on the
+device. Shapes: c = n_ctx, n = scored positions of a window = c - 1 - c/2, V = n_vocab.
 """
 import logging
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple, Self
 
@@ -25,6 +27,7 @@ from ..check.attestation import made_by, perplexity_document
 from ..check.digest import LogitsDigest
 from ..engine.settings import Settings, check_context, new_context
 from ..engine.windows import Clock, cap_chunks, decode_windows, n_sequences, split_windows
+from ..kernels.threads import get_num_threads
 from ..testing import digest
 from .statistics import mean_and_error
 
@@ -45,7 +48,10 @@ def window_score(logits: np.ndarray, targets: np.ndarray) -> WindowScore:
 
 
 def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
-    nll = negative_log_likelihood(logits, targets)
+    n = get_num_threads()
+    with ThreadPoolExecutor(n) as pool:  # rows have nothing to do with one another
+        parts = pool.map(negative_log_likelihood, np.array_split(logits, n), np.array_split(targets, n))
+        nll = np.concatenate([*parts])
     return float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll)
 
 
