@@ -162,4 +162,4 @@ def test_without_streams_nothing_is_printed(capsys, caplog):
     out = io.StringIO()
     assert perplexity(FakeModel(), tokens, Settings(n_ctx=64), out, io.StringIO()) == ppl and f"PPL = {ppl:.4f}" in out.getvalue()
     assert capsys.readouterr() == ("", "") and told == [(i, 6) for i in range(1, 7)]
-    assert [record.message.split(",")[0] for record in caplog.records][0] == "perplexity: calculating perplexity over 6 chunks"
+    assert next(record.message.split(",")[0] for record in caplog.records) == "perplexity: calculating perplexity over 6 chunks"
