@@ -17,7 +17,7 @@ from typing import NamedTuple
 import checkout  # noqa: F401
 
 from ggml_py.kernels import threads
-from ggml_py.measure.benchmark import DEFAULTS, Test, bench, configs_of, copy_GB_s_of, unusual
+from ggml_py.measure.benchmark import DEFAULTS, Manner, Test, bench, configs_of, copy_GB_s_of, unusual
 from ggml_py.engine.model import Model
 from ggml_py.measure.result_formats import Markdown
 from records import dump
@@ -70,7 +70,7 @@ def results_of(model: Model, path: Path, tests: list[Test], n_ubatch: int, n_rep
     n_batch = max(DEFAULTS["n_batch"], n_ubatch)
     configs = configs_of([str(path)], [model.device], [threads.get_num_threads()], [n_batch], [n_ubatch], **settings)
     writer = Record(sys.stdout, unusual(configs))
-    bench(configs, tests, lambda *_: nullcontext(model), writer, sys.stderr, n_repetitions, 0, True, False)
+    bench(configs, tests, lambda *_: nullcontext(model), writer, sys.stderr, Manner(n_repetitions), lambda model: "")
     return writer.results
 
 

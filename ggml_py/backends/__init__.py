@@ -1,5 +1,7 @@
 """Where graphs run. A backend (`base.Backend`) owns memory and binds nodes to the kernels of its device;
 all give the same bits."""
+from contextlib import closing
+
 from ..base.errors import ParameterError
 from .base import Backend
 
@@ -37,3 +39,12 @@ def present_devices() -> list[str]:
     while cuda.unavailable(len(gpus)) is None:
         gpus.append(f"cuda:{len(gpus)}")
     return [*gpus, "cpu"]
+
+
+def described_devices() -> list[str]:
+    """A line for each: its name, the hardware, its memory."""
+    lines = []
+    for device in present_devices():
+        with closing(open_backend(device)) as backend:
+            lines.append(f"{device}: {backend.name} ({backend.memory_bytes() >> 20} MiB, {backend.free_bytes() >> 20} MiB free)")
+    return lines

@@ -75,7 +75,8 @@ def compute(model, windows: np.ndarray, setting: Setting, lengths=()) -> WindowD
     with setting.conditions(), model.new_context(**setting.context_settings(whole)) as context:
         for window, first, logits in play(context, windows, setting):
             digests.update(window, first, logits)
-        digests.elsewhere = ran_elsewhere(context, setting.placement.needed if setting.placement else [setting.device])
+        if not model.fitted:  # else nodes are where there was room
+            digests.elsewhere = ran_elsewhere(context, setting.placement.needed if setting.placement else [setting.device])
     return digests
 
 

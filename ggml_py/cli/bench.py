@@ -1,7 +1,7 @@
 """ggml-py bench: how fast prompts and generation are."""
 import sys
 
-from .loading import checked_threads, load_on, model_paths, placement_of, typed
+from .loading import checked_threads, model_paths, placement_of, reader, typed
 from .options import add, batches, cache_types, execution, model, random_tokens
 from .values import at_least, numbers, one_of, prompt_and_generation
 
@@ -20,15 +20,17 @@ def options(p) -> None:
     cache_types(p, several=True)
     execution(p, several=True)
     random_tokens(p)
-    p.add_argument("-o", "--output", type=one_of("md", "csv", "json", "jsonl", "sql"), default="md",
-                   metavar="md|csv|json|jsonl|sql", help="format of the results")
+    p.add_argument("--delay", type=at_least(0), default=0, metavar="S", help="seconds of rest before each test")
+    formats = dict(type=one_of("md", "csv", "json", "jsonl", "sql"), metavar="md|csv|json|jsonl|sql")
+    p.add_argument("-o", "--output", default="md", help="format of the results", **formats)
+    p.add_argument("-oe", "--output-err", dest="output_err", help="format in which stderr has them too", **formats)
 
 
 def run(options, load_model) -> None:
     from ..backends import device_of
     from ..kernels.threads import get_num_threads
-    from ..measure.benchmark import bench, configs_of, tests_of, unusual
-    from ..measure.result_formats import WRITERS
+    from ..measure.benchmark import Manner, bench, configs_of, tests_of, unusual
+    from ..measure.result_formats import WRITERS, Both
     tests = tests_of(options.n_prompt or [512], options.n_gen or [128], options.n_pg or [], options.n_depth or [0])
     models = [*map(str, model_paths(options))]
     groups = [tuple(map(device_of, names.split("/"))) for names in options.device or ["auto"]]
@@ -37,6 +39,11 @@ def run(options, load_model) -> None:
     configs = configs_of(models, list(placements), n_threads, options.n_batch, options.n_ubatch, options.type_k, options.type_v,
                          ",".join(options.no_fuse), int(options.graphs), options.kv_write,
                          next(map(typed, placements.values())))
-    writer = WRITERS[options.output](sys.stdout, unusual(configs))
-    load = lambda path, devices: load_on(path, devices.split("/")[0], load_model, placements[devices])
-    bench(configs, tests, load, writer, sys.stderr, options.repetitions, options.seed, options.warm_up, options.verbose)
+    columns = unusual(configs)
+    writer, *others = (WRITERS[name](stream, columns) for name, stream in ((options.output, sys.stdout),
+                                                                           (options.output_err, sys.stderr)) if name)
+    read = reader(options, load_model, max(test.n_ctx for test in tests))
+    load = lambda path, devices: read(path, devices.split("/")[0], placements[devices])
+    manner = Manner(options.repetitions, options.seed, options.warm_up, options.verbose, options.n_threads_batch, options.delay)
+    bench(configs, tests, load, Both(writer, *others) if others else writer, sys.stderr, manner,
+          lambda model: typed(model.fitted))

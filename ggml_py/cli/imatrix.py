@@ -4,17 +4,22 @@ import time
 
 from ..files.writing import check_file
 from .loading import existing, load, settings_of
-from .options import chunks, one_model, text
+from .options import chunks, one_model, seed, text
 from .tables import size
-from .values import output
+from .values import at_least, one_of, output
 
 
 def options(p) -> None:
     one_model(p, "tokens of a window; 512 by default")
     text(p)
     chunks(p)
-    p.add_argument("-o", "--output", type=output(check_file), required=True, metavar="FILE",
+    seed(p)
+    p.add_argument("-o", "--output", "--output-file", type=output(check_file), required=True, metavar="FILE",
                    help="where the importance matrix goes, a GGUF file as of llama-imatrix")
+    p.add_argument("--output-format", type=one_of("gguf"), default="gguf", metavar="gguf", help="the one there is")
+    p.add_argument("--chunk", "--from-chunk", dest="first_chunk", type=at_least(0), default=0, metavar="N",
+                   help="windows that are left out at the beginning")
+    p.add_argument("--parse-special", action="store_true", help="texts of control tokens become these tokens")
     p.add_argument("--process-output", action="store_true", help="also of the output head, if the model has one")
 
 
@@ -24,7 +29,8 @@ def run(options, load_model) -> None:
     content = read_text(existing(options.text))
     settings = settings_of(options, n_ctx=options.n_ctx or 512, n_chunks=options.n_chunks)
     with load(options, load_model) as model:
-        tokens, start = model.tokenizer.encode(content), time.perf_counter()
+        tokens = model.tokenizer.encode(content, parse_special=options.parse_special)[settings.n_ctx * options.first_chunk:]
+        start = time.perf_counter()
         found = collect(model, tokens, settings, str(options.text), options.output, sys.stderr, options.process_output)
     n_tokens, seconds = found.chunk_count * found.chunk_size, time.perf_counter() - start
     print(f"imatrix: {n_tokens} tokens in {seconds:.2f} s, {n_tokens / seconds:.1f} tokens/s", file=sys.stderr)

@@ -4,9 +4,10 @@ import sys
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..base.defaults import MODEL
+from ..base.defaults import MODEL, N_BATCH, N_UBATCH
 from ..base.errors import UserError
 from ..base.placement import Override, PlacementOptions
+from .options import CACHE_TYPES
 from .parser import refuse
 
 OF_A_HUB = "-hff", "--revision", "--sha256", "--token", "--offline"
@@ -95,27 +96,56 @@ def load(options, load_model, **more):
     the end what its devices copied. more: for `Model.load`."""
     path, placement = model_paths(options)[0], placement_of(options, devices_of(options))
     set_threads(options.n_threads)
+    with reader(options, load_model, options.n_ctx)(path, devices_of(options)[0], placement, **more) as model:
+        yield model
+        if options.verbose and (report := model.report()):
+            print(report, file=sys.stderr)
+
+
+def reader(options, load_model, n_ctx: int | None, n_seq_max: int = 1):
+    """(path, device, placement, ...) -> the model, by the options of `options.reading`. n_ctx, n_seq_max: of the context that
+    --fit leaves room for."""
+    from ..models.fit import Fit
     if options.numa:
         from ..kernels import numa
         try:
             numa.use(options.numa)
         except RuntimeError as error:
             raise UserError(f"--{error}") from None
-    if load_model is None:
-        more |= {"mapped": options.mapped, "fit": fit_of(options) if options.fit == "on" else None}
-    with load_on(path, devices_of(options)[0], load_model, placement, **more) as model:
-        if more.get("fit") and model.fitted:
+    n_ubatch, n_batch, type_k, type_v = (most_of(options, *each) for each in (
+        ("n_ubatch", N_UBATCH), ("n_batch", N_BATCH), ("type_k", "f16"), ("type_v", "f16")))
+    fit = Fit(FITTED_CONTEXT if n_ctx is None else n_ctx, n_seq_max, type_k, type_v, min(n_ubatch, n_batch),
+              options.fit_target << 20)
+    settings = {"mapped": options.load_mode not in ("none", "mlock"), "fit": fit if options.fit == "on" else None}
+
+    def read(path: Path, device: str, placement=None, **more):
+        if load_model is not None:
+            return load_on(path, device, load_model, placement, **more)
+        model = load_on(path, device, None, placement, **settings, **more)
+        if model.fitted:
             print(f"--fit: not all fits into {', '.join(model.fitted.devices)}; {typed(model.fitted)}", file=sys.stderr)
-        yield model
-        if options.verbose and (report := model.report()):
-            print(report, file=sys.stderr)
+        if options.locked or "mlock" in options.load_mode:
+            from ..base.memory import lock
+            if trouble := lock():
+                print(f"--mlock: {trouble}", file=sys.stderr)
+        return model
+    return read
 
 
-def fit_of(options):
-    """What must have room beside the weights."""
-    from ..models.fit import Fit
-    return Fit(options.n_ctx or FITTED_CONTEXT, type_k=options.type_k, type_v=options.type_v,
-               n_ubatch=min(options.n_ubatch, options.n_batch), margin=options.fit_target << 20)
+def most_of(options, name: str, default):
+    """The option's value; of a list the one that takes the most memory; the default where the command has no such option."""
+    found = getattr(options, name, None) or default
+    if not isinstance(found, list):
+        return found
+    return min(found, key=CACHE_TYPES.index) if isinstance(default, str) else max(found)
+
+
+def trained_context(options) -> int:
+    """Positions that the command's model was trained for, by its file."""
+    from ..files.gguf import GGUFFile
+    name = getattr(options, "path", None) or getattr(options, "source", None)
+    with GGUFFile.open(model_path(name) if name else model_paths(options)[0]) as file:
+        return file.get(f"{file.get('general.architecture', 'str')}.context_length", "u32")
 
 
 def checked_threads(n: int) -> int:

@@ -5,12 +5,13 @@ from pathlib import Path
 from ..base.errors import UserError
 from ..files.writing import check_file, replacing
 from .loading import existing, load, settings_of
-from .options import one_model
+from .options import one_model, seed
 from .values import output
 
 
 def options(p) -> None:
     one_model(p, "context; the number of tokens by default")
+    seed(p)
     p.add_argument("--tokens", type=Path, required=True, metavar="FILE.npy", help="token ids, one-dimensional")
     p.add_argument("-o", "--output", type=output(check_file), required=True, metavar="OUT.npy", help="where the logits go")
 

@@ -11,11 +11,10 @@ import sys
 from contextlib import contextmanager
 from importlib import import_module
 
-from .. import __version__
 from ..base.errors import ParameterError, UserError, printable
 from ..base.progress import compilation_notice
 from .parser import Parser
-from .streams import Unwritten, check_stdout, guarded_streams
+from .streams import VERBOSE, Unwritten, check_stdout, guarded_streams, quieted
 
 COMMANDS = {  # each a module, with - for _, that has options(parser) and run(options, load_model)
     "perplexity": "perplexity of a text, or KL divergence to a base file",
@@ -35,7 +34,6 @@ COMMANDS = {  # each a module, with - for _, that has options(parser) and run(op
 def parse(args: list[str]):
     """The options of the command that is named first, and as `module` the command's. Only its module is imported."""
     parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.")
-    parser.add_argument("--version", action="version", version=f"ggml-py {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {name: commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
                for name, help in COMMANDS.items()}
@@ -45,6 +43,7 @@ def parse(args: list[str]):
     module.options(parsers[args[0]])
     options = parsers[args[0]].parse(args[1:])
     options.command, options.module, options.args = args[0], module, args[1:]
+    options.verbose = getattr(options, "verbose", False) or getattr(options, "verbosity", 0) >= VERBOSE
     return options
 
 
@@ -80,9 +79,13 @@ def execute(argv=None, load_model=None) -> int:
             check_stdout()
             options = parse(sys.argv[1:] if argv is None else list(argv))
             option_of = options.option_of
-            with compilation_notice(sys.stderr):
-                code = options.module.run(options, load_model) or 0
-            if getattr(options, "verbose", False):
+            with quieted(getattr(options, "verbosity", None)):
+                if getattr(options, "n_ctx", None) == 0:
+                    from .loading import trained_context
+                    options.n_ctx = trained_context(options)
+                with compilation_notice(sys.stderr):
+                    code = options.module.run(options, load_model) or 0
+            if options.verbose:
                 from ..kernels.disk_cache import compiled
                 print(compiled.report(), file=sys.stderr)
             with behind(code):

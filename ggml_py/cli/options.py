@@ -8,9 +8,10 @@ from pathlib import Path
 from ..base.defaults import CHAT_DATE, DRAFT_MAX, MARGIN, MODEL, N_BATCH, N_UBATCH, TEXT
 from ..base.placement import ExpertsOnHost, Override
 from ..files.writing import check_file
-from .parser import Parser
-from .values import (all_or_at_least_one, at_least, day, device, devices, flash_attention, layers, listed, number, numbers,
-                     offload, one_of, output, overrides, pass_names, proportions, sha256, split_mode)
+from .parser import ListDevices, Parser
+from .values import (all_or_at_least_one, at_least, day, device, devices, draft_kind, flash_attention, json_object, layers,
+                     listed, logit_biases, number, numbers, offload, one_of, output, overrides, pass_names, proportions, sha256,
+                     split_mode, switch)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
 WHATEVER = "changes the speed, never a bit"
@@ -75,6 +76,39 @@ def attention(p: Parser) -> None:
                    help="attention is always the fused op")
 
 
+def telling(p: Parser) -> None:
+    """What stderr tells."""
+    p.add_argument("-v", "--verbose", "--log-verbose", dest="verbose", action="store_true",
+                   help="describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr")
+    p.add_argument("-lv", "--verbosity", "--log-verbosity", dest="verbosity", type=at_least(0), default=3, metavar="N",
+                   help="0, 1: errors alone on stderr; 2: and warnings; 3: what is being done; 4 and more: --verbose")
+    p.add_argument("--list-devices", action=ListDevices, help="show the devices of this machine, and exit")
+
+
+def reading(p: Parser) -> None:
+    """How weights come into memory, and where to where no option says it."""
+    p.add_argument("-lm", "--load-mode", dest="load_mode", type=one_of("auto", "none", "mmap", "mlock", "mmap+mlock"),
+                   default="auto",
+                   metavar="auto|none|mmap|mlock|mmap+mlock",
+                   help="weights are taken from a memory map of the file (mmap, auto), or each is read (none, mlock); mlock: the "
+                        "system must not move them to disk")
+    p.add_argument("--no-mmap", dest="load_mode", action="store_const", const="none", help="-lm none")
+    p.add_argument("--mmap", dest="load_mode", action="store_const", const="mmap", help="-lm mmap")
+    p.add_argument("--mlock", dest="locked", action="store_true", help="the system must not move weights on the CPU to disk")
+    p.add_argument("--numa", dest="numa", type=one_of("distribute", "isolate", "numactl"), metavar="distribute|isolate|numactl",
+                   help="hosts whose memory is in several nodes: spread over all, threads pinned to CPUs of all; or threads "
+                        f"are pinned to one node; or all is as numactl has it; {WHATEVER}")
+    p.add_argument("--fit", "-fit", dest="fit", type=one_of("on", "off"), default="on", metavar="on|off",
+                   help="where the model does not fit into the free memory of its devices, and no option says what lies where, "
+                        f"experts and then layers lie on the CPU, and stderr tells which; on by default; {WHATEVER}")
+    p.add_argument("-fitt", "--fit-target", dest="fit_target", type=at_least(0), default=MARGIN >> 20, metavar="MiB",
+                   help="that --fit leaves free on each device; 1024 by default")
+
+
+def seed(p: Parser, help: str = "taken, as other tools have it; nothing is drawn here") -> None:
+    p.add_argument("--seed", "-s", dest="seed", type=at_least(0), default=0, metavar="N", help=help)
+
+
 def execution(p: Parser, several: bool = False) -> None:
     """On what, and how: nothing of it changes a bit. several: runs on each of the devices by itself."""
     kinds = "auto, which is the first GPU if there is one, cpu, cpu:N, cuda or cuda:N; auto by default; several"
@@ -94,8 +128,10 @@ def execution(p: Parser, several: bool = False) -> None:
                    help=f"launch every kernel by itself, never from a CUDA graph; {WHATEVER}")
     p.add_argument("--kv-write", dest="kv_write", type=one_of("set_rows", "cpy"), default="set_rows", metavar="set_rows|cpy",
                    help=f"cells of the KV cache by number or by address; {WHATEVER}")
-    p.add_argument("--verbose", action="store_true",
-                   help="describe model, memory plan, CUDA graphs, copies and compiled kernels on stderr")
+    p.add_argument("-tb", "--threads-batch", dest="n_threads_batch", type=at_least(1), metavar="N",
+                   help=f"CPU threads for micro-batches of more than one token, as -t says by default; {WHATEVER}")
+    reading(p)
+    telling(p)
 
 
 def placement(p: Parser) -> None:
@@ -117,6 +153,9 @@ def placement(p: Parser) -> None:
                    help="those of the first N layers")
     p.add_argument("--ncmoe-last", type=lambda text: ExpertsOnHost(at_least(1)(text), last=True), metavar="N", **pattern,
                    help="those of the last N layers")
+    p.add_argument("-ncffn", "--n-cpu-ffn", metavar="N", help="dense feed-forward weights of the first N layers lie on the CPU",
+                   type=lambda text: Override(rf"blk\.({'|'.join(map(str, range(at_least(1)(text))))})\.ffn_(up|down|gate)\.",
+                                              "cpu"), **pattern)
     p.add_argument("--hot-experts", dest="hot_experts", type=lambda text: at_least(0)(text) << 20, default=0, metavar="MiB",
                    help="memory of each GPU for copies of the experts on the CPU that are asked for most; none by default; "
                         f"{WHATEVER}")
@@ -133,7 +172,10 @@ def placement(p: Parser) -> None:
 
 
 def context_size(p: Parser, help: str, default: int | None = None, least: int = 1) -> None:
-    p.add_argument("-c", "--ctx-size", dest="n_ctx", type=at_least(least), default=default, metavar="N", help=help)
+    """0 stands for what the model was trained for."""
+    p.add_argument("-c", "--ctx-size", dest="n_ctx", type=lambda text: 0 if text == "0" else at_least(least)(text),
+                   default=default,
+                   metavar="N", help=f"{help}; 0: what the model was trained for")
 
 
 def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
@@ -143,18 +185,6 @@ def one_model(p: Parser, context: str, n_ubatch: int = N_UBATCH) -> None:
     batches(p, n_ubatch=n_ubatch)
     cache_types(p)
     execution(p)
-    p.add_argument("--no-mmap", dest="mapped", action="store_false",
-                   help="weights are read from the file, each at a time, not taken from a memory map")
-    p.add_argument("--numa", dest="numa", type=one_of("distribute", "isolate", "numactl"), metavar="distribute|isolate|numactl",
-                   help="hosts whose memory is in several nodes: spread over all, threads pinned to CPUs of all; or threads "
-                        f"are pinned to one node; or all is as numactl has it; {WHATEVER}")
-    p.add_argument("-tb", "--threads-batch", dest="n_threads_batch", type=at_least(1), metavar="N",
-                   help=f"CPU threads for micro-batches of more than one token, as -t says by default; {WHATEVER}")
-    p.add_argument("--fit", dest="fit", type=one_of("on", "off"), default="on", metavar="on|off",
-                   help="where the model does not fit into the free memory of its devices, and no option says what lies where, "
-                        f"experts and then layers lie on the CPU, and stderr tells which; on by default; {WHATEVER}")
-    p.add_argument("-fitt", "--fit-target", dest="fit_target", type=at_least(0), default=MARGIN >> 20, metavar="MiB",
-                   help="that --fit leaves free on each device; 1024 by default")
 
 
 def text(p: Parser) -> None:
@@ -167,27 +197,92 @@ def chunks(p: Parser, default: int = -1) -> None:
 
 
 def sampling(p: Parser) -> None:
-    p.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    p.add_argument("--chat", "-st", "--single-turn", dest="chat", action="store_true",
+                   help="put the prompt into the model's chat template")
     p.add_argument("--date", type=day, default=CHAT_DATE, metavar="YYYY-MM-DD|today",
                    help="what a chat template is told that asks for the date")
-    p.add_argument("--temp", dest="temperature", type=number(0, 1e6), default=0.0, metavar="T",
+    p.add_argument("--temp", "--temperature", dest="temperature", type=number(0, 1e6), default=0.0, metavar="T",
                    help="0: always the likeliest token")
-    p.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the draws; the same seed is the same text")
+    seed(p, "of the draws; the same seed is the same text")
     p.add_argument("--top-k", type=at_least(0), default=40, metavar="N", help="0: off")
     p.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P", help="1: off")
     p.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P", help="0: off")
 
 
+def further_sampling(p: Parser) -> None:
+    """What changes logits before one is chosen. The names are those of `engine.sampling.Sampling`."""
+    p.add_argument("--repeat-penalty", dest="repeat_penalty", type=number(1e-6, 1e6), default=1.0, metavar="X",
+                   help="positive logits of tokens that were there are divided by it, others multiplied; 1: off")
+    p.add_argument("--repeat-last-n", dest="repeat_last_n", type=at_least(-1), default=64, metavar="N",
+                   help="the tokens that penalties look at; -1: all, 0: none")
+    p.add_argument("--presence-penalty", dest="presence_penalty", type=number(-1e6, 1e6), default=0.0, metavar="X",
+                   help="taken from logits of tokens that were there; 0: off")
+    p.add_argument("--frequency-penalty", dest="frequency_penalty", type=number(-1e6, 1e6), default=0.0, metavar="X",
+                   help="likewise, as often as they were there; 0: off")
+    p.add_argument("-l", "--logit-bias", dest="logit_bias", type=logit_biases, action="append", default=[], metavar="ID(+/-)BIAS",
+                   help="added to a token's logit: 15043+1, or 15043-inf, which forbids it; may be given again")
+    p.add_argument("--ignore-eos", dest="ignore_eos", action="store_true", help="the model never ends its text")
+
+
+def prompts(p: Parser) -> None:
+    """Where the text comes from, and what is around it."""
+    p.add_argument("-p", "--prompt", metavar="TEXT",
+                   help="the text to continue, or the first message of a chat; without -p and -f "
+                                                          "that of stdin, and on a terminal a chat")
+    p.add_argument("-f", "--file", dest="text", type=Path, metavar="FILE", help="a UTF-8 text in the place of -p; -: stdin")
+    p.add_argument("-e", "--escape", dest="escape", action="store_true",
+                   help="\\n, \\t, \\x41 and the like in -p and -sys are read")
+    p.add_argument("--no-escape", dest="escape", action="store_false", help="they are not, as by default")
+    p.add_argument("--display-prompt", dest="echo", action="store_true", help="print the prompt before what continues it")
+    p.add_argument("-r", "--reverse-prompt", dest="stop", action="append", default=[], metavar="TEXT",
+                   help="a text that ends the answer, without it; may be given again")
+    p.add_argument("--show-timings", dest="timings", action="store_true", default=True,
+                   help="stderr tells the speed, as by default")
+    p.add_argument("--no-show-timings", dest="timings", action="store_false", help="it does not")
+
+
+def grammars(p: Parser) -> None:
+    """What the text may be, as (a kind of `engine.grammar.Grammar`, its source or the file of it)."""
+    def kind(name: str, read: type) -> dict:
+        return dict(dest="grammar", type=lambda text: (name, read(text)))
+    p.add_argument("-jf", "--json-schema-file", metavar="FILE", help="a file of it", **kind("json_schema", Path))
+    p.add_argument("-j", "--json-schema", metavar="JSON", help="the text is JSON that fits the schema", **kind("json_schema",
+                                                                                                               str))
+    p.add_argument("--grammar-file", metavar="FILE", help="a file of it", **kind("of", Path))
+    p.add_argument("--grammar", metavar="GBNF",
+                   help="the text is one of the grammar's, whose first rule is root; or Lark's, where it "
+                                                     "begins with %%llguidance", **kind("of", str))
+
+
+def chats(p: Parser) -> None:
+    """A model's chat template, and conversations."""
+    p.add_argument("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", dest="conversation",
+                   default=None,
+                   action="store_true", help="a chat: each line of stdin is a message, and /help lists what else it may be")
+    p.add_argument("-no-cnv", "--no-conversation", dest="conversation", action="store_false", help="no chat")
+    p.add_argument("-sys", "--system-prompt", dest="system", metavar="TEXT", help="of a chat, before the first message")
+    p.add_argument("-sysf", "--system-prompt-file", dest="system_file", type=Path, metavar="FILE", help="a UTF-8 text for -sys")
+    p.add_argument("--chat-template", dest="template", metavar="SOURCE",
+                   help="in Jinja, in the place of the model's; or the name of one of the model's named templates")
+    p.add_argument("--chat-template-file", dest="template_file", type=Path, metavar="FILE", help="a file of it")
+    p.add_argument("--chat-template-kwargs", dest="template_arguments", type=json_object, default={}, metavar="JSON",
+                   help='what else the template knows, such as {"enable_thinking": false}')
+    p.add_argument("-rea", "--reasoning", dest="reasoning", type=switch, metavar="on|off|auto",
+                   help="the template's enable_thinking, true or false; auto: as it has it")
+    p.add_argument("--reasoning-effort", dest="effort", metavar="LEVEL", help="the template's reasoning_effort, such as low")
+
+
 def drafts(p: Parser) -> None:
-    p.add_argument("--draft-source", dest="draft_source", type=one_of("ngram", "model", "mtp"), default=None,
+    p.add_argument("--draft-source", "--spec-type", dest="draft_source", type=draft_kind, default=None,
                    metavar="ngram|model|mtp",
                    help="guess tokens and check several in a step: what followed the last tokens before, what the model of -md "
                         f"holds for likeliest, or what the model's own block for it (NextN, MTP) does; {WHATEVER}")
-    p.add_argument("-md", "--model-draft", dest="model_draft", default=None, metavar="MODEL",
+    p.add_argument("-md", "--model-draft", "--spec-draft-model", dest="model_draft", default=None, metavar="MODEL",
                    help="a GGUF file of the same vocabulary; --draft-source model by default")
-    p.add_argument("--draft-max", dest="draft_max", type=at_least(1), default=DRAFT_MAX, metavar="N",
+    p.add_argument("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max", dest="draft_max", type=at_least(1),
+                   default=DRAFT_MAX, metavar="N",
                    help="guesses of a step at most")
-    p.add_argument("--draft-p-min", dest="draft_p_min", type=number(0, 1), default=0.0, metavar="P",
+    p.add_argument("--draft-p-min", "--spec-draft-p-min", dest="draft_p_min", type=number(0, 1), default=0.0, metavar="P",
                    help="a draft of a model or its block ends before a token of a probability below P")
 
 
@@ -198,6 +293,6 @@ def report(p: Parser) -> None:
 
 def random_tokens(p: Parser) -> None:
     """Of commands that measure speed."""
-    p.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the random tokens")
+    seed(p, "of the random tokens")
     p.add_argument("--no-warmup", dest="warm_up", action="store_false",
                    help="count the first runs as well, which compile and load kernels and capture graphs")

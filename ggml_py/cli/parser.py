@@ -3,17 +3,8 @@ import argparse
 import re
 import sys
 
+from .. import __version__
 from ..base.errors import UserError
-
-
-# Options of llama.cpp and ik_llama.cpp that have no meaning here, and why
-REPACK = "weights are packed into tiles whenever they are loaded"
-FUSED = "fused wherever a device has a kernel for it; --no-fuse leaves it out"
-LATENT, SCORES = "latent attention is one definition, that of the file", "attention keeps no scores in memory"
-OFFLOAD = "ops have names here, not numbers, which would mean others in the next version: --offload NAME=N"
-NOT_HERE = {"-rtr": REPACK, "--run-time-repack": REPACK, "-fmoe": FUSED, "--fused-moe": FUSED, "-mla": LATENT,
-            "--mla-use": LATENT, "-amb": SCORES, "--attention-max-batch": SCORES, "-op": OFFLOAD, "--offload-policy": OFFLOAD,
-            "-gp": "generation behind a prompt is -n with -d"}
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -22,6 +13,18 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action):
         silent = action.default in (None, ()) or action.nargs == 0
         return action.help if silent else super()._get_help_string(action)
+
+
+class ListDevices(argparse.Action):
+    """Shows the devices of this machine, by the names that -dev takes, and ends the program."""
+
+    def __init__(self, option_strings, dest, help):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help, default=argparse.SUPPRESS)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from ..backends import described_devices
+        print("Available devices:", *described_devices(), sep="\n  ")
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,6 +38,7 @@ class Parser(argparse.ArgumentParser):
         self.option_of: dict[str, str] = {}
         self.known: dict[str, argparse.Action] = {}
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
+        self.add_argument("--version", action="version", version=f"ggml-py {__version__}", help="show it and exit")
 
     def add_argument(self, *names, **settings):
         action = super().add_argument(*names, **settings)
@@ -42,8 +46,12 @@ class Parser(argparse.ArgumentParser):
         self.option_of[action.dest] = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
         return action
 
+    @property
+    def command(self) -> str:
+        return self.prog.rpartition(" ")[2]
+
     def parse(self, args: list[str]) -> argparse.Namespace:
-        given = self.check(args)
+        args, given = self.check(args)
         return self.parse_args(args, argparse.Namespace(given=given, option_of=self.option_of))
 
     def _get_value(self, action, text: str):
@@ -53,24 +61,32 @@ class Parser(argparse.ArgumentParser):
         except ValueError as error:
             raise argparse.ArgumentError(action, str(error).removeprefix(f"{action.dest}: ")) from None
 
-    def check(self, args: list[str]) -> dict[str, str]:
-        """The options among the arguments, as typed: their first names. UserError for one that is unknown."""
-        given, waiting = {}, None  # for its value: the option before
-        for word in args:
+    def check(self, args: list[str]) -> tuple[list[str], dict[str, str]]:
+        """The arguments without llama.cpp's switches for what is so anyway, and the options among them, as typed: their first
+        names. UserError for one that is unknown."""
+        kept: list[str] = []
+        given: dict[str, str] = {}
+        waiting = None  # for its value: the option before
+        for i, word in enumerate(args):
             if word == "--":
-                break
+                return kept + args[i:], given
             name = word if word in self.known else word.partition("=")[0]
             if name in self.known:
                 given[name] = self.known[name].option_strings[0]
-            elif name in NOT_HERE:
-                self.error(f"{name}: {NOT_HERE[name]}")
             elif is_option(word):
+                from .llama_cpp import ABSENT, ALWAYS, why
+                if reason := why(ABSENT, self.command, name):
+                    self.error(f"{name}: {reason}")
+                if word == name and why(ALWAYS, self.command, name):
+                    waiting = None
+                    continue
                 hint = f"; a value that begins with - is written {waiting.option_strings[-1]}={word}" if waiting else ""
                 self.error(f"{word}: unknown option{hint}")
+            kept.append(word)
             waiting = self.known.get(word)
             if waiting and waiting.nargs == 0:
                 waiting = None
-        return given
+        return kept, given
 
     def _get_option_tuples(self, option_string):
         return []  # argparse asks here what a word could be short for, or glued of

@@ -7,17 +7,21 @@ from ..base.errors import UserError
 from ..files.writing import check_file, write
 from . import corpus, tasks
 from .loading import existing, load, settings_of
-from .options import chunks, one_model, text
+from .options import chunks, one_model, seed, text
 from .parser import refuse
-from .values import at_least, output
+from .values import at_least, one_of, output
 
 
 def options(p) -> None:
     one_model(p, "tokens of a window; 512, or as in the base file that is compared with")
     text(p)
     chunks(p)
+    seed(p)
     p.add_argument("--ppl-stride", dest="stride", type=at_least(0), default=0, metavar="N",
                    help="distance of overlapping windows; 0: windows side by side")
+    p.add_argument("--ppl-output-type", dest="output_type", type=one_of("0", "1"), default="0", metavar="0|1",
+                   help="1: a line for each window, of its first token and the perplexity so far; of windows side by side also "
+                        "the mean negative log-likelihood and its error")
     p.add_argument("--kl-divergence-base", "--save-all-logits", type=Path, metavar="FILE",
                    help="the base file, written unless --kl-divergence is given")
     corpus.options(p)
@@ -45,10 +49,12 @@ def run(options, load_model) -> None:
     base = kl_divergence.BaseFile(existing(base_path)) if options.kl_divergence else None
     if base and options.n_ctx not in (None, base.n_ctx):
         raise UserError(f"-c: {base_path} was made with -c {base.n_ctx}, got {options.n_ctx}")
+    rows = options.output_type == "1"
     text = None if base else read_text(existing(options.text))
     settings = settings_of(options, n_ctx=base.n_ctx if base else options.n_ctx or 512, n_chunks=options.n_chunks,
                            stride=options.stride)
     if options.ray:
+        refuse(options, ("--ppl-output-type",), "is of windows that are computed here, not of --ray")
         if base_path is not None or options.stride:
             raise UserError("--ray: is of windows side by side, without a base file and --ppl-stride")
         corpus.computed(options, settings)
@@ -63,13 +69,13 @@ def run(options, load_model) -> None:
         tokens = model.tokenizer.encode(text)
         print(f"perplexity: tokenization took {1e3 * (time.perf_counter() - start):g} ms", file=sys.stderr)
         if settings.stride:
-            strided_perplexity(model, tokens, settings, sys.stdout, sys.stderr)
+            strided_perplexity(model, tokens, settings, sys.stdout, sys.stderr, rows=rows)
             return
         writer = None
         if base_path is not None:
             print(f"perplexity: saving all logits to {base_path}", file=sys.stderr)
             writer = lambda windows: kl_divergence.base_writer(base_path, model.n_vocab, windows)
-        perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer)
+        perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer, rows=rows)
 
 
 def score(options, load_model, asked: tasks.Asked) -> None:

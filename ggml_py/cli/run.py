@@ -1,49 +1,174 @@
-"""ggml-py run: a prompt, continued."""
+"""ggml-py run: a prompt, continued; or a chat."""
+import re
 import sys
 import time
+from dataclasses import replace
 
 from ..base.errors import UserError
-from .loading import draft_source, encoded_prompt, load, sampling_of, settings_of, speculation_of
-from .options import drafts, one_model, sampling
+from .loading import FITTED_CONTEXT, draft_source, existing, load, sampling_of, settings_of, speculation_of
+from .options import chats, drafts, further_sampling, grammars, one_model, prompts, sampling
 from .parser import refuse
 from .values import all_or_at_least_one
 
+OF_A_CHAT = "--date", "--chat-template", "--chat-template-file", "--chat-template-kwargs", "-rea", "--reasoning-effort"
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+
 
 def options(p) -> None:
-    one_model(p, "context; prompt and new tokens by default")
-    p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="the text to continue")
-    p.add_argument("-n", "--n-predict", type=all_or_at_least_one, default=128, metavar="N",
-                   help="new tokens at most; -1: until the model ends or -c is full")
+    one_model(p, f"context; prompt and new tokens by default, in a chat {FITTED_CONTEXT}")
+    prompts(p)
+    p.add_argument("-n", "--n-predict", "--predict", dest="n_predict", metavar="N",
+                   type=lambda text: all_or_at_least_one("-1" if text == "-2" else text),
+                   help="new tokens at most, 128 by default, in a chat -1: until the model ends or -c is full")
     sampling(p)
+    further_sampling(p)
+    grammars(p)
+    chats(p)
     drafts(p)
 
 
 def run(options, load_model) -> None:
-    from ..engine.completion import pieces
     from ..engine.settings import new_context
-    refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
-    source = draft_source(options)
+    source, text, system = draft_source(options), prompt_of(options), system_of(options)
+    is_chat = options.conversation or (options.conversation is None and text is None)
+    if text is None and not is_chat:
+        raise UserError("-p: it is missing, and so is -f")
+    has_template = is_chat or options.chat or system is not None
+    refuse(options, OF_A_CHAT * (not has_template), "is of --chat or -cnv, which are not given")
     rollback = {"n_rollback": options.draft_max + 1} if source else {}
-    choice = sampling_of(options)
     with load(options, load_model, **({"nextn": True} if source == "mtp" else {})) as model:
-        tokenizer, prompt = model.tokenizer, encoded_prompt(options, model.tokenizer)
-        n_ctx = options.n_ctx or (model.n_ctx_train if options.n_predict < 0 else len(prompt) + options.n_predict)
-        space, n_least = n_ctx - len(prompt), max(1, options.n_predict)
-        if space < n_least:
-            raise UserError(f"-c: a prompt of {len(prompt)} tokens and {n_least} new ones do not fit into a context of {n_ctx}")
-        n_most = space if options.n_predict < 0 else options.n_predict
+        tokenizer, choice = model.tokenizer, choice_of(options, model.tokenizer)
+        wanted = {"stop": options.stop, "matcher": matcher_of(options, tokenizer)}
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        n_most = options.n_predict or (-1 if is_chat else 128)
+        if is_chat:
+            encode = encoder_of(options, tokenizer)
+            n_ctx = options.n_ctx or min(model.n_ctx_train, FITTED_CONTEXT)
+        else:
+            prompt = encoder_of(options, tokenizer)([*messages, {"role": "user", "content": text}]) if has_template else (
+                tokenizer.encode(text))
+            n_ctx, n_most = room_of(options, model, prompt, n_most)
         with (new_context(model, settings_of(options, **rollback), n_ctx, 1, sys.stderr) as context,
               speculation_of(options, model, n_ctx, load_model) as speculation):
-            times = [time.perf_counter()]  # the beginning, then when each token was there
-            for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation):
-                times += [time.perf_counter()] * len(piece.ids)
-                print(piece.text, end="" if piece.ids else "\n", flush=True)
-            end = time.perf_counter()
-    full = f"-n {n_most} is reached" if options.n_predict > 0 else f"the context of {n_ctx} tokens is full"
-    ended = full if len(times) - 1 == n_most else "the model ended its text"
-    print(f"run: {speed_of_run(len(prompt), times, end)}; {ended}", file=sys.stderr)
+            if is_chat:
+                from ..engine.conversation import Conversation
+                from .chat import chat
+                conversation = Conversation(context, tokenizer, encode, None if n_most < 0 else n_most, speculation,
+                                            **wanted)
+                conversation.messages = messages
+                chat(conversation, choice, text, options.chat, lambda *answer: tell_speed(options, *answer))
+            else:
+                if options.echo:
+                    print(text, end="")
+                said = continue_prompt(options, context, tokenizer, prompt, n_most, choice, speculation, wanted)
+    if options.timings and not is_chat:
+        print(f"run: {said}", file=sys.stderr)
     if speculation is not None:
         print(f"run: {speculation.report()}", file=sys.stderr)
+
+
+def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int, choice, speculation, wanted: dict) -> str:
+    """Prints what continues it; returns the speed, and why it ended. wanted: of `pieces`, by name."""
+    from ..engine.completion import pieces
+    times = [time.perf_counter()]  # the beginning, then when each token was there
+    reason = None
+    for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation, **wanted):
+        times += [time.perf_counter()] * len(piece.ids)
+        reason = piece.finish_reason
+        print(piece.text, end="" if piece.ids else "\n", flush=True)
+    end = time.perf_counter()
+    full = f"-n {n_most} is reached" if (options.n_predict or 1) > 0 else f"the context of {context.n_ctx} tokens is full"
+    the_end = "the grammar is at its end" if wanted["matcher"].is_complete else "the model ended its text"
+    ended = {"length": full, "stop": "-r has come"}.get(reason or "", the_end)
+    return f"{speed_of_run(len(prompt), times, end)}; {ended}"
+
+
+def room_of(options, model, prompt: list[int], n_most: int) -> tuple[int, int]:
+    """Positions of the context, and new tokens at most."""
+    if not len(prompt):
+        raise UserError("-p: the prompt has no tokens")
+    n_ctx = options.n_ctx or (model.n_ctx_train if n_most < 0 else len(prompt) + n_most)
+    space, n_least = n_ctx - len(prompt), max(1, n_most)
+    if space < n_least:
+        raise UserError(f"-c: a prompt of {len(prompt)} tokens and {n_least} new ones do not fit into a context of {n_ctx}")
+    return n_ctx, space if n_most < 0 else n_most
+
+
+def prompt_of(options) -> str | None:
+    """-p, or the text of -f or of stdin without a newline at its end; None where stdin is a terminal, or has the messages of a
+    chat."""
+    if options.prompt is not None:
+        if options.text is not None:
+            raise UserError("-f: got -p too, one is enough")
+        return unescaped(options.prompt) if options.escape else options.prompt
+    if options.text is None and (options.conversation or sys.stdin is None or sys.stdin.isatty()):
+        return None
+    from ..engine.windows import as_text, read_text
+    if options.text is not None and str(options.text) != "-":
+        return read_text(existing(options.text))
+    return as_text(sys.stdin.buffer.read())
+
+
+def system_of(options) -> str | None:
+    if options.system is not None:
+        return unescaped(options.system) if options.escape else options.system
+    if options.system_file is None:
+        return None
+    from ..engine.windows import read_text
+    return read_text(existing(options.system_file))
+
+
+def unescaped(text: str) -> str:
+    r"""With what \n, \r, \t, \', \", \\ and \xHH stand for; another backslash is one."""
+    return re.sub(r"""\\(?:([nrt'"\\])|x([0-9a-fA-F]{2}))""", lambda found: ESCAPES[found[1]] if found[1] else chr(int(found[2],
+                                                                                                                       16)),
+                  text)
+
+
+def encoder_of(options, tokenizer):
+    """messages -> ids, by the chat template that is asked for."""
+    from ..tokenizer.chat import ChatTemplate, encode_chat
+    source, arguments = options.template, {**options.template_arguments}
+    if options.template_file is not None:
+        from ..engine.windows import read_text
+        source = read_text(existing(options.template_file))
+    template = ChatTemplate.of(tokenizer, source) if source in (None, *tokenizer.chat_templates) else (
+        ChatTemplate.of_source(tokenizer, source, "--chat-template"))
+    if options.reasoning is not None:
+        arguments["enable_thinking"] = options.reasoning
+    if options.effort is not None:
+        arguments["reasoning_effort"] = options.effort
+    if template.asks_for_date:
+        print(f"run: the chat template asks for the date and is told {options.date} (--date)", file=sys.stderr)
+    return lambda messages: encode_chat(tokenizer, messages, date=options.date, template=template, **arguments)
+
+
+def matcher_of(options, tokenizer):
+    """Of the grammar that is asked for; else what allows all."""
+    from ..engine.grammar import FREE, Grammar
+    if options.grammar is None:
+        return FREE
+    kind, source = options.grammar
+    if not isinstance(source, str):
+        from ..engine.windows import read_text
+        source = read_text(existing(source))
+    return getattr(Grammar, kind)(source).matcher(tokenizer)
+
+
+def choice_of(options, tokenizer):
+    """How tokens are chosen; UserError for a bias of a token that there is not."""
+    bias = {id: value for each in options.logit_bias for id, value in each.items()}
+    if options.ignore_eos:
+        bias |= {id: float("-inf") for id in range(tokenizer.n_vocab) if tokenizer.is_end_of_generation(id)}
+    names = "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"
+    return replace(sampling_of(options), logit_bias=bias, **{name: getattr(options, name) for name in names})
+
+
+def tell_speed(options, conversation, times: list[float]) -> None:
+    """Of an answer in a chat."""
+    if options.timings:
+        n_new = conversation.n_prompt - conversation.n_held
+        print(f"run: {speed_of_run(n_new, times, time.perf_counter())}", file=sys.stderr)
 
 
 def speed_of_run(n_prompt: int, times: list[float], end: float) -> str:

@@ -10,6 +10,9 @@ from contextlib import contextmanager, suppress
 from ..base.errors import UserError
 
 
+WARNINGS, NOTES, VERBOSE = 2, 3, 4  # from which verbosity on stderr has them
+
+
 class Unwritten(Exception):
     """stdout cannot be written. Not an OSError: argparse drops these, and rich ends the process with exit code 1 where a reader
     has gone."""
@@ -76,3 +79,22 @@ def guarded_streams() -> Iterator[None]:
             with suppress(Unwritten):
                 stream.flush()
         sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def quieted(verbosity: int | None) -> Iterator[None]:
+    """In the block stderr has no notes below NOTES, nor warnings below WARNINGS; an error that leaves the block is said behind
+    it."""
+    if verbosity is None or verbosity >= NOTES:
+        yield
+        return
+    import logging
+    handler = logging.StreamHandler(sys.stderr) if verbosity >= WARNINGS else logging.NullHandler()
+    handler.setLevel(logging.WARNING)
+    before, sys.stderr = sys.stderr, io.StringIO()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        sys.stderr = before

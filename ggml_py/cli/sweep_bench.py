@@ -9,11 +9,11 @@ from .values import at_least, one_of
 
 def options(p) -> None:
     one_model(p, "the sweep ends here; 8192 by default, or what the model was trained for if that is less", n_ubatch=512)
-    p.add_argument("-n", "--n-gen", type=at_least(1), metavar="N",
+    p.add_argument("-n", "--n-gen", "--predict", "--n-predict", dest="n_gen", type=at_least(1), metavar="N",
                    help="tokens generated in a row; a quarter of -ub by default, the tokens of a prompt")
     random_tokens(p)
     report(p)
-    p.add_argument("-o", "--output-format", type=one_of("md", "jsonl"), default="md", metavar="md|jsonl",
+    p.add_argument("-o", "--output-format", dest="output_format", type=one_of("md", "jsonl"), default="md", metavar="md|jsonl",
                    help="a table, or a line of JSON for each row of it")
 
 

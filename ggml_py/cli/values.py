@@ -34,6 +34,41 @@ def all_or_at_least_one(text: str) -> int:
     return -1 if text == "-1" else at_least(1)(text)
 
 
+def switch(text: str) -> bool | None:
+    """None stands for auto."""
+    return {"on": True, "off": False, "auto": None}[one_of("on", "off", "auto")(text)]
+
+
+def logit_biases(text: str) -> dict[int, float]:
+    """ID+BIAS or ID-BIAS, with commas between; -inf forbids a token."""
+    found = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)([+-](?:inf|\d*\.?\d+(?:e[+-]?\d+)?))", part)
+        if match is None or match[2] == "+inf":
+            raise ValueError(f"must be ID+BIAS or ID-BIAS, such as 15043+1 or 15043-inf, got {part!r}")
+        found[int(match[1])] = float(match[2])
+    return found
+
+
+def json_object(text: str) -> dict:
+    import json
+    value = _read(json.loads, "JSON", text)
+    if not isinstance(value, dict):
+        raise ValueError(f"must be an object of JSON, got {text!r:.80}")
+    return value
+
+
+DRAFTS = {"draft-simple": "model", "draft-mtp": "mtp", "none": None, **dict.fromkeys((
+    "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache"), "ngram")}
+
+
+def draft_kind(text: str) -> str | None:
+    """Its name here; DRAFTS are llama.cpp's."""
+    if text in DRAFTS:
+        return DRAFTS[text]
+    return one_of("ngram", "model", "mtp")(text)
+
+
 def number(low: float, high: float) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = _read(float, "a number", text)
@@ -125,7 +160,7 @@ def split_mode(text: str) -> str:
 
 def layers(text: str) -> int | None:
     """None stands for all."""
-    return None if text in ("all", "-1") else at_least(0)(text)
+    return None if text in ("all", "auto", "-1", "-2") else at_least(0)(text)
 
 
 def offload(text: str) -> list[tuple[str, int | None]]:
@@ -140,9 +175,9 @@ def offload(text: str) -> list[tuple[str, int | None]]:
 
 
 def flash_attention(text: str) -> int:
-    if text in ("0", "off"):
-        raise ValueError("0 is not possible: attention is one fused op on every device, whose arithmetic is part of the "
-                                "promise of equal bits")
+    if {*text.split(",")} & {"0", "off"}:
+        raise ValueError(f"{text} is not possible: attention is one fused op on every device, whose arithmetic is part of the "
+                         "promise of equal bits")
     one_of("1", "on", "auto")(text)
     return 1
 

@@ -1,17 +1,19 @@
 """ggml-py verify: one digest over all settings that must not matter, or an attestation computed again."""
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..base.errors import UserError
 from ..files.writing import check_file, check_folder, write
-from .loading import OF_A_HUB, existing, load_on, model_paths, set_threads
+from .loading import OF_A_HUB, existing, model_paths, reader, set_threads
 from .main import behind
-from .options import attention, cache_types, chunks, context_size, model, report, text, threads
+from .options import attention, cache_types, chunks, context_size, model, reading, report, seed, telling, text, threads
 from .parser import refuse
 from .values import at_least, device, listed, output
 
-CONFIRMING = "-m", "-hf", *OF_A_HUB, "-f", "--devices", "-t", "-fa", "--attestation", "--sample", "--json"
+CONFIRMING = ("-m", "-hf", *OF_A_HUB, "-f", "--devices", "-t", "-fa", "-lm", "--no-mmap", "--mmap", "--mlock", "--numa", "--fit",
+              "-fitt", "-v", "-lv", "--attestation", "--sample", "--json")
 NO_NODE = ("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or "
            "comes and goes")
 
@@ -26,6 +28,9 @@ def options(p) -> None:
                    help="of cpu, cuda and cuda:N; all that are present by default")
     threads(p)
     attention(p)
+    seed(p)
+    reading(p)
+    telling(p)
     p.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
                    help="of rerun, ubatch, pieces, sequences, prefix, speculation, threads, launch, kv_write, fusion, noise, "
                         "placement, which loads the weights a second time, and device, all by default; one must run here")
@@ -57,15 +62,19 @@ def verify(options, load_model) -> int:
     text, path = read_text(existing(options.text)), model_paths(options)[0]
     set_threads(options.n_threads)
     devices = list(dict.fromkeys(map(device_of, options.device))) if options.device else present_devices()
-    with load_on(path, devices[0], load_model) as model:
+    read = reader(options, load_model, options.n_ctx, options.n_chunks if options.n_chunks > 0 else 1)
+    with read(path, devices[0]) as model:
         check_context(model, options.n_ctx)
         windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.n_ctx, options.n_chunks))
         axes = options.axes or list(AXES)
         settings = settings_of(axes, devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
                                options.type_k, options.type_v)
+        if model.fitted:
+            reason = f"the model does not fit into {devices[0]} as a whole"
+            settings = [replace(each, reason=reason) if each.placement else each for each in settings]
         check_some_run(axes, settings)
         difference, table = None, LiveTable(sys.stdout, windows)
-        load = lambda device, placement=None: load_on(path, device, load_model, placement)
+        load = lambda device, placement=None: read(path, device, placement)
         with Verification(load, windows, settings, table) as verification:
             verification.models[devices[0]] = model
             with table:
@@ -152,7 +161,7 @@ def confirm_attestation(options, load_model) -> int:
             raise UserError(f"{options.text}: another text than attested: sha256 is {found}, must be {document['text']}")
     path, = model_paths(options)
     set_threads(options.n_threads)
-    with load_on(path, device_of((options.device or ["auto"])[0]), load_model) as model:
+    with reader(options, load_model, None)(path, device_of((options.device or ["auto"])[0])) as model:
         sample = sampled(document, options.sample)
         try:
             said, code = confirm(document, model, text, sample, sys.stderr), 0

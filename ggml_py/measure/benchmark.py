@@ -10,9 +10,11 @@ import itertools
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -197,14 +199,28 @@ def copy_GB_s_of(device: str) -> float:
         return copy_GB_s(backend)
 
 
-def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, warm_up: bool, verbose: bool, log) -> Result:
+@dataclass(frozen=True)
+class Manner:
+    """How every test is run. seed: of the random tokens. n_threads_batch: of `Model.new_context`. delay: seconds before a
+    test."""
+    n_repetitions: int
+    seed: int = 0
+    warm_up: bool = True
+    verbose: bool = False
+    n_threads_batch: int | None = None
+    delay: int = 0
+
+
+def measure(model, config: Config, test: Test, manner: Manner, log, placement: str) -> Result:
+    """placement: what lies on which device, as options."""
+    seed = manner.seed
     began, tokens = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), random_tokens(model, test.n_ctx, seed)
     settings = Settings(n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v,
                         no_fuse=tuple(filter(None, config.no_fuse.split(","))), graphs=bool(config.graphs),
-                        kv_write=config.kv_write, verbose=verbose)
+                        kv_write=config.kv_write, verbose=manner.verbose, n_threads_batch=manner.n_threads_batch)
     set_num_threads(config.n_threads)
     with new_context(model, settings, test.n_ctx, 1, log) as context:
-        samples_ns = run_test(context, test, tokens, config.n_batch, n_repetitions, warm_up)
+        samples_ns = run_test(context, test, tokens, config.n_batch, manner.n_repetitions, manner.warm_up)
         n_bytes = None
         if not test.n_prompt:
             n_keys = test.n_depth + (test.n_gen + 1) / 2  # the mean over the generated tokens, each of which sees itself as well
@@ -218,15 +234,16 @@ def measure(model, config: Config, test: Test, n_repetitions: int, seed: int, wa
         model_n_params=sum(math.prod(t.shape) for t in tensors),
         n_batch=config.n_batch, n_ubatch=config.n_ubatch, type_k=config.type_k, type_v=config.type_v, flash_attn=1,
         no_fuse=config.no_fuse, graphs=config.graphs, kv_write=config.kv_write,
-        placement=config.placement, seed=seed,
+        placement=placement, seed=seed,
         n_prompt=test.n_prompt, n_gen=test.n_gen, n_depth=test.n_depth, test_time=began,
         avg_ns=avg_ns, stddev_ns=stddev_ns, avg_ts=avg_ts, stddev_ts=stddev_ts, copy_GB_s=copy, bytes_per_token=n_bytes,
         memory_share=n_bytes and n_bytes * avg_ts / (1e9 * copy), samples_ns=samples_ns, samples_ts=samples_ts)
 
 
-def bench(configs: list[Config], tests: list[Test], load_model, writer, log, n_repetitions: int, seed: int, warm_up: bool,
-          verbose: bool) -> None:
-    """Runs every test with every config and hands the results to a writer (`result_formats`). load_model: of (path, device)."""
+def bench(configs: list[Config], tests: list[Test], load_model, writer, log, manner: Manner,
+          placed: Callable[[Any], str]) -> None:
+    """Runs every test with every config and hands the results to a writer (`result_formats`). load_model: of (path, device).
+    placed: what a model chose about its placement when it was loaded, as options."""
     with Progress(log, "bench", len(configs) * len(tests), beside=writer.out) as progress, writer:
         for (path, device), group in itertools.groupby(configs, key=lambda config: (config.model, config.device)):
             copy_GB_s_of(device)
@@ -236,5 +253,6 @@ def bench(configs: list[Config], tests: list[Test], load_model, writer, log, n_r
                         raise UserError(f"bench: {test.name} takes a context of {test.n_ctx} tokens, {model.file.path} was "
                                         f"trained on at most {model.n_ctx_train}")
                 for config, test in itertools.product(group, tests):
-                    writer.write(measure(model, config, test, n_repetitions, seed, warm_up, verbose, log))
+                    time.sleep(manner.delay)
+                    writer.write(measure(model, config, test, manner, log, placed(model) or config.placement))
                     progress.advance()

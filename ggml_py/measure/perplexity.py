@@ -57,10 +57,13 @@ def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
 
 class Score:
     """What windows score: the perplexity so far, and a digest of their logits. Context manager; the list `[i]ppl,` is printed on
-    `out` as it grows, except where a progress bar shares the terminal; there it is printed at the end. out: a stream, or None."""
+    `out` as it grows, except where a progress bar shares the terminal; there it is printed at the end. out: a stream, or None.
 
-    def __init__(self, out, log, n_chunks: int, told: Told | None = None):
-        self.out, self.log, self.held, self.is_held = out, log, "", bool(out and out.isatty() and log and log.isatty())
+    row: window -> a line in the place of `[i]ppl,`; None: there are none."""
+
+    def __init__(self, out, log, n_chunks: int, told: Told | None = None, row: "Callable[[Score], str] | None" = None):
+        self.out, self.log, self.held, self.row = out, log, "", row
+        self.is_held = bool(out and out.isatty() and log and log.isatty())
         self.progress, self.digest = Progress(log, "perplexity", n_chunks, told=told), LogitsDigest()
         self.n_windows, self.total, self.total_of_squares, self.count = 0, 0.0, 0.0, 0
 
@@ -82,12 +85,14 @@ class Score:
         self.total += total
         self.total_of_squares += squares
         self.count += count
-        item = f"[{self.n_windows}]{self.ppl:.4f},"
+        item = note = f"[{self.n_windows}]{self.ppl:.4f},"
+        if self.row:
+            item = self.row(self) + "\n"
         if self.is_held:
             self.held += item
         elif self.out:
             print(item, end="", file=self.out, flush=True)
-        self.progress.advance(item)
+        self.progress.advance(note)
 
     @property
     def ppl(self) -> float:
@@ -105,16 +110,20 @@ class Score:
 
     def __exit__(self, *exception) -> None:
         self.progress.__exit__(*exception)
-        self.say(self.held)
+        if self.held or not self.row:  # whose lines are whole
+            self.say(self.held.removesuffix("\n"))
 
 
-def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None, progress: Told | None = None) -> float:
+def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None, progress: Told | None = None,
+               rows: bool = False) -> float:
     """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`: streams.
     None: nowhere, and to `logging`.
 
     tokens: int [n_tokens], with whatever special tokens the tokenizer added; base: called with the windows int32 [n_chunks, c],
     gives a context manager whose value is called with the scored logits of each (kl_divergence.base_writer);
-    progress: is told how many windows are done, and of how many. Returns the perplexity.
+    progress: is told how many windows are done, and of how many. rows: a line for each window, as llama.cpp's
+    --ppl-output-type 1 has it: its first token, and of all so far the perplexity, the mean negative log-likelihood and its error.
+    Returns the perplexity.
     """
     c, n_seq = settings.n_ctx, n_sequences(settings)
     windows = split_windows(tokens, settings)
@@ -122,7 +131,12 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
     n_batch = min(settings.n_batch, n_seq * c)
     teller(log, logger.info)(f"perplexity: calculating perplexity over {len(windows)} chunks, n_ctx={c}, batch_size={n_batch}, "
                              f"n_seq={n_seq}")
-    with base(windows) if base else nullcontext() as write, Score(out, log, len(windows), progress) as score:
+
+    def row(score: Score) -> str:
+        mean, error = mean_and_error(score.total, score.total_of_squares, score.count)
+        return f"{c * (score.n_windows - 1):8d}  {score.ppl:.4f}  {mean:4f}  {error:4f}"
+    with (base(windows) if base else nullcontext() as write,
+          Score(out, log, len(windows), progress, row if rows else None) as score):
         for i, logits in enumerate(decode_windows(model, windows, settings, log)):
             if write:
                 write(logits)
@@ -132,7 +146,8 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
     return score.ppl
 
 
-def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, progress: Told | None = None) -> float:
+def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, progress: Told | None = None,
+                       rows: bool = False) -> float:
     """Windows of w = c + N/2 tokens that start every N = stride tokens; each scores its last N targets. No BOS per window, no
     final estimate.
 
@@ -147,11 +162,12 @@ def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, pr
     check_context(model, w)
     tokens = np.asarray(tokens, np.int32)
     n_chunks = cap_chunks(-(-(len(tokens) - w) // stride), settings.n_chunks)
+    row = (lambda score: f"{stride * (score.n_windows - 1):8d}  {score.ppl:.4f}") if rows else None
     first, clock = w - 1 - stride, Clock(log, n_chunks)
     say = teller(log, logger.info)
     say(f"perplexity: have {len(tokens)} tokens. Calculation chunk = {w}")
     say(f"perplexity: calculating perplexity over {n_chunks} chunks, batch_size={min(settings.n_batch, w)}")
-    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks, progress) as score:
+    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks, progress, row) as score:
         for start in range(0, n_chunks * stride, stride):
             window = tokens[start:start + w]
             logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)

@@ -45,6 +45,24 @@ class Writer:
         print(text, end=end, file=self.out, flush=True)
 
 
+class Both:
+    """Two writers, of two streams."""
+
+    def __init__(self, *writers: Writer):
+        self.writers, self.out = writers, writers[0].out
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for writer in self.writers:
+            writer.__exit__(*exception)
+
+    def write(self, result: Result) -> None:
+        for writer in self.writers:
+            writer.write(result)
+
+
 def scalars(result: Result) -> dict:
     return {name: getattr(result, name) for name in COLUMNS}
 

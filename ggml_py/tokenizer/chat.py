@@ -74,6 +74,11 @@ class ChatTemplate:
         source = tokenizer.chat_template if name is None else sources[name]
         if source is None:
             raise ChatTemplateError(f"{key}: missing; the model has no chat template, give it a prompt as it is")
+        return cls.of_source(tokenizer, source, key)
+
+    @classmethod
+    def of_source(cls, tokenizer: Tokenizer, source: str, key: str) -> Self:
+        """A template of one's own, with the texts of a model's BOS and EOS tokens. key: what errors call it."""
         bos, eos = ("" if id is None else tokenizer.token_text(id) for id in (tokenizer.bos_id, tokenizer.eos_id))
         return cls(source, bos, eos, key)
 
@@ -163,16 +168,19 @@ class ChatTemplate:
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping], add_generation_prompt: bool = True, date: str = CHAT_DATE,
-                tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None, template: str | None = None,
-                **arguments: Any) -> list[int]:
+                tools: Sequence[Mapping] | None = None, documents: Sequence[Mapping] | None = None,
+                template: str | ChatTemplate | None = None, **arguments: Any) -> list[int]:
     """Token ids of a conversation, ready for the answer. BOS comes first where the model wants it, once, whether or not the
     template writes it.
 
-    date: YYYY-MM-DD, what the template is told when it asks for the date.   template: the name of one of the model's templates;
-    None: with tools that of the name tool_use, where the model has it, else the unnamed one. The rest: `ChatTemplate.render`."""
+    date: YYYY-MM-DD, what the template is told when it asks for the date.   template: the name of one of the model's templates,
+    or one of one's own; None: with tools that of the name tool_use, where the model has it, else the unnamed one. The rest:
+    `ChatTemplate.render`."""
     if template is None and tools and "tool_use" in tokenizer.chat_templates:
         template = "tool_use"
-    text = ChatTemplate.of(tokenizer, template).render(messages, add_generation_prompt, date, tools, documents, **arguments)
+    if not isinstance(template, ChatTemplate):
+        template = ChatTemplate.of(tokenizer, template)
+    text = template.render(messages, add_generation_prompt, date, tools, documents, **arguments)
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
     bos = tokenizer.encode("")[:1] if tokenizer.add_bos else []
     return ids if ids[:1] == bos else bos + ids

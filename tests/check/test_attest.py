@@ -522,7 +522,8 @@ def test_an_empty_prompt_is_a_prompt(folder, capsys):
 
 @pytest.mark.parametrize("name, argv, said", [
     *(("ppl.json", argv, f"{argv[0]}: does not apply to an --attestation, which says what to compute; allowed: -m, -hf, -hff, "
-       "--revision, --sha256, --token, --offline, -f, --devices, -t, -fa, --attestation, --sample, --json")
+       "--revision, --sha256, --token, --offline, -f, --devices, -t, -fa, -lm, --no-mmap, --mmap, --mlock, "
+       "--numa, --fit, -fitt, -v, -lv, --attestation, --sample, --json")
       for argv in (["--axes", "rerun"], ["--reruns", "2"], ["--dump", "{}/dump"], ["-c", "512"], ["--ctx-size", "7"],
                    ["--chunks", "4"], ["-ctk", "f16"],
                    ["--cache-type-v", "f32"], ["--no-bisect"])),

@@ -377,13 +377,21 @@ def test_markdown_shows_what_differs(bench):
                                           for test in ("pp8", "pp4+tg2", "pp3+tg1")]
 
 
+def test_results_on_both_streams(capsys, path):
+    """-oe: another format on stderr; --delay rests before each test."""
+    code, out, err = call(capsys, "bench", "-m", path, "--device", "cpu", "-p", 2, "-n", 0, "-r", 1, "-o", "jsonl", "-oe", "csv",
+                          "--progress", "--delay", 0)
+    row, = csv.DictReader(io.StringIO(err))
+    assert code == 0 and row["n_prompt"] == "2" and row["test_time"] == json.loads(out)["test_time"]
+
+
 def test_defaults(capsys, path, monkeypatch):
     """pp512 and tg128, five repetitions, after those that do not count."""
     seen = []
     monkeypatch.setattr(benchmark, "bench", lambda *args, **kwargs: seen.append(args))
     assert call(capsys, "bench", "-m", path, "--device", "cpu") == (0, "", "")
-    configs, tests, _, writer, _, n_repetitions, seed, warm_up, verbose = seen[0]
-    assert [test.name for test in tests] == ["pp512", "tg128"] and (n_repetitions, seed, warm_up, verbose) == (5, 0, True, False)
+    configs, tests, _, writer, _, manner, _ = seen[0]
+    assert [test.name for test in tests] == ["pp512", "tg128"] and manner == benchmark.Manner(5)
     assert configs == [benchmark.Config(str(path), "cpu", threads.get_num_threads(), 2048, 2048, "f16", "f16", "", 1,
                                         "set_rows", "")] and isinstance(writer, result_formats.Markdown)
 
@@ -484,7 +492,7 @@ MISTAKES = [
     ([*SWEEP, "-c", "300", "-ub", "64"], "-c: a context of 300 tokens is too long, this model was trained on at most 256"),
     ([*SWEEP], "-c: 256 positions do not hold a prompt part (-ub) of 512 tokens or a generation part (-n) of 128"),
     ([*SWEEP, "-ub", "64", "-b", "32"], "-ub: prompts of 64 tokens are decoded as one batch, must be at most -b, 32"),
-    ([*SWEEP, "-fa", "off"], "0 is not possible"),
+    ([*SWEEP, "-fa", "off"], "off is not possible"),
     ([*SWEEP, "-o", "csv"], "must be md, jsonl, got 'csv'"),
 ]
 

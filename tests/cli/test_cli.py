@@ -76,6 +76,18 @@ perplexity: 279 tokens in \d+\.\d\d s, \d+\.\d tokens/s
 """, err)
 
 
+def test_perplexity_in_rows(capsys, files):
+    """As llama-perplexity has them for --ppl-output-type 1; the digest is the same."""
+    argv = ["perplexity", "-m", files / "tiny.gguf", "-f", files / "text", "-c", 32, "--chunks", 3]
+    plain, rows = (call(capsys, *argv, "--ppl-output-type", kind, model=FakeModel())[1].splitlines() for kind in (0, 1))
+    found = [row.split() for row in rows[:3]]
+    assert [row[0] for row in found] == ["0", "32", "64"] and rows[0].startswith("       0  ") and rows[3:] == plain[1:]
+    assert plain[0] == "".join(f"[{i}]{row[1]}," for i, row in enumerate(found, 1))
+    assert all(abs(np.exp(float(row[2])) - float(row[1])) < 1e-3 * float(row[1]) for row in found)
+    strided = call(capsys, *argv, "--ppl-stride", 16, "--ppl-output-type", 1, model=FakeModel())[1].splitlines()
+    assert [row.split()[0] for row in strided[:-1]] == ["0", "16", "32"] and all(len(row.split()) == 2 for row in strided)
+
+
 def test_perplexity_with_strides(capsys, files):
     code, out, _ = call(capsys, "perplexity", "-m", files / "tiny.gguf", "-f", files / "text", "-c", 32, "--ppl-stride", 16,
                         "--chunks", 2, model=FakeModel())
@@ -226,8 +238,10 @@ def periodic(tokens):
     (["--draft-max", 4], "--draft-max: needs --draft-source"), (["--draft-source", "model"], "--draft-source model: needs -md"),
     (["--draft-source", "ngram", "-md", "x"], "-md: is of --draft-source model"),
     (["--draft-p-min", 0.5], "--draft-p-min: is of --draft-source model and mtp"),
-    (["--draft-source", "tea"], "argument --draft-source: must be ngram, model, mtp, got 'tea' (see ggml-py run --help)"),
-    (["-md", "x", "--draft-max", 0], "argument --draft-max: must be at least 1, got 0 (see ggml-py run --help)"),
+    (["--draft-source", "tea"],
+     "argument --draft-source/--spec-type: must be ngram, model, mtp, got 'tea' (see ggml-py run --help)"),
+    (["-md", "x", "--draft-max", 0],
+     "argument --draft-max/--draft/--draft-n/--spec-draft-n-max: must be at least 1, got 0 (see ggml-py run --help)"),
     (["-md", "nowhere.gguf"], "nowhere.gguf: no such file")])
 def test_drafts_that_cannot_be(capsys, files, argv, said):
     assert call(capsys, "run", "-m", files / "tiny.gguf", "-p", "a", *argv,
@@ -249,6 +263,69 @@ def test_run_with_the_chat_template(capsys, files):
     model.tokenizer.token_text = lambda id: f"<{id}>"
     code, _, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "hi", "-n", 1, "--chat", model=model)
     assert code == 0 and model.calls[0] == ("argmax", {0: 1 + len("<user>hi<assistant>")}) and "date" not in err
+
+
+def with_template() -> FakeModel:
+    model = FakeModel()
+    model.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model.tokenizer.token_text = str
+    return model
+
+
+@pytest.mark.parametrize("argv, prompt", [
+    ([], "a\nb\\n"), (["-f", "-"], "a\nb\\n"), (["-st"], "<user>a\nb\\n"), (["-sys", "x"], "<system>x<user>a\nb\\n"),
+    (["-f", "{}/text"], TEXT.decode()), (["-p", "a\\nb"], "a\\nb"), (["-p", "a\\nb\\x41\\\\n\\q", "-e"], "a\nbA\\n\\q"),
+    (["-p", "p", "-sysf", "{}/text"], f"<system>{TEXT.decode()}<user>p"), (["-p", "p", "-sys", "\\t", "-e"], "<system>\t<user>p"),
+    (["-p", "p", "--chat", "--chat-template", "{{ messages | length }}!"], "1!"), (["-p", "p", "-e", "--no-escape"], "p")])
+def test_where_the_prompt_comes_from(capsys, files, monkeypatch, argv, prompt):
+    """stdin where neither -p nor -f is given; a newline at the end of a file is not a part of it."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\\n\n")))
+    model = with_template()
+    decoded = []
+    model.logits = lambda tokens: decoded.append(bytes(tokens)) or prefix_logits(tokens)
+    argv = [each.replace("{}", str(files)) for each in argv]
+    assert call(capsys, "run", "-m", files / "tiny.gguf", "-n", 1, *argv, model=model)[0] == 0
+    assert decoded[0].decode() == prompt
+
+
+def test_what_a_template_is_told(capsys, files):
+    model = with_template()
+    model.tokenizer.chat_template = "{{ enable_thinking }} {{ reasoning_effort }} {{ x }}"
+    (files / "template").write_text("<<{{ messages[0].content }}>>")
+    decoded = []
+    model.logits = lambda tokens: decoded.append(bytes(tokens).decode()) or prefix_logits(tokens)
+    for more in (["-rea", "off", "--reasoning-effort", "low", "--chat-template-kwargs", '{"x": [1]}'], ["-rea", "auto"],
+                 ["--chat-template-file", files / "template"]):
+        assert call(capsys, "run", "-m", files / "tiny.gguf", "-n", 1, "-p", "p", "--chat", *more, model=model)[0] == 0
+    assert decoded == ["False low [1]", "  ", "<<p>>"]
+
+
+def test_what_changes_logits(capsys, files):
+    """Penalties, biases, and a model that may not end; each as `Sampling` has it."""
+    def text(*more, logits=prefix_logits):
+        code, out, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "once", "-n", 6, *more,
+                              model=FakeModel(logits=logits))
+        return out if code == 0 else err
+    plain = text()
+    assert text("-l", "65+100") == "AAAAAA\n" and text("--repeat-penalty", 1) == plain
+    assert text("-l", "65+100,66+100", "--presence-penalty", "1") != text("-l", "65+100") != plain
+    assert len(text("-l", "65+90", "-l", "66+89", "--frequency-penalty", "0.4").replace("A", "")) < 6
+    assert text(logits=always(EOS)) == "\n" and len(text("--ignore-eos", logits=always(EOS))) == 7
+    assert text("-l", "700+1") == "ggml-py: error: -l: must be of ids 0 to 258, got 700\n"
+    assert text("-r", plain[2:4]) == plain[:2] + "\n" and text("--display-prompt") == "once" + plain
+
+
+def test_a_grammar(capsys, files):
+    pytest.importorskip("llguidance")
+    (files / "g").write_text('root ::= ("yes" | "no") "!"')
+    (files / "s").write_text('{"type": "boolean"}')
+    for more, allowed in ((["--grammar-file", files / "g"], ("yes!", "no!")), (["--grammar", 'root ::= "a"+ "."'], None),
+                          (["-j", '{"enum": [12, 3]}'], ("12", "3")), (["-jf", files / "s"], ("true", "false"))):
+        code, out, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "x", "-n", 20, *more, model=FakeModel())
+        assert code == 0 and (out.strip() in allowed if allowed else re.fullmatch(r"a+\.?\n", out)), (more, out, err)
+        assert not allowed or err.endswith("; the grammar is at its end\n")
+    code, out, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "x", "--grammar", "root ::= (", model=FakeModel())
+    assert code == 2 and err.startswith("ggml-py: error: --grammar: is no usable GBNF grammar")
 
 
 @pytest.mark.parametrize("argv, told", [
@@ -308,18 +385,17 @@ MISTAKES = [
     (["perplexity", "--speed"], "--speed: unknown option (see ggml-py perplexity --help)"),
     (["perplexity", "--chunk", "3"], "--chunk: unknown option"),  # no abbreviations
     (["perplexity", "-c", "many"], "argument -c/--ctx-size: must be an integer, got 'many'"),
-    (["perplexity", "-c", "0"], "must be at least 1, got 0"),
+    (["perplexity", "-c", "-1"], "must be at least 1, got -1"),
     (["perplexity", "--chunks", "0"], "must be at least 1, got 0"),
     (["perplexity", "-ctk", "q4_0"], "argument -ctk/--cache-type-k: must be f32, f16, q8_0, got 'q4_0'"),
     (["perplexity", "--device", "gpu"], "must be auto, cpu, cpu:N, cuda or cuda:N, got 'gpu'"),
-    (["run", *NO_MODEL], "the following arguments are required: -p/--prompt"),
     (["run", *NO_MODEL, "-p", "x", "--temp", "-1"], "must be 0 to 1e+06, got -1"),
     (["run", *NO_MODEL, "-p", "x", "--temp", "nan"], "must be 0 to 1e+06, got nan"),
     (["run", *NO_MODEL, "-p", "x", "--top-p", "x"], "must be a number, got 'x'"),
     (["run", *NO_MODEL, "-p", ""], "-p: the prompt has no tokens"),
     (["run", *NO_MODEL, "-p", "x", "--chat", "--date", "2026-13-01"],
      "argument --date: must be YYYY-MM-DD or today, got '2026-13-01'"),
-    (["run", *NO_MODEL, "-p", "x", "--date", "today"], "--date: is of --chat, which is not given"),
+    (["run", *NO_MODEL, "-p", "x", "--date", "today"], "--date: is of --chat or -cnv, which are not given"),
     (["run", *NO_MODEL, "-p", "12345", "-n", "4", "-c", "8"],
      "a prompt of 5 tokens and 4 new ones do not fit into a context of 8"),
     (["run", *NO_MODEL, "-p", "x", "-n", "5000"], "a context of 5001 tokens is too long, this model was trained on at most 4096"),
@@ -348,7 +424,7 @@ MISTAKES = [
     (["info", "{}/text"], "{}/text: this is not a GGUF file"),
     (["info", "{}/cut.gguf"], "{}/cut.gguf: "),
     (["info", "{}/none.gguf"], "{}/none.gguf: no such file"),
-    (["run", *NO_MODEL, "-p", "x", "--seed", str(2**63)], "argument --seed: must be at most 9223372036854775807"),
+    (["run", *NO_MODEL, "-p", "x", "--seed", str(2**63)], "argument --seed/-s: must be at most 9223372036854775807"),
     (["pull", "gpt-5"], "pull: unknown model 'gpt-5', known: smollm2"),
 ]
 

@@ -35,7 +35,7 @@ def call(capsys, *argv, load_model=None):
 
 # Unknown options
 
-WORDS = ["-hfx", "-pmode", "-otx", "-ngl9", "-t4", "-c512", "-fa1", "-mx", "-ctkf16", "-x", "--chunk", "--Model", "--mode",
+WORDS = ["-hfx", "-pmode", "-otx", "-ngl9", "-t4", "-c512", "-fa1", "-mx", "-ctkf16", "-x", "--chunkx", "--Model", "--mode",
          "--model-path", "--no-such=3", "-hm"]
 
 
@@ -103,8 +103,9 @@ def test_an_option_is_the_same_everywhere():
             names.setdefault(option, set()).add(action.dest)
             if option in SHARED.values() and action.default is not None:
                 defaults.setdefault(option, set()).add(action.default)
-    unlike = {"-o": {"output", "output_format"}, "-n": {"n_predict", "n_gen"},
-              "-p": {"prompt", "n_prompt"}}  # as the tools that these commands follow have them
+    new_tokens = {"n_predict", "n_gen"}
+    unlike = {"-o": {"output", "output_format"}, "-n": new_tokens, "--predict": new_tokens, "--n-predict": new_tokens,
+              "-p": {"prompt", "n_prompt"}, "-r": {"stop", "repetitions"}}  # as the tools that these commands follow have them
     assert {option: dests for option, dests in names.items() if len(dests) > 1} == unlike
     assert all(names[option] == {dest} for dest, option in SHARED.items())
     several = {option: found for option, found in defaults.items() if len(found) > 1}
@@ -126,6 +127,7 @@ def test_what_every_command_takes_that_runs_a_model(command):
 def test_the_default_model(capsys, tmp_path, monkeypatch, command):
     class Asked(Exception):
         pass
+    import ggml_py.engine.model  # noqa: F401  before `resolve` is another
 
     def resolve(name, log):
         assert name == "smollm2"

@@ -63,8 +63,8 @@ def test_several_devices_share_the_layers():
     (["-sm", "row"], "-sm: 'row' is not possible: rows of a product would be summed"),
     (["-mg", "1"], "-mg: must be 0 to 0, the number of one of cpu, got 1"),
     (["-ts", "1,2"], "-ts: must be 1 numbers, for cpu, at least 0 and not all 0, got 1, 2"),
-    (["-ts", "x"], "must be a number, got 'x'"), (["-fmoe"], "-fmoe: fused wherever"),
-    (["-rtr"], "-rtr: weights are packed into tiles whenever they are loaded (see"),
+    (["-ts", "x"], "must be a number, got 'x'"), (["-no-fmoe"], "-no-fmoe: --no-fuse leaves out fusions"),
+    (["-nr"], "-nr: weights are packed into tiles whenever they are loaded (see"),
     (["-mla", "3"], "-mla: latent attention is one definition"), (["-amb", "512"], "-amb: attention keeps no scores"),
     (["-op", "27,0"], "-op: ops have names here, not numbers"),
     (["-gp", "1,2"], "-gp: generation behind a prompt is -n with -d")])

@@ -118,7 +118,7 @@ class FakeArchitecture:
 
 class FakeModel:
     """calls: (logits, {seq_id: n_tokens}) of each decode; open_contexts: contexts not yet left."""
-    architecture, n_vocab = FakeArchitecture(), N_VOCAB
+    architecture, n_vocab, fitted = FakeArchitecture(), N_VOCAB, None
 
     def __init__(self, add_bos=False, n_ctx_train=4096, logits=prefix_logits):
         self.tokenizer, self.n_ctx_train, self.logits = FakeTokenizer(add_bos), n_ctx_train, logits
