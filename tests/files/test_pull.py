@@ -8,6 +8,7 @@ from hashlib import sha256
 
 import pytest
 
+from ggml_py.__main__ import main
 from ggml_py.files import pull as module
 from ggml_py.base.errors import UserError
 from ggml_py.files.pull import MODELS, Source, download, is_intact, models_folder, pull, resolve
@@ -72,7 +73,7 @@ def test_two_at_once(tmp_path):
 
 
 def test_unknown_name():
-    with pytest.raises(UserError, match="unknown model 'llama', known: smollm2, tiny"):
+    with pytest.raises(UserError, match="unknown model 'llama', known: smollm2, tiny, and OWNER/NAME of a hub"):
         pull("llama", io.StringIO())
 
 
@@ -81,6 +82,19 @@ def test_resolve_takes_names_and_paths(tmp_path, monkeypatch):
     (tmp_path / "model.gguf").write_bytes(CONTENT)
     assert resolve("tiny", io.StringIO()) == tmp_path / "model.gguf"
     assert str(resolve("./tiny", io.StringIO())) == "tiny" and str(resolve("a/b.gguf", io.StringIO())) == "a/b.gguf"
+
+
+@pytest.mark.parametrize("name", ["me/tiny", "me/tiny-1.5B", "me/tiny:Q4_K_M"])
+def test_a_model_of_a_hub_is_no_path(name, tmp_path, monkeypatch, capsys):
+    """Where a file has that name, it is meant."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"^hf: names the models of a hub; there is no file {name}$"):
+        resolve(name)
+    assert main(["info", "-m", name]) == 2
+    assert capsys.readouterr().err == f"ggml-py: error: -hf: names the models of a hub; there is no file {name}\n"
+    (tmp_path / "me").mkdir()
+    (tmp_path / name).write_bytes(b"")
+    assert str(resolve(name)) == name
 
 
 def test_it_is_logged_where_no_stream_is_given(tmp_path, caplog):

@@ -3,6 +3,7 @@ another folder.
 
 usage: python -I wheel_check.py CHECKOUT
 """
+import os
 import subprocess
 import sys
 from hashlib import sha256
@@ -19,6 +20,26 @@ import ggml_py.quant
 from ggml_py import GGUFError, Tokenizer
 
 ROOMS = {"ggml_py": "", "kernels": "kernels", "quant": "quant"}  # folder of the checkout -> folder in the installed package
+
+
+def first_hour(helpers: Path, command: Path) -> None:
+    """What a new user does, with a hub on this machine: pulls a model, continues and scores tokens, measures, looks at a page."""
+    sys.path.append(str(helpers))
+    from hub_server import Hub, serving
+    from tiny_models import write_model
+    content = write_model(Path("model.gguf")).read_bytes()
+    with serving(Hub({})) as hub:
+        hub.put("me/tiny", {"tiny-F32.gguf": content})
+        os.environ.update(HF_ENDPOINT=hub.url, XDG_CACHE_HOME=os.path.abspath("cache"))
+        sweep = "sweep-bench -hf me/tiny -c 16 -ub 8 -n 2 --device cpu --report r.html"
+        for argv, expected in ((["pull", "me/tiny"], "tiny-F32.gguf"), (["info", "-hf", "me/tiny:f32"], "general.architecture"),
+                               (sweep.split(), "S_TG t/s")):
+            result = subprocess.run([command, *argv], capture_output=True, text=True)
+            assert result.returncode == 0 and expected in result.stdout, result
+        assert "<svg" in Path("r.html").read_text()
+        with ggml_py.Model.load(hf="me/tiny", device="cpu") as model:
+            found = model.generate([1, 2, 3], max_tokens=4)
+            assert len(found.ids) == 4 and model.score([1, 2, 3], found.ids[:1]).is_greedy
 
 
 def main(checkout: Path):
@@ -46,6 +67,7 @@ def main(checkout: Path):
     for argv, expected in (["--version"], f"ggml-py {ggml_py.__version__}\n"), (["info", "tiny.gguf"], "5 tensors"):
         result = subprocess.run([command, *argv], capture_output=True, text=True)
         assert result.returncode == 0 and expected in result.stdout, result
+    first_hour(checkout / "tests" / "helpers", command)
     print(f"wheel ggml_bitwise {ggml_py.__version__}: {installed} works")
 
 
