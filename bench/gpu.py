@@ -137,6 +137,7 @@ def flash_attn_ext():
     for type_ in CACHES:
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=n)) for keys in (512, 4096) for n in (1, 512))
         yield from (Case("flash_attn_ext", type_, dict(keys=keys, n=1)) for keys in (16384, 32768))
+        yield from (Case("flash_attn_ext", type_, dict(keys=512, n=1, seqs=seqs)) for seqs in (16, 32, 64, 128) if type_ != "f32")
 
 
 def gated_delta_net():
@@ -304,21 +305,23 @@ def swiglu_act_work(gpu, kernel, type_, n, k, cache) -> Work:
     return Work(launches(gpu, "swiglu_act", [operands]), operand_bytes(*operands.values()))
 
 
-def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache) -> Work:
-    """The last n of `keys` positions of one sequence look back."""
+def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache, seqs=1) -> Work:
+    """The last n of `keys` positions of each sequence look back."""
     cell = N_HEAD_KV * HEAD
     fmt = format_of(type_.upper())
     cell_bytes = fmt.row_bytes(cell)
     cells = random_weight(fmt, 128, cell, np.random.default_rng(0))
-    caches = [Operand(type_, (keys, cell), address)
-              for address in gpu.filled(cells, keys * cell_bytes, 2 * copies_of(gpu, 2 * keys * cell_bytes, cache)).addresses]
-    pos, q, out = np.arange(keys - n, keys, dtype=np.int32), floats(gpu, n, N_HEAD * HEAD), output(gpu, n, N_HEAD * HEAD)
-    seq = Operand("i32", (n,), gpu.upload(np.zeros(n, np.int32)))
-    present = Operand("u8", (1, keys), gpu.upload(np.ones(keys, np.uint8)))
-    rest = dict(q=q, seq=seq, pos=Operand("i32", (n,), gpu.upload(pos)), present=present, out=out,
-                n_head=N_HEAD, n_head_kv=N_HEAD_KV, scale=HEAD**-0.5)
+    n_all, n_bytes = n * seqs, keys * seqs * cell_bytes
+    caches = [Operand(type_, (keys * seqs, cell), address)
+              for address in gpu.filled(cells, n_bytes, 2 * copies_of(gpu, 2 * n_bytes, cache)).addresses]
+    pos, seq = np.tile(np.arange(keys - n, keys, dtype=np.int32), seqs), np.repeat(np.arange(seqs, dtype=np.int32), n)
+    n_seen, q, out = int((pos + 1).sum()), floats(gpu, n_all, N_HEAD * HEAD), output(gpu, n_all, N_HEAD * HEAD)
+    present = Operand("u8", (seqs, keys), gpu.upload(np.ones((seqs, keys), np.uint8)))
+    seq, pos = (Operand("i32", (n_all,), gpu.upload(each)) for each in (seq, pos))
+    rest = dict(q=q, seq=seq, pos=pos, present=present, out=out, n_head=N_HEAD, n_head_kv=N_HEAD_KV, scale=HEAD**-0.5,
+                apart=seqs > 1)
     made = launches(gpu, "flash_attn_ext", [dict(k=k, v=v, **rest) for k, v in zip(caches[::2], caches[1::2])])
-    return Work(made, 2 * keys * cell_bytes + operand_bytes(q, out), 4 * N_HEAD * HEAD * int((pos + 1).sum()))
+    return Work(made, 2 * n_bytes + operand_bytes(q, out), 4 * N_HEAD * HEAD * n_seen)
 
 
 N_HEAD_K, N_HEAD_V, DIM_V = 16, 32, 128  # of Qwen3.6-35B-A3B's gated delta nets

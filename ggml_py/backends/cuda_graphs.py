@@ -24,6 +24,7 @@ class Key(NamedTuple):
     type_v: str
     kv_write: str
     hidden: bool = False
+    apart: bool = False
 
 
 @dataclass

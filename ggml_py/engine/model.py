@@ -50,6 +50,8 @@ from .likelihood import Likelihood, Text, score_many
 from .sampling import not_a_number
 from .settings import Settings
 
+MOST_APART = 4  # tokens of each sequence, on average, of a micro-batch that `flash_attn_ext` is told to be `apart`
+
 lock_holders: WeakSet = WeakSet()  # models and contexts
 
 
@@ -532,11 +534,13 @@ class Context:
         hot = self.model.architecture.hot
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, **self._memory_values(seq, pos)}
         shape = len(seq), len(rows), wanted if len(rows) else "logits"
-        hidden = self.observer is not None
+        hidden, n_seq = self.observer is not None, len(np.unique(seq))
+        apart = n_seq > 1 and len(seq) <= MOST_APART * n_seq
         with self.model.lock, using(self.n_threads_batch if len(seq) > 1 else None):
             if hot is not None:
                 values |= hot.values()
-            outputs = self.program(*shape, hidden).queue(values, self.replays, Key._make((*shape, *self.settings, hidden)))
+            key = Key._make((*shape, *self.settings, hidden, apart))
+            outputs = self.program(*shape, hidden, apart).queue(values, self.replays, key)
             if hot is not None:
                 hot.queued(len(seq))
         return outputs
@@ -544,11 +548,12 @@ class Context:
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos)
 
-    def program(self, n_tokens: int, n_outputs: int, wanted: str = "logits", hidden: bool = False) -> Program:
+    def program(self, n_tokens: int, n_outputs: int, wanted: str = "logits", hidden: bool = False,
+                apart: bool = False) -> Program:
         """The graph for batches of this shape, planned and bound. wanted: of `Architecture.build`. hidden: what `observer` is
-        told is an output too. Those of the SHAPES most recent shapes are kept: launches and inputs on the host, about a megabyte
-        for 32 layers, and nothing on the device."""
-        key = n_tokens, n_outputs, wanted, *([hidden] * hidden)
+        told is an output too. apart: of `flash_attn_ext`. Those of the SHAPES most recent shapes are kept: launches and inputs on
+        the host, about a megabyte for 32 layers, and nothing on the device."""
+        key = n_tokens, n_outputs, wanted, hidden, apart
         with self._turn():
             if self.is_closed:
                 raise RuntimeError("context: it is closed, its memory is gone; allowed: new_context()")

@@ -42,6 +42,7 @@ class Batch:
     pos: Tensor
     out_ids: Tensor
     all_rows: bool = False  # all tokens go on behind the last layer
+    apart: bool = False     # they are few of each of several sequences
     temperatures: dict[str, Tensor] = field(default_factory=dict)  # of the tokens, by device
     caches: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of the layers so far: K and V, written
     per_layer: Tensor | None = None  # embeddings for each layer, of models that have them
@@ -304,16 +305,16 @@ class Transformer:
                              for leaf in cut if leaf not in weights}
 
     def build(self, memory: Memory, tables: RopeTables, n_tokens: int, n_outputs: int, wanted: str = "logits",
-              hidden: bool = False) -> Graph:
+              hidden: bool = False, apart: bool = False) -> Graph:
         """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if
         any. wanted: "logits"; "argmax": only the ids of the largest, i32 [n_outputs]; "both": these and the logits;
         "likelihoods": the logarithm of the softmax at the ids of a further input, targets, f32 [n_outputs, 1], and the ids of the
         largest. hidden: behind them the results of the last norm of all tokens, f32 [n_tokens, n_embd], from which a NextN block
-        goes on."""
+        goes on. apart: as of `flash_attn_ext`."""
         hp, g = self.hp, Graph(self.placement.output)
         tokens = g.input("tokens", "i32", (n_tokens,))
         b = Batch(g, memory, tables, n_tokens, n_outputs, g.input("pos", "i32", (n_tokens,)),
-                  g.input("out_ids", "i32", (n_outputs,)), hidden)
+                  g.input("out_ids", "i32", (n_outputs,)), hidden, apart)
         x = self.embed(b, tokens)
         memory.inputs(g, n_tokens)
         if self.hot is not None:
@@ -453,7 +454,7 @@ class Transformer:
         g, hp = b.g, self.hp
         return g.flash_attn_ext(q, k, v, *self.seen(b, il), *self.sinks(il),
                                 n_head=hp.n_head[il], n_head_kv=hp.n_head_kv[il], scale=self.attention_scale(il),
-                                window=hp.windows[il], softcap=self.attention_cap, name=f"kqv_out-{il}")
+                                window=hp.windows[il], softcap=self.attention_cap, apart=b.apart, name=f"kqv_out-{il}")
 
     def seen(self, b: Batch, il: int) -> tuple[Tensor, Tensor, Tensor]:
         """(sequence and position of each token, which positions of each sequence are there)."""

@@ -91,7 +91,7 @@ class Deepseek2(MixtureOfExperts):
         k = g.concat_heads(c, k_rot, n_head=1, n_head_y=1, name=f"Kcur-{il}")
         k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
         o = g.flash_attn_ext(q, k, k, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=1, scale=self.scale,
-                             n_embd_head_v=self.kv_lora, name=f"kqv_latent-{il}")
+                             n_embd_head_v=self.kv_lora, apart=b.apart, name=f"kqv_latent-{il}")
         return self.each_head(b, o, f"blk.{il}.attn_v_b", n_head, self.head_v, f"kqv_out-{il}")
 
     def each_head(self, b: Batch, x: Tensor, base: str, n_head: int, n_out: int, name: str) -> Tensor:
@@ -113,4 +113,4 @@ class Deepseek2(MixtureOfExperts):
         k = b.memory.write(g, il, "k", k, name=f"k_cache-{il}")
         v = b.memory.write(g, il, "v", v, name=f"v_cache-{il}")
         return g.flash_attn_ext(q, k, v, g.inputs["seq"], b.pos, g.inputs["present"], n_head=n_head, n_head_kv=n_head,
-                                scale=self.scale, name=f"kqv_out-{il}")
+                                scale=self.scale, apart=b.apart, name=f"kqv_out-{il}")

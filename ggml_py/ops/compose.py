@@ -341,8 +341,8 @@ def rope_set_rows(g, q, k, v, pos, table, cache_k, cache_v, dst, q_norm, k_norm,
     return q, g.cpy_rows_indirect(cache_k, k, dst, slot=slot_k), g.cpy_rows_indirect(cache_v, v, dst, slot=slot_v)
 
 
-@fused("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v softcap", "act",
-       n_optional=1, defaults={"window": 0, "n_embd_head_v": 0, "softcap": 0.0})
+@fused("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v softcap apart",
+       "act", n_optional=1, defaults={"window": 0, "n_embd_head_v": 0, "softcap": 0.0, "apart": False})
 def flash_attn_ext_act(g, q, k, v, seq, pos, present, sinks, **params):
     return g.quantize(g.flash_attn_ext(q, k, v, seq, pos, present, *[sinks] * (sinks is not None), **params))
 

@@ -327,13 +327,14 @@ def cpy_rows_indirect(params, cache, x, dst):
     return _rows_of_cache(cache, x)
 
 
-@op("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v softcap",
-    n_optional=1, defaults={"window": 0, "n_embd_head_v": 0, "softcap": 0.0})
+@op("q k:state v:state seq pos present:whole sinks:weight", "n_head n_head_kv scale window n_embd_head_v softcap apart",
+    n_optional=1, defaults={"window": 0, "n_embd_head_v": 0, "softcap": 0.0, "apart": False})
 def flash_attn_ext(params, q, k, v, seq, pos, present, *sinks):
     """window: positions that a query sees, 0 for all. n_embd_head_v: of the one KV head of v, which may be k,
     only so many channels; 0 for all. A sequence has as many cells as positions, or, with a window, a ring of fewer, a multiple of
     128, where position p is cell p % ring: those that a query sees lie there. softcap: scores become softcap times tanh of
-    score / softcap; 0: they do not."""
+    score / softcap; 0: they do not. apart: the micro-batch has few tokens of each of several sequences, which decides the kernel
+    at most."""
     n, n_head, n_head_kv = q.shape[0], params["n_head"], params["n_head_kv"]
     need(n_head % n_head_kv == 0, f"{n_head} heads are not whole groups of {n_head_kv} KV heads")
     need(q.shape[1] % n_head == 0 and k.shape[1] == q.shape[1] // n_head * n_head_kv,

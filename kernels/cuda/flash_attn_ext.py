@@ -16,8 +16,8 @@ from .set_rows import BLOCK, TYPES
 
 MOST_CHANNELS = 576
 MOST_HEADS = 8         # of a block
-# Tokens of which each has its own blocks: FEW_TOKENS always, up to MANY_TOKENS while there are no more than MOST_PIECES (a
-# head's, of all tokens)
+# Tokens of which each has its own blocks: those of many sequences, FEW_TOKENS always, up to MANY_TOKENS while there are no more
+# than MOST_PIECES (a head's, of all tokens)
 FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
 # Of more tokens, pieces are computed side by side where tiles of rows (token, head) do not fill a machine, while those of a full
 # context are no more floats
@@ -42,8 +42,8 @@ def heads_together(group: int) -> int:
     return max(h for h in range(1, MOST_HEADS + 1) if group % h == 0)
 
 
-def few_tokens(n: int, n_ctx: int) -> bool:
-    return n <= FEW_TOKENS or (n <= MANY_TOKENS and n * -(-n_ctx // PIECE) <= MOST_PIECES)
+def few_tokens(n: int, n_ctx: int, apart: bool) -> bool:
+    return apart or n <= FEW_TOKENS or (n <= MANY_TOKENS and n * -(-n_ctx // PIECE) <= MOST_PIECES)
 
 
 def check(call: Call) -> None:
@@ -70,7 +70,7 @@ def plan(call: Call) -> AttentionShape:
     type_k, type_v, n_multiprocessors = call.k.dtype, call.v.dtype, call.device.n_multiprocessors
     heads = heads_together(n_head // n_head_kv)
     fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == row_v % 8 == 0
-    parts, is_few = n_head // heads, few_tokens(n, n_ctx)
+    parts, is_few = n_head // heads, few_tokens(n, n_ctx, call.apart)
     # Whether pieces go through memory
     split = is_few or (n * n_head <= MOST_ROWS and piece_floats(n, n_head, n_ctx, dim_v) <= MOST_FLOATS)
 
@@ -113,6 +113,7 @@ def flash_attn_ext(call: Call):
     [cells, n_head_kv * Dk]; v: the same, [cells, n_head_kv * Dv], or, of one KV head, more columns, such as k, of which
     Dv = n_embd_head_v are taken. The cell of (sequence, position) is sequence * n_ctx + position. seq, pos: i32 [n]; present:
     u8 [sequences, n_ctx]; sinks: f32 [n_head], or absent; out: f32 [n, n_head * Dv]. q, k, v and scratch lie on 16 bytes.
-    softcap: the scores scale q k become softcap tanh(scale q k / softcap); 0: they do not."""
+    softcap: the scores scale q k become softcap tanh(scale q k / softcap); 0: they do not. apart: few tokens are of
+    the same sequence, and they are of several."""
     attention = KERNELS[call.plan.kernel](call)
     return attention if call.plan.n_splits is None else Launches((attention, flash_attn_ext_combine(call)))

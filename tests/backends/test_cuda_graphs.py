@@ -235,13 +235,16 @@ def test_replays_launch_what_eager_steps_do(open_model):
 
 def test_a_key_for_everything_that_shapes_launches(open_model):
     model = open_model()
-    with model.new_context(n_ctx=700, type_v="q8_0", no_fuse="swiglu_act", kv_write="cpy") as context:
+    with model.new_context(n_ctx=1400, n_seq_max=2, type_v="q8_0", no_fuse="swiglu_act", kv_write="cpy") as context:
         context.decode(TOKENS[:300])
         context.decode(TOKENS[:3], logits="all")
         context.decode(TOKENS[:1], logits="argmax")
+        context.decode_batch([(0, TOKENS[:1]), (1, TOKENS[:1])])
+        context.decode_batch([(0, TOKENS[:1]), (1, TOKENS[:8])])
         fixed = frozenset({"swiglu_act"}), "f16", "q8_0", "cpy"
         keys = [key for key, _ in context.cuda_graphs["cuda:0"].entries]
-        assert keys == [Key(300, 1, "logits", *fixed), Key(3, 3, "logits", *fixed), Key(1, 1, "argmax", *fixed)]
+        assert keys == [Key(300, 1, "logits", *fixed), Key(3, 3, "logits", *fixed), Key(1, 1, "argmax", *fixed),
+                        Key(2, 2, "logits", *fixed, apart=True), Key(9, 2, "logits", *fixed)]
 
 
 def test_an_arena_that_grew_is_captured_again(open_model):
@@ -314,9 +317,9 @@ def test_as_many_shapes_as_are_remembered_come_in_turns(open_model, n_shapes, co
                 context.decode(TOKENS[:n])
         counters = context.counters
         assert (counters.eager, counters.captures, counters.replays) == counts and counters.updates == counters.evictions == 0
-        assert [key[:3]
-                for key, _ in context.cuda_graphs["cuda:0"].entries] == list(
-                    context.programs) == [(n, 1, "logits") for n in range(n_shapes - SHAPES + 1, n_shapes + 1)]
+        shapes = [(n, 1, "logits", False, False) for n in range(n_shapes - SHAPES + 1, n_shapes + 1)]
+        keys = [key for key, _ in context.cuda_graphs["cuda:0"].entries]
+        assert [(*key[:3], key.hidden, key.apart) for key in keys] == list(context.programs) == shapes
         assert model.backend.target.device.open_graphs == counters.captures
 
 

@@ -30,7 +30,7 @@ SMALL = SimpleNamespace(n_multiprocessors=132, shared_limit=99 << 10)
 
 
 def attention_call(op="flash_attn_ext", types=("f16", "f16"), n=1, heads=(4, 2), dims=(64, 64), n_ctx=256, device=H200, row_v=0,
-                   window=0, sinks=False, addresses=None) -> Call:
+                   window=0, sinks=False, addresses=None, apart=False) -> Call:
     """row_v: of V's rows, where they are no whole heads of dims[1]. addresses: by operand; without them there is no memory."""
     (n_head, n_head_kv), (dim_k, dim_v), (type_k, type_v), addresses = heads, dims, types, addresses or {}
     shapes = dict(q=("f32", (n, n_head * dim_k)), k=(type_k, (n_ctx, n_head_kv * dim_k)), seq=("i32", (n,)), pos=("i32", (n,)),
@@ -38,7 +38,8 @@ def attention_call(op="flash_attn_ext", types=("f16", "f16"), n=1, heads=(4, 2),
                   sinks=("f32", (n_head,)) if sinks else None)
     shapes |= {"out": ("f32", (n, n_head * dim_v))} if op == "flash_attn_ext" else {"act": ("act", (n, n_head * dim_v))}
     values = {name: shape and Operand(*shape, addresses.get(name)) for name, shape in shapes.items()}
-    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=0.5, window=window, n_embd_head_v=dim_v if row_v else 0, softcap=0.0)
+    params = dict(n_head=n_head, n_head_kv=n_head_kv, scale=0.5, window=window, n_embd_head_v=dim_v if row_v else 0, softcap=0.0,
+                  apart=apart)
     return Call(op, "attention", device, {**values, **params}, Operand("f32", (), addresses.get("scratch")))
 
 
@@ -307,7 +308,7 @@ def simulate_act(machine, heads, dims, tokens, given):
 
 def simulate_act_of_many(machine, monkeypatch):
     """One kernel gives attention, another one quantizes it."""
-    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.few_tokens", lambda n, n_ctx: False)
+    monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.few_tokens", lambda n, n_ctx, apart: False)
     monkeypatch.setattr("ggml_py.kernels.cuda.flash_attn_ext.MOST_ROWS", 0)
     check_flash_attn_ext(machine, ("f16", "f16"), [(0, p) for p in range(3)], (4, 2), (8, 64), 5, act=True)
 
@@ -350,6 +351,13 @@ def test_attention_shape(types, n, heads, dims, n_ctx, shape):
     call = planned(attention_call(types=types, n=n, heads=heads, dims=dims, n_ctx=n_ctx))
     assert call.plan == shape
     assert attention.scratch(call) == (("f32", (piece_floats(n, heads[0], n_ctx, dims[1]),)) if shape.n_splits else None)
+
+
+@pytest.mark.parametrize("n, n_ctx, shape", [
+    (33, 4096, AttentionShape("few", 4, 1, 8)),
+    (128, 32768, AttentionShape("few", 4, 1, 8))])
+def test_attention_of_many_sequences(n, n_ctx, shape):
+    assert planned(attention_call(n=n, heads=(32, 8), dims=(128, 128), n_ctx=n_ctx, apart=True)).plan == shape
 
 
 @pytest.mark.parametrize("n, expected",
