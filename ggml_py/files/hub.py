@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -217,12 +218,15 @@ def fetch(asked: HubModel, url: str, name: str, path: Path, expected: Pulled, wa
                 left.unlink()
         if place.exists() and place.stat().st_size > expected.n_bytes:
             place.unlink()
-        file = open(place, "ab")  # noqa: SIM115  closed below
-    with file:
-        n_there = file.tell()
-        begun = f", going on at {n_there / 1e6:.1f} MB" if n_there else ""
-        say(f"pulling {name} ({expected.n_bytes / 1e6:.1f} MB{begun}) of {asked.repo}, revision {expected.revision}")
-        with Progress(log, name.rpartition("/")[2], expected.n_bytes, n_done=n_there, of_bytes=True) as bar, asking(asked, name):
+        n_there = place.stat().st_size if place.exists() else 0
+        n_free = shutil.disk_usage(path.parent).free
+    if expected.n_bytes - n_there > n_free:
+        raise UserError(f"pull: {asked}: {quoted(name)} takes {expected.n_bytes - n_there:,} bytes more, {n_free:,} are free in "
+                        f"{path.parent}")
+    begun = f", going on at {n_there / 1e6:.1f} MB" if n_there else ""
+    say(f"pulling {name} ({expected.n_bytes / 1e6:.1f} MB{begun}) of {asked.repo}, revision {expected.revision}")
+    with Progress(log, name.rpartition("/")[2], expected.n_bytes, n_done=n_there, of_bytes=True) as bar, asking(asked, name):
+        with open(place, "ab") as file:
             http_get(url, file, resume_size=n_there, headers=build_hf_headers(token=asked.token), expected_size=expected.n_bytes,
                      displayed_filename=name, tqdm_class=lambda **settings: Told(bar))  # type: ignore[arg-type]
     with writing(path):
