@@ -3,6 +3,7 @@ being compiled."""
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -106,6 +107,12 @@ class CompilationNotice:
         with suppress(OSError, ValueError):  # nobody reads it
             self.stream.write(text)
             self.stream.flush()
+
+
+def working_time() -> float:
+    """A clock, s, that stands still while kernels are compiled: that is told by itself, and a speed is that of later runs."""
+    from ..kernels.disk_cache import compiled
+    return time.perf_counter() - compiled.elapsed()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..base.errors import UserError
+from ..base.progress import working_time
 from ..engine.conversation import Conversation
 from ..engine.sampling import Sampling
 from .values import at_least
@@ -70,13 +71,12 @@ def seed(text: str) -> int:
 
 def say(conversation: Conversation, sampling: Sampling, told) -> None:
     """Prints an answer. A message that has no room is forgotten."""
-    import time
-    times = [time.perf_counter()]
+    times = [working_time()]
     with stoppable() as stop:
         try:
             with closing(conversation.answer(sampling)) as answer:  # type: ignore[type-var]
                 for piece in answer:
-                    times += [time.perf_counter()] * len(piece.ids)
+                    times += [working_time()] * len(piece.ids)
                     print(piece.text, end="", flush=True)
                     if stop():
                         break

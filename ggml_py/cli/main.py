@@ -37,6 +37,8 @@ def parse(args: list[str]):
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {name: commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
                for name, help in COMMANDS.items()}
+    if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        parser.error(f"{args[0]!r} is not a command, allowed: {', '.join(COMMANDS)}")
     if not args or args[0] not in COMMANDS:
         parser.parse(args)  # ends in help or in an error: a command comes first
     module = import_module(f".{args[0].replace('-', '_')}", __package__)

@@ -1,10 +1,10 @@
 """ggml-py run: a prompt, continued; or a chat."""
 import re
 import sys
-import time
 from dataclasses import replace
 
 from ..base.errors import UserError
+from ..base.progress import working_time
 from .loading import FITTED_CONTEXT, draft_source, existing, load, sampling_of, settings_of, speculation_of
 from .options import chats, drafts, further_sampling, grammars, one_model, prompts, sampling
 from .parser import refuse
@@ -70,13 +70,13 @@ def run(options, load_model) -> None:
 def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int, choice, speculation, wanted: dict) -> str:
     """Prints what continues it; returns the speed, and why it ended. wanted: of `pieces`, by name."""
     from ..engine.completion import pieces
-    times = [time.perf_counter()]  # the beginning, then when each token was there
+    times = [working_time()]  # the beginning, then when each token was there
     reason = None
     for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation, **wanted):
-        times += [time.perf_counter()] * len(piece.ids)
+        times += [working_time()] * len(piece.ids)
         reason = piece.finish_reason
         print(piece.text, end="" if piece.ids else "\n", flush=True)
-    end = time.perf_counter()
+    end = working_time()
     full = f"-n {n_most} is reached" if (options.n_predict or 1) > 0 else f"the context of {context.n_ctx} tokens is full"
     the_end = "the grammar is at its end" if wanted["matcher"].is_complete else "the model ended its text"
     ended = {"length": full, "stop": "-r has come"}.get(reason or "", the_end)
@@ -168,7 +168,7 @@ def tell_speed(options, conversation, times: list[float]) -> None:
     """Of an answer in a chat."""
     if options.timings:
         n_new = conversation.n_prompt - conversation.n_held
-        print(f"run: {speed_of_run(n_new, times, time.perf_counter())}", file=sys.stderr)
+        print(f"run: {speed_of_run(n_new, times, working_time())}", file=sys.stderr)
 
 
 def speed_of_run(n_prompt: int, times: list[float], end: float) -> str:

@@ -225,10 +225,10 @@ def fetch(asked: HubModel, url: str, name: str, path: Path, expected: Pulled, wa
                         f"{path.parent}")
     begun = f", going on at {n_there / 1e6:.1f} MB" if n_there else ""
     say(f"pulling {name} ({expected.n_bytes / 1e6:.1f} MB{begun}) of {asked.repo}, revision {expected.revision}")
-    with Progress(log, name.rpartition("/")[2], expected.n_bytes, n_done=n_there, of_bytes=True) as bar, asking(asked, name):
-        with open(place, "ab") as file:
-            http_get(url, file, resume_size=n_there, headers=build_hf_headers(token=asked.token), expected_size=expected.n_bytes,
-                     displayed_filename=name, tqdm_class=lambda **settings: Told(bar))  # type: ignore[arg-type]
+    with (Progress(log, name.rpartition("/")[2], expected.n_bytes, n_done=n_there, of_bytes=True) as bar, asking(asked, name),
+          open(place, "ab") as file):
+        http_get(url, file, resume_size=n_there, headers=build_hf_headers(token=asked.token), expected_size=expected.n_bytes,
+                 displayed_filename=name, tqdm_class=lambda **settings: Told(bar))  # type: ignore[arg-type]
     with writing(path):
         sha256 = file_sha256(place)
         for right in filter(None, (expected.sha256, wanted)):

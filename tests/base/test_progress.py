@@ -9,7 +9,7 @@ from fake_model import FakeModel
 from notices import without_notice
 
 from ggml_py.__main__ import main
-from ggml_py.base.progress import CompilationNotice, compilation_notice
+from ggml_py.base.progress import CompilationNotice, compilation_notice, working_time
 from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled
 
@@ -179,3 +179,19 @@ def test_verbose_tells_of_the_cache(compiled, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().err.splitlines()[-3:] == [
         f"kernel cache: {tmp_path / 'kernel.nbc'}: its checksum is wrong; compiled anew", "kernel cache: / cannot be written to",
         "0 kernels compiled in 0.0 s"]
+
+
+def test_speeds_leave_compilation_out(monkeypatch):
+    """As long as it runs, and when it has ended."""
+    compiled, now = Compiled(), [0.0]
+    monkeypatch.setattr(disk_cache, "compiled", compiled)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    assert working_time() == 0
+    now[0] = 1
+    with compiled.running("this CPU"):
+        now[0] = 50
+        assert working_time() == 1
+        now[0] = 61
+    assert working_time() == 1
+    now[0] = 63
+    assert working_time() == 3
