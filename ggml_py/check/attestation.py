@@ -323,9 +323,9 @@ def sampled(document: dict, n: int | None) -> list[int]:
     return sorted(random.SystemRandom().sample(windows, n)) if n and n < len(windows) else list(windows)
 
 
-def confirm(document: dict, model, text: str | bytes | None, sample: list[int], log) -> str:
+def confirm(document: dict, model, text: str | bytes | None, sample: list[int], log=None) -> str:
     """Computes windows of an attestation again. text: that of a perplexity, or the file of tasks, its digest checked.   sample:
-    numbers of windows, as from `sampled`.
+    numbers of windows, as from `sampled`. log: a stream; None: `logging`.
 
     Returns what was confirmed, in one line; NotConfirmed for other bits or another result; UserError for another model, tokenizer
     or tokens, and for what is said of them and is not so."""

@@ -109,7 +109,12 @@ class Generation:
 
 
 class StopTexts:
-    """Looks for stop texts in a growing text. What may be the beginning of one is held back."""
+    """Looks for stop texts in a growing text. What may be the beginning of one is held back.
+
+    >>> stops = StopTexts(["END"])
+    >>> stops.feed("to the E"), stops.feed("ND of it")
+    (('to the ', False), ('', True))
+    """
 
     def __init__(self, stops: Iterable[str]):
         self.stops, self.held = tuple(stops), ""

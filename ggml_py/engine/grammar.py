@@ -30,7 +30,13 @@ BEFORE = "\x02"  # no merge and no rule of spaces reaches over it: the text behi
 @dataclass(frozen=True)
 class Grammar:
     """What a completion may be: `Grammar.json_schema(...)`, `.regex`, `.lark`, `.gbnf`, or `.of` for a text that says itself
-    which of the last two it is. It is checked where it is used, since which tokens it allows is a matter of the vocabulary."""
+    which of the last two it is. It is checked where it is used, since which tokens it allows is a matter of the vocabulary.
+
+    >>> Grammar.json_schema({"type": "integer", "maximum": 9})
+    Grammar(kind='json_schema', source='{"type": "integer", "maximum": 9}')
+    >>> Grammar.of('root ::= "yes" | "no"').kind
+    'gbnf'
+    """
     kind: Kind
     source: str
 

@@ -31,7 +31,14 @@ class Sampling:
 
     sample: the number of one of several texts that a seed gives.   logit_bias: id -> what is added to its logit, -infinity to
     forbid it.   repeat_penalty, presence_penalty, frequency_penalty: of ids among the last repeat_last_n tokens, the prompt's too
-    (-1: all, 0: none).   ParameterError for what is beyond LIMITS and FURTHER_LIMITS, or NaN."""
+    (-1: all, 0: none).   ParameterError for what is beyond LIMITS and FURTHER_LIMITS, or NaN.
+
+    >>> Sampling(temperature=0.8, seed=7) == Sampling(0.8, seed=7)
+    True
+    >>> Sampling(top_p=2)
+    Traceback (most recent call last):
+    ggml_py.base.errors.ParameterError: top_p: must be a number, 0 to 1, got 2
+    """
     temperature: float = 0.0
     top_k: int = 40
     top_p: float = 0.95
