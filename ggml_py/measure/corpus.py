@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import NUMERICS_VERSION
-from ..base.errors import UserError
+from ..base.errors import ParameterError, UserError
 from ..check.attestation import files_sha256, made_by, own_sha256, tokens_sha256
 from ..check.merkle import merkle_root
 from ..engine.settings import Settings, new_context
@@ -158,8 +158,9 @@ def corpus_perplexity(open_model: Opener, file, tokens, settings: Settings, clus
             with workers(cluster, open_model, settings) as pool:
                 for made in pool.all(Worker.made.__name__):
                     if made["model"]["sha256"] != of["model"]:
-                        raise UserError(f"--ray: a worker on {made['environment']['device_name']} has another model: sha256 is "
-                                        f"{made['model']['sha256']}, must be {of['model']}")
+                        device, found = made["environment"]["device_name"], made["model"]["sha256"]
+                        raise ParameterError("ray", f"a worker on {device} has another model: sha256 is {found}, must be "
+                                                    f"{of['model']}")
                     kept.add_maker(made)
                 for numbers, scores in pool.map(Worker.scores.__name__, tasks):
                     for i, each in zip(numbers, scores):
@@ -202,10 +203,10 @@ class Pool:
             return self.ray.get(references)
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
-                raise UserError(f"--ray: a worker: {error.cause}") from None
+                raise ParameterError("ray", f"a worker: {error.cause}") from None
             raise
         except self.ray.exceptions.RayActorError as error:
-            raise UserError(f"--ray: a worker was lost {MOST_RESTARTS} times: {str(error).splitlines()[0]}") from None
+            raise ParameterError("ray", f"a worker was lost {MOST_RESTARTS} times: {str(error).splitlines()[0]}") from None
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def workers(cluster: Cluster, open_model: Opener, settings: Settings) -> Iterato
     try:
         import ray
     except ImportError:
-        raise UserError("--ray: needs Ray: pip install 'ggml-bitwise[ray]'") from None
+        raise ParameterError("ray", "needs Ray: pip install 'ggml-bitwise[ray]'") from None
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if cluster.address == "local":
         n_cpus = max(len(os.sched_getaffinity(0)), cluster.n_workers * cluster.n_cpus)
@@ -222,15 +223,15 @@ def workers(cluster: Cluster, open_model: Opener, settings: Settings) -> Iterato
     try:
         ray.init(address=cluster.address, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"--ray: {cluster.address} is not reached: {str(error).splitlines()[0]}") from None
+        raise ParameterError("ray", f"{cluster.address} is not reached: {str(error).splitlines()[0]}") from None
     try:
         there = ray.cluster_resources()
         all_cpus, all_gpus = there["CPU"], there.get("GPU", 0)
         n_gpus = int(all_gpus > 0) if cluster.n_gpus is None else cluster.n_gpus
         n = cluster.n_workers or int(all_gpus // n_gpus if n_gpus else all_cpus // cluster.n_cpus)
         if n < 1 or n * n_gpus > all_gpus or n * cluster.n_cpus > all_cpus:
-            raise UserError(f"--ray-workers: {max(n, 1)} workers of {cluster.n_cpus} CPUs and {n_gpus} GPUs, there are "
-                            f"{all_cpus:g} CPUs and {all_gpus:g} GPUs")
+            raise ParameterError("n_workers", f"{max(n, 1)} workers of {cluster.n_cpus} CPUs and {n_gpus} GPUs, there are "
+                                              f"{all_cpus:g} CPUs and {all_gpus:g} GPUs")
         actor = ray.remote(num_cpus=cluster.n_cpus, num_gpus=n_gpus, max_restarts=MOST_RESTARTS,
                            max_task_retries=-1)(Worker)
         yield Pool(ray, [actor.remote(open_model, settings) for _ in range(n)])

@@ -115,9 +115,9 @@ def test_what_workers_refuse_is_one_line(ray, path, tmp_path):
         with GGUFFile.open(path) as file:
             corpus_perplexity(lambda: opened(worker_path), file, TOKENS, SETTINGS, Cluster("local", **cluster), tmp_path / "log",
                               io.StringIO(), io.StringIO())
-    for options, message in (({"worker_path": other}, "--ray: a worker on .* has another model: sha256 is "),
-                             ({"worker_path": tmp_path / "none"}, "--ray: a worker: .*none"),
-                             ({"worker_path": path, "n_gpus": 99}, "--ray-workers: 1 workers of 1 CPUs and 99 GPUs")):
+    for options, message in (({"worker_path": other}, "ray: a worker on .* has another model: sha256 is "),
+                             ({"worker_path": tmp_path / "none"}, "ray: a worker: .*none"),
+                             ({"worker_path": path, "n_gpus": 99}, "n_workers: 1 workers of 1 CPUs and 99 GPUs")):
         with pytest.raises(UserError, match=message) as caught:
             run(**{"n_workers": 1, **options})
         assert "\n" not in str(caught.value)
