@@ -9,11 +9,11 @@ of a task and cuts texts at their stops. Batch size, device and placement change
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import signature
-from itertools import cycle
+from itertools import chain, cycle, islice
 from math import fsum, prod
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -147,45 +147,52 @@ class GGMLPy(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, **_: Any) -> list[tuple[float, bool]]:
         answers = []
-        with tqdm(total=len(requests), desc="Running loglikelihood requests", disable=disable_tqdm) as bar:
-            for first in range(0, len(requests), KEPT):
-                part = requests[first:first + KEPT]
-                for (texts, *_), found in zip(part, self._likelihoods([(context, ids) for _, context, ids in part])):
-                    if not found.ids and texts[1]:
-                        raise UserError(f"loglikelihood: {texts[1]!r:.60} has no tokens of its own behind {texts[0]!r:.60}")
-                    answers.append((found.logprob, found.is_greedy))
-                    self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
-                bar.update(len(part))
+        found = self._likelihoods([(context, ids) for _, context, ids in requests], "loglikelihood", disable_tqdm)
+        for (texts, *_), each in zip(requests, found):
+            if not each.ids and texts[1]:
+                raise UserError(f"loglikelihood: {texts[1]!r:.60} has no tokens of its own behind {texts[0]!r:.60}")
+            answers.append((each.logprob, each.is_greedy))
+            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
         """Of each document the exact sum over its tokens, rounded once. The first stands behind `prefix_token_id`, once."""
+        windows = [self._windows(*request.args) for request in requests]
+        found = self._likelihoods([*chain(*windows)], "loglikelihood_rolling", disable_tqdm)
         answers = []
-        for request in tqdm(requests, desc="Running loglikelihood_rolling requests", disable=disable_tqdm):
-            (text,) = request.args
-            ids = self.tok_encode(text, add_special_tokens=False)
-            windows = utils.get_rolling_token_windows(ids[ids[:1] == [self.prefix_token_id]:], self.prefix_token_id,
-                                                      self.max_length, context_len=1)
-            found = self._likelihoods([*map(utils.make_disjoint_window, windows)])
-            answers.append(fsum(logprob for each in found for logprob in each.logprobs))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), answers[-1])
+        for request, own in zip(requests, windows):
+            answers.append(fsum(logprob for each in islice(found, len(own)) for logprob in each.logprobs))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
         return answers
 
-    def _likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[Likelihood]:
-        """Of ids. Of too many the last max_length + 1 are taken; an empty context is `prefix_token_id`."""
-        cut = []
-        for context, continuation in pairs:
-            n = len(context) + len(continuation) - (self.max_length + 1)
-            if n > 0:
-                log.warning("loglikelihood: %d tokens of context and %d of continuation, allowed are %d; the first %d are cut",
-                            len(context), len(continuation), self.max_length + 1, n)
-            if n >= max(len(context), 1):
-                raise UserError(f"loglikelihood: a continuation has {len(continuation)} tokens, allowed: up to {self.max_length}")
-            cut.append((context[max(n, 0):], continuation))
-        found = self.model.score_many(cut, n_seq_max=self.n_seq_max, **self.types)
-        for each in found:
-            self._digest.update(np.asarray(each.ids, "<i4").tobytes() + np.asarray(each.logprobs, "<f4").tobytes())
-        return found
+    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        ids = self.tok_encode(text, add_special_tokens=False)
+        start = self.prefix_token_id
+        windows = utils.get_rolling_token_windows(ids[ids[:1] == [start]:], start, self.max_length, context_len=1)
+        return [*map(utils.make_disjoint_window, windows)]
+
+    def _likelihoods(self, pairs: list[tuple[list[int], list[int]]], what: str, disable_tqdm: bool) -> Iterator[Likelihood]:
+        """Of ids, one after the other, as far as they are known. An empty context is `prefix_token_id`."""
+        with tqdm(total=len(pairs), desc=f"Running {what} requests", disable=disable_tqdm) as bar:
+            for first in range(0, len(pairs), KEPT):
+                for each in self._scored([self._cut(*pair) for pair in pairs[first:first + KEPT]], bar):
+                    self._digest.update(np.asarray(each.ids, "<i4").tobytes() + np.asarray(each.logprobs, "<f4").tobytes())
+                    yield each
+
+    def _scored(self, pairs: list[tuple[list[int], list[int]]], bar: tqdm) -> list[Likelihood]:
+        before = bar.n
+        show = lambda done, n: bar.update(before + len(pairs) * done // n - bar.n)
+        return self.model.score_many(pairs, n_seq_max=self.n_seq_max, progress=show, **self.types)
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Of too many ids the last max_length + 1."""
+        n = len(context) + len(continuation) - (self.max_length + 1)
+        if n > 0:
+            log.warning("loglikelihood: %d tokens of context and %d of continuation, allowed are %d; the first %d are cut",
+                        len(context), len(continuation), self.max_length + 1, n)
+        if n >= max(len(context), 1):
+            raise UserError(f"loglikelihood: a continuation has {len(continuation)} tokens, allowed: up to {self.max_length}")
+        return context[max(n, 0):], continuation
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
         """Requests that are equal ask for several samples, or, without a draw, for one text. Texts that begin alike follow each

@@ -161,8 +161,9 @@ def test_what_else_is_refused(llama, tiny):
         Llama("/nowhere.gguf")
 
 
-def test_defaults_are_taken(tiny):
+def test_defaults_are_taken(tiny, monkeypatch):
     """Every argument of llama-cpp-python 0.3.36, by its default, is taken."""
+    threads: list[int] = []
     defaults = {
         "rope_scaling_type": -1, "pooling_type": -1, "attention_type": -1, "rope_freq_base": 0.0, "rope_freq_scale": 0.0,
         "yarn_ext_factor": -1.0, "yarn_attn_factor": 1.0, "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_orig_ctx": 0,
@@ -178,8 +179,9 @@ def test_defaults_are_taken(tiny):
     assert {*further} == {*COMPLETION, *COMPLETION_IGNORED}
     with Llama(str(tiny[False]), **defaults) as llama:
         text = llama("the", **further)["choices"][0]["text"]
-    with Llama(str(tiny[False]), n_ctx=64, type_k=8, type_v=1, n_gpu_layers=-1, n_threads=1) as llama:
-        assert llama.types == {"type_k": "q8_0", "type_v": "f16"}
+    monkeypatch.setattr("ggml_py.adapters.llama_cpp.set_num_threads", threads.append)
+    with Llama(str(tiny[False]), n_ctx=64, type_k=8, type_v="q8_0", n_gpu_layers=-1, n_threads=1) as llama:
+        assert llama.types == {"type_k": "q8_0", "type_v": "q8_0"} and threads == [1]
         assert math.isfinite(llama("the", max_tokens=1, logprobs=1)["choices"][0]["logprobs"]["token_logprobs"][0])
     with Llama(str(tiny[False]), n_ctx=64, n_gpu_layers=1) as llama:
         assert llama("the")["choices"][0]["text"] == text

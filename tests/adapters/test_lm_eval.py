@@ -87,6 +87,20 @@ def test_documents_in_windows(tiny):
     assert found[2] == 0
 
 
+def test_many_requests(tiny, monkeypatch):
+    """They are scored in parts, each of which the harness can keep."""
+    lm, kept = opened(tiny[True], n_ctx=8), []
+    lm.cache_hook.add_partial = lambda *answer: kept.append(answer)
+    texts = [("the thin thing is in the inn",), ("a",), ("",), ("then and there",)]
+    whole = lm.loglikelihood_rolling(requests("loglikelihood_rolling", *texts), disable_tqdm=True)
+    scored = lm.loglikelihood(requests("loglikelihood", *PAIRS[:4]), disable_tqdm=True)
+    monkeypatch.setattr(adapter, "KEPT", 3)
+    assert lm.loglikelihood_rolling(requests("loglikelihood_rolling", *texts), disable_tqdm=True) == whole
+    assert lm.loglikelihood(requests("loglikelihood", *PAIRS[:4]), disable_tqdm=True) == scored
+    assert kept == 2 * [*(("loglikelihood_rolling", *each) for each in zip(texts, whole)),
+                        *(("loglikelihood", *each) for each in zip(PAIRS, scored))]
+
+
 def test_too_long_inputs_keep_their_end(tiny, caplog):
     lm = opened(tiny[False], n_ctx=8)
     cut, whole = lm.loglikelihood(requests("loglikelihood", ("xyzabcdefg", "hi"), ("cdefg", "hijk")), disable_tqdm=True)
@@ -238,7 +252,7 @@ def test_likelihoods_of_transformers(tmp_path):
     path = smollm2.require()
     lm, asked = opened(path, n_ctx=128), []
     score = lm._likelihoods
-    lm._likelihoods = lambda pairs: asked.extend(pairs) or score(pairs)
+    lm._likelihoods = lambda pairs, *more: asked.extend(pairs) or score(pairs, *more)
     evaluated(lm, tasks()[:2])
     assert sorted(map(list, asked)) == sorted(map(list, pairs))
     f32 = smollm2.write_f32_copy(path, tmp_path / "f32.gguf")
