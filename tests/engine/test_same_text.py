@@ -9,7 +9,7 @@ from ggml_py.engine.completion import joined, token_logprob
 from ggml_py.engine.sampling import Sampling, choose
 from ggml_py.tokenizer import Detokenizer
 
-N = 12
+N = 8
 PROMPTS = ["One, two, three, four, one, two,", "Once upon a time", " ",
            *(f"{i} {word} and" for word in ("apples", "times", "days", "more") for i in range(7)), "naïve 😀"]
 
