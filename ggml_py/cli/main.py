@@ -17,23 +17,25 @@ from .parser import Parser
 from .streams import VERBOSE, Unwritten, check_stdout, guarded_streams, quieted
 
 COMMANDS = {  # each a module, with - for _, that has options(parser) and run(options, load_model)
-    "perplexity": "perplexity of a text, or KL divergence to a base file",
+    "run": "continue a prompt, answer it, or chat (llama-cli)",
+    "perplexity": "perplexity of a text, KL divergence to a base file, scores of tasks (llama-perplexity)",
+    "bench": "speed of prompts and of generation (llama-bench)",
+    "sweep-bench": "speed behind a growing context (llama-sweep-bench)",
+    "quantize": "a model with other types of weights (llama-quantize)",
+    "imatrix": "how much each column of a model's matrices counts on a text, for quantize (llama-imatrix)",
+    "info": "metadata, tensors by type, memory needed",
     "pull": "fetch a model of a hub, or by a name of its own, and print its path",
     "logits": "logits of token ids, float32 [n, n_vocab]",
-    "info": "metadata, tensors by type, memory needed",
-    "run": "continue a prompt, or answer it with --chat",
-    "quantize": "a model with other types of weights, in the manner of llama-quantize",
-    "imatrix": "how much each column of a model's matrices counts on a text, for quantize",
     "verify": "the same logits by every setting that must not matter, or a second time what an attestation says",
-    "attest": "an attestation of a perplexity, or with -p of a generation, which verify --attestation confirms",
-    "bench": "speed of prompts and of generation, in the manner of llama-bench",
-    "sweep-bench": "speed behind a growing context, in the manner of ik_llama.cpp's sweep-bench",
+    "attest": "an attestation of a perplexity, of tasks, or with -p of a generation, which verify --attestation confirms",
 }
 
 
 def parse(args: list[str]):
     """The options of the command that is named first, and as `module` the command's. Only its module is imported."""
-    parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.")
+    parser = Parser(prog="ggml-py", description="GGUF models with the same bits on every run, batch size and device.",
+                    epilog="In brackets: the tools of llama.cpp whose options a command takes, or refuses with the reason "
+                           "(docs/llama-cpp-users.md).")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {name: commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
                for name, help in COMMANDS.items()}
@@ -58,7 +60,7 @@ def worded(error: UserError, option_of: dict[str, str]) -> str:
 
 
 def fail(message: str) -> int:
-    print("ggml-py: error:", printable(" ".join(message.split())), file=sys.stderr)
+    print("ggml-py: error:", printable(" ".join(message.split())), file=getattr(sys.stderr, "loud", sys.stderr))
     return 2
 
 

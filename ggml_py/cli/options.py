@@ -3,6 +3,7 @@ the Python parameters.
 
 several: lists, for commands that measure all combinations; such an option may be given again, and is None where it is not given.
 """
+from functools import wraps
 from pathlib import Path
 
 from ..base.defaults import CHAT_DATE, DRAFT_MAX, MARGIN, MODEL, N_BATCH, N_UBATCH, TEXT
@@ -14,7 +15,18 @@ from .values import (all_or_at_least_one, at_least, day, device, devices, draft_
                      split_mode, switch)
 
 CACHE_TYPES = "f32", "f16", "q8_0"
-WHATEVER = "changes the speed, never a bit"
+NO_BIT = "(which change the speed, never a bit)"
+
+
+def section(title: str):
+    """The options that a function declares stand under a title in --help."""
+    def decorated(declare):
+        @wraps(declare)
+        def declare_there(p: Parser, *args, **settings) -> None:
+            with p.section(title):
+                declare(p, *args, **settings)
+        return declare_there
+    return decorated
 
 
 def add(p: Parser, *names: str, type, default=None, several: bool = False, help: str, metavar: str | None = None,
@@ -27,6 +39,7 @@ def add(p: Parser, *names: str, type, default=None, several: bool = False, help:
         p.add_argument(*names, dest=dest, type=type, default=default, metavar=metavar, help=help)
 
 
+@section("model")
 def model(p: Parser, several: bool = False) -> None:
     help = "a GGUF file, or a name that pull knows: smollm2"
     add(p, "-m", "--model", dest="model", type=listed(str) if several else str, default=MODEL, several=several,
@@ -37,6 +50,7 @@ def model(p: Parser, several: bool = False) -> None:
     hub(p)
 
 
+@section("model")
 def hub(p: Parser) -> None:
     """Of a model of a hub, as `files.hub.HubModel` has them."""
     p.add_argument("-hff", "--hf-file", dest="hf_file", metavar="FILE",
@@ -49,6 +63,7 @@ def hub(p: Parser) -> None:
     p.add_argument("--offline", action="store_true", help="ask no hub, take what is here; HF_HUB_OFFLINE=1 says the same")
 
 
+@section("context")
 def cache_types(p: Parser, several: bool = False) -> None:
     parse = one_of(*CACHE_TYPES)
     for name in "k", "v":
@@ -57,6 +72,7 @@ def cache_types(p: Parser, several: bool = False) -> None:
             help=f"type of {name.upper()} in the KV cache: {', '.join(CACHE_TYPES)}")
 
 
+@section("context")
 def batches(p: Parser, several: bool = False, n_ubatch: int = N_UBATCH) -> None:
     parse, metavar = (numbers(1), "LIST") if several else (at_least(1), "N")
     add(p, "-b", "--batch-size", dest="n_batch", type=parse, default=N_BATCH, several=several, metavar=metavar,
@@ -65,17 +81,20 @@ def batches(p: Parser, several: bool = False, n_ubatch: int = N_UBATCH) -> None:
         help="tokens computed at a time, at most -b; changes speed and memory, never a bit")
 
 
+@section(f"devices and threads {NO_BIT}")
 def threads(p: Parser, several: bool = False) -> None:
     parse, metavar = (numbers(1), "LIST") if several else (at_least(1), "N")
     add(p, "-t", "--threads", dest="n_threads", type=parse, several=several, metavar=metavar,
-        help=f"CPU threads, all by default; {WHATEVER}")
+        help="CPU threads, all by default")
 
 
+@section(f"devices and threads {NO_BIT}")
 def attention(p: Parser) -> None:
     p.add_argument("-fa", "--flash-attn", dest="flash_attn", type=flash_attention, default=1, metavar="1|on|auto",
                    help="attention is always the fused op")
 
 
+@section("what stderr tells")
 def telling(p: Parser) -> None:
     """What stderr tells."""
     p.add_argument("-v", "--verbose", "--log-verbose", dest="verbose", action="store_true",
@@ -85,6 +104,7 @@ def telling(p: Parser) -> None:
     p.add_argument("--list-devices", action=ListDevices, help="show the devices of this machine, and exit")
 
 
+@section(f"loading {NO_BIT}")
 def reading(p: Parser) -> None:
     """How weights come into memory, and where to where no option says it."""
     p.add_argument("-lm", "--load-mode", dest="load_mode", type=one_of("auto", "none", "mmap", "mlock", "mmap+mlock"),
@@ -97,18 +117,19 @@ def reading(p: Parser) -> None:
     p.add_argument("--mlock", dest="locked", action="store_true", help="the system must not move weights on the CPU to disk")
     p.add_argument("--numa", dest="numa", type=one_of("distribute", "isolate", "numactl"), metavar="distribute|isolate|numactl",
                    help="hosts whose memory is in several nodes: spread over all, threads pinned to CPUs of all; or threads "
-                        f"are pinned to one node; or all is as numactl has it; {WHATEVER}")
+                        "are pinned to one node; or all is as numactl has it")
     p.add_argument("--fit", "-fit", dest="fit", type=one_of("on", "off"), default="on", metavar="on|off",
                    help="where the model does not fit into the free memory of its devices, and no option says what lies where, "
-                        f"experts and then layers lie on the CPU, and stderr tells which; on by default; {WHATEVER}")
+                        "experts and then layers lie on the CPU, and stderr tells which")
     p.add_argument("-fitt", "--fit-target", dest="fit_target", type=at_least(0), default=MARGIN >> 20, metavar="MiB",
-                   help="that --fit leaves free on each device; 1024 by default")
+                   help="that --fit leaves free on each device")
 
 
 def seed(p: Parser, help: str = "taken, as other tools have it; nothing is drawn here") -> None:
     p.add_argument("--seed", "-s", dest="seed", type=at_least(0), default=0, metavar="N", help=help)
 
 
+@section(f"devices and threads {NO_BIT}")
 def execution(p: Parser, several: bool = False) -> None:
     """On what, and how: nothing of it changes a bit. several: runs on each of the devices by itself."""
     kinds = "auto, which is the first GPU if there is one, cpu, cpu:N, cuda or cuda:N; auto by default; several"
@@ -123,21 +144,22 @@ def execution(p: Parser, several: bool = False) -> None:
     threads(p, several)
     attention(p)
     p.add_argument("--no-fuse", dest="no_fuse", type=pass_names, default=(), metavar="NAME[,NAME]|all",
-                   help=f"graph passes left out, none by default (docs/graphs.md; an unknown name lists them); {WHATEVER}")
+                   help="graph passes left out, none by default (docs/graphs.md; an unknown name lists them)")
     p.add_argument("--no-graphs", dest="graphs", action="store_false",
-                   help=f"launch every kernel by itself, never from a CUDA graph; {WHATEVER}")
+                   help="launch every kernel by itself, never from a CUDA graph")
     p.add_argument("--kv-write", dest="kv_write", type=one_of("set_rows", "cpy"), default="set_rows", metavar="set_rows|cpy",
-                   help=f"cells of the KV cache by number or by address; {WHATEVER}")
+                   help="cells of the KV cache by number or by address")
     p.add_argument("-tb", "--threads-batch", dest="n_threads_batch", type=at_least(1), metavar="N",
-                   help=f"CPU threads for micro-batches of more than one token, as -t says by default; {WHATEVER}")
+                   help="CPU threads for micro-batches of more than one token, as -t says by default")
     reading(p)
     telling(p)
 
 
+@section(f"what lies where {NO_BIT}")
 def placement(p: Parser) -> None:
     """What lies on which device. The names are those of `base.placement.PlacementOptions`, and llama.cpp's options."""
     p.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", dest="n_gpu_layers", type=layers, metavar="N|all",
-                   help=f"the last N layers lie on the devices of -dev, the others on the CPU; the output is one; {WHATEVER}")
+                   help="the last N layers lie on the devices of -dev, the others on the CPU; the output is one")
     p.add_argument("-sm", "--split-mode", dest="split_mode", type=split_mode, default="layer", metavar="none|layer|column",
                    help="several devices: neighbouring layers on each; or each product shared by all; or all on that of -mg")
     p.add_argument("-ts", "--tensor-split", dest="tensor_split", type=proportions, default=(), metavar="X,Y[,Z]",
@@ -157,16 +179,15 @@ def placement(p: Parser) -> None:
                    type=lambda text: Override(rf"blk\.({'|'.join(map(str, range(at_least(1)(text))))})\.ffn_(up|down|gate)\.",
                                               "cpu"), **pattern)
     p.add_argument("--hot-experts", dest="hot_experts", type=lambda text: at_least(0)(text) << 20, default=0, metavar="MiB",
-                   help="memory of each GPU for copies of the experts on the CPU that are asked for most; none by default; "
-                        f"{WHATEVER}")
+                   help="memory of each GPU for copies of the experts on the CPU that are asked for most")
     p.add_argument("-ot", "--override-tensor", dest="overrides", action="extend", metavar="REGEX=DEVICE[,REGEX=DEVICE]",
                    type=lambda text: [Override(*pair) for pair in overrides(text)],
                    help="weights in whose names the pattern is found lie on the device; the first pattern that is found decides, "
-                        f"before -ngl; {WHATEVER}")
+                        "before -ngl")
     p.add_argument("--offload", dest="offload", action="extend", type=offload, metavar="NAME=N[,NAME=never]",
                    help="from N tokens on, a micro-batch brings the weights of an op that lie on the CPU to a GPU; by "
                         "default, all ops do where each matrix has rows enough (docs/placement.md; an unknown name lists "
-                        f"them); {WHATEVER}")
+                        "them)")
     p.add_argument("-nopo", "--no-op-offload", dest="offload", action="append_const", const=("all", None),
                    help="--offload all=never")
 
@@ -196,6 +217,7 @@ def chunks(p: Parser, default: int = -1) -> None:
                    help="windows at most; -1: all")
 
 
+@section("which token is chosen")
 def sampling(p: Parser) -> None:
     p.add_argument("--chat", "-st", "--single-turn", dest="chat", action="store_true",
                    help="put the prompt into the model's chat template")
@@ -209,6 +231,7 @@ def sampling(p: Parser) -> None:
     p.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P", help="0: off")
 
 
+@section("which token is chosen")
 def further_sampling(p: Parser) -> None:
     """What changes logits before one is chosen. The names are those of `engine.sampling.Sampling`."""
     p.add_argument("--repeat-penalty", dest="repeat_penalty", type=number(1e-6, 1e6), default=1.0, metavar="X",
@@ -241,6 +264,7 @@ def prompts(p: Parser) -> None:
     p.add_argument("--no-show-timings", dest="timings", action="store_false", help="it does not")
 
 
+@section("what the text may be")
 def grammars(p: Parser) -> None:
     """What the text may be, as (a kind of `engine.grammar.Grammar`, its source or the file of it)."""
     def kind(name: str, read: type) -> dict:
@@ -254,6 +278,7 @@ def grammars(p: Parser) -> None:
                                                      "begins with %%llguidance", **kind("of", str))
 
 
+@section("chats")
 def chats(p: Parser) -> None:
     """A model's chat template, and conversations."""
     p.add_argument("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first", dest="conversation",
@@ -272,11 +297,12 @@ def chats(p: Parser) -> None:
     p.add_argument("--reasoning-effort", dest="effort", metavar="LEVEL", help="the template's reasoning_effort, such as low")
 
 
+@section(f"drafts {NO_BIT}")
 def drafts(p: Parser) -> None:
     p.add_argument("--draft-source", "--spec-type", dest="draft_source", type=draft_kind, default=None,
                    metavar="ngram|model|mtp",
                    help="guess tokens and check several in a step: what followed the last tokens before, what the model of -md "
-                        f"holds for likeliest, or what the model's own block for it (NextN, MTP) does; {WHATEVER}")
+                        "holds for likeliest, or what the model's own block for it (NextN, MTP) does")
     p.add_argument("-md", "--model-draft", "--spec-draft-model", dest="model_draft", default=None, metavar="MODEL",
                    help="a GGUF file of the same vocabulary; --draft-source model by default")
     p.add_argument("--draft-max", "--draft", "--draft-n", "--spec-draft-n-max", dest="draft_max", type=at_least(1),

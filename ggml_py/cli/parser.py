@@ -2,6 +2,8 @@
 import argparse
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .. import __version__
 from ..base.errors import UserError
@@ -11,8 +13,15 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows the defaults that say something: not None, nor an empty list of names, nor that a switch is off or on."""
 
     def _get_help_string(self, action):
-        silent = action.default in (None, ()) or action.nargs == 0
+        silent = action.default in (None, (), [], {}) or action.nargs == 0
         return action.help if silent else super()._get_help_string(action)
+
+    def _format_usage(self, usage, actions, groups, prefix):
+        """With what must be given; what may be is listed below."""
+        if prefix == "":  # the names of subcommands are made so
+            return super()._format_usage(usage, actions, groups, prefix)
+        needed = [action for action in actions if action.required or not action.option_strings]
+        return super()._format_usage(usage, needed, [], prefix).replace(self._prog, f"{self._prog} [OPTION ...]", 1)
 
 
 class ListDevices(argparse.Action):
@@ -36,15 +45,27 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings):
         self.option_of: dict[str, str] = {}
+        self.sections: dict[str, argparse._ArgumentGroup] = {}
+        self.of_section: argparse._ArgumentGroup | None = None
         self.known: dict[str, argparse.Action] = {}
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **settings)
         self.add_argument("--version", action="version", version=f"ggml-py {__version__}", help="show it and exit")
 
     def add_argument(self, *names, **settings):
-        action = super().add_argument(*names, **settings)
+        action = (self.of_section or super()).add_argument(*names, **settings)
         self.known.update(dict.fromkeys(action.option_strings, action))
         self.option_of[action.dest] = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
         return action
+
+    @contextmanager
+    def section(self, title: str) -> Iterator[None]:
+        """Options that are added in the block stand under this title in --help."""
+        before = self.of_section
+        self.of_section = self.sections.setdefault(title, self.sections.get(title) or self.add_argument_group(title))
+        try:
+            yield
+        finally:
+            self.of_section = before
 
     @property
     def command(self) -> str:

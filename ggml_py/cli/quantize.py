@@ -11,7 +11,7 @@ from .loading import existing, load_on, model_path, set_threads
 from .options import chunks, context_size, threads
 from .parser import refuse
 from .tables import new_table, print_tables, size
-from .values import device, tensor_type, weight_type
+from .values import at_least, device, tensor_type, weight_type
 
 OF_KL = "-c", "--chunks", "--device"
 
@@ -22,6 +22,7 @@ def options(p) -> None:
     p.add_argument("type", nargs="?", metavar="TYPE",
                    help="of the file: a name or a number, such as Q4_K_M or 15 (docs/quantize.md; an unknown name lists them); "
                         "COPY changes none and makes one file of a split one")
+    p.add_argument("n_threads_last", nargs="?", type=at_least(1), metavar="N", help="as -t, where llama-quantize has it")
     p.add_argument("--imatrix", type=Path, metavar="FILE", help="how much each column counts: GGUF of `ggml-py imatrix` or of "
                                                                 "llama-imatrix, or its older .dat")
     p.add_argument("--output-tensor-type", type=weight_type, metavar="TYPE", help="of the output head")
@@ -57,7 +58,7 @@ def run(options, load_model) -> None:
     names = "type", "output_tensor_type", "token_embedding_type", "pure", "allow_requantize", "leave_output_tensor"
     asked = Asked(**{name: getattr(options, name) for name in names}, tensor_types=options.tensor_types or ())
     _ = asked.mix  # an unknown type is a mistake before any file is read
-    set_threads(options.n_threads)
+    set_threads(options.n_threads_last or options.n_threads)
     with GGUFFile.open(model_path(options.source)) as file:
         imatrix = ImportanceMatrix.read(existing(options.imatrix)) if options.imatrix else None
         changes = plan(file, asked, imatrix)

@@ -81,17 +81,27 @@ def guarded_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+class Quiet(io.StringIO):
+    """In the place of stderr: nothing that is written is shown, but what goes to `loud`."""
+
+    def __init__(self, loud):
+        super().__init__()
+        self.loud = loud
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 @contextmanager
 def quieted(verbosity: int | None) -> Iterator[None]:
-    """In the block stderr has no notes below NOTES, nor warnings below WARNINGS; an error that leaves the block is said behind
-    it."""
+    """In the block stderr has no notes below NOTES, nor warnings below WARNINGS; errors go to its `loud`."""
     if verbosity is None or verbosity >= NOTES:
         yield
         return
     import logging
     handler = logging.StreamHandler(sys.stderr) if verbosity >= WARNINGS else logging.NullHandler()
     handler.setLevel(logging.WARNING)
-    before, sys.stderr = sys.stderr, io.StringIO()
+    before, sys.stderr = sys.stderr, Quiet(sys.stderr)
     logging.getLogger().addHandler(handler)
     try:
         yield

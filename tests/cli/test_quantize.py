@@ -49,7 +49,7 @@ def test_a_dry_run_prints_the_plan(capsys, folder):
 
 
 def test_the_table_at_the_end(capsys, folder):
-    code, out, _err = call(capsys, "f32.gguf", "new.gguf", "Q8_0", "--leave-output-tensor", "-t", "1")
+    code, out, _err = call(capsys, "f32.gguf", "new.gguf", "Q8_0", 1, "--leave-output-tensor")  # one thread
     lines, size = words(out), (folder / "new.gguf").stat().st_size
     assert code == 0 and lines[0] == "tensor shape before after bits rms error"
     found = next(line for line in lines if line.startswith("blk.0.attn_q.weight")).split()

@@ -13,6 +13,7 @@ from tiny_models import write_model
 from ggml_py.__main__ import main
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base import memory
+from ggml_py.base.errors import UserError
 from ggml_py.engine.model import Model
 from ggml_py.models.fit import Fit
 from made_tokenizers import LETTERS, bpe
@@ -119,6 +120,15 @@ def test_what_stderr_tells(capsys, path, level, notes, warnings):
     assert level == 3 or ("a warning" in err) == warnings  # at 3 pytest has it
     code, _, err = call(capsys, "run", "-m", path, "-p", "once", "-c", 2, "-lv", level, model=FakeModel())
     assert code == 2 and err.startswith("ggml-py: error: -c: a prompt of 4 tokens")
+
+
+def test_errors_are_never_silenced(capsys, path, tmp_path):
+    """Neither those behind a mismatch, which verify tells while it runs."""
+    from ggml_py.cli.main import behind
+    from ggml_py.cli.streams import quieted
+    with quieted(0), behind(1):
+        raise UserError("the disk is full")
+    assert capsys.readouterr().err == "ggml-py: error: the disk is full\n"
 
 
 def test_much_is_verbose(capsys, path):
