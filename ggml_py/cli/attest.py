@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from ..files.writing import check_file, write
 from . import corpus, tasks
-from .loading import chat_of, encoded_prompt, existing, load, sampling_of, settings_of
+from .loading import existing, load, sampling_of, settings_of
 from .options import chunks, one_model, sampling, text
 from .parser import refuse
+from .prompts import chat_of, encoded_prompt
 from .values import at_least, output
 
 OF_A_PERPLEXITY = "-f", "-c", "--chunks", *corpus.NAMES, *tasks.NAMES

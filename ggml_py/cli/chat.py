@@ -3,13 +3,13 @@ import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from ..base.errors import UserError
 from ..base.progress import working_time
-from ..engine.conversation import Conversation
+from ..engine.conversation import Conversation, NoRoom
 from ..engine.sampling import Sampling
 from .values import at_least
 
@@ -28,8 +28,9 @@ def chat(conversation: Conversation, sampling: Sampling, first: str | None, is_s
     of an answer's beginning and of each of its tokens."""
     on_terminal = sys.stdin.isatty()
     if on_terminal:
-        import readline  # lines can be edited
-        readline.parse_and_bind("set enable-bracketed-paste on")  # pasted ones are one message; Python leaves it off
+        with suppress(ImportError):  # where lines cannot be edited
+            import readline
+            readline.parse_and_bind("set enable-bracketed-paste on")  # pasted ones are one message; Python leaves it off
         print("/help lists what a line may be beside a message", file=sys.stderr)
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -38,18 +39,19 @@ def chat(conversation: Conversation, sampling: Sampling, first: str | None, is_s
         command, _, rest = line.strip().partition(" ")
         try:
             match command:
-                case "/exit" | "/quit":
+                case "/exit" | "/quit" if not rest:
                     return
-                case "/help":
+                case "/help" if not rest:
                     print(HELP, file=sys.stderr)
-                case "/clear":
+                case "/clear" if not rest:
                     conversation.clear()
                     attached = ""
                 case "/read":
                     attached += f"{read(rest.strip())}\n\n"
                 case "/regen" if conversation.messages and conversation.messages[-1]["role"] == "assistant":
+                    drawn = replace(sampling, seed=seed(rest)) if rest else sampling
                     conversation.take_back()
-                    say(conversation, replace(sampling, seed=seed(rest)) if rest else sampling, told)
+                    say(conversation, drawn, told)
                 case "/regen":
                     print("/regen: there is no answer yet", file=sys.stderr)
                 case _ if line.strip():
@@ -70,7 +72,7 @@ def seed(text: str) -> int:
 
 
 def say(conversation: Conversation, sampling: Sampling, told) -> None:
-    """Prints an answer. A message that has no room is forgotten."""
+    """Prints an answer. A message that cannot be answered is forgotten."""
     times = [working_time()]
     with stoppable() as stop:
         try:
@@ -83,10 +85,11 @@ def say(conversation: Conversation, sampling: Sampling, told) -> None:
         except KeyboardInterrupt:
             if not stop():
                 raise
-        except UserError as error:
+        except NoRoom as error:
+            raise UserError(f"{error}; /clear begins anew, and a larger -c has more room") from None
+        finally:
             if conversation.messages[-1]["role"] == "user":
                 conversation.messages.pop()
-            raise UserError(f"{error}; /clear begins anew, and a larger -c has more room") from None
     print(flush=True)
     told(conversation, times)
 

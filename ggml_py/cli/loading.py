@@ -1,7 +1,7 @@
-"""From parsed options to what they ask for: the files, the model on its device, settings of contexts and of sampling, the
-prompt's tokens."""
+"""From parsed options to what they ask for: the files, the model on its device, settings of contexts and of sampling."""
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ..base.defaults import MODEL, N_BATCH, N_UBATCH
@@ -174,6 +174,27 @@ def sampling_of(options):
     return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
 
 
+def choice_of(options, tokenizer):
+    """How tokens are chosen; UserError for a bias of a token that there is not."""
+    bias = {id: value for each in options.logit_bias for id, value in each.items()}
+    if options.ignore_eos:
+        bias |= {id: float("-inf") for id in range(tokenizer.n_vocab) if tokenizer.is_end_of_generation(id)}
+    names = "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"
+    return replace(sampling_of(options), logit_bias=bias, **{name: getattr(options, name) for name in names})
+
+
+def matcher_of(options, tokenizer):
+    """Of the grammar that is asked for; else what allows all."""
+    from ..engine.grammar import FREE, Grammar
+    if options.grammar is None:
+        return FREE
+    kind, source = options.grammar
+    if not isinstance(source, str):
+        from ..engine.windows import read_text
+        source = read_text(existing(source))
+    return getattr(Grammar, kind)(source).matcher(tokenizer)
+
+
 def draft_source(options) -> str | None:
     """What --draft-source and -md ask for; UserError for options that do not go together."""
     kind = options.draft_source or ("model" if options.model_draft else None)
@@ -195,25 +216,3 @@ def speculation_of(options, model, n_ctx: int, load_model):
             draft = stack.enter_context(load_on(model_path(options.model_draft), devices_of(options)[0], load_model))
         yield stack.enter_context(drafting(model, draft, n_ctx, options.draft_max, options.draft_p_min, options.type_k,
                                            options.type_v))
-
-
-def chat_of(options) -> dict | None:
-    """What --chat puts into the template, as attestations hold it; None without --chat."""
-    if not options.chat:
-        return None
-    return {"messages": [{"role": "user", "content": options.prompt}], "date": options.date}
-
-
-def encoded_prompt(options, tokenizer) -> list[int]:
-    """The ids of -p, at least one."""
-    chat = chat_of(options)
-    if chat is None:
-        prompt = tokenizer.encode(options.prompt)
-    else:
-        from ..tokenizer.chat import ChatTemplate, encode_chat
-        prompt = encode_chat(tokenizer, **chat)
-        if ChatTemplate.of(tokenizer).asks_for_date:
-            print(f"{options.command}: the chat template asks for the date and is told {options.date} (--date)", file=sys.stderr)
-    if not len(prompt):
-        raise UserError("-p: the prompt has no tokens")
-    return prompt

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"ggml-py {__version__}", help="show it and exit")
 
     def add_argument(self, *names, **settings):
-        action = (self.of_section or super()).add_argument(*names, **settings)
+        action = (self.of_section.add_argument if self.of_section else super().add_argument)(*names, **settings)
         self.known.update(dict.fromkeys(action.option_strings, action))
         self.option_of[action.dest] = action.option_strings[0] if action.option_strings else str(action.metavar or action.dest)
         return action
@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
     def section(self, title: str) -> Iterator[None]:
         """Options that are added in the block stand under this title in --help."""
         before = self.of_section
-        self.of_section = self.sections.setdefault(title, self.sections.get(title) or self.add_argument_group(title))
+        self.of_section = self.sections.get(title) or self.sections.setdefault(title, self.add_argument_group(title))
         try:
             yield
         finally:

@@ -1,17 +1,15 @@
 """ggml-py run: a prompt, continued; or a chat."""
-import re
 import sys
-from dataclasses import replace
 
 from ..base.errors import UserError
 from ..base.progress import working_time
-from .loading import FITTED_CONTEXT, draft_source, existing, load, sampling_of, settings_of, speculation_of
+from .loading import FITTED_CONTEXT, choice_of, draft_source, load, matcher_of, settings_of, speculation_of
 from .options import chats, drafts, further_sampling, grammars, one_model, prompts, sampling
 from .parser import refuse
+from .prompts import encoder_of, prompt_of, system_of
 from .values import all_or_at_least_one
 
 OF_A_CHAT = "--date", "--chat-template", "--chat-template-file", "--chat-template-kwargs", "-rea", "--reasoning-effort"
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
 def options(p) -> None:
@@ -92,76 +90,6 @@ def room_of(options, model, prompt: list[int], n_most: int) -> tuple[int, int]:
     if space < n_least:
         raise UserError(f"-c: a prompt of {len(prompt)} tokens and {n_least} new ones do not fit into a context of {n_ctx}")
     return n_ctx, space if n_most < 0 else n_most
-
-
-def prompt_of(options) -> str | None:
-    """-p, or the text of -f or of stdin without a newline at its end; None where stdin is a terminal, or has the messages of a
-    chat."""
-    if options.prompt is not None:
-        if options.text is not None:
-            raise UserError("-f: got -p too, one is enough")
-        return unescaped(options.prompt) if options.escape else options.prompt
-    if options.text is None and (options.conversation or sys.stdin is None or sys.stdin.isatty()):
-        return None
-    from ..engine.windows import as_text, read_text
-    if options.text is not None and str(options.text) != "-":
-        return read_text(existing(options.text))
-    return as_text(sys.stdin.buffer.read())
-
-
-def system_of(options) -> str | None:
-    if options.system is not None:
-        return unescaped(options.system) if options.escape else options.system
-    if options.system_file is None:
-        return None
-    from ..engine.windows import read_text
-    return read_text(existing(options.system_file))
-
-
-def unescaped(text: str) -> str:
-    r"""With what \n, \r, \t, \', \", \\ and \xHH stand for; another backslash is one."""
-    return re.sub(r"""\\(?:([nrt'"\\])|x([0-9a-fA-F]{2}))""", lambda found: ESCAPES[found[1]] if found[1] else chr(int(found[2],
-                                                                                                                       16)),
-                  text)
-
-
-def encoder_of(options, tokenizer):
-    """messages -> ids, by the chat template that is asked for."""
-    from ..tokenizer.chat import ChatTemplate, encode_chat
-    source, arguments = options.template, {**options.template_arguments}
-    if options.template_file is not None:
-        from ..engine.windows import read_text
-        source = read_text(existing(options.template_file))
-    template = ChatTemplate.of(tokenizer, source) if source in (None, *tokenizer.chat_templates) else (
-        ChatTemplate.of_source(tokenizer, source, "--chat-template"))
-    if options.reasoning is not None:
-        arguments["enable_thinking"] = options.reasoning
-    if options.effort is not None:
-        arguments["reasoning_effort"] = options.effort
-    if template.asks_for_date:
-        print(f"run: the chat template asks for the date and is told {options.date} (--date)", file=sys.stderr)
-    return lambda messages: encode_chat(tokenizer, messages, date=options.date, template=template, **arguments)
-
-
-def matcher_of(options, tokenizer):
-    """Of the grammar that is asked for; else what allows all."""
-    from ..engine.grammar import FREE, Grammar
-    if options.grammar is None:
-        return FREE
-    kind, source = options.grammar
-    if not isinstance(source, str):
-        from ..engine.windows import read_text
-        source = read_text(existing(source))
-    return getattr(Grammar, kind)(source).matcher(tokenizer)
-
-
-def choice_of(options, tokenizer):
-    """How tokens are chosen; UserError for a bias of a token that there is not."""
-    bias = {id: value for each in options.logit_bias for id, value in each.items()}
-    if options.ignore_eos:
-        bias |= {id: float("-inf") for id in range(tokenizer.n_vocab) if tokenizer.is_end_of_generation(id)}
-    names = "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"
-    return replace(sampling_of(options), logit_bias=bias, **{name: getattr(options, name) for name in names})
 
 
 def tell_speed(options, conversation, times: list[float]) -> None:

@@ -10,6 +10,10 @@ from .sampling import Sampling
 from .speculation import Speculation
 
 
+class NoRoom(UserError):
+    """The prompt of a conversation is as long as its context, or longer."""
+
+
 class Conversation:
     """A list of messages that grows by answers, and the first sequence of a context.
 
@@ -32,11 +36,11 @@ class Conversation:
 
     def answer(self, sampling: Sampling) -> Iterator[Piece]:
         """The pieces of an answer to the last message, which is a user's. It is added to the messages, also where the iterator is
-        closed or an interrupt ends it. UserError, and nothing is decoded, where the prompt has no room."""
+        closed or an interrupt ends it. NoRoom, and nothing is decoded, where the prompt has none."""
         prompt = self.encode(self.messages)
         space = self.context.n_ctx - len(prompt)
         if space < 1:
-            raise UserError(f"the conversation has {len(prompt)} tokens, and the context holds {self.context.n_ctx}")
+            raise NoRoom(f"the conversation has {len(prompt)} tokens, and the context holds {self.context.n_ctx}")
         self.n_prompt, self.n_held = len(prompt), self._hold(prompt)
         text, n_most = "", space if self.n_most is None else min(self.n_most, space)
         try:

@@ -59,8 +59,10 @@ def test_a_conversation(argv, tmp_path):
         program.type(f"/read {tmp_path / 'file'}\r")
         program.type(f"/read {tmp_path / 'none'}\r")
         answer(program, "what is it?")
-        program.type("/regen tea\r/etc/passwd, what is that?\r")
-        program.until(f"{WORD}\n\n> ")
+        program.type("/regen tea\r")
+        answer(program, "/regen")  # it is still there
+        answer(program, "/etc/passwd, what is that?")
+        answer(program, "/clear the table")  # not a command
         answer(program, "one \\\rtwo")
         answer(program, PASTE.format("three\nfour"))
         program.type("/exit\r")
@@ -105,6 +107,19 @@ def test_lines_of_a_pipe(argv):
                           capture_output=True, env=environment())
     first, again, cleared, last, end = done.stdout.split("\n")
     assert done.returncode == 0 and first == again == cleared != last and end == "" and len(last) == 30
+
+
+def test_what_has_no_room_is_forgotten(argv):
+    """The conversation goes on; so it does where a template refuses."""
+    done = subprocess.run([sys.executable, "-c", CHAT, *argv, "-cnv", "-c", "60"], text=True, capture_output=True,
+                          input=f"{'x' * 50}\nhello\nmore\n", env=environment())
+    assert done.returncode == 0 and re.fullmatch(f"{WORD}\n", done.stdout)
+    assert done.stderr.count("the context holds 60; /clear begins anew, and a larger -c has more room\n") == 2
+    template = "{% if messages[-1].content == 'no' %}{{ raise_exception('not that') }}{% endif %}<user><assistant>"
+    done = subprocess.run([sys.executable, "-c", CHAT, *argv, "-cnv", "--chat-template", template], text=True,
+                          capture_output=True, input="no\nyes\n", env=environment())
+    assert re.fullmatch(f"{WORD}\n", done.stdout)
+    assert "chat: --chat-template: line 1: refuses the messages: not that\n" in done.stderr
 
 
 def test_where_there_is_no_template(argv):

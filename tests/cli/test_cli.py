@@ -381,7 +381,7 @@ NO_MODEL = ["-m", "{}/tiny.gguf"]
 TEXT_FILE = ["-f", "{}/text"]
 MISTAKES = [
     ([], "the following arguments are required: COMMAND"),
-    (["sing", "-p", "x"], "'sing' is not a command, allowed: perplexity, pull, logits, "),
+    (["sing", "-p", "x"], "'sing' is not a command, allowed: run, perplexity, bench, "),
     (["perplexity", "--speed"], "--speed: unknown option (see ggml-py perplexity --help)"),
     (["perplexity", "--chunk", "3"], "--chunk: unknown option"),  # no abbreviations
     (["perplexity", "-c", "many"], "argument -c/--ctx-size: must be an integer, got 'many'"),

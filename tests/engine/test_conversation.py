@@ -15,7 +15,7 @@ from ggml_py.engine.completion import drafting
 from ggml_py.engine.conversation import Conversation
 
 WRITERS = {"llama": lambda path: write_model(path, "llama", n_vocab=70),
-           "gated delta nets": lambda path: write_delta_net_model(path, "qwen35"),
+           "gated delta nets": lambda path: write_delta_net_model(path, "qwen35", nextn=1),
            "windows": lambda path: write_layer_model(path, "gemma3")}
 GREEDY, DRAWN = Sampling(), Sampling(temperature=1.2, seed=4)
 
@@ -30,7 +30,8 @@ def encode(messages) -> list[int]:
 
 @pytest.fixture(scope="module", params=WRITERS)
 def model(request, tmp_path_factory):
-    with Model.load(WRITERS[request.param](tmp_path_factory.mktemp("models") / "m.gguf"), device="cpu") as model:
+    path = WRITERS[request.param](tmp_path_factory.mktemp("models") / "m.gguf")
+    with Model.load(path, device="cpu", nextn=request.param == "gated delta nets") as model:
         model._tokenizer = FakeTokenizer(False)
         model.tokenizer.is_end_of_generation = lambda id: id == 3
         yield model
@@ -48,10 +49,12 @@ STEPS = st.one_of(st.tuples(st.just("say"), st.sampled_from(["one", "two words",
 
 
 @settings(max_examples=6, deadline=None)
-@given(st.lists(STEPS, min_size=3, max_size=7), st.sampled_from([None, "ngram"]))
+@given(st.lists(STEPS, min_size=3, max_size=7), st.sampled_from([None, "ngram", "mtp"]))
 def test_an_answer_is_that_of_a_fresh_start(model, steps, draft):
     def new():
         return model.new_context(n_ctx=256, n_rollback=9)
+    if draft == "mtp" and not model.has_nextn:
+        draft = None
     with new() as context, drafting(model, draft, 256, 4) as speculation:
         conversation = Conversation(context, model.tokenizer, encode, 8, speculation)
         conversation.add("system", "S")
