@@ -1,4 +1,5 @@
-"""The context that `Model.generate` keeps for its next call, with the text in it: what both texts begin with is computed once.
+"""The context that `Model.generate` and `score` keep for the next call, with its text: what both texts begin with is computed
+once.
 
 By the promise of this runtime no bit depends on that: a position's keys and values are the same, whether a prompt or a generated
 token put them there, and however large the context is.

@@ -6,6 +6,7 @@ decoded level by level; a sequence that branches off begins with a copy. By the 
 bit.
 """
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import fsum
@@ -121,9 +122,10 @@ def shared(a: Sequence[int], b: Sequence[int]) -> int:
 class Scorer:
     """Scores pairs, in the order of `tree`, in the sequences of a context, as many as it has at a time."""
 
-    def __init__(self, context):
+    def __init__(self, context, held: Ids = ()):
+        """held: what its first sequence has."""
         self.context = context
-        self.held: tuple[int, Ids] = 0, ()  # a sequence, and what it has of the last pair
+        self.held: tuple[int, Ids] = 0, held  # a sequence, and what it has of the last pair
 
     def score(self, pairs: Sequence[Pair]) -> Iterator[tuple[Pair, Likelihood]]:
         """At most a pair for each sequence."""
@@ -172,6 +174,22 @@ class Scorer:
                 yield each, Likelihood(each[1], tuple(logprobs.tolist()), best.tolist() == [*each[1]])
 
 
+@contextmanager
+def scoring(model, settings: Settings, n_ctx: int, n_together: int, log) -> Iterator[Scorer]:
+    """One sequence is in the context that the model keeps for its next call, where settings ask for no other; several have one of
+    their own."""
+    type_k, type_v = settings.type_k, settings.type_v
+    if n_together == 1 and settings == Settings(type_k=type_k, type_v=type_v):
+        with model.kept.text(n_ctx, settings.n_rollback, type_k, type_v) as text:
+            text.context.drop_checkpoints()
+            scorer = Scorer(text.context, tuple(text.tokens))
+            yield scorer
+            text.tokens = [*scorer.held[1]]
+    else:
+        with new_context(model, settings, n_ctx, n_together, log) as context:
+            yield Scorer(context)
+
+
 def score_many(model, pairs: Iterable[tuple[Text, Text]], settings: Settings, n_seq_max: int | None = None,
                progress: Callable[[int, int], None] | None = None, log=None) -> list[Likelihood]:
     """`Model.score_many`.   settings: of the context, but for its positions.   log: as of `settings.new_context`."""
@@ -196,8 +214,7 @@ def score_many(model, pairs: Iterable[tuple[Text, Text]], settings: Settings, n_
             n_bytes = model.architecture.context_bytes(n_ctx, 1, settings.type_k, settings.type_v, settings.n_rollback).total()
             n_together = max(1, min(MOST_SEQUENCES, MOST_DEFAULT_CONTEXT // max(n_bytes, 1)))
         n_together = min(n_together, len(alike))
-        with new_context(model, settings, n_ctx, n_together, log) as context:
-            scorer = Scorer(context)
+        with scoring(model, settings, n_ctx, n_together, log) as scorer:
             for first in range(0, len(alike), n_together):
                 found.update(scorer.score(part := alike[first:first + n_together]))
                 n_left -= len(part)

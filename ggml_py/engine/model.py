@@ -85,7 +85,7 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self.lock = RLock()  # for queueing a micro-batch: on a GPU a model's contexts share a stream and what its kernels leave
         self.pid = os.getpid()
-        self.kept = Kept(self)  # of `generate`
+        self.kept = Kept(self)  # of `generate` and `score`
         self.fitted: PlacementOptions | None = None  # chosen by `load`, where not all fits
         lock_holders.add(self)
         self.has_nextn = nextn  # a block that predicts tokens further on

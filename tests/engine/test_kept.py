@@ -20,7 +20,7 @@ WRITERS = {"llama": lambda path: write_model(path, "llama", n_vocab=70),
 PROMPTS = [[5, 6, 7, 8] * 4, [5, 6, 7, 8] * 6, [5, 6, 7, 9], [1], [1, 2] * 30]
 ARGUMENTS = [dict(), dict(temperature=1.0, seed=2), dict(draft="ngram", draft_max=3), dict(n=2, temperature=0.8),
              dict(echo=True, logprobs=1), dict(digest=True, stop="\b"), dict(max_tokens=70), dict(type_k="f32"), dict(n_ctx=100)]
-CALLS = st.tuples(st.sampled_from(PROMPTS), st.sampled_from(ARGUMENTS), st.booleans())
+CALLS = st.tuples(st.sampled_from(PROMPTS), st.sampled_from(ARGUMENTS), st.booleans(), st.booleans())
 
 
 def load(path) -> Model:
@@ -50,10 +50,16 @@ def case(request, tmp_path_factory):
 @given(st.lists(CALLS, min_size=2, max_size=5))
 def test_the_same_bits_whatever_was_before(case, calls):
     model, fresh = case
-    expected = [fresh(prompt, arguments) for prompt, arguments, _ in calls]
+    expected = [fresh(prompt, arguments) for prompt, arguments, *_ in calls]
+    scores = {}
+    for prompt in PROMPTS:
+        model.kept.clear()
+        scores[tuple(prompt)] = model.score(prompt[:1], prompt[1:])
     model.kept.clear()
-    for (prompt, arguments, is_left), wanted in zip(calls, expected):
+    for (prompt, arguments, is_left, is_scored), wanted in zip(calls, expected):
         arguments = {"max_tokens": 12, **arguments}
+        if is_scored:
+            assert model.score(prompt[:1], prompt[1:]) == scores[tuple(prompt)]
         if is_left:  # by a reader who goes away
             with_text = islice(model.generate(prompt, stream=True, **arguments), 3)
             assert wanted.text.startswith("".join(piece.text for piece in with_text))

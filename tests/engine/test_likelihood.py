@@ -82,6 +82,7 @@ def test_recurrent_models(tmp_path):
 @pytest.mark.parametrize("n_seq_max", [1, 4, 64])
 def test_shared_beginnings_are_decoded_once(tiny, decoded, n_seq_max):
     pairs = [(question, answer) for question in QUESTIONS[:3] for answer in ANSWERS[:3]]
+    tiny.kept.clear()
     tiny.score_many([*pairs, *pairs], n_seq_max=n_seq_max)
     # of each pair its own tokens and the last of its context, and of each context what it does not share
     assert sum(decoded) == sum(len(answer) for _, answer in pairs) + 40 + sum(len(question) - 41 for question in QUESTIONS[:3])
