@@ -62,8 +62,8 @@ def run(options, load_model) -> None:
             tokens = model.tokenizer.encode(content)
             document = attest_perplexity(model, file_sha256(options.text), tokens, settings, sys.stdout, sys.stderr)
     write_document(options, document)
+    print(f"root: {document['merkle_root']}")
 
 
 def write_document(options, document: dict) -> None:
     write(options.output, json.dumps(document, indent=1).encode() + b"\n")
-    print(f"root: {document['merkle_root']}")
