@@ -63,6 +63,7 @@ COMMON = {"format": str, "schema": int, "kind": str, "numerics": COUNT,
           "environment": {"device": str, "device_name": str, "driver": str, "versions": {...: str}},
           "windows": ["sha256"], "merkle_root": "sha256", "sha256": "sha256"}
 PERPLEXITY = {"n_ctx": Number(int, 3, 2**63 - 1), "n_chunks": COUNT, "type_k": str, "type_v": str, "add_bos": bool}
+PPL = {"ppl": str, "ppl_hex": str}
 GENERATION = {"n_predict": COUNT, "type_k": str, "type_v": str,
               **{name: Number(*limits) for name, limits in LIMITS.items()}, "prompt": [TOKEN]}
 CHAT = {"messages": [{"role": str, "content": str}], "date": "date"}  # what the prompt was made of, by the model's chat template
@@ -71,7 +72,8 @@ TASKS = {"format": str, "n_tasks": NUMBER, "type_k": str, "type_v": str, "add_bo
 CHOICES = {"n_right": NUMBER, "n_right_norm": NUMBER, "choices": [NUMBER], "choices_norm": [NUMBER]}
 PULLED = {"model": {**MODEL, "source": {"repo": str, "revision": str, "files": [str]}}}  # out of a hub (files/hub.py)
 KINDS: dict[tuple[str, int], dict[str, Any]] = {
-    ("perplexity", 1): {"text": "sha256", "settings": PERPLEXITY, "result": {"ppl": str, "ppl_hex": str}},
+    ("perplexity", 1): {"text": "sha256", "settings": PERPLEXITY, "result": PPL},
+    ("perplexity", 6): {"settings": PERPLEXITY, "result": PPL},  # of token ids
     ("generation", 1): {"settings": GENERATION, "result": RESULT},
     ("generation", 2): {"settings": {**GENERATION, "chat": CHAT}, "result": RESULT},
     ("tasks", 5): {"text": "sha256", "settings": TASKS, "result": CHOICES},
@@ -153,13 +155,14 @@ def made_by_all(makers: Sequence[dict]) -> dict:
     return {**makers[0], "environment": {**environments[0], **joined}}
 
 
-def perplexity_document(made: dict, add_bos: bool, text_sha256: str, tokens, settings: Settings, ppl: float,
+def perplexity_document(made: dict, add_bos: bool, text_sha256: str | None, tokens, settings: Settings, ppl: float,
                         digests: list[str]) -> dict:
     """The attestation of a perplexity. made: as of `made_by`; add_bos: whether windows begin with a BOS; text_sha256: of the file
-    of the text; digests: of each window's scored logits."""
+    of the text, None where token ids were given; digests: of each window's scored logits."""
     about = {"n_ctx": settings.n_ctx, "n_chunks": len(digests), "type_k": settings.type_k, "type_v": settings.type_v,
              "add_bos": add_bos}
-    return _document("perplexity", 1, made, tokens, settings, digests, text=text_sha256, settings=about, result=_ppl(ppl))
+    schema, text = (6, {}) if text_sha256 is None else (1, {"text": text_sha256})
+    return _document("perplexity", schema, made, tokens, settings, digests, **text, settings=about, result=_ppl(ppl))
 
 
 def tasks_document(model, text_sha256: str, name: str, n_tasks: int, found: list[Answer], settings: Settings) -> dict:
@@ -323,9 +326,9 @@ def sampled(document: dict, n: int | None) -> list[int]:
     return sorted(random.SystemRandom().sample(windows, n)) if n and n < len(windows) else list(windows)
 
 
-def confirm(document: dict, model, text: str | bytes | None, sample: list[int], log=None) -> str:
-    """Computes windows of an attestation again. text: that of a perplexity, or the file of tasks, its digest checked.   sample:
-    numbers of windows, as from `sampled`. log: a stream; None: `logging`.
+def confirm(document: dict, model, text: str | list[int] | bytes | None, sample: list[int], log=None) -> str:
+    """Computes windows of an attestation again. text: that of a perplexity, or its token ids, or the file of tasks, whose digest
+    is checked.   sample: numbers of windows, as from `sampled`. log: a stream; None: `logging`.
 
     Returns what was confirmed, in one line; NotConfirmed for other bits or another result; UserError for another model, tokenizer
     or tokens, and for what is said of them and is not so."""
@@ -359,9 +362,10 @@ def _check_window(document: dict, i: int, found: str) -> None:
 
 def _confirm_perplexity(document, model, text, sample, log) -> str:
     about = document["settings"]
-    tokens = model.tokenizer.encode(text)
+    tokens = model.tokenizer.encode(text) if isinstance(text, str) else text
     if tokens_sha256(tokens) != document["tokens"]["sha256"]:
-        raise UserError(f"tokens: the text gives {len(tokens)} other tokens than attested, {document['tokens']['n']}")
+        given = "the text gives" if isinstance(text, str) else "there are"
+        raise UserError(f"tokens: {given} {len(tokens)} other tokens than attested, {document['tokens']['n']}")
     settings = Settings(n_ctx=about["n_ctx"], n_chunks=about["n_chunks"], type_k=about["type_k"], type_v=about["type_v"])
     windows, total, count = split_windows(tokens, settings), 0.0, 0
     for what, attested, found in (("tokens.n", document["tokens"]["n"], len(tokens)),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..files.writing import check_file
-from .loading import checked_threads, existing, load, model_path
+from .ids import encoded
+from .loading import checked_threads, load, model_path
 from .parser import Parser
 from .values import at_least, output
 
@@ -25,11 +26,10 @@ def options(p: Parser) -> None:
                         "windows-HASH.jsonl by default, a name for this model, text and settings")
 
 
-def computed(options, settings):
+def computed(options, content: str | list[int], settings):
     """(perplexity, digests, `made_by_all` of the workers, the tokens, whether windows begin with a BOS), by the workers of --ray.
-    """
+    content: of `ids.text_or_tokens`."""
     from ..check.attestation import made_by_all
-    from ..engine.windows import read_text
     from ..files.gguf import GGUFFile
     from ..measure.corpus import Cluster, corpus_perplexity
     from ..tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def computed(options, settings):
     cluster = Cluster(options.ray, n_workers, checked_threads(options.n_threads or 1), n_gpus)
     with closing(GGUFFile.open(path)) as file:
         tokenizer = Tokenizer(file.metadata)
-        tokens = tokenizer.encode(read_text(existing(options.text)))
+        tokens = encoded(content, options, tokenizer, tokenizer.n_vocab)
         ppl, digests, makers = corpus_perplexity(partial(load, options, None), file, tokens, settings, cluster, options.ray_log,
                                                  sys.stdout, sys.stderr)
         return ppl, digests, made_by_all(makers), tokens, bool(tokenizer.add_bos)

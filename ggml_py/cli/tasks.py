@@ -15,7 +15,8 @@ FORMATS = {  # of engine.tasks: where the file comes from, and how many tasks ar
     "tasks": ("JSON lines {context, continuations, answer}", 0, 0),
 }
 NAMES = *(f"--{name}" for name in FORMATS), *(f"--{name}-tasks" for name in FORMATS)
-OF_A_TEXT = "--chunks", "--ppl-stride", "--ppl-output-type", "--kl-divergence", "--kl-divergence-base", *corpus.NAMES
+OF_A_TEXT = ("--tokens", "--chunks", "--ppl-stride", "--ppl-output-type", "--kl-divergence", "--kl-divergence-base",
+             *corpus.NAMES)
 
 
 class Asked(NamedTuple):

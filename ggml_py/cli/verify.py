@@ -6,14 +6,15 @@ from pathlib import Path
 
 from ..base.errors import UserError
 from ..files.writing import check_file, check_folder, write
+from .ids import encoded, read_tokens, text_or_tokens, tokens_option
 from .loading import OF_A_HUB, existing, model_paths, reader, set_threads
 from .main import behind
 from .options import attention, cache_types, chunks, context_size, model, reading, report, seed, telling, text, threads
 from .parser import refuse
 from .values import at_least, device, listed, output
 
-CONFIRMING = ("-m", "-hf", *OF_A_HUB, "-f", "--devices", "-t", "-fa", "-lm", "--no-mmap", "--mmap", "--mlock", "--numa", "--fit",
-              "-fitt", "-v", "-lv", "--attestation", "--sample", "--json")
+CONFIRMING = ("-m", "-hf", *OF_A_HUB, "-f", "--tokens", "--devices", "-t", "-fa", "-lm", "--no-mmap", "--mmap", "--mlock",
+              "--numa", "--fit", "-fitt", "-v", "-lv", "--attestation", "--sample", "--json")
 NO_NODE = ("no node differs where every node is waited for: the fault is in the order of work (a race, a missing barrier), or "
            "comes and goes")
 
@@ -21,6 +22,7 @@ NO_NODE = ("no node differs where every node is waited for: the fault is in the 
 def options(p) -> None:
     model(p)
     text(p)
+    tokens_option(p, "in the place of a text, ")
     context_size(p, "tokens of a window", 512, least=2)
     chunks(p, 4)
     cache_types(p)
@@ -58,14 +60,15 @@ def verify(options, load_model) -> int:
     from ..check.axes import AXES, check_some_run, settings_of
     from ..check.verify import LiveTable, Verification
     from ..engine.settings import check_context
-    from ..engine.windows import first_windows, read_text, with_bos
-    text, path = read_text(existing(options.text)), model_paths(options)[0]
+    from ..engine.windows import first_windows, with_bos
+    content, path = text_or_tokens(options), model_paths(options)[0]
     set_threads(options.n_threads)
     devices = list(dict.fromkeys(map(device_of, options.device))) if options.device else present_devices()
     read = reader(options, load_model, options.n_ctx, options.n_chunks if options.n_chunks > 0 else 1)
     with read(path, devices[0]) as model:
         check_context(model, options.n_ctx)
-        windows = with_bos(model, first_windows(model.tokenizer.encode(text), options.n_ctx, options.n_chunks))
+        tokens = encoded(content, options, model.tokenizer, model.n_vocab)
+        windows = with_bos(model, first_windows(tokens, options.n_ctx, options.n_chunks))
         axes = options.axes or list(AXES)
         settings = settings_of(axes, devices, windows.shape, options.reruns, cuda.unavailable(0) or "no GPU among --devices",
                                options.type_k, options.type_v)
@@ -138,7 +141,7 @@ def report_verification(options, verification, difference: str) -> None:
                  verification.confirmed, parts, environment_of([each.backend for each in models.values()]),
                  model=str(model.file.path),
                  sha256=", ".join(files_sha256(model.file)), numerics=str(NUMERICS_VERSION),
-                 windows=f"{n_windows} of {n_ctx} tokens", text=str(options.text))
+                 windows=f"{n_windows} of {n_ctx} tokens", text=str(options.tokens or options.text))
 
 
 def confirm_attestation(options, load_model) -> int:
@@ -151,10 +154,17 @@ def confirm_attestation(options, load_model) -> int:
            f"does not apply to an --attestation, which says what to compute; allowed: {', '.join(CONFIRMING)}")
     if options.device and len(options.device) > 1:
         raise UserError(f"--devices: an attestation is computed on one device, got {', '.join(options.device)}")
-    document, text = read_attestation(existing(options.attestation)), None
+    document = read_attestation(existing(options.attestation))
+    text: str | list[int] | bytes | None = None
     if document["kind"] == "generation":
-        refuse(options, ("-f",), f"{options.attestation} is of a generation, whose prompt is in it")
+        refuse(options, ("-f", "--tokens"), f"{options.attestation} is of a generation, whose prompt is in it")
+    elif "text" not in document:
+        refuse(options, ("-f",), f"{options.attestation} is of token ids, which --tokens gives")
+        if options.tokens is None:
+            raise UserError(f"--tokens: is missing; {options.attestation} is of token ids")
+        text = read_tokens(options.tokens)
     else:
+        refuse(options, ("--tokens",), f"{options.attestation} is of a file, which -f gives")
         read = Path.read_bytes if document["kind"] == "tasks" else read_text
         text, found = read(existing(options.text)), file_sha256(options.text)
         if found != document["text"]:

@@ -11,6 +11,7 @@ its choices:
 `tasks` is JSON lines: {"context": text or ids, "continuations": [text or ids, ...], "answer": number from 0, "id": anything}.
 """
 import json
+import logging
 import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +22,14 @@ from math import isnan
 import numpy as np
 
 from ..base.errors import UserError, printable
+from ..base.progress import teller
 from ..testing import digest
 from ..tokenizer import Tokenizer
 from .likelihood import Likelihood, Pair, Text, encode_pair, score_many, shared
 from .settings import Settings
 from .windows import as_text
+
+logger = logging.getLogger(__name__)
 
 MOST_ANSWERS = 100  # of a task of multiple-choice, as llama.cpp has it
 LEAST_BEHIND = 4  # tokens behind the blank's context; with fewer, the choice is scored too (winogrande)
@@ -318,9 +322,9 @@ FORMATS = {
 }
 
 
-def read_tasks(name: str, data: bytes, n_tasks: int, who: str, log) -> list[Task]:
-    """name: of `FORMATS`.   data: of the file.   n_tasks: at most so many, 0: all.   who: the file, for messages. `log` is told
-    what was left out."""
+def read_tasks(name: str, data: bytes, n_tasks: int, who: str, log=None) -> list[Task]:
+    """name: of `FORMATS`.   data: of the file.   n_tasks: at most so many, 0: all.   who: the file, for messages. log: is told
+    what was left out; None: `logging`."""
     try:
         tasks, left_out = FORMATS[name].read(data, n_tasks)
         if not tasks:
@@ -328,8 +332,8 @@ def read_tasks(name: str, data: bytes, n_tasks: int, who: str, log) -> list[Task
     except UserError as error:
         raise UserError(printable(f"{who}: {error}")) from None
     if left_out:
-        print(printable(f"{name}: left out, as llama.cpp leaves them out: {'; '.join(left_out[:3])}"
-                        f"{f' and {len(left_out) - 3} more' * (len(left_out) > 3)}"), file=log)
+        more = f" and {len(left_out) - 3} more" * (len(left_out) > 3)
+        teller(log, logger.info)(printable(f"{name}: left out, as llama.cpp leaves them out: {'; '.join(left_out[:3])}{more}"))
     return tasks
 
 

@@ -66,6 +66,7 @@ class Score:
         self.is_held = bool(out and out.isatty() and log and log.isatty())
         self.progress, self.digest = Progress(log, "perplexity", n_chunks, told=told), LogitsDigest()
         self.n_windows, self.total, self.total_of_squares, self.count = 0, 0.0, 0.0, 0
+        self.windows: list[tuple[float, int]] = []  # sum of the nll of each, and how many there are
 
     def __enter__(self) -> Self:
         self.progress.__enter__()
@@ -85,6 +86,7 @@ class Score:
         self.total += total
         self.total_of_squares += squares
         self.count += count
+        self.windows.append((total, count))
         item = note = f"[{self.n_windows}]{self.ppl:.4f},"
         if self.row:
             item = self.row(self) + "\n"
@@ -98,12 +100,16 @@ class Score:
     def ppl(self) -> float:
         return float(exp(self.total / self.count))
 
+    @property
+    def error(self) -> float:
+        """Of the perplexity; NaN where it cannot be known."""
+        return self.ppl * mean_and_error(self.total, self.total_of_squares, self.count)[1]
+
     def print_estimate(self) -> None:
-        mean, error = mean_and_error(self.total, self.total_of_squares, self.count)
-        if math.isnan(error) and not math.isnan(mean):
+        if math.isnan(self.error) and not math.isnan(self.total):
             teller(self.log, logger.warning)("Unexpected negative standard deviation of log(prob)")
         else:
-            self.say(f"Final estimate: PPL = {self.ppl:.4f} +/- {self.ppl * error:.5f}")
+            self.say(f"Final estimate: PPL = {self.ppl:.4f} +/- {self.error:.5f}")
 
     def say(self, line: str) -> None:
         teller(self.out, lambda line: None)(line)
@@ -115,7 +121,7 @@ class Score:
 
 
 def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None, progress: Told | None = None,
-               rows: bool = False) -> float:
+               rows: bool = False) -> Score:
     """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`: streams.
     None: nowhere, and to `logging`.
 
@@ -123,7 +129,6 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
     gives a context manager whose value is called with the scored logits of each (kl_divergence.base_writer);
     progress: is told how many windows are done, and of how many. rows: a line for each window, as llama.cpp's
     --ppl-output-type 1 has it: its first token, and of all so far the perplexity, the mean negative log-likelihood and its error.
-    Returns the perplexity.
     """
     c, n_seq = settings.n_ctx, n_sequences(settings)
     windows = split_windows(tokens, settings)
@@ -143,11 +148,11 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
             score.add(logits, windows[i, c // 2 + 1:])
     score.print_estimate()
     score.say(f"digest: {score.digest.hexdigest()}")
-    return score.ppl
+    return score
 
 
 def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, progress: Told | None = None,
-                       rows: bool = False) -> float:
+                       rows: bool = False) -> Score:
     """Windows of w = c + N/2 tokens that start every N = stride tokens; each scores its last N targets. No BOS per window, no
     final estimate.
 
@@ -174,16 +179,16 @@ def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, pr
             score.add(logits, window[first + 1:])
     clock.report()
     score.say(f"digest: {score.digest.hexdigest()}")
-    return score.ppl
+    return score
 
 
-def attest_perplexity(model, text_sha256: str, tokens, settings: Settings, out=None, log=None) -> dict:
-    """The attestation of `perplexity` of these tokens, which prints to out and log as ever. text_sha256: of the file that they
-    come from."""
+def attest_perplexity(model, text_sha256: str | None, tokens, settings: Settings, out=None, log=None) -> dict:
+    """The attestation of `perplexity` of these tokens, which prints to out and log as ever. text_sha256: of the file of the text
+    that they come from; None: of none."""
     digests: list[str] = []
 
     @contextmanager
     def collect(windows: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
         yield lambda logits: digests.append(digest(logits))
-    ppl = perplexity(model, tokens, settings, out, log, collect)
+    ppl = perplexity(model, tokens, settings, out, log, collect).ppl
     return perplexity_document(made_by(model), bool(model.tokenizer.add_bos), text_sha256, tokens, settings, ppl, digests)

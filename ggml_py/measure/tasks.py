@@ -8,16 +8,20 @@ Of n tasks k are right, p = k / n:
 acc counts the endings of the largest log-likelihood, acc_norm those of the largest normalised one (engine/tasks.py: Format).
 """
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from ..base.progress import Progress
+from ..base.progress import Progress, teller
 from ..check.attestation import tasks_document
 from ..check.digest import LogitsDigest
 from ..engine.settings import Settings
 from ..engine.tasks import Answer, Task, answers, to_items
 from .statistics import proportion_error, wilson_interval
+
+
+logger = logging.getLogger(__name__)
 
 
 def hellaswag_lines(found: Sequence[Answer]) -> Iterator[str]:
@@ -72,27 +76,42 @@ LINES: dict[str, Callable[[Sequence[Answer]], Iterator[str]]] = {
     "hellaswag": hellaswag_lines, "winogrande": winogrande_lines, "multiple-choice": multiple_choice_lines, "tasks": tasks_lines}
 
 
-def score_tasks(model, name: str, tasks: Sequence[Task], who: str, settings: Settings, out, log) -> list[Answer]:
+def score_tasks(model, name: str, tasks: Sequence[Task], who: str, settings: Settings, out=None,
+                log=None) -> list[Answer]:
     """name: of `engine.tasks.FORMATS`.   who: the file, for messages.   settings: n_ctx bounds what an ending may take. The lines
-    and the digest of all likelihoods go to `out`, the rest to `log`."""
+    and the digest of all likelihoods go to `out`, the rest to `log`: streams. None: nowhere, and to `logging`."""
     items = to_items(name, tasks, model.tokenizer, settings.n_ctx, who)
     pairs = {pair for item in items for each in item.parts for pair in each}
-    print(f"{name}: scoring {len(items)} tasks, {len(pairs)} endings ..", file=log)
+    say, tell = teller(out, lambda line: None), teller(log, logger.info)
+    tell(f"{name}: scoring {len(items)} tasks, {len(pairs)} endings ..")
     start = time.perf_counter()
     with Progress(log, name, len(pairs)) as bar:
         found = answers(name, model, items, settings, lambda done, n: bar.reach(done), log)
-    print(f"{name}: {len(items)} tasks in {time.perf_counter() - start:.2f} s", file=log)
-    digest = LogitsDigest()
-    for each in found:
-        digest.update(each.logprobs)
-    for line in LINES[name](found):
-        print(line, file=out)
-    print(f"digest: {digest.hexdigest()}", file=out)
+    tell(f"{name}: {len(items)} tasks in {time.perf_counter() - start:.2f} s")
+    for line in (*LINES[name](found), f"digest: {digest_of(found)}"):
+        say(line)
     return found
 
 
-def attest_tasks(model, name: str, tasks: Sequence[Task], who: str, n_tasks: int, text_sha256: str, settings: Settings, out,
-                 log) -> dict:
+def digest_of(found: Sequence[Answer]) -> str:
+    digest = LogitsDigest()
+    for each in found:
+        digest.update(each.logprobs)
+    return digest.hexdigest()
+
+
+def summary(found: Sequence[Answer]) -> dict:
+    """Of all tasks together, as JSON has it; shares are of 1."""
+    def share(is_right: list[bool]) -> dict:
+        p, n = sum(is_right) / len(is_right), len(is_right)
+        error, (low, high) = proportion_error(p, n), wilson_interval(p, n)
+        return {"share": p, "error": error if n > 1 else None, "low": low, "high": high}
+    return {"n_tasks": len(found), "acc": share([each.is_right for each in found]),
+            "acc_norm": share([each.is_right_norm for each in found]), "digest": digest_of(found)}
+
+
+def attest_tasks(model, name: str, tasks: Sequence[Task], who: str, n_tasks: int, text_sha256: str, settings: Settings, out=None,
+                 log=None) -> dict:
     """The attestation of `score_tasks`.   n_tasks: as asked of `read_tasks`.   text_sha256: of the file."""
     return tasks_document(model, text_sha256, name, n_tasks, score_tasks(model, name, tasks, who, settings, out, log), settings)
 

@@ -335,8 +335,8 @@ def test_a_false_field_is_named(folder, capsys):
 # Refused: exit code 2 and one line
 
 @pytest.mark.parametrize("change, said", [
-    (lambda d: d.update(schema=6), "schema is 6, this version reads 1, 2, 3, 4, 5, 7"),
-    (lambda d: d.update(schema=True), "schema is True, this version reads 1, 2, 3, 4, 5, 7"),
+    (lambda d: d.update(schema=9), "schema is 9, this version reads 1, 2, 3, 4, 5, 6, 7, 8"),
+    (lambda d: d.update(schema=True), "schema is True, this version reads 1, 2, 3, 4, 5, 6, 7, 8"),
     (lambda d: d.update(schema=2), "kind is 'perplexity', allowed: generation"),
     (lambda d: d.update(schema=3), "model has name, architecture, sha256, must have name, architecture, sha256, source"),
     (lambda d: d.update(numerics=2), "numerics version is 2, this is 1: other bits by definition"),
@@ -522,7 +522,7 @@ def test_an_empty_prompt_is_a_prompt(folder, capsys):
 
 @pytest.mark.parametrize("name, argv, said", [
     *(("ppl.json", argv, f"{argv[0]}: does not apply to an --attestation, which says what to compute; allowed: -m, -hf, -hff, "
-       "--revision, --sha256, --token, --offline, -f, --devices, -t, -fa, -lm, --no-mmap, --mmap, --mlock, "
+       "--revision, --sha256, --token, --offline, -f, --tokens, --devices, -t, -fa, -lm, --no-mmap, --mmap, --mlock, "
        "--numa, --fit, -fitt, -v, -lv, --attestation, --sample, --json")
       for argv in (["--axes", "rerun"], ["--reruns", "2"], ["--dump", "{}/dump"], ["-c", "512"], ["--ctx-size", "7"],
                    ["--chunks", "4"], ["-ctk", "f16"],

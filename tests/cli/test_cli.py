@@ -413,7 +413,7 @@ MISTAKES = [
      "{}/no/base: {}/no is not a folder"),
     (["perplexity", *NO_MODEL, "--ppl-stride", "4", "--kl-divergence-base", "{}/x"],
      "--ppl-stride: base files hold windows side by side"),
-    (["logits", *NO_MODEL, "--tokens", "{}/text", "-o", "{}/o.npy"], "{}/text: not an array file of numpy"),
+    (["logits", *NO_MODEL, "--tokens", "{}/text", "-o", "{}/o.npy"], "{}/text: neither JSON nor an array file of numpy: "),
     (["logits", *NO_MODEL, "--tokens", "{}/archive.npz", "-o", "{}/o.npy"], "got an archive"),
     (["logits", *NO_MODEL, "--tokens", "{}/floats.npy", "-o", "{}/o.npy"],
      "must be a one-dimensional array of integers, at least one, got float64 [3]"),

@@ -69,7 +69,7 @@ def run(function, model, tokens, settings):
     out, log_ = io.StringIO(), io.StringIO()
     value = function(model, tokens, settings, out, log_)
     assert model.open_contexts == 0
-    return value, out.getvalue().splitlines(), log_.getvalue()
+    return value.ppl, out.getvalue().splitlines(), log_.getvalue()
 
 
 # -b below -c, equal to it, twice, and a group larger than the text; c odd and even; c = 3 scores one token a window
@@ -158,8 +158,9 @@ def test_without_streams_nothing_is_printed(capsys, caplog):
     """What is worth telling goes to logging, progress to a callback."""
     caplog.set_level("INFO", "ggml_py")
     told, tokens = [], FakeModel().tokenizer.encode(TEXT.decode())
-    ppl = perplexity(FakeModel(), tokens, Settings(n_ctx=64), progress=lambda *numbers: told.append(numbers))
+    ppl = perplexity(FakeModel(), tokens, Settings(n_ctx=64), progress=lambda *numbers: told.append(numbers)).ppl
     out = io.StringIO()
-    assert perplexity(FakeModel(), tokens, Settings(n_ctx=64), out, io.StringIO()) == ppl and f"PPL = {ppl:.4f}" in out.getvalue()
+    assert perplexity(FakeModel(), tokens, Settings(n_ctx=64), out, io.StringIO()).ppl == ppl
+    assert f"PPL = {ppl:.4f}" in out.getvalue()
     assert capsys.readouterr() == ("", "") and told == [(i, 6) for i in range(1, 7)]
     assert next(record.message.split(",")[0] for record in caplog.records) == "perplexity: calculating perplexity over 6 chunks"
