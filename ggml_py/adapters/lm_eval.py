@@ -172,7 +172,7 @@ class GGMLPy(TemplateLM):
         return [*map(utils.make_disjoint_window, windows)]
 
     def _likelihoods(self, pairs: list[tuple[list[int], list[int]]], what: str, disable_tqdm: bool) -> Iterator[Likelihood]:
-        """Of ids, one after the other, as far as they are known. An empty context is `prefix_token_id`."""
+        """Of ids, one after the other, as soon as they are known."""
         with tqdm(total=len(pairs), desc=f"Running {what} requests", disable=disable_tqdm) as bar:
             for first in range(0, len(pairs), KEPT):
                 for each in self._scored([self._cut(*pair) for pair in pairs[first:first + KEPT]], bar):
@@ -185,12 +185,13 @@ class GGMLPy(TemplateLM):
         return self.model.score_many(pairs, n_seq_max=self.n_seq_max, progress=show, **self.types)
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """Of too many ids the last max_length + 1."""
+        """Of too many ids the last max_length + 1. An empty context is `prefix_token_id`."""
+        context = context or [self.prefix_token_id]
         n = len(context) + len(continuation) - (self.max_length + 1)
         if n > 0:
             log.warning("loglikelihood: %d tokens of context and %d of continuation, allowed are %d; the first %d are cut",
                         len(context), len(continuation), self.max_length + 1, n)
-        if n >= max(len(context), 1):
+        if n >= len(context):
             raise UserError(f"loglikelihood: a continuation has {len(continuation)} tokens, allowed: up to {self.max_length}")
         return context[max(n, 0):], continuation
 
