@@ -95,6 +95,15 @@ def test_imports_inside_run_one_way():
                 assert ORDER.index(other) <= ORDER.index(folder), f"{path}:{node.lineno}: {node.module}"
 
 
+def test_nothing_is_printed_below_the_command_line():
+    """But on a stream that the caller gives: the rest is told by logging."""
+    for path in (ROOT / "ggml_py").rglob("*.py"):
+        if path.parent.name != "cli" and path.name != "__main__.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                    assert any(each.arg == "file" for each in node.keywords), f"{path}:{node.lineno}"
+
+
 def test_public_names_have_types():
     """What a type checker sees is what comes when it is asked for."""
     block = re.search(r"if TYPE_CHECKING:\n((?:    .*\n)+)", (ROOT / "ggml_py" / "__init__.py").read_text())[1]
