@@ -7,6 +7,7 @@ token put them there, and however large the context is.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..base.defaults import MOST_DEFAULT_CONTEXT
 
@@ -16,7 +17,7 @@ LEAST_POSITIONS = 512  # of a context that is kept: the next text may be longer
 @dataclass
 class Text:
     """A context and the tokens of its sequence 0, of which the context may hold fewer."""
-    context: "Context"  # type: ignore[name-defined]  # noqa: F821 (engine/model.py, which imports this)
+    context: Any  # `Context` of engine/model.py, which imports this
     tokens: list[int] = field(default_factory=list)
 
 
@@ -32,7 +33,8 @@ class Kept:
         unless that is a stream that nobody reads to its end."""
         found = self._take()
         if found is not None and not self._serves(found.context, n_ctx, n_rollback, type_k, type_v):
-            found = found.context.close()
+            found.context.close()
+            found = None
         if found is None:
             size = self._size(n_ctx, n_rollback, type_k, type_v)
             found = Text(self.model.new_context(n_ctx=size, n_rollback=n_rollback, type_k=type_k, type_v=type_v))
