@@ -182,9 +182,9 @@ class Model:
         repeat_last_n=64, logit_bias={id: bias}: of `Sampling`. Draws depend on (seed, sample, position) alone. stop: texts that
         end it. logprobs: of each token that was chosen, and so many of the likeliest there. echo: the prompt first. n:
         completions, of which each draws for itself. draft: None, "ngram", "mtp" or a smaller `Model`, to guess tokens ahead,
-        draft_max=8 at a time; no bit depends on it. digest: of the logits. grammar: what the completion
-        may be, a `Grammar`. n_ctx: positions; by default as many as are needed,
-        at most those that the model was trained on. type_k, type_v: as of `new_context`.
+        draft_max=8 at a time; no bit depends on it. digest: of the logits. grammar: what a completion may be, a `Grammar`.
+        n_ctx: positions; by default as many as are needed, at most those that the model was trained on. type_k, type_v: as of
+        `new_context`.
         The context stays for the next call, which does not compute again what both texts begin with, until the model is closed.
         ParameterError for what cannot be; UserError for logits that hold NaN."""
         found = completion.stream(self, prompt, **arguments)
