@@ -120,11 +120,16 @@ def settings_of(axes, devices: list[str], shape: tuple[int, int], reruns: int = 
         raise ParameterError("axes", f"{unknown[0]!r} is not an axis; allowed: {', '.join(AXES)}")
     found = [replace(shortened(setting, shape), type_k=type_k, type_v=type_v)
              for device in devices for setting in _of_device(axes, device, devices, shape, reruns)]
-    missing = {"threads": "" if "cpu" in devices else "no CPU among the devices",
-               **dict.fromkeys(("launch", "noise"), "" if {*devices} - {"cpu"} else no_gpu),
+    missing = {"threads": "" if not all(map(is_gpu, devices)) else "no CPU among the devices",
+               **dict.fromkeys(("launch", "noise"), "" if any(map(is_gpu, devices)) else no_gpu),
                "sequences": "" if shape[0] > 1 else "the text is one window",
                "device": "" if len(devices) > 1 else f"no device but {devices[0]}"}
     return found + [Setting(axis, AXES[axis], "", reason=missing[axis]) for axis in axes if missing.get(axis)]
+
+
+def is_gpu(device: str) -> bool:
+    """cpu:N is a CPU with memory of its own."""
+    return not device.startswith(HOST)
 
 
 def check_some_run(axes, settings: list[Setting]) -> None:
@@ -139,14 +144,14 @@ def shortened(setting: Setting, shape: tuple[int, int]) -> Setting:
     """Of the first window only, and of it only so many tokens that a CPU is not kept waiting."""
     n_windows, c = shape
     n_tokens = CPU_MICRO_BATCHES * (1 + setting.n_draft // 2 if setting.n_draft else setting.n_ubatch)
-    if setting.device != "cpu" or n_tokens >= n_windows * c:
+    if is_gpu(setting.device) or n_tokens >= n_windows * c:
         return setting
     return replace(setting, n_tokens=min(n_tokens, c), order=setting.order and (0,))
 
 
 def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], reruns: int) -> Iterator[Setting]:
     n_windows, c = shape
-    on_gpu = device != "cpu"
+    on_gpu = is_gpu(device)
     yield Setting("default" if device == devices[0] else "device", "one window after the other", device)
     for axis in axes:
         setting = partial(Setting, axis, device=device)
@@ -191,7 +196,8 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
 
 def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, PlacementOptions]]:
     """The logits come from `device`."""
-    for other in [f"{HOST}:1" if device == HOST else HOST, *(each for each in devices if each not in (device, HOST))]:
+    first = f"{HOST}:1" if device == HOST else HOST
+    for other in dict.fromkeys([first, *(each for each in devices if each not in (device, HOST))]):
         yield f"half of the layers on {other}", PlacementOptions((other, device))
         for what, pattern in ("feed-forward blocks", r"\.ffn_(up|down|gate)"), ("attention's weights", r"\.attn_"):
             yield f"{what} on {other}", PlacementOptions((device,), overrides=(Override(pattern, other),))

@@ -27,7 +27,7 @@ def options(p) -> None:
     chunks(p, 4)
     cache_types(p)
     p.add_argument("--devices", "--device", dest="device", type=listed(device), metavar="LIST",
-                   help="of cpu, cuda and cuda:N; all that are present by default")
+                   help="of cpu, cpu:N, cuda and cuda:N; all that are present by default")
     threads(p)
     attention(p)
     seed(p)
