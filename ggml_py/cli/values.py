@@ -160,6 +160,8 @@ def split_mode(text: str) -> str:
 
 def layers(text: str) -> int | None:
     """None stands for all."""
+    if "," in text:
+        raise ValueError(f"must be one number, since all tests of a command have one placement, got {text!r}")
     return None if text in ("all", "auto", "-1", "-2") else at_least(0)(text)
 
 

@@ -60,6 +60,7 @@ def test_several_devices_share_the_layers():
     (["-ot", "no_such=cpu"], "-ot: 'no_such' is in the name of none of the 21 tensors, such as token_embd.weight"),
     (["-cmoe"], "-ot: experts are in the name of none of the 21 tensors"), (["-ncmoe", "0"], "must be at least 1, got 0"),
     (["-ngl", "-5"], "must be at least 0, got -5"),
+    (["-ngl", "0,99"], "must be one number, since all tests of a command have one placement, got '0,99'"),
     (["-sm", "row"], "-sm: 'row' is not possible: rows of a product would be summed"),
     (["-mg", "1"], "-mg: must be 0 to 0, the number of one of cpu, got 1"),
     (["-ts", "1,2"], "-ts: must be 1 numbers, for cpu, at least 0 and not all 0, got 1, 2"),
