@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from ..files.writing import check_file, write
 from . import corpus, tasks
-from .ids import encoded, prompt_ids, prompt_tokens_option, text_or_tokens, tokens_option
+from .ids import checked_tokens, encoded, given_prompt, prompt_tokens_option, text_or_tokens, tokens_option
 from .loading import load, sampling_of, settings_of
 from .options import chunks, one_model, sampling, text
 from .parser import refuse
-from .prompts import chat_of
+from .prompts import chat_of, encoded_prompt
 from .values import at_least, output
 
 OF_A_PERPLEXITY = "-f", "--tokens", "-c", "--chunks", *corpus.NAMES, *tasks.NAMES
@@ -43,7 +43,7 @@ def run(options, load_model) -> None:
     else:
         refuse(options, OF_A_GENERATION, "is of a generation, which -p asks for; without it a perplexity is attested")
     refuse(options, ("--date",) * (not options.chat), "is of --chat, which is not given")
-    asked = None if generates else tasks.asked(options)
+    ids, asked = given_prompt(options), None if generates else tasks.asked(options)
     read = asked.read(sys.stderr) if asked else []
     content = "" if generates or asked else text_or_tokens(options)
     text_sha256 = None if generates or asked or options.tokens else file_sha256(options.text)
@@ -54,7 +54,9 @@ def run(options, load_model) -> None:
     corpus.refuse_without(options)
     with load(options, load_model) as model:
         if generates:
-            prompt, choice = prompt_ids(options, model), sampling_of(options)
+            prompt = encoded_prompt(options, model.tokenizer) if ids is None else (
+                checked_tokens(ids, options.prompt_tokens, model.n_vocab))
+            choice = sampling_of(options)
             document = attest_generation(model, prompt, options.n_predict, choice, settings, sys.stderr, chat_of(options))
             print(document["result"]["text"])
         elif asked:

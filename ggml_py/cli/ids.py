@@ -12,9 +12,9 @@ from ..base.errors import UserError, printable
 from ..files.writing import check_file, write
 from .loading import existing
 from .parser import Parser, refuse
-from .prompts import encoded_prompt
 from .values import output
 
+OF_A_PROMPT = "-p", "-f", "-e", "--chat", "-cnv", "-sys", "-sysf", "--display-prompt"
 IDS = "token ids: a JSON list, or an object with a list named tokens, or a one-dimensional array of numpy's"
 
 
@@ -80,12 +80,12 @@ def encoded(content: str | list[int], options, tokenizer, n_vocab: int) -> list[
     return tokenizer.encode(content) if isinstance(content, str) else checked_tokens(content, options.tokens, n_vocab)
 
 
-def prompt_ids(options, model) -> list[int]:
-    """Those of --prompt-tokens, or of -p."""
+def given_prompt(options) -> list[int] | None:
+    """The ids of --prompt-tokens; None without it."""
     if options.prompt_tokens is None:
-        return encoded_prompt(options, model.tokenizer)
-    refuse(options, ("-p", "--chat"), "--prompt-tokens is given too, whose ids are the prompt as it is")
-    return checked_tokens(read_tokens(options.prompt_tokens), options.prompt_tokens, model.n_vocab)
+        return None
+    refuse(options, OF_A_PROMPT, "--prompt-tokens is given too, whose ids are the prompt as it is")
+    return read_tokens(options.prompt_tokens)
 
 
 def finite(value: float) -> float | None:

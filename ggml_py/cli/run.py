@@ -3,6 +3,7 @@ import sys
 
 from ..base.errors import UserError
 from ..base.progress import working_time
+from .ids import checked_tokens, given_prompt, json_option, prompt_tokens_option, write_json
 from .loading import FITTED_CONTEXT, choice_of, draft_source, load, matcher_of, settings_of, speculation_of
 from .options import chats, drafts, further_sampling, grammars, one_model, prompts, sampling
 from .parser import refuse
@@ -15,6 +16,8 @@ OF_A_CHAT = "--date", "--chat-template", "--chat-template-file", "--chat-templat
 def options(p) -> None:
     one_model(p, f"context; prompt and new tokens by default, in a chat {FITTED_CONTEXT}")
     prompts(p)
+    prompt_tokens_option(p)
+    json_option(p, "the ids of the prompt and of what continues it, its text and the digest of the logits, for machines")
     p.add_argument("-n", "--n-predict", "--predict", dest="n_predict", metavar="N",
                    type=lambda text: all_or_at_least_one("-1" if text == "-2" else text),
                    help="new tokens at most, 128 by default, in a chat -1: until the model ends or -c is full")
@@ -27,10 +30,12 @@ def options(p) -> None:
 
 def run(options, load_model) -> None:
     from ..engine.settings import new_context
-    source, text, system = draft_source(options), prompt_of(options), system_of(options)
+    source, ids, system = draft_source(options), given_prompt(options), system_of(options)
+    text = prompt_of(options) if ids is None else ""
     is_chat = options.conversation or (options.conversation is None and text is None)
     if text is None and not is_chat:
         raise UserError("-p: it is missing, and so is -f")
+    refuse(options, ("--json",) * is_chat, "is of a prompt that is continued, not of a chat")
     has_template = is_chat or options.chat or system is not None
     refuse(options, OF_A_CHAT * (not has_template), "is of --chat or -cnv, which are not given")
     rollback = {"n_rollback": options.draft_max + 1} if source else {}
@@ -42,9 +47,12 @@ def run(options, load_model) -> None:
         if is_chat:
             encode = encoder_of(options, tokenizer)
             n_ctx = options.n_ctx or min(model.n_ctx_train, FITTED_CONTEXT)
+        elif ids is not None:
+            prompt = checked_tokens(ids, options.prompt_tokens, model.n_vocab)
         else:
             prompt = encoder_of(options, tokenizer)([*messages, {"role": "user", "content": text}]) if has_template else (
                 tokenizer.encode(text))
+        if not is_chat:
             n_ctx, n_most = room_of(options, model, prompt, n_most)
         with (new_context(model, settings_of(options, **rollback), n_ctx, 1, sys.stderr) as context,
               speculation_of(options, model, n_ctx, load_model) as speculation):
@@ -69,12 +77,17 @@ def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int,
     """Prints what continues it; returns the speed, and why it ended. wanted: of `pieces`, by name."""
     from ..engine.completion import pieces
     times = [working_time()]  # the beginning, then when each token was there
-    reason = None
-    for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation, **wanted):
+    new: list[int] = []
+    text, reason = "", None
+    for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation, digest=options.json is not None, **wanted):
         times += [working_time()] * len(piece.ids)
-        reason = piece.finish_reason
+        text, reason = text + piece.text, piece.finish_reason
+        new += piece.ids
         print(piece.text, end="" if piece.ids else "\n", flush=True)
     end = working_time()
+    if options.json:
+        write_json(options.json, context.model, tokens=[*prompt, *new], n_prompt=len(prompt), text=text, finish_reason=reason,
+                   digest=piece.digest)
     full = f"-n {n_most} is reached" if (options.n_predict or 1) > 0 else f"the context of {context.n_ctx} tokens is full"
     the_end = "the grammar is at its end" if wanted["matcher"].is_complete else "the model ended its text"
     ended = {"length": full, "stop": "-r has come"}.get(reason or "", the_end)

@@ -104,6 +104,21 @@ def test_a_generation_of_ids(capsys, folder):
     assert found[0] == found[1] and run(capsys, folder, "verify", "--attestation", "{}/ids.json")[0] == 0
 
 
+def test_run_takes_ids_and_writes_them(capsys, folder):
+    """A prompt in ids, of its own JSON too; the digest is that of `generate`."""
+    (folder / "abc.json").write_text(json.dumps([*b"abc"]))
+    code, out, err = run(capsys, folder, "run", "-p", "abc", "-n", 5, "--json", "{}/run.json")
+    found = json.loads((folder / "run.json").read_text())
+    assert code == 0 and out == found["text"] + "\n" and found["finish_reason"] in ("length", "end"), err
+    assert found["tokens"][:3] == [*b"abc"] and found["n_prompt"] == 3 and len(found["tokens"]) <= 8
+    with load(folder / "m.gguf", "cpu") as model:
+        expected = model.generate([*b"abc"], max_tokens=5, digest=True)
+    assert (found["digest"], found["tokens"][3:]) == (expected.digest, [*expected.ids])
+    assert run(capsys, folder, "run", "--prompt-tokens", "{}/abc.json", "-n", 5, "--json", "{}/again.json")[1] == out
+    assert json.loads((folder / "again.json").read_text()) == found
+    assert run(capsys, folder, "run", "--prompt-tokens", "{}/run.json", "-n", 2)[0] == 0
+
+
 def test_verify_takes_ids(capsys, folder):
     few = "-c", 16, "--chunks", 1, "--axes", "rerun", "--devices", "cpu"
     said = [run(capsys, folder, "verify", *argv, *few)[1].splitlines()[-1]
@@ -135,6 +150,10 @@ def test_files_that_hold_no_ids(capsys, folder, name):
     (["attest", "-p", "x", "--tokens", "{}/list.json", "-o", "{}/a"], "--tokens: is of a perplexity or of tasks, and -p asks"),
     (["attest", "-p", "x", "--prompt-tokens", "{}/list.json", "-o", "{}/a"], "-p: --prompt-tokens is given too"),
     (["attest", "--chat", "--prompt-tokens", "{}/list.json", "-o", "{}/a"], "--chat: --prompt-tokens is given too"),
+    (["run", "-p", "x", "--prompt-tokens", "{}/list.json"], "-p: --prompt-tokens is given too"),
+    (["run", "-f", "{}/text", "--prompt-tokens", "{}/list.json"], "-f: --prompt-tokens is given too"),
+    (["run", "-cnv", "--json", "{}/x.json"], "--json: is of a prompt that is continued, not of a chat"),
+    (["run", "--prompt-tokens", "{}/text"], "{}/text: neither JSON nor an array file of numpy"),
     (["logits", "--tokens", "{}/list.json"], "-o: is missing, and so is --json"),
     (["logits", "--tokens", "{}/list.json", "-o", "{}/x.npy", "--top", "2"], "--top: is of --json, which is not given")])
 def test_refused(capsys, folder, argv, said):
