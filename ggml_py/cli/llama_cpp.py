@@ -185,6 +185,9 @@ ABSENT: list[Row] = [
     ("a matrix counts for all its tensors; --tensor-type names those that differ", "--include-weights --exclude-weights",
      "quantize"),
     ("a tensor is quantized in parts of a few MB", "--max-buffer-size", "quantize"),
+    # older spellings
+    ("-mmp 0 is --no-mmap", "-mmp", "bench"),
+    ("-cnv is a chat, with the model's own template", "-ins --instruct -cml --chatml", "run"),
     # of the command line
     ("--help says it", "--usage"),
     ("the shell's own completion is not written", "--completion-bash"),
