@@ -98,20 +98,19 @@ def pull_from_hub(asked: HubModel, log=None, folder: Path | None = None, offline
             raise
         if not offline:
             say(f"{error}; taking what is here")
-    paths = []
     chosen = parts_of(asked, names)
+    paths = [inside(folder, name, asked) for name in chosen]
     if asked.sha256 and len(asked.sha256) != len(chosen):
         raise ParameterError("sha256", f"{asked} has {len(chosen)} file{'s' * (len(chosen) > 1)}, got {len(asked.sha256)}")
-    for name, wanted in zip(chosen, asked.sha256 or [""] * len(chosen)):
-        path = inside(folder, name, asked)
-        if commit is None:
-            check_here(path, wanted)
-        else:
+    digests = asked.sha256 or ("",) * len(chosen)
+    if commit is None:
+        check_here(asked, paths, digests, thorough)
+    else:
+        for name, path, wanted in zip(chosen, paths, digests):
             with writing(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             with alone(folder / ".lock", asked, say):
                 update(asked, commit, name, path, wanted, say, log, thorough)
-        paths.append(path)
     return paths[0]
 
 
@@ -256,12 +255,17 @@ class Told:
         self.bar.advance(n=n)
 
 
-def check_here(path: Path, wanted: str) -> None:
-    """UserError unless a file is here and as its record says."""
-    there = pulled(path)
-    if there is None or not is_intact(path, there, thorough=False):
-        raise UserError(f"{path}: is damaged, and no hub is asked")
-    check_sha256(path, there.sha256, wanted)
+def check_here(asked: HubModel, paths: Sequence[Path], digests: Sequence[str], thorough: bool) -> None:
+    """UserError unless the files are here as their records say, all of one revision."""
+    revisions = set()
+    for path, wanted in zip(paths, digests):
+        there = pulled(path)
+        if there is None or not is_intact(path, there, thorough):
+            raise UserError(f"{path}: is damaged, and no hub is asked")
+        check_sha256(path, there.sha256, wanted)
+        revisions.add(there.revision)
+    if len(revisions) > 1:
+        raise UserError(f"pull: {asked}: its parts are of {len(revisions)} revisions, and no hub is asked")
 
 
 def check_sha256(what: object, found: str, wanted: str) -> None:

@@ -319,6 +319,10 @@ def test_offline(hub, tmp_path):
     with pytest.raises(UserError, match="me/tiny:Q8_0: is not here"):
         pull("me/tiny:Q8_0", tmp_path, offline=True)
     last = parts.with_name(parts.name.replace("00001-of", "00003-of"))
+    record = record_of(last).read_text()
+    record_of(last).write_text(record.replace(hub.commit, "0" * 40))
+    with pytest.raises(UserError, match="pull: me/tiny:F16: its parts are of 2 revisions, and no hub is asked"):
+        pull("me/tiny:F16", tmp_path, offline=True)
     last.write_bytes(b"GGUF")
     with pytest.raises(UserError, match="00003-of-00003.gguf: is damaged, and no hub is asked"):
         pull("me/tiny:F16", tmp_path, offline=True)
