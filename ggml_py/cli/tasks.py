@@ -5,6 +5,7 @@ from typing import NamedTuple
 from ..base.errors import UserError
 from . import corpus
 from .loading import existing
+from .options import section
 from .parser import Parser, refuse
 from .values import at_least
 
@@ -30,6 +31,7 @@ class Asked(NamedTuple):
         return read_tasks(self.name, self.path.read_bytes(), self.n_tasks, str(self.path), log)
 
 
+@section("tasks")
 def options(p: Parser) -> None:
     for name, (help, least, default) in FORMATS.items():
         if name == "tasks":

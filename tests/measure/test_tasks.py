@@ -195,6 +195,24 @@ def test_tasks_that_cannot_be_scored(name, data, message):
     assert str(caught.value) == f"FILE: {message}"
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files(name):
+    """Whatever became of their bytes, they are read and scored, or refused in one line."""
+    rng, said = random.Random(name), []
+    put = b"", b"\0", b"\n", b'"', b",", b"_", b"\xff", b"1", b"{"
+    whole = f"{JSON}\n{JSON}".encode() if name == "tasks" else data_of(name)
+    for _ in range(150):
+        data = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            i = rng.randrange(len(data) + 1)
+            data[i:i + rng.choice((0, 0, 1, 1, 9, len(data)))] = rng.choice(put)
+        try:
+            to_items(name, read(name, bytes(data), rng.choice((1, 3, 400))), Tokens(add_bos=rng.random() < 0.5), 300, "FILE")
+        except UserError as error:
+            said.append(str(error))
+    assert 0 < len(said) < 150 and all(each.startswith("FILE: ") and each.isprintable() for each in said)
+
+
 # What is scored, and how it is judged
 
 def parts_of(name, data, add_bos=False):
