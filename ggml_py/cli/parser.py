@@ -88,9 +88,14 @@ class Parser(argparse.ArgumentParser):
         kept: list[str] = []
         given: dict[str, str] = {}
         waiting = None  # for its value: the option before
+        switch = ""  # before the word
+        takes_words = any(not action.option_strings for action in self._actions)
         for i, word in enumerate(args):
             if word == "--":
                 return kept + args[i:], given
+            if switch and not takes_words and not is_option(word):
+                self.error(f"{switch}: is a switch, without a value, got {word!r}")
+            switch = ""
             name = word if word in self.known else word.partition("=")[0]
             if name in self.known:
                 given[name] = self.known[name].option_strings[0]
@@ -99,14 +104,14 @@ class Parser(argparse.ArgumentParser):
                 if reason := why(ABSENT, self.command, name):
                     self.error(f"{name}: {reason}")
                 if word == name and why(ALWAYS, self.command, name):
-                    waiting = None
+                    waiting, switch = None, word
                     continue
                 hint = f"; a value that begins with - is written {waiting.option_strings[-1]}={word}" if waiting else ""
                 self.error(f"{word}: unknown option{hint}")
             kept.append(word)
             waiting = self.known.get(word)
             if waiting and waiting.nargs == 0:
-                waiting = None
+                waiting, switch = None, word
         return kept, given
 
     def _get_option_tuples(self, option_string):

@@ -94,6 +94,7 @@ def test_nothing_in_the_tables_is_of_no_tool():
     (["run", "-rea", "maybe"], "must be on, off, auto"), (["run", "--chat-template-kwargs", "[]"], "must be an object of JSON"),
     (["run", "--chat-template-kwargs", "{"], "must be JSON"), (["run", "-s", "-1"], "must be at least 0, got -1"),
     (["perplexity", "--temp", "0.8"], "--temp: nothing is drawn here"), (["run", "--temperature", "hot"], "must be a number"),
+    (["bench", "-nkvo", "0"], "-nkvo: is a switch, without a value, got '0'"), (["run", "--jinja", "1"], "--jinja: is a switch"),
     (["imatrix", "-o", "x", "--output-format", "dat"], "must be gguf, got 'dat'"),
     (["quantize", "--prune-layers", "1"], "--prune-layers: a model without layers is another model")])
 def test_what_differs_is_said_in_one_line(capsys, argv, said):
