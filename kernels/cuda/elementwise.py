@@ -29,8 +29,14 @@ def squared_relu(x):
     return ptx.mul(r, r)
 
 
+@device
+def capped(x, cap):
+    return ptx.mul(cap, ptx.tanh(ptx.div(x, cap)))
+
+
 BINARY = {"add": ptx.add, "mul": ptx.mul, "swiglu": gated(silu), "geglu": gated(gelu), "reglu": gated(relu)}
 UNARY = {"sigmoid": ptx.sigmoid, "softplus": ptx.softplus, "relu_sqr": squared_relu, "gelu": ptx.gelu}
+BY_NUMBER = {"scale": ptx.mul, "softcap": capped}  # of x and a number
 GLU = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # activation -> its gated linear unit
 
 
@@ -46,29 +52,15 @@ def binary_kernel(op):
     return Kernel(kernel, (F32, F32, F32, N, N64), n_threads=THREADS)
 
 
-@factory([()])
-def scale_kernel():
-    def kernel(x, out, n_cols, a):
+@factory([(op,) for op in BY_NUMBER])
+def by_number_kernel(op):
+    function = BY_NUMBER[op]
+
+    def kernel(x, out, n_cols, number):
         column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < n_cols:
             i = i64(cuda.blockIdx.x) * n_cols + column
-            st(out, i, ptx.mul(ld(x, i), a))
-    return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
-
-
-@device
-def capped(x, c):
-    """c tanh(x / c)."""
-    return ptx.mul(c, ptx.tanh(ptx.div(x, c)))
-
-
-@factory([()])
-def softcap_kernel():
-    def kernel(x, out, n_cols, c):
-        column = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if column < n_cols:
-            i = i64(cuda.blockIdx.x) * n_cols + column
-            st(out, i, capped(ld(x, i), c))
+            st(out, i, function(ld(x, i), number))
     return Kernel(kernel, (F32, F32, N, SCALAR_F32), n_threads=THREADS)
 
 
@@ -128,14 +120,19 @@ def swiglu(call):
     return binary(call, call.gate, call.up)
 
 
+def by_number(call: Call, number: float):
+    """out = op(x, number), op of BY_NUMBER. x, out: f32 [n, k]; number: a float32."""
+    return by_element(call, by_number_kernel(call.op), *addresses(call.x, call.out), call.out.n_cols, number)
+
+
 def scale(call):
     """out = x * factor. x, out: f32 [n, k]; factor: a float32."""
-    return by_element(call, scale_kernel(), *addresses(call.x, call.out), call.out.n_cols, call.factor)
+    return by_number(call, call.factor)
 
 
 def softcap(call):
     """out = cap * tanh(x / cap). x, out: f32 [n, k]; cap: a float32 above 0."""
-    return by_element(call, softcap_kernel(), *addresses(call.x, call.out), call.out.n_cols, call.cap)
+    return by_number(call, call.cap)
 
 
 def unary(call: Call):
