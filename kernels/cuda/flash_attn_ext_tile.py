@@ -15,6 +15,9 @@ position or before what its windows reach are not touched, nor are those of a wa
 Shared memory, [row of 16-byte pieces, one to spare so that eight rows lie in all 32 banks]: a key's words 0..3 of all t, of each
 64 channels; a channel's words (four keys) of all t, for each 16 keys. Channel 8 g + e of each 64 is row 8 e + g, a column g of
 the e-th product.
+
+Of heads of more than LARGE channels shared memory holds either keys or values: they take turns, scores wait in registers, and
+outputs in `out`, where a lane reads what it wrote.
 """
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,12 +31,13 @@ from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_
                                      statistics_at)
 from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ldmatrix4, lds2,
-                  lds4, mma32, mul, shuffle, st, st4, sts, sts4, sub, syncwarp, u32)
+from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ld4, ldmatrix4,
+                  lds2,
+                  lds4, mma32, mul, nothing, shuffle, st, st4, sts, sts4, sub, syncwarp, u32)
 from .set_rows import larger
 
 ROWS = 16           # of a warp
-MOST_CHANNELS = 256  # of a head of K or of V
+MOST_CHANNELS, LARGE = 512, 256  # of a head of K or of V
 Q_WORDS = 512       # of a warp's queries in a block of channels
 ONE, MINUS_ZERO, NEVER = f32(1), f32(-0.0), i32(0x7fffffff)
 
@@ -59,9 +63,14 @@ def k_stride(dim_k: int) -> int:
     return -(-dim_k // CHANNELS) * CHANNELS // 4 + 4
 
 
-def n_kept(dim_v: int, split: bool) -> int:
+def by_turns(dim_k: int, dim_v: int) -> bool:
+    """Whether values come to shared memory in the place of keys, and outputs lie in memory."""
+    return max(dim_k, dim_v) > LARGE
+
+
+def n_kept(dim_k: int, dim_v: int, split: bool) -> int:
     """Outputs of a lane that wait in shared memory while scores need the registers, with its pair L: of four slabs the last."""
-    return 24 if dim_v > 3 * CHANNELS and not split else 0
+    return 24 if dim_v > 3 * CHANNELS and not split and not by_turns(dim_k, dim_v) else 0
 
 
 def keys_stride(n_slabs: int) -> int:
@@ -79,9 +88,11 @@ def piece_of_keys(n_slabs: int):
 def shared_layout(dim_k: int, dim_v: int, n_warps: int, split: bool) -> Shared:
     n_blocks, n_slabs = -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
     k, v = PIECE * k_stride(dim_k), n_slabs * CHANNELS * keys_stride(n_slabs)
-    sizes = (k, k, v, v, n_blocks * PIECE, PIECE, PIECE, n_warps * n_blocks * Q_WORDS, n_warps * n_blocks * ROWS,
-             n_warps * 32 * n_kept(dim_v, split), n_warps * 64 * (n_kept(dim_v, split) > 0))
-    return Shared(*accumulate(sizes, initial=0))
+    turns, kept = by_turns(dim_k, dim_v), n_kept(dim_k, dim_v, split)
+    sizes = (*((max(k, v),) * 2 + (0, 0) if turns else (k, k, v, v)), n_blocks * PIECE, PIECE, PIECE,
+             n_warps * n_blocks * Q_WORDS, n_warps * n_blocks * ROWS, n_warps * 32 * kept, n_warps * 64 * (kept > 0))
+    where = Shared(*accumulate(sizes, initial=0))
+    return where._replace(v_hi=where.k_hi, v_lo=where.k_lo) if turns else where
 
 
 @device
@@ -111,6 +122,15 @@ class Constants(NamedTuple):
     n_slabs: int       # of 64 channels of V
     where: Shared
 
+    @property
+    def turns(self) -> bool:
+        return by_turns(self.dim_k, self.dim_v)
+
+    @property
+    def n_outputs(self) -> int:
+        """Of a lane, in registers."""
+        return 16 if self.split or self.turns else 32 * self.n_slabs
+
 
 def constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap) -> Constants:
     return Constants(OCTETS[type_k], OCTETS[type_v], dim_k, dim_v, heads, n_warps, split, sinks_there, softcap,
@@ -127,6 +147,7 @@ class Rows(NamedTuple):
     index: object           # (first_token, token, head) -> number, int64, of a row among all tokens' heads: q is [index][dim_k],
                             # out is [index][dim_v]
     of_piece: object        # (first_token, token, head, n_ctx, first, bound) -> number of a row's piece among all stored pieces
+    of_out: object          # the same -> number of a row of `out`
 
 
 def rows_of(const: Constants) -> Rows:
@@ -149,7 +170,15 @@ def rows_of(const: Constants) -> Rows:
         if first <= bound:
             row = i32(i32(index(first_token, token, head)) * ((n_ctx + PIECE - 1) // PIECE) + (first >> 7))
         return i32(row)
-    return Rows(token_and_head, index, of_piece)
+
+    @device
+    def of_out(first_token, token, head, n_ctx, first, bound):
+        """-1 as there."""
+        row = -1
+        if first <= bound:
+            row = i32(index(first_token, token, head))
+        return i32(row)
+    return Rows(token_and_head, index, of_piece, of_out)
 
 
 # Queries, once a block
@@ -369,22 +398,55 @@ def stagers_of_large_heads(const: Constants):
     others; all slabs of values for their amaxes, and again, two by two. The arguments are those of `piece_stager`."""
     n_blocks, n_slabs, z = const.n_blocks, const.n_slabs, i32(0)
     mark_seen, row_of_key, row_of_value = cache_rows(const)
-    block_words, n_first, n_second = 2 * const.K.n_words, min(n_slabs, 2), n_slabs - 2  # slabs
-    n_k_raw, n_v_raw = 2 * block_words, 2 * const.V.n_words
-    load_keys, load_more_keys = key_loader(const.K, const.dim_k, end=min(n_blocks, 2)), key_loader(const.K, const.dim_k, begin=2)
-    load_values, load_more_values = value_loader(const.V, const.dim_v, end=n_first), value_loader(const.V, const.dim_v, begin=2)
+    block_words, n_v_raw = 2 * const.K.n_words, 2 * const.V.n_words
+    n_k_raw = 2 * block_words
     split_keys, (amaxes, exchange_scales, split_values) = key_splitter(const), value_splitter(const)
 
     def four(load):
         """Values of a lane's four keys."""
         @device
-        def load_four(v, at, even, last, row_v, head_kv, g, raw0, raw1, raw2, raw3):
-            load(v, row_of_value(at, even, last, row_v, head_kv), g, raw0, 0)
-            load(v, row_of_value(at, even + 1, last, row_v, head_kv), g, raw1, 0)
-            load(v, row_of_value(at, even + 8, last, row_v, head_kv), g, raw2, 0)
-            load(v, row_of_value(at, even + 9, last, row_v, head_kv), g, raw3, 0)
+        def load_four(place, g, raw):
+            v, at, even, last, row_v, head_kv = place
+            load(v, row_of_value(at, even, last, row_v, head_kv), g, raw[0], 0)
+            load(v, row_of_value(at, even + 1, last, row_v, head_kv), g, raw[1], 0)
+            load(v, row_of_value(at, even + 8, last, row_v, head_kv), g, raw[2], 0)
+            load(v, row_of_value(at, even + 9, last, row_v, head_kv), g, raw[3], 0)
         return load_four
-    load_four, load_more_of_four = four(load_values), four(load_more_values)
+
+    def blocks_from(begin):
+        """(k, row0, row1, t, key, lane, k0, k1, s): two blocks of keys, then those behind them."""
+        load, has_two = key_loader(const.K, const.dim_k, begin, min(begin + 2, n_blocks)), begin + 1 < n_blocks
+        others = blocks_from(begin + 2) if begin + 2 < n_blocks else nothing
+
+        @device
+        def stage_blocks(k, row0, row1, t, key, lane, k0, k1, s):
+            load(k, row0, t, k0, 0)
+            load(k, row1, t, k1, 0)
+            split_keys(k0, k1, 0, begin, key, lane, s)
+            if has_two:
+                split_keys(k0, k1, block_words, begin + 1, key, lane, s)
+            others(k, row0, row1, t, key, lane, k0, k1, s)
+        return stage_blocks
+
+    def slabs_from(begin):
+        """Of two slabs and those behind them: (place, g, raw, states) -> states, with their amaxes; (place, g, raw, key, t, inv,
+        s): their limbs, those behind first. place: (v, at, even, last, row_v, head_kv); raw: where values are read to."""
+        n = min(2, n_slabs - begin)
+        load, none = four(value_loader(const.V, const.dim_v, begin, begin + n)), device(lambda place, g, raw, states: states)
+        other_amaxes, other_limbs = slabs_from(begin + 2) if begin + 2 < n_slabs else (none, nothing)
+
+        @device
+        def amaxes_of(place, g, raw, states):
+            load(place, g, raw)
+            return other_amaxes(place, g, raw, amaxes(states, raw[0], raw[1], raw[2], raw[3], n))
+
+        @device
+        def limbs_of(place, g, raw, key, t, inv, s):
+            other_limbs(place, g, raw, key, t, inv, s)
+            load(place, g, raw)
+            split_values(raw[0], raw[1], raw[2], raw[3], begin, n, key, g, t, inv, s)
+        return amaxes_of, limbs_of
+    stage_blocks, (amaxes_of, limbs_of) = blocks_from(0), slabs_from(0)
 
     @device
     def stage_keys(k, present, cell, at, first, last, key, n_head_kv, head_kv, lane, s):
@@ -394,17 +456,7 @@ def stagers_of_large_heads(const: Constants):
         if first + key <= last:
             row0 = row_of_key(at, first + key + g, last, n_head_kv, head_kv)
             row1 = row_of_key(at, first + key + g + 8, last, n_head_kv, head_kv)
-            load_keys(k, row0, t, k0, 0)
-            load_keys(k, row1, t, k1, 0)
-            split_keys(k0, k1, 0, 0, key + g, lane, s)
-            if n_blocks > 1:
-                split_keys(k0, k1, block_words, 1, key + g, lane, s)
-            if n_blocks > 2:
-                load_more_keys(k, row0, t, k0, 0)
-                load_more_keys(k, row1, t, k1, 0)
-                split_keys(k0, k1, 0, 2, key + g, lane, s)
-            if n_blocks > 3:
-                split_keys(k0, k1, block_words, 3, key + g, lane, s)
+            stage_blocks(k, row0, row1, t, key + g, lane, k0, k1, s)
 
     @device
     def stage_values(v, at, row_v, first, last, key, head_kv, lane, s):
@@ -412,19 +464,10 @@ def stagers_of_large_heads(const: Constants):
         v2, v3 = cuda.local.array(n_v_raw, u32), cuda.local.array(n_v_raw, u32)
         g, t = lane >> 2, lane & 3
         if first + key <= last:
-            even = first + key + 2 * t
-            load_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
-            states = amaxes((z, z, z, z), v0, v1, v2, v3, n_first)
-            if n_slabs > 2:
-                load_more_of_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
-                states = amaxes(states, v0, v1, v2, v3, n_second)
-            inv = exchange_scales(states, key, lane, s)
+            even, raw = first + key + 2 * t, (v0, v1, v2, v3)
+            inv = exchange_scales(amaxes_of((v, at, even, last, row_v, head_kv), g, raw, (z, z, z, z)), key, lane, s)
             even = afresh(even)  # else the compiler keeps what it has read and widened before
-            if n_slabs > 2:
-                load_more_of_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
-                split_values(v0, v1, v2, v3, 2, n_second, key, g, t, inv, s)
-            load_four(v, at, even, last, row_v, head_kv, g, v0, v1, v2, v3)
-            split_values(v0, v1, v2, v3, 0, n_first, key, g, t, inv, s)
+            limbs_of((v, at, even, last, row_v, head_kv), g, raw, key, t, inv, s)
     return stage_keys, stage_values
 
 
@@ -437,7 +480,7 @@ def piece_stager(const: Constants):
     k: cache [cells][n_head_kv][dim_k]; v: cache [cells][row_v], dim_v channels a KV head; present: u8 [positions]; cell: that of
     the sequence's position 0 in present; at: likewise in k and v, for the keys of this piece; first: position at which it begins;
     last: position of the last key that a row of the block may see. Keys behind it are read there or not at all."""
-    n_warps, is_large = const.n_warps, const.n_blocks > 3 or const.n_slabs > 2
+    n_warps, is_large, turns = const.n_warps, const.n_blocks > 3 or const.n_slabs > 2, const.turns
     stage, stage_keys, stage_values = (None, *stagers_of_large_heads(const)) if is_large else (stager(const), None, None)
 
     @device
@@ -457,11 +500,28 @@ def piece_stager(const: Constants):
             stage_keys(k, present, cell, at, first, last, i32(part * ROWS), n_head_kv, head_kv, lane, s)
             part = i32(part + n_warps)
         part = i32(tid >> 5)
-        while part < PIECE // ROWS:
+        while part < PIECE // ROWS and not turns:
             stage_values(v, at, row_v, first, last, i32(part * ROWS), head_kv, lane, s)
             part = i32(part + n_warps)
         cuda.syncthreads()
     return stage_large_piece if is_large else stage_piece
+
+
+def values_in_turn(const: Constants):
+    """((v, at, row_v, first, last, head_kv), lane, tid, s): the block makes limbs of the values in the place of the keys: v_hi,
+    v_lo, d_v, between two barriers. The arguments are those of `piece_stager`."""
+    n_warps, (_, stage_values) = const.n_warps, stagers_of_large_heads(const)
+
+    @device
+    def stage_all(place, lane, tid, s):
+        v, at, row_v, first, last, head_kv = place
+        cuda.syncthreads()  # all have their scores
+        part = i32(tid >> 5)
+        while part < PIECE // ROWS:
+            stage_values(v, at, row_v, first, last, i32(part * ROWS), head_kv, lane, s)
+            part = i32(part + n_warps)
+        cuda.syncthreads()  # the limbs are there
+    return stage_all
 
 
 # 2. Scores
@@ -500,16 +560,13 @@ def max_over_seen(const: Constants):
     return max_of
 
 
-def scorer(const: Constants):
-    """(tid, s, bound, window, reach, scores) -> m: the scores of a lane's two rows with the piece's keys, and the rows' largest
-    ones over visible keys of the lane, f32 pair, -infinity where there is none.
+def block_scorer(const: Constants):
+    """(tid, s, i, b, window, reach, scores): adds block b of channels to the scores of a lane's two rows with four eights of
+    keys, from number i on. The arguments are those of `scorer`.
 
     Per block b of 64 channels, with exact sums HH, MID, LL of the limbs' products (`mma32`): s = fma(mul(fixed_point, d_q scale),
-    d_k, s) from s = +0. scores: f32 [64] of the lane, written: [4 i + j] of row g (j < 2) or g + 8 and key 8 i + 2 t + j % 2.
-    bound: positions of the two rows' queries. Read: `q` and `q_d` of the warp, `k_hi`, `k_lo`, `d_k`, `seen`. reach: the last key
-    of the piece that a row of the warp may see; scores of pairs of eights beyond are not computed."""
-    where, n_blocks, k_row, z = const.where, const.n_blocks, k_stride(const.dim_k), i32(0)
-    between, max_of, softcap, capped = fence(const), max_over_seen(const), const.softcap, capping(const.softcap)
+    d_k, s) from s = +0."""
+    where, n_blocks, k_row, z, between = const.where, const.n_blocks, k_stride(const.dim_k), i32(0), fence(const)
 
     @device
     def add_block(tid, s, i, b, q_hi, q_lo, u_hi, u_lo, q_d, scores):
@@ -551,6 +608,19 @@ def scorer(const: Constants):
             if n_blocks > 3:
                 between(s, i + 3, window, scores)
 
+    return add_block4
+
+
+def scorer(const: Constants):
+    """(tid, s, bound, window, reach, scores) -> m: the scores of a lane's two rows with the piece's keys, and the rows' largest
+    ones over visible keys of the lane, f32 pair, -infinity where there is none.
+
+    scores: f32 [64] of the lane, written: [4 i + j] of row g (j < 2) or g + 8 and key 8 i + 2 t + j % 2. bound: positions of the
+    two rows' queries. Read: `q` and `q_d` of the warp, `k_hi`, `k_lo`, `d_k`, `seen`. reach: the last key of the piece that a row
+    of the warp may see; scores of pairs of eights beyond are not computed."""
+    n_blocks, add_block4, between, max_of = const.n_blocks, block_scorer(const), fence(const), max_over_seen(const)
+    softcap, capped = const.softcap, capping(const.softcap)
+
     @device
     def scores4(tid, s, i, bound, window, reach, scores, m):
         """Of four eights of keys."""
@@ -564,6 +634,10 @@ def scorer(const: Constants):
                 add_block4(tid, s, i, 2, window, reach, scores)
             if n_blocks > 3:
                 add_block4(tid, s, i, 3, window, reach, scores)
+            b = i32(4)
+            while b < n_blocks:
+                add_block4(tid, s, i, b, window, reach, scores)
+                b = i32(b + 1)
             if softcap:
                 for j in range(4):
                     for k in range(4 * (i + j), 4 * (i + j) + 4):
@@ -679,7 +753,7 @@ def store_statistics(out, statistics, row, lane, m, l):
 def keeper(const: Constants):
     """(keep, fetch), each (tid, s, L, O): L and the last `n_kept` of a lane's outputs to shared memory and from there. A lane
     reads what it wrote."""
-    where, n_words = const.where, n_kept(const.dim_v, const.split)
+    where, n_words = const.where, n_kept(const.dim_k, const.dim_v, const.split)
     first = 32 * const.n_slabs - n_words
 
     @device
@@ -704,32 +778,38 @@ def keeper(const: Constants):
 
 
 def piece_row_writer(const: Constants):
-    """(out, row, t, i, O, second): o of four channels of the columns 8 i + 2 t and 8 i + 2 t + 1 to a row's piece. row: its
-    number, -1 where nothing is to be stored; O: as of `weigher`, from index `second` on."""
-    dim_v = const.dim_v
+    """(out, row, t, i, O, second, a): o of four channels of the columns 8 i + 2 t and 8 i + 2 t + 1 to a row's piece, or, where
+    outputs lie in memory, added to what is there times a. row: its number, -1 where nothing is to be stored; O: as of `weigher`,
+    from index `second` on."""
+    dim_v, split = const.dim_v, const.split
 
     @device
-    def store_row(out, row, t, i, O, second):
+    def store4(out, at, x, y, u, w, a):
+        if not split:
+            O = ld4(out, at)
+            x, y, u, w = fma(O[0], a, x), fma(O[1], a, y), fma(O[2], a, u), fma(O[3], a, w)
+        st4(out, at, x, y, u, w)
+
+    @device
+    def store_row(out, row, t, i, O, second, a):
         channel = (i >> 3) * CHANNELS + 16 * t + (i & 4)
         if row >= 0:
             if dim_v % CHANNELS == 0 or channel < dim_v:
-                st4(out, i64(row) * dim_v + channel, O[second], O[4 + second], O[8 + second], O[12 + second])
+                store4(out, i64(row) * dim_v + channel, O[second], O[4 + second], O[8 + second], O[12 + second], a)
             if dim_v % CHANNELS == 0 or channel + 8 < dim_v:
-                st4(out, i64(row) * dim_v + channel + 8, O[second + 1], O[5 + second], O[9 + second], O[13 + second])
+                store4(out, i64(row) * dim_v + channel + 8, O[second + 1], O[5 + second], O[9 + second], O[13 + second], a)
     return store_row
 
 
-def weigher(const: Constants):
-    """(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows): the piece's o of a lane's two rows. With exact sums HH, MID,
-    LL over the keys (`mma32`): o = mul(fixed_point, d_p). One block for all pieces: O = fma(O, a, mul(o, b)); where blocks share
-    them, o goes to `out`.
+def half_slab_weigher(const: Constants):
+    """(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O, out, rows): the piece's o of a lane's two rows and four eights of columns,
+    from number i on. The arguments are those of `weigher`.
 
-    O: f32 [32 slabs], [4 i + j] of row g (j < 2) or g + 8 and column 8 i + 2 t + j % 2 of V, of which column 8 e + g of each 64
-    is the channel 8 g + e; of shared pieces [16], half a slab at a time. p_hi, p_lo: u32 [16], of `quantize_p`; d_p, a, b: f32
-    pairs; rows: i32 pair, the numbers of the rows' pieces in out, f32 [piece][dim_v], -1 for none. Read: `v_hi`, `v_lo`. reach:
-    as of `scorer`."""
-    where, split, n_slabs, z = const.where, const.split, const.n_slabs, i32(0)
-    stride, piece_of, (_, fetch), store_row = keys_stride(n_slabs), piece_of_keys(n_slabs), keeper(const), piece_row_writer(const)
+    With exact sums HH, MID, LL over the keys (`mma32`): o = mul(fixed_point, d_p). One block for all pieces: O = fma(O, a, mul(o,
+    b)), in registers or in `out`; where blocks share them, o goes to `out`."""
+    where, split, turns, n_slabs, z = const.where, const.split, const.turns, const.n_slabs, i32(0)
+    in_memory = split or turns
+    stride, piece_of, store_row = keys_stride(n_slabs), piece_of_keys(n_slabs), piece_row_writer(const)
 
     @device
     def multiply_half(s, at, p_hi, p_lo, o, hh, mid, ll):
@@ -748,7 +828,7 @@ def weigher(const: Constants):
     @device
     def add_output(O, i, hh, mid, ll, d_p, a, b):
         o = mul(fixed_point(hh, rest(mid, ll)), d_p)
-        O[i] = o if split else fma(O[i], a, mul(o, b))
+        O[i] = o if split else mul(o, b) if turns else fma(O[i], a, mul(o, b))
 
     @device
     def add_outputs(O, i, hh, mid, ll, d_p, a, b):
@@ -780,14 +860,25 @@ def weigher(const: Constants):
     @device
     def weigh4(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O, out, rows):
         """Half a slab: four eights of columns from 8 i on."""
-        to = 0 if split else 4 * i
+        to = 0 if in_memory else 4 * i
         weigh2(lane, s, i, to, reach, p_hi, p_lo, d_p, a, b, O)
         weigh2(lane, s, i + 2, to + 8, reach, p_hi, p_lo, d_p, a, b, O)
-        if split:
-            store_row(out, rows[0], lane & 3, i, O, 0)
-            store_row(out, rows[1], lane & 3, i, O, 2)
+        if in_memory:
+            store_row(out, rows[0], lane & 3, i, O, 0, a[0])
+            store_row(out, rows[1], lane & 3, i, O, 2, a[1])
         if n_slabs > 2:
             syncwarp()  # one after the other: of all, registers are not enough
+    return weigh4
+
+
+def weigher(const: Constants):
+    """(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows): the piece's o of a lane's two rows.
+
+    O: f32 [32 slabs], [4 i + j] of row g (j < 2) or g + 8 and column 8 i + 2 t + j % 2 of V, of which column 8 e + g of each 64
+    is the channel 8 g + e; where outputs go to memory [16], half a slab at a time. p_hi, p_lo: u32 [16], of `quantize_p`; d_p, a,
+    b: f32 pairs; rows: i32 pair, the numbers of the rows or of their pieces in out, f32 [number][dim_v], -1 for none. Read:
+    `v_hi`, `v_lo`. reach: as of `scorer`."""
+    n_slabs, turns, weigh4, (_, fetch) = const.n_slabs, const.turns, half_slab_weigher(const), keeper(const)
 
     @device
     def weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows):
@@ -803,13 +894,21 @@ def weigher(const: Constants):
             fetch(tid, s, L, O)
             weigh4(lane, s, 24, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
             weigh4(lane, s, 28, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
-    return weigh
+
+    @device
+    def weigh_in_memory(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows):
+        i = i32(0)
+        while i < 8 * n_slabs:
+            weigh4(lane, s, i, reach, p_hi, p_lo, d_p, a, b, O, out, rows)
+            i = i32(i + 4)
+    return weigh_in_memory if turns else weigh
 
 
 # A warp and a piece: 2., 3. and 4.
 
 def piece_worker(const: Constants):
-    """(tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> M: a warp's rows with the piece in shared memory.
+    """(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> M: a warp's rows with the piece in
+    shared memory. place, sees_some: as of `piece_worker_by_turns`, not needed here.
 
     bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M: f32 pair, L, O: f32 arrays, of all
     pieces before, brought up to date. Where blocks share pieces, (m, l, o) of this one goes to numbers `rows` of `out` instead,
@@ -818,7 +917,7 @@ def piece_worker(const: Constants):
     split, score, soften, weigh, (keep, _) = const.split, scorer(const), exponentials(const), weigher(const), keeper(const)
 
     @device
-    def work(tid, s, bound, window, reach, M, L, O, out, rows, statistics):
+    def work(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics):
         scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
         lane = i32(tid & 31)
         m = score(tid, s, bound, window, reach, scores)
@@ -832,6 +931,35 @@ def piece_worker(const: Constants):
         weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows)
         L[0], L[1] = fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1]))
         keep(tid, s, L, O)
+        return M
+    return work
+
+
+def piece_worker_by_turns(const: Constants):
+    """What `piece_worker` does, by all warps of a block: between scores and outputs are its barriers, where values come in the
+    place of keys. place: what `values_in_turn` takes of them, (v, at, row_v, first, last, head_kv); sees_some: whether a row of
+    the warp sees keys of the piece. rows: of shared pieces as there, else of `out`, f32 [row][dim_v], where outputs are brought
+    up to date."""
+    split, score, soften, weigh = const.split, scorer(const), exponentials(const), weigher(const)
+    stage_values = values_in_turn(const)
+
+    @device
+    def work(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics):
+        scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
+        lane, m = i32(tid & 31), (MINUS_INFINITY, MINUS_INFINITY)
+        if sees_some:
+            m = score(tid, s, bound, window, reach, scores)
+            m = max_lane(max_lane(m[0], lane ^ 1), lane ^ 2), max_lane(max_lane(m[1], lane ^ 1), lane ^ 2)
+        stage_values(place, lane, tid, s)
+        if sees_some:
+            l, amax = soften(lane, s, bound, window, reach, m, scores)
+            d_p = quantize_p(lane, amax, scores, p_hi, p_lo)
+            if split:
+                store_statistics(out, statistics, rows[0], lane, m[0], l[0])
+                store_statistics(out, statistics, rows[1], lane, m[1], l[1])
+            M, a, b = rescaling(m, l, M)
+            weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows)
+            L[0], L[1] = fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1]))
         return M
     return work
 
@@ -868,6 +996,40 @@ def row_writer(const: Constants):
     return write_row
 
 
+def memory_rows(const: Constants):
+    """(clear_row, finish_row) of outputs that lie in memory: (out, row, t) writes +0 to the lane's channels of a row of `out`;
+    (sinks, out, head, row, t, M, L) makes results of what is there, as `row_writer` does."""
+    sinks_there, dim_v = const.sinks_there, const.dim_v
+
+    @device
+    def clear_row(out, row, t):
+        channel = i32(16 * t)
+        while channel < dim_v:
+            for i in range(0, 16, 4):
+                if channel + i < dim_v:
+                    st4(out, i64(row) * dim_v + channel + i, ZERO, ZERO, ZERO, ZERO)
+            channel = i32(channel + CHANNELS)
+
+    @device
+    def finish4(out, at, a, L):
+        x = ld4(out, at)
+        if sinks_there:
+            x = mul(x[0], a), mul(x[1], a), mul(x[2], a), mul(x[3], a)
+        st4(out, at, div(x[0], L), div(x[1], L), div(x[2], L), div(x[3], L))
+
+    @device
+    def finish_row(sinks, out, head, row, t, M, L):
+        a, channel = ONE, i32(16 * t)
+        if sinks_there:
+            a, L = sink(M, L, ld(sinks, head))
+        while channel < dim_v:
+            for i in range(0, 16, 4):
+                if channel + i < dim_v:
+                    finish4(out, i64(row) * dim_v + channel + i, a, L)
+            channel = i32(channel + CHANNELS)
+    return clear_row, finish_row
+
+
 # The runs of a block: tokens of one sequence that follow each other
 
 @device
@@ -899,25 +1061,39 @@ def positions_of_warp(bound, lane):
           ("q8_0", "f16", 192, 72, 8, 4, True, False), ("f16", "f16", 128, 128, 2, 8, False, False, 50.0),
           ("f16", "f16", 256, 256, 2, 8, False, False, 50.0), ("f16", "f16", 256, 256, 2, 4, True, False, 50.0),
           ("f16", "f16", 64, 64, 8, 8, False, True, 0.0, True), ("f16", "f16", 128, 128, 2, 8, False, False, 0.0, True),
-          ("f16", "f16", 256, 256, 2, 8, False, False, 50.0, True), ("q8_0", "q8_0", 256, 256, 2, 4, True, False, 0.0, True)])
+          ("f16", "f16", 512, 512, 8, 4, False, False), ("q8_0", "f16", 512, 264, 1, 4, False, True),
+          ("f16", "q8_0", 264, 512, 4, 4, True, False), ("f16", "f16", 256, 256, 2, 8, False, False, 50.0, True),
+          ("q8_0", "q8_0", 256, 256, 2, 4, True, False, 0.0, True)])
 def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
                                split, sinks_there, softcap=0.0, is_ring=False):
     """out: f32 [n, n_head, dim_v], or the pieces of `flash_attn_ext_combine` where blocks share them (split). A block: heads from
     blockIdx.x * heads, tokens ROWS n_warps / heads of blockIdx.y, split: every gridDim.z-th piece from the blockIdx.z-th. M, L
     (pairs) and O are of a lane's two rows, in registers."""
     const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap)
-    tokens, n_outputs = ROWS * n_warps // heads, 16 if split else 32 * const.n_slabs
-    load_query, stage_piece, work, write_row = query_loader(const), piece_stager(const), piece_worker(const), row_writer(const)
-    keep, fetch = keeper(const)
-    row_of, index, row_of_piece = rows_of(const)
-    ring = ring_of(is_ring)
+    tokens, n_outputs, turns = ROWS * n_warps // heads, const.n_outputs, const.turns
+    load_query, stage_piece, write_row, (keep, fetch) = query_loader(const), piece_stager(const), row_writer(const), keeper(const)
+    work, (clear_row, finish_row) = (piece_worker_by_turns if turns else piece_worker)(const), memory_rows(const)
+    row_of, index, row_of_piece, row_of_out = rows_of(const)
+    row_in_memory, in_memory, ring = row_of_piece if split else row_of_out, split or turns, ring_of(is_ring)
 
     @device
     def rows_of_piece(first_token, n_ctx, first, bound, tid):
         token, head = row_of(tid, 0)
-        row0 = row_of_piece(first_token, token, head, n_ctx, first, bound[0])
+        row0 = row_in_memory(first_token, token, head, n_ctx, first, bound[0])
         token, head = row_of(tid, 8)
-        return row0, row_of_piece(first_token, token, head, n_ctx, first, bound[1])
+        return row0, row_in_memory(first_token, token, head, n_ctx, first, bound[1])
+
+    @device
+    def clear(out, first_token, n_tokens, second, tid):
+        token, head = row_of(tid, second)
+        if token < n_tokens:
+            clear_row(out, index(first_token, token, head), tid & 3)
+
+    @device
+    def finish(sinks, out, first_token, n_tokens, second, tid, M, L):
+        token, head = row_of(tid, second)
+        if token < n_tokens:
+            finish_row(sinks, out, cuda.blockIdx.x * heads + head, index(first_token, token, head), tid & 3, M, L)
 
     def kernel(q, k, v, seq, pos, present, sinks, out, n, n_ctx, n_head_kv, row_v, span, scale, n_falling):
         s = cuda.shared.array(0, types.int32)
@@ -935,6 +1111,9 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps,  # 
             O[i] = ZERO
         M, L[0], L[1] = (MINUS_INFINITY, MINUS_INFINITY), ZERO, ZERO
         keep(tid, s, L, O)
+        if turns and not split:
+            clear(out, first_token, n_tokens, 0, tid)
+            clear(out, first_token, n_tokens, 8, tid)
 
         run = i32(0)
         while run < n_tokens:
@@ -955,15 +1134,21 @@ def flash_attn_ext_tile_kernel(type_k, type_v, dim_k, dim_v, heads, n_warps,  # 
                 at = ring.begin(span, sequence, cell) - ring.moved(span, first)
                 stage_piece(k, v, present, cell, at, row_v, first, last, n_head_kv, head_kv, lane, tid, s)
                 # A row of the warp sees keys of the piece
-                if first <= warp_last and first_piece(warp_first, window) * PIECE <= first:
+                sees_some = first <= warp_last and first_piece(warp_first, window) * PIECE <= first
+                if turns or sees_some:
                     rows, statistics = (i32(0), i32(0)), i64(0)
-                    if split:
+                    if in_memory:
                         rows = rows_of_piece(first_token, n_ctx, first, bound, tid)
                         statistics = statistics_at(n, cuda.gridDim.x * heads, n_ctx, dim_v)
-                    M = work(tid, s, bound, window, i32(warp_last - first), M, L, O, out, rows, statistics)
+                    place = v, at, row_v, first, last, head_kv
+                    M = work(place, sees_some, tid, s, bound, window, i32(warp_last - first), M, L, O, out, rows, statistics)
                 first = i32(first + (PIECE * cuda.gridDim.z if split else PIECE))
             run = end
-        if not split:
+        if turns and not split:
+            tid, first_token = afresh(tid), afresh(first_token)
+            finish(sinks, out, first_token, n_tokens, 0, tid, M[0], L[0])
+            finish(sinks, out, first_token, n_tokens, 8, tid, M[1], L[1])
+        elif not split:
             tid, first_token = afresh(tid), afresh(first_token)
             fetch(tid, s, L, O)
             token, head = row_of(tid, 0)

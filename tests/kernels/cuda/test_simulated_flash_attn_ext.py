@@ -147,6 +147,17 @@ def simulate_large_heads(machine, types, heads, dims, n_splits, sinks):
                          shape=AttentionShape("tile", heads[0] // heads[1], n_splits, n_warps=4))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("types, heads, dims, n_splits, sinks, window, softcap", [
+    (("f16", "f16"), (4, 1), (512, 512), None, True, 0, 0.0), (("q8_0", "f16"), (1, 1), (288, 72), None, False, 100, 0.0),
+    (("f16", "q8_0"), (2, 1), (64, 320), None, False, 0, 1.5), (("f16", "f16"), (2, 2), (328, 512), 2, False, 0, 0.0)], ids=str)
+def simulate_keys_and_values_by_turns(machine, types, heads, dims, n_splits, sinks, window, softcap):
+    """Two sequences in a block; pieces that some warps do not see, one without a visible key."""
+    check_flash_attn_ext(machine, types, [(0, 140), (1, 0), (0, 2), *((1, p) for p in range(1, 17))], heads, dims, n_ctx=141,
+                         holes=[(0, 5)], sinks=sinks, window=window, softcap=softcap,
+                         shape=AttentionShape("tile", heads[0] // heads[1], n_splits, n_warps=4))
+
+
 SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
 
 
@@ -340,7 +351,9 @@ def test_heads_together(group, heads):
     (("f16", "f16"), 512, (8, 4), (256, 256), 4096, AttentionShape("tile", 2, n_warps=4)),  # too many floats
     (("f16", "f16"), 2048, (16, 2), (256, 256), 4096, AttentionShape("tile", 8, n_warps=8)),
     (("f32", "f32"), 512, (8, 4), (256, 256), 4096, AttentionShape("any", 2)),
-    (("f16", "f16"), 512, (8, 4), (264, 256), 4096, AttentionShape("any", 2)),
+    (("f16", "f16"), 512, (8, 4), (264, 256), 4096, AttentionShape("tile", 2, n_warps=4)),
+    (("f16", "f16"), 2048, (16, 2), (512, 512), 4096, AttentionShape("tile", 8, n_warps=4)),
+    (("f16", "f16"), 2048, (16, 2), (520, 512), 4096, AttentionShape("any", 8)),
     (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, 33, 4)),
     (("f16", "f16"), 256, (32, 8), (128, 128), 4096, AttentionShape("tile", 4, n_warps=4)),
     (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
