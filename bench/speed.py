@@ -26,11 +26,11 @@ from whole_models import begun_record, chosen, verdict, written
 
 class Figure(NamedTuple):
     """t/s of a test on one H200: what llama.cpp reaches, what must be and what should be,
-    and what ik_llama.cpp reaches where it was measured."""
+    and what ik_llama.cpp reaches where it was measured. None where nobody has measured others."""
     test: Test
-    llama_cpp: float
-    must: float
-    goal: float
+    llama_cpp: float | None = None
+    must: float | None = None
+    goal: float | None = None
     ik_llama_cpp: float | None = None
 
 
@@ -48,6 +48,8 @@ TABLE = {
                                 Figure(Test(4096, 0), 11675, 13500, 25000, 6890)],
     ("qwen3.6-35b-a3b", "Q4_K"): [Figure(GENERATION, 244, 400, 700), Figure(Test(512, 0), 8474, 11000, 16000),
                                   Figure(Test(4096, 0), 11260, 13500, 20000)],
+    ("gemma-3-27b", "Q4_K"): [Figure(test) for test in (GENERATION, Test(512, 0), Test(4096, 0), Test(0, 128, 4096))],
+    ("gpt-oss-20b", "MXFP4_MOE"): [Figure(test) for test in (GENERATION, Test(512, 0), Test(4096, 0), Test(0, 128, 4096))],
 }
 
 
@@ -100,11 +102,12 @@ def main() -> int:
                 others += results_of(model, path, [test for test in tests if test == GENERATION], options.ub, options.r,
                                      **settings)
         for result, figure in zip(results, figures):
-            known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure)}
+            compared = figure.must is not None
+            known = figure._asdict() | {"test": figure.test.name, "verdict": verdict(result.avg_ts, figure) if compared else None}
             rows.append({"model": name, **known, **asdict(result), "model_filename": path.name})
             elsewhere = f"llama.cpp {figure.llama_cpp}" + (f", ik_llama.cpp {figure.ik_llama_cpp}" if figure.ik_llama_cpp else "")
-            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s, {elsewhere}, must {figure.must}, goal {figure.goal}: "
-                  f"{known['verdict']}")
+            others_say = f", {elsewhere}, must {figure.must}, goal {figure.goal}: {known['verdict']}" if compared else ""
+            print(f"{name} {known['test']}: {result.avg_ts:.1f} t/s{others_say}")
         for result in others:
             rows.append({"model": name, "test": result.test, **asdict(result), "model_filename": path.name})
             print(f"{name} {result.test}, -ub {result.n_ubatch}, {result.kv_write}, graphs {result.graphs}: "
