@@ -228,6 +228,7 @@ def choices(**values) -> list[dict[str, Any]]:
 ANY = object()
 GLU = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}  # activations -> their gated linear units
 GATINGS = "softmax", "sigmoid", "softmax_of_chosen"
+BIASED = "choice", "logits"  # what a router's bias is added to
 
 
 def biased(g, product, bias):
@@ -347,18 +348,23 @@ def flash_attn_ext_act(g, q, k, v, seq, pos, present, sinks, **params):
     return g.quantize(g.flash_attn_ext(q, k, v, seq, pos, present, *[sinks] * (sinks is not None), **params))
 
 
-@fused("logits bias:weight", "k gating norm factor n_group n_group_used", "weights ids",
-       choices(gating=GATINGS, norm=[True, False], factor=[ANY, 1.0], n_group=[ANY, 0]), n_optional=1,
-       defaults={"factor": 1.0, "n_group": 0, "n_group_used": 0})
-def topk_moe(g, logits, bias, *, k, gating, norm, factor, n_group, n_group_used):
+@fused("logits bias:weight", "k gating norm factor n_group n_group_used bias_of", "weights ids",
+       choices(gating=GATINGS, norm=[True, False], factor=[ANY, 1.0], n_group=[ANY, 0], bias_of=BIASED), n_optional=1,
+       defaults={"factor": 1.0, "n_group": 0, "n_group_used": 0, "bias_of": "choice"})
+def topk_moe(g, logits, bias, *, k, gating, norm, factor, n_group, n_group_used, bias_of):
     """The weights of k experts, and their ids: softmax or sigmoid of the logits, chosen by their sum with the bias in the groups
-    that mask_groups leaves (n_group > 0), or, for the softmax of the chosen, by the logits; normalized or not, times factor."""
-    if gating not in GATINGS:
-        raise ShapeError(f"gating must be one of {', '.join(GATINGS)}, not {gating!r}")
+    that mask_groups leaves (n_group > 0), or, for the softmax of the chosen, by the logits; normalized or not, times factor.
+    bias_of: "logits": the bias is added to the logits, before all else."""
+    for what, value, allowed in (("gating", gating, GATINGS), ("bias_of", bias_of, BIASED)):
+        if value not in allowed:
+            raise ShapeError(f"{what} must be one of {', '.join(allowed)}, not {value!r}")
+    if bias is not None:
+        g.need(lambda: bias.dtype == "f32" and bias.shape == logits.shape[-1:], "bias must be f32 [X]")
+        if bias_of == "logits":
+            logits, bias = g.add(logits, bias), None
     probs = {"softmax": g.soft_max, "sigmoid": g.sigmoid}[gating](logits) if gating != "softmax_of_chosen" else logits
     chosen_by = probs
     if bias is not None:
-        g.need(lambda: bias.dtype == "f32" and bias.shape == logits.shape[-1:], "bias must be f32 [X]")
         chosen_by = g.add(chosen_by, bias)
     if n_group:
         chosen_by = g.mask_groups(chosen_by, n_group=n_group, n_group_used=n_group_used)
@@ -369,6 +375,17 @@ def topk_moe(g, logits, bias, *, k, gating, norm, factor, n_group, n_group_used)
     if norm:
         weights = g.normalize(weights)
     return (weights if factor == 1.0 else g.scale(weights, factor=factor)), ids
+
+
+@fused("w:weight x bias:weight", "", "out")
+def mul_mat_bias(g, w, x, bias):
+    return biased(g, g.mul_mat(w, x), bias)
+
+
+@fused("x b:weight ids w", "may_skip", "out", defaults={"may_skip": False}, module="experts")
+def weighted_sum_biased(g, x, b, ids, w, *, may_skip):
+    """weighted_sum(add_id(x, b, ids), w)."""
+    return g.weighted_sum(g.add_id(x, b, ids, may_skip=may_skip), w)
 
 
 @fused("x w y gate", "", "out", module="experts")

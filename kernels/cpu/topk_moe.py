@@ -12,17 +12,21 @@ from .soft_max import soft_max_rows
 
 
 @lru_cache(None)
-def topk_moe_arrays(gating: str):
+def topk_moe_arrays(gating: str, bias_of: str = "choice"):
     """kernel(logits f32 [n, X], bias f32 [X] or of length 0, n_group, n_group_used, norm, factor f32, weights f32 [n, k],
     ids i32 [n, k])."""
     is_softmax, is_sigmoid, of_chosen = gating == "softmax", gating == "sigmoid", gating == "softmax_of_chosen"
+    of_logits = bias_of == "logits"
 
-    @jit(key=gating)
+    @jit(key=(gating, bias_of))
     def topk_moe_rows(first, last, logits, bias, n_group, n_group_used, norm, factor, weights, ids):
         shape = 1, logits.shape[1]
         probs, biased, masked = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty(shape, np.float32)
         for row in range(first, last):
             x, w, chosen = logits[row:row + 1], weights[row:row + 1], ids[row:row + 1]
+            if of_logits and bias.size:
+                add_rows(0, 1, x, bias.reshape(1, -1), biased)
+                x = biased
             if is_softmax:
                 soft_max_rows(0, 1, x, probs)
             elif is_sigmoid:
@@ -30,7 +34,7 @@ def topk_moe_arrays(gating: str):
             else:
                 probs[:] = x
             by = probs
-            if bias.size:
+            if not of_logits and bias.size:
                 add_rows(0, 1, by, bias.reshape(1, -1), biased)
                 by = biased
             if n_group > 1:
@@ -43,12 +47,12 @@ def topk_moe_arrays(gating: str):
             if norm:
                 normalize_rows(0, 1, w, w)
             scale_rows(0, 1, w, factor, w)
-    return over_rows(topk_moe_rows, (gating,))
+    return over_rows(topk_moe_rows, (gating, bias_of))
 
 
 def topk_moe(call):
     """weights and ids of the k experts that each row of logits is sent to. logits: f32 [n, X]; bias: f32 [X] or absent;
     weights: f32, ids: i32 [n, k]."""
     bias = np.empty(0, np.float32) if call.bias is None else call.bias.data
-    return partial(topk_moe_arrays(call.gating), call.logits.data, bias, call.n_group, call.n_group_used, call.norm,
+    return partial(topk_moe_arrays(call.gating, call.bias_of), call.logits.data, bias, call.n_group, call.n_group_used, call.norm,
                    f32(call.factor), call.weights.data, call.ids.data)

@@ -10,7 +10,7 @@ from .launch import F32, I32, Kernel, N, factory, need
 from .operands import addresses
 from .ptx import f32, fma, i32, i64, ld, st
 
-RANKS = 8  # of which all values are loaded before the first is added
+RANKS, BIASED_RANKS = 8, 4  # of which all values are loaded before the first is added
 
 
 @factory([("add_id",), ("scale_id",)])
@@ -48,6 +48,28 @@ def weighted_sum_kernel():
 
 
 @factory([()])
+def weighted_sum_biased_kernel():
+    def kernel(x, b, ids, w, out, n_used, n_cols, n_expert):
+        values, weights = cuda.local.array(BIASED_RANKS, f32), cuda.local.array(BIASED_RANKS, f32)
+        token, column = i64(cuda.blockIdx.x), cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        if column < n_cols:
+            total, j = f32(0), i32(0)
+            while j < n_used:
+                for i in range(BIASED_RANKS):
+                    row = token * n_used + min(i32(j + i), i32(n_used - 1))
+                    expert = ld(ids, row)
+                    bias = NAN
+                    if 0 <= expert < n_expert:
+                        bias = ld(b, i64(expert) * n_cols + column)
+                    values[i], weights[i] = ptx.add(ld(x, row * n_cols + column), bias), ld(w, row)
+                for i in range(BIASED_RANKS):
+                    total = fma(values[i], weights[i], total) if j + i < n_used else total
+                j = i32(j + BIASED_RANKS)
+            st(out, token * n_cols + column, total)
+    return Kernel(kernel, (F32, F32, I32, F32, F32, N, N, N), THREADS)
+
+
+@factory([()])
 def weighted_sum_gated_kernel():
     def kernel(x, w, y, gate, out, n_used, n_cols):
         token, column = i64(cuda.blockIdx.x), cuda.blockIdx.y * THREADS + cuda.threadIdx.x
@@ -65,8 +87,7 @@ def check(call: Call) -> None:
     check_grid(call.out)
     if call.op.startswith("weighted_sum"):
         need(call.w.n_cols >= 1, "n_used", call.w.n_cols, "at least 1")
-    else:
-        need(not call.may_skip, "may_skip", call.may_skip, "False: ids are experts")
+    need(not call.values.get("may_skip"), "may_skip", True, "False: ids are experts")
 
 
 def by_experts(call: Call, of_experts: Operand):
@@ -91,6 +112,14 @@ def scale_id(call: Call):
 def weighted_sum(call: Call):
     """out[i] = the sum of x[i u + j] * w[i, j] in the order of j.   x: f32 [n u, m]; w: f32 [n, u]; out: f32 [n, m]."""
     return by_element(call, weighted_sum_kernel(), *addresses(call.x, call.w, call.out), call.w.n_cols, call.out.n_cols)
+
+
+def weighted_sum_biased(call: Call):
+    """out[i] = the sum of (x[i u + j] + b[ids[i, j]]) * w[i, j] in the order of j.
+
+    x, b, ids: as of `add_id`; w, out: as of `weighted_sum`."""
+    args = addresses(call.x, call.b, call.ids, call.w, call.out)
+    return by_element(call, weighted_sum_biased_kernel(), *args, call.w.n_cols, call.out.n_cols, call.b.shape[0])
 
 
 def weighted_sum_gated(call: Call):

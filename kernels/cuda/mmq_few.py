@@ -474,6 +474,15 @@ def mmq_few_kernel(name, n_tokens):
     return Kernel(kernel, (U32, U32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
 
 
+@factory([("Q8_0", 1), ("Q4_K", 4), ("IQ2_S", 8), ("Q6_K", 16)])
+def mmq_few_bias_kernel(name, n_tokens):
+    run = products((name,), n_tokens, in_a_row(1, n_tokens, True))
+
+    def kernel(words, act, bias, out, n_rows, n_cols, n, per_round):  # blocks as in mmq_few_kernel
+        run(((words,), (out,), (n_rows,), (bias,)), act, n_cols, n, per_round)
+    return Kernel(kernel, (U32, U32, F32, F32, N, N, N, N), 32 * MAX_WARPS[n_tokens])
+
+
 @factory([("Q4_K", 1), ("Q8_0", 1), ("Q6_K", 1), ("Q4_1", 4), ("IQ2_S", 8), ("Q6_K", 16)])
 def mmq_few_argmax_kernel(name, n_tokens):
     run = products((name,), n_tokens, best_of_tiles(n_tokens))
@@ -566,6 +575,12 @@ def mmq_few(call: Call):
     """out = w x, as of `mul_mat`, w quantized. plan: `FewShape`."""
     args = *addresses(call.w, call.x, call.out), *call.w.shape, call.x.shape[0]
     return few_launch(call, mmq_few_kernel(call.w.dtype, call.plan.n_tokens), args)
+
+
+def mmq_few_bias(call: Call):
+    """out = w x + bias, as of `mul_mat_bias`, w quantized. plan: `FewShape`."""
+    args = *addresses(call.w, call.x, call.bias, call.out), *call.w.shape, call.x.shape[0]
+    return few_launch(call, mmq_few_bias_kernel(call.w.dtype, call.plan.n_tokens), args)
 
 
 def mmq_few_argmax(call: Call):

@@ -9,12 +9,14 @@ from .soft_max import soft_max_row
 from .warp_row import VALUES, check_rows, load_row, n_values, take_from_row
 
 GATINGS = "softmax", "sigmoid", "softmax_of_chosen"
+BIASED = "choice", "logits"
 MOST_USED = 32
 
 
-@factory([(GATINGS[i % 3], n, biased, biased) for i, n in enumerate(VALUES) for biased in (False, True)])
-def topk_moe_kernel(gating, n, biased, grouped):
-    """n: values of a lane."""
+@factory([(GATINGS[i % 3], n, bias_of, bias_of == "choice") for i, n in enumerate(VALUES) for bias_of in (None, *BIASED)])
+def topk_moe_kernel(gating, n, bias_of, grouped):
+    """n: values of a lane; bias_of: None where there is no bias."""
+    has_bias, of_logits, of_choice = bias_of is not None, bias_of == "logits", bias_of == "choice"
     is_softmax, is_sigmoid, of_chosen = (gating == each for each in GATINGS)
     load, soft_max, mask, ranks_of, choose, take = (load_row(n), soft_max_row(n), mask_row(n), rank_row(n), next_column(n),
                                                     take_from_row(n))
@@ -24,15 +26,18 @@ def topk_moe_kernel(gating, n, biased, grouped):
         probs, by, ranks, w = (cuda.local.array(n, f32), cuda.local.array(n, f32), cuda.local.array(n, i32),
                                cuda.local.array(1, f32))
         lane = i32(cuda.threadIdx.x)
-        if biased:
+        if has_bias:
             load(bias, i64(0), n_expert, lane, by)
         load(logits, i64(cuda.blockIdx.x) * n_expert, n_expert, lane, probs)
+        if of_logits:
+            for i in range(n):
+                probs[i] = add(probs[i], by[i])
         if is_softmax:
             soft_max(probs, n_expert, lane)
         for i in range(n):
             if is_sigmoid:
                 probs[i] = sigmoid(probs[i])
-            by[i] = add(probs[i], by[i]) if biased else probs[i]
+            by[i] = add(probs[i], by[i]) if of_choice else probs[i]
         if grouped:
             mask(by, n_expert, n_group, n_group_used, lane)
         ranks_of(by, n_expert, lane, ranks)
@@ -55,6 +60,7 @@ def topk_moe_kernel(gating, n, biased, grouped):
 def check(call):
     n_expert = call.logits.n_cols
     need(call.gating in GATINGS, "gating", call.gating, ", ".join(GATINGS))
+    need(call.bias_of in BIASED, "bias_of", call.bias_of, ", ".join(BIASED))
     check_rows(call.logits)
     need(1 <= call.k <= min(n_expert, MOST_USED), "k", call.k, f"1..{min(n_expert, MOST_USED)}")
     if call.n_group > 1:
@@ -62,12 +68,13 @@ def check(call):
 
 
 def topk_moe(call):
-    """weights, ids = those of k experts, of gating(logits) [+ bias], in the chosen groups, normed or not, times factor.
+    """weights, ids = those of k experts, of gating(logits) [+ bias], in the chosen groups, normed or not, times factor; with
+    bias_of "logits" of gating(logits + bias).
 
     logits: f32 [n, up to 512]; bias: f32, a value an expert, or absent; weights: f32 [n, k]; ids: i32 [n, k]; k up to 32.
     n_group: 0 or 1 for no groups."""
     n, n_expert = call.logits.shape
-    kernel = topk_moe_kernel(call.gating, n_values(n_expert), call.bias is not None, call.n_group > 1)
+    kernel = topk_moe_kernel(call.gating, n_values(n_expert), call.bias_of if call.bias else None, call.n_group > 1)
     args = (call.logits.data, (call.bias or call.logits).data, call.weights.data, call.ids.data, n_expert, call.k, call.n_group,
             call.n_group_used, int(call.norm), call.factor)
     return call.device.launch(kernel, n, 32, args)

@@ -23,6 +23,7 @@ from ggml_py.testing import assert_bitwise_equal
 from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_output, a_product_is_read_elsewhere,
                          a_product_is_read_without_its_bias, a_product_is_scaled, all_of_k_is_read, also_a_float_product,
                          also_an_output, attention, attention_and_product, attention_is_read_elsewhere, attention_of_a_norm,
+                         biased_experts, biased_rows,
                          both, CELLS, float_and_quantized_products, float_and_quantized_q, float_weights, gated, gated_heads,
                          gated_rows, glu, K, k_and_v_are_one_product, layer, leaf, likeliest, likeliest_of_biased_logits,
                          likeliest_on_another_device, logits_of_a_cache_written_before_the_likeliest, matrix, N, norm,
@@ -68,6 +69,8 @@ def run(g, no_fuse=()):
     (gated_rows, ["mul_sigmoid_act", "mul_mat"]),
     (squared, ["relu_sqr_act", "mul_mat"]),
     (shared_expert, ["weighted_sum_gated"]),
+    (biased_rows, ["rms_norm_act", "mul_mat_bias", "mul_mat_bias"]),
+    (biased_experts, ["weighted_sum_biased", "add"]),
     (both, ["rms_norm_act", "mul_mat", "mul_mat", "add", "swiglu_act", "mul_mat", "add"]),
     (layer, ["add_rms_norm_act", "mul_mat_glu", "quantize", "mul_mat", "add_rms_norm_act", "mul_mat"]),
     (lambda: residual("Q8_0", "Q4_1"), ["add_rms_norm_act", "mul_mat", "mul_mat", "mul"]),
@@ -200,9 +203,10 @@ def test_what_a_fused_node_writes_into_caches_is_theirs():
     lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between,
     attention_is_read_elsewhere, the_cache_is_written_before_attention_is_quantized])
 def test_left_alone(build):
+    """But for biases of single products."""
     g, plain = build(), build()
     before = ops(g.live())
-    (results, used), (expected, _) = run(g), run(plain, "all")
+    (results, used), (expected, _) = run(g, "mul_mat_bias"), run(plain, "all")
     assert used == before
     for found, wanted in zip(results, expected, strict=True):
         assert_bitwise_equal(found, wanted, build.__name__)
@@ -211,7 +215,7 @@ def test_left_alone(build):
 @pytest.mark.parametrize("build, used", [
     (lambda: likeliest(read=lambda g, logits: [logits]), ["add_rms_norm_act", "mul_mat", "argmax"]),
     (lambda: likeliest("F32", lambda g, logits: [g.scale(logits, factor=2.0)]), ["add_rms_norm", "mul_mat", "argmax", "scale"]),
-    (likeliest_of_biased_logits, ["quantize", "mul_mat", "add", "argmax"]),
+    (likeliest_of_biased_logits, ["quantize", "mul_mat_bias", "argmax"]),
     (likeliest_on_another_device, ["add_rms_norm", "mul_mat", "argmax"]),
     (logits_of_a_cache_written_before_the_likeliest, ["mul_mat", "set_rows", "argmax"])])
 def test_logits_that_are_kept(build, used):
@@ -365,8 +369,9 @@ def test_models(arch, types, never, tmp_path):
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
             made |= used
-        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "rms_norm_swiglu_act", "mul_sigmoid_act", "relu_sqr_act",
-                     "elide", "gated_delta_net_gates"}
+        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "weighted_sum_biased", "mul_mat_bias",
+                     "rms_norm_swiglu_act",
+                     "mul_sigmoid_act", "relu_sqr_act", "elide", "gated_delta_net_gates"}
         assert made & set(PASSES) == set(PASSES) - never - elsewhere  # tests/models, test_elide.py
 
 

@@ -130,6 +130,13 @@ def check_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act=None, biased=
     check_op(machine, name, op, *operands, eps=np.float32(eps), **params)
 
 
+def check_mul_mat_bias(machine, type_, n_rows, n_cols, n) -> None:
+    name = f"mul_mat_bias[{type_}, n_rows={n_rows}, n_cols={n_cols}, n={n}]"
+    rng = seeded(name)
+    w, x = random_matrix("w", type_, n_rows, n_cols, rng), product_input(type_, activations(n, n_cols, rng))
+    check_op(machine, name, "mul_mat_bias", w, x, *biases_of(True, (n_rows,), rng))
+
+
 def check_mul_mat_argmax(machine, type_, n_rows, n_cols, n, zeros=False, plan=None) -> None:
     """The first token's largest product is that of two rows half the matrix apart; the others are its negative, of zeros, with a
     NaN, random. zeros: all products are, of both signs, by MXFP4's least scale."""

@@ -100,6 +100,14 @@ def check_weighted_sum_gated(machine, n, n_used, k) -> None:
     check_op(machine, name, "weighted_sum_gated", *rows)
 
 
+def check_weighted_sum_biased(machine, n, n_used, k) -> None:
+    """Some ids are no experts."""
+    name, rng = case("weighted_sum_biased", n=n, n_used=n_used, k=k)
+    ids = rng.integers(0, 3, (n, n_used)).astype(np.int32)
+    rows = edges(n * n_used, k, rng), activations(3, k, rng), ids, activations(n, n_used, rng)
+    check_op(machine, name, "weighted_sum_biased", *rows)
+
+
 def check_argmax(machine, k) -> None:
     """Rows with their largest value twice, of zeros of both signs, of equal, infinite and small values, and with a NaN."""
     name, rng = case("argmax", k=k)
@@ -159,11 +167,11 @@ def check_top_k(machine, n_cols, k) -> None:
     assert_bitwise_equal(found, expected, f"take_columns {name}, no such columns")
 
 
-def check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor) -> None:
+def check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor, bias_of="choice") -> None:
     """groups: (n_group, n_group_used)."""
     name, rng = case("topk_moe", gating=gating, n_expert=n_expert, k=k, biased=biased, groups=groups, norm=norm, factor=factor)
     rows = router_rows(n_expert, rng), activations(1, n_expert, rng)[0]
-    params = dict(k=k, gating=gating, norm=norm, factor=factor, n_group=groups[0], n_group_used=groups[1])
+    params = dict(k=k, gating=gating, norm=norm, factor=factor, n_group=groups[0], n_group_used=groups[1], bias_of=bias_of)
     check_op(machine, name, "topk_moe", *rows[:1 + biased], **params)
 
 

@@ -73,6 +73,21 @@ def shared_expert():
     return g
 
 
+def biased_rows():
+    g, x, _ = start()
+    y = g.add(g.mul_mat(matrix("a"), norm(g, x), name="a"), vector("a bias", M), name="sum")
+    g.outputs = [g.add(g.mul_mat(matrix("bb", "F32"), x, name="b"), vector("b bias", M), name="b sum"), y]
+    return g
+
+
+def biased_experts():
+    g, x, y = start(2)
+    ids = leaf("ids", "i32", np.array([[2, 0]], np.int32))
+    biased = g.add_id(x, leaf("biases", "f32", np.arange(3 * K, dtype=np.float32).reshape(3, K)), ids, name="biased")
+    g.outputs = [g.weighted_sum(biased, vector("weights", 2).view((1, 2)), name="sum"), g.add(x, y, name="others")]
+    return g
+
+
 def both():
     """Two gated products of a norm, the second one of sums."""
     g, x, y = start()

@@ -12,12 +12,13 @@ from ggml_py.kernels.cuda.mmq import block_shape, hopper_blocks
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops.compose import GATINGS
 from expert_comparisons import check_experts
-from matmul_comparisons import SPECIAL, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu, check_mul_mat_qkv
+from matmul_comparisons import (SPECIAL, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_bias, check_mul_mat_glu,
+                                check_mul_mat_qkv)
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
                             check_flash_attn_ext, check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act,
                             check_relu_sqr_act, check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope,
                             check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai,
-                            check_top_k, check_topk_moe, check_weighted_sum_gated)
+                            check_top_k, check_topk_moe, check_weighted_sum_biased, check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
 from recurrent_comparisons import (LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv,
                                     check_ssm_scan)
@@ -78,6 +79,11 @@ def test_mul_sigmoid_act(machine, n, k):
 @pytest.mark.parametrize("n, k", [(1, 4096), (8, 255), (300, 576)])
 def test_relu_sqr_act(machine, n, k):
     check_relu_sqr_act(machine, n, k)
+
+
+@pytest.mark.parametrize("n, n_used, k", [(1, 4, 2880), (300, 10, 2048), (5, 1, 257)])
+def test_weighted_sum_biased(machine, n, n_used, k):
+    check_weighted_sum_biased(machine, n, n_used, k)
 
 
 @pytest.mark.parametrize("n, n_used, k", [(1, 8, 2048), (300, 10, 2048), (5, 1, 257)])
@@ -162,6 +168,13 @@ def test_log_soft_max(machine, k, n_ids):
 
 
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "Q6_K", "IQ4_XS", "F16", "F32"])
+@pytest.mark.parametrize("n", [1, 5, 16, 17, 300])
+def test_mul_mat_bias(machine, type_, n):
+    for n_rows, n_cols in (1, 256), (33, 512), (1000, 1536):
+        check_mul_mat_bias(machine, type_, n_rows, n_cols, n)
+
+
+@pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "Q6_K", "IQ4_XS", "F16", "F32"])
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 17, 40, 300])
 def test_mul_mat_argmax(machine, type_, n):
     for n_rows, n_cols in (1, 256), (33, 512), (1000, 1536), (35000, 256):  # the last: rounds of parts
@@ -222,6 +235,7 @@ def test_topk_moe(machine, gating, n_expert):
                                             (4, True, (4, 2), False, 0.3), (32, False, (8, 5), True, 1)):
         divided = n_expert % max(groups[0], 1) == 0 and n_expert > groups[0]
         check_topk_moe(machine, gating, n_expert, min(k, n_expert), biased, groups if divided else (0, 0), norm, factor)
+    check_topk_moe(machine, gating, n_expert, min(4, n_expert), True, (0, 0), False, 1, "logits")
 
 
 @pytest.mark.parametrize("n, n_used, m", [(1, 1, 1), (1, 8, 2048), (7, 6, 2048), (300, 4, 255), (5, 32, 257), (2, 9, 100003)])

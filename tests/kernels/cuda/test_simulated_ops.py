@@ -21,13 +21,13 @@ from ggml_py.kernels.cuda.rms_norm import n_threads
 from ggml_py.ops.table import OPS
 from ggml_py.quant.formats import FORMATS
 from expert_comparisons import check_experts
-from matmul_comparisons import (activations, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_glu,
-                                check_mul_mat_qkv, seeded)
+from matmul_comparisons import (activations, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_bias,
+                                check_mul_mat_glu, check_mul_mat_qkv, seeded)
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
                             check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm,
                             check_rms_norm_act, check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op,
                             check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
-                            check_weighted_sum_gated)
+                            check_weighted_sum_biased, check_weighted_sum_gated)
 from op_runs import MachineBackend, check_op, empty_cache, plain, product_input
 
 
@@ -91,6 +91,11 @@ def simulate_mul_sigmoid_act(machine, n, k):
 @pytest.mark.parametrize("n, k", [(1, 1), (4, 255), (2, 576)])
 def simulate_relu_sqr_act(machine, n, k):
     check_relu_sqr_act(machine, n, k)
+
+
+@pytest.mark.parametrize("n, n_used, k", [(1, 4, 40), (3, 1, 257), (2, 9, 33)])
+def simulate_weighted_sum_biased(machine, n, n_used, k):
+    check_weighted_sum_biased(machine, n, n_used, k)
 
 
 @pytest.mark.parametrize("n, n_used, k", [(1, 8, 40), (3, 1, 257)])
@@ -162,6 +167,12 @@ def simulate_log_soft_max(machine, k, n_ids, monkeypatch):
     check_log_soft_max(machine, k, n_ids)
 
 
+@pytest.mark.parametrize("type_, n_rows, n_cols, n", [
+    ("Q8_0", 1, 32, 1), ("Q4_K", 65, 512, 1), ("Q6_K", 34, 256, 5), ("F32", 33, 40, 1), ("F16", 67, 21, 3)], ids=str)
+def simulate_mul_mat_bias(machine, type_, n_rows, n_cols, n):
+    check_mul_mat_bias(machine, type_, n_rows, n_cols, n)
+
+
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, zeros", [
     ("Q8_0", 1, 32, 2, False), ("Q4_K", 65, 512, 1, False), ("Q6_K", 34, 256, 5, False), ("Q4_1", 70, 288, 17, False),
     ("MXFP4", 66, 32, 2, True),
@@ -216,6 +227,12 @@ def simulate_top_k(machine, n_cols, k):
     ("softmax", 512, 2, False, (1, 1), False, 1)])
 def simulate_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor):
     check_topk_moe(machine, gating, n_expert, k, biased, groups, norm, factor)
+
+
+@pytest.mark.parametrize("gating, n_expert, k, groups", [("softmax_of_chosen", 32, 4, (0, 0)), ("softmax", 60, 6, (4, 2)),
+                                                         ("sigmoid", 257, 2, (0, 0))])
+def simulate_bias_of_logits(machine, gating, n_expert, k, groups):
+    check_topk_moe(machine, gating, n_expert, k, True, groups, False, 1, "logits")
 
 
 @pytest.mark.parametrize("n, n_used, m", [(1, 1, 1), (2, 8, 33), (3, 9, 257)])
@@ -314,7 +331,7 @@ def rotated(type_k="f16", n_head=1, dim_k=32, norms=(None, None), n_rot=32):
 
 
 def routed(n_expert=8, k=2, gating="softmax", groups=(0, 0)):
-    params = dict(k=k, gating=gating, norm=True, factor=1.0, n_group=groups[0], n_group_used=groups[1])
+    params = dict(k=k, gating=gating, norm=True, factor=1.0, n_group=groups[0], n_group_used=groups[1], bias_of="choice")
     return dict(logits=f32(1, n_expert), bias=None, weights=f32(1, k), ids=ints(1, k), **params)
 
 
