@@ -10,7 +10,8 @@ from .formats import CHUNK, check_bytes, format_of
 from .interleaved import INTERLEAVED, Interleaved
 from .words import f32, primitives
 
-jit = numba.njit(error_model="numpy")  # of unpackings; `search.scales` has that of encoders
+# of unpackings; `search.scales` has that of encoders. Threads that quantize wait for one another where it keeps Python's lock
+jit = numba.njit(error_model="numpy", nogil=True)
 CPU = primitives(jit)
 SLAB_ROWS = 1024  # rows that are packed and dequantized at a time
 

@@ -7,7 +7,7 @@ Types with a header have one float scale a row (`Format.header`); a tile has it 
 import numpy as np
 
 from .legacy import IQ4_LEVELS
-from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, Looked, Parts, Summed, f32, halves, i32, quarter_of, u32, u64,
+from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, Looked, Paired, Parts, Summed, byte_sums, f32, halves, i32, u32, u64,
                     unit_scales)
 
 # Levels by code; where a sub-block's bit is set, so much is added to each
@@ -49,25 +49,34 @@ def q6_0(p, ldw, ld4, ld2):
 # Levels
 
 def two_bit_fields(p, ldw):
-    """(t, j, q) -> word of 64 bytes of 2-bit fields in pieces 0..3, as of `Looked`."""
+    """(word, blocks) of 64 bytes of 2-bit fields in pieces 0..3, as of `Looked`."""
     shr, field = p.shr, p.field
 
     @p.jit
     def word(t, j, q):
         piece, bit = 2 * (j >> 2), 2 * (j & 3)
         return u32(shr(ldw(t, piece, q), bit) & TWOS | field(ldw(t, piece + 1, q), bit, TWOS, 4))
-    return word
+
+    @p.jit
+    def blocks(t, j, h, q):
+        return u32(shr(ldw(t, 2 * (j >> 2) + h, q), 2 * (j & 3)) & u32(0x33333333))
+    return word, blocks
 
 
 def three_bit_fields(p, ldw):
     """The same, their third bits in pieces 4 and 5: bit j of byte c % 32."""
-    two, field = two_bit_fields(p, ldw), p.field
+    (two, two_blocks), shr, field = two_bit_fields(p, ldw), p.shr, p.field
 
     @p.jit
     def word(t, j, q):
         third = u32(field(ldw(t, 4, q), j, ONES, 2) | field(ldw(t, 5, q), j, ONES, 6))
         return u32(two(t, j, q) | third)
-    return word
+
+    @p.jit
+    def blocks(t, j, h, q):
+        third = u32(shr(ldw(t, 4 + h, q), j) & u32(0x05050505))  # bits 0 and 2, to be bits 2 and 6: 20 = 4 + 16
+        return u32(two_blocks(t, j, h, q) | u32(third * u32(20)) & u32(0x44444444))
+    return word, blocks
 
 
 def upper_codes(p, ldw, upper, levels, cubic):
@@ -130,7 +139,7 @@ def iq2_k(p, ldw, ld4, ld2):
     def sub(t, i):
         return i32(i32(shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)) - i32(8)), i32(0)
 
-    return Parts(Looked(TWO_BIT_LEVELS, two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
+    return Parts(Looked(TWO_BIT_LEVELS, *two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
 
 
 def iq3_k(p, ldw, ld4, ld2):
@@ -140,10 +149,10 @@ def iq3_k(p, ldw, ld4, ld2):
 
     @p.jit
     def sub(t, i):
-        scale = i32(u32((shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)) * u32(2) + u32(1)))
-        return i32(-scale) if shr(ld2(t, 0), i) & u32(1) else scale, i32(0)
+        scale, sign = i32(shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)), i32(shr(ld2(t, 0), i) & u32(1))
+        return i32(i32(2 * scale + 1) * i32(1 - 2 * sign)), i32(0)
 
-    return Parts(Looked(THREE_BIT_LEVELS, three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT))
+    return Parts(Looked(THREE_BIT_LEVELS, *three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT))
 
 
 def six_bit_scales(p, ldw, header):
@@ -207,7 +216,7 @@ def iq2_ks(p, ldw, ld4, ld2):
         fifth = u32(shr(x(t), 8 + i) & u32(1))
         return i32(i32(shr(ld4(t, 0), 4 * i) & u32(15) | fifth << u32(4)) - i32(16)), i32(0)
 
-    return Parts(Looked(TWO_BIT_LEVELS, two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
+    return Parts(Looked(TWO_BIT_LEVELS, *two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
 
 
 def iq3_ks(p, ldw, ld4, ld2):
@@ -220,7 +229,7 @@ def iq3_ks(p, ldw, ld4, ld2):
         fifth = u32(shr(x(t), i) & u32(1))
         return i32(i32(nibble(t, i) | fifth << u32(4)) - i32(16)), i32(0)
 
-    return Parts(Looked(THREE_BIT_LEVELS, three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT, 8))
+    return Parts(Looked(THREE_BIT_LEVELS, *three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT, 8))
 
 
 def iq2_kl(p, ldw, ld4, ld2):
@@ -231,21 +240,26 @@ def iq2_kl(p, ldw, ld4, ld2):
     pairs = p.table(np.array(PAIR_LEVELS, np.int8).reshape(-1).view(np.uint16).astype(np.uint32))
 
     @p.jit
-    def pair(t, j, i):
-        low = shr(byte(ldw(t, j >> 1, i >> 2), i & 3), 4 * (j & 1)) & u32(15)
-        return u32(pairs(t, i32(low | (shr(byte(ldw(t, 4, i >> 2), i & 3), j) & u32(1)) << u32(4))))
+    def quarter(t, j, q):
+        codes = u32(shr(ldw(t, j >> 1, q), 4 * (j & 1)) & NIBBLES | (shr(ldw(t, 4, q), j) & ONES) << u32(4))
+        a, b = u32(pairs(t, i32(byte(codes, 0)))), u32(pairs(t, i32(byte(codes, 1))))
+        c, d = u32(pairs(t, i32(byte(codes, 2)))), u32(pairs(t, i32(byte(codes, 3))))
+        return i32(u32(a | b << u32(16))), i32(u32(c | d << u32(16)))
 
     @p.jit
-    def quarter(t, j, q):
-        return (i32(u32(pair(t, j, 2 * q) | pair(t, j, 2 * q + 1) << u32(16))),
-                i32(u32(pair(t, j, 8 + 2 * q) | pair(t, j, 9 + 2 * q) << u32(16))))
+    def nibbles(t, j, q):
+        return u32(ldw(t, j >> 1, q))
+
+    @p.jit
+    def fifths(t, j, q):
+        return u32((shr(ldw(t, 4, q), j) & TWOS) * u32(72))  # bits 0 and 1 to 3 and 7, and to others: 72 = 8 + 64
 
     @p.jit
     def sub(t, i):
         low, high = nibble(t, i), shr(x(t), 2 * i) & u32(3)
         return i32(i32(low | high << u32(4)) - i32(32)), i32(0)
 
-    return Parts(quarter, sub, group)
+    return Parts(Paired(PAIR_LEVELS, quarter, nibbles, fifths), sub, group, pairs=True)
 
 
 def float_scale(p, ld4, k, factor=1.0):
@@ -388,19 +402,19 @@ def iq2_kt(p, ldw, ld4, ld2):
 def iq3_kt(p, ldw, ld4, ld2):
     """Magnitudes; bit j of byte c % 32 of pieces 4 and 5 is a sign. The scale is 1.01 times the file's. Words: as IQ2_KT."""
     shr, nibble, start = p.shr, nibble_of_four(p, p.jit(lambda t: ld4(t, 0))), sixteen_bit_start(p, ldw)
-    levels = quarter_of(p, eight_columns(p, start))
+    words, sums, distances = eight_columns(p, start).words, byte_sums(p), p.distances
 
     @p.jit
-    def signed(level, signs):
-        """The level with the sign that the bits ask for. Of level + 128: 256 - b = (b ^ 255) + 1 carries nothing."""
-        w = u32(u32(level) ^ TOPS)
-        kept = u32(((w >> u32(7)) ^ signs) & ONES)  # 1 where the level has that sign already
-        return i32(u32(u32((~w ^ u32(kept * u32(255))) + (kept ^ ONES)) ^ TOPS))
+    def signed(magnitudes, signs):
+        """Levels, where the lowest bit of a byte of `signs` is set negative. Of 128 + b: 256 - that carries nothing."""
+        ones = u32(signs & ONES)
+        return i32(u32(u32(u32(u32(magnitudes | TOPS) ^ u32(ones * u32(255))) + ones) ^ TOPS))
 
     @p.jit
     def quarter(t, j, q):
-        (a, b), piece, word = levels(t, j, q), 4 + (q >> 1), 2 * (q & 1)
-        return signed(a, shr(ldw(t, piece, word), j)), signed(b, shr(ldw(t, piece, word + 1), j))
+        (a, b, c, d, e, f, g, h), piece, word = words(t, j, q), 4 + (q >> 1), 2 * (q & 1)
+        return (signed(distances(sums(a, b, c, d)), shr(ldw(t, piece, word), j)),
+                signed(distances(sums(e, f, g, h)), shr(ldw(t, piece, word + 1), j)))
 
     @p.jit
     def sub(t, i):

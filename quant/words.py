@@ -28,6 +28,9 @@ class Looked(NamedTuple):
     """A quarter of codes that count levels."""
     levels: tuple[int, ...]  # 4, 8 or 16, int8
     word: Callable           # (t, j, q) -> uint32: low nibbles are the codes of the quarter's first word, high ones of its second
+    # (t, j, h, q), where j % 4 < 2 -> uint32: low nibbles are the codes of columns 32j + 16h + 4q .., high ones those of columns
+    # that are 64 behind them; where this is less work
+    blocks: Callable | None = None
 
 
 class Summed(NamedTuple):
@@ -35,11 +38,19 @@ class Summed(NamedTuple):
     words: Callable  # (t, j, q) -> 8 uint32, one a column: four bytes up to 63
 
 
+class Paired(NamedTuple):
+    """A quarter, with columns in pairs of words, of codes of five bits that count pairs of levels."""
+    levels: tuple[tuple[int, int], ...]  # 32, int8
+    quarter: Callable                    # as of `Parts`
+    nibbles: Callable  # (t, j, q), j even -> uint32: low nibbles are those of the codes of block j, high ones of block j + 1
+    fifths: Callable   # the same -> uint32: the codes' fifth bits, in the uppermost bits of their nibbles
+
+
 class Parts(NamedTuple):
     """What a format states of its unpacking; the rest of an `Unpacker` follows. t names the chunk, as the loads understand it."""
     # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first; or what they are
     # made of
-    quarter: Callable | Looked | Summed
+    quarter: Callable | Looked | Summed | Paired
     sub: Callable        # (t, i) -> (isc, imin) int32 of the i-th sub-block (`Format.sub` columns)
     group: Callable      # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
     pairs: bool = False  # the columns of a quarter: 8q..8q+3 and 8q+4..8q+7, else 4q..4q+3 and 16+4q..16+4q+3
@@ -58,7 +69,7 @@ class Unpacker(NamedTuple):
     quarter: Callable
     pairs: bool
     unshifted: Callable                 # a quarter before the shift
-    source: Callable | Looked | Summed  # shift, source: see `Parts`; what a quarter is made of before the shift
+    source: Callable | Looked | Summed | Paired  # shift, source: see `Parts`; what a quarter is made of before the shift
     shift: Callable | None
 
 
@@ -83,6 +94,8 @@ class Primitives(NamedTuple):
     byte: Callable      # (w, i) -> byte i of the word, 0..3
     field: Callable     # (w, s, mask, up) -> (w >> s & mask) << up, s and up in 0..31
     odd_bytes: Callable  # (v, w) -> bytes 1 and 3 of v and of w, in the order v, w, v, w
+    top_bytes: Callable  # (a, b, c, d) -> the highest byte of each, the lowest first
+    distances: Callable  # (w) -> |b - SUMMED| of the bytes b of w, up to 2 SUMMED
     spread: Callable    # (w) -> the low four bits of w, one in each byte
     table: Callable     # (1-d unsigned array) -> device function (t, i) -> entry i as uint32
     # (4, 8 or 16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones, which
@@ -145,10 +158,21 @@ def primitives(jit, **native):
         return u32((u32(v) >> u32(8)) & EVEN | u32(w) & (EVEN << u32(8)))
 
     @jit
+    def top_bytes(a, b, c, d):
+        low, high = u32(a) >> u32(24) | (u32(b) >> u32(24)) << u32(8), (u32(c) >> u32(24)) << u32(16) | u32(d) & u32(0xff000000)
+        return u32(u32(low) | u32(high))
+
+    @jit
+    def distances(w):
+        w = u32(w + u32(128 - SUMMED) * ONES)  # 128 and the difference: where it is negative, 256 - w is as far from 128
+        less = u32((w >> u32(7)) & ONES ^ ONES)
+        return u32(u32(u32(w ^ u32(less * u32(255))) + less) & ~TOPS)
+
+    @jit
     def spread(w):
         return u32(((u32(w) & u32(15)) * u32(0x00204081)) & ONES)  # copies 7 bits apart do not overlap, and put bit k at 8k
 
-    spread = native.get("spread", spread)
+    spread, top_bytes = native.get("spread", spread), native.get("top_bytes", top_bytes)
 
     def table(entries):
         entries = np.ascontiguousarray(entries)
@@ -174,7 +198,8 @@ def primitives(jit, **native):
         return lookup
 
     table, lookup_nibbles = native.get("table", table), native.get("lookup_nibbles", lookup_nibbles)
-    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, field, odd_bytes, spread, table, lookup_nibbles,
+    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, field, odd_bytes, top_bytes, distances, spread, table,
+                          lookup_nibbles,
                           lookup_codes=lambda levels, cubic: _lookup_codes(portable, levels),
                           signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)
@@ -247,20 +272,22 @@ def _signed8(p, levels, parity):
 
 def byte_sums(p):
     """(a, b, c, d) -> uint32 word of the sums of the bytes of each word, which are less than 256."""
-    word, ones = u64(0xffffffff), u64(ONES)
+    word, ones, top_bytes = u64(0xffffffff), u64(ONES), p.top_bytes
 
     @p.jit
     def total(w):
-        return u32(u32(u64(w) * ones & word) >> u32(24))  # the highest byte is the sum of the four
+        return u32(u64(w) * ones & word)  # its highest byte is the sum of the four
 
     @p.jit
     def sums(a, b, c, d):
-        return u32(u32(total(a) | total(b) << u32(8)) | u32(total(c) << u32(16) | total(d) << u32(24)))
+        return top_bytes(total(a), total(b), total(c), total(d))
     return sums
 
 
 def quarter_of(p, source):
-    """`quarter` of a `Looked` or `Summed`."""
+    """`quarter` of a `Looked`, `Summed` or `Paired`."""
+    if isinstance(source, Paired):
+        return source.quarter
     if isinstance(source, Looked):
         lookup, word = p.lookup_nibbles(source.levels), source.word
 
@@ -297,7 +324,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
     its sub-blocks."""
     source, shift, pairs, offset = parts.quarter, parts.shift, parts.pairs, TOPS - u32(zero) * ONES
     assert not shift or (not zero and not (pairs and sub == 16))
-    unshifted = quarter_of(p, source) if isinstance(source, Looked | Summed) else source
+    unshifted = quarter_of(p, source) if isinstance(source, Looked | Summed | Paired) else source
     quarter = shifted(p, unshifted, shift, sub) if shift else unshifted
 
     @p.jit

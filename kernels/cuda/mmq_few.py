@@ -9,7 +9,7 @@ adds them to its total in the order of the chunks, and rounds write two places b
 Weights are on their way before the kernel waits for the one before it in the stream. So blocks that leave room for those of the
 next launch hide its start.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,10 +22,10 @@ from .argmax import LEAST_RANK, best_of_warp, rank
 from .launch import F32, I32, Kernel, N, U32, factory
 from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc,
-                  lds, nothing, st, stage, sts, syncwarp, wait_for_previous)
+                  lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle,
-                           table_words, takes_sums, tile_product)
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, ZEROS, Ending, Slot, factors, gate_and_store, row_there, slot,
+                           swizzle, table_words, takes_sums, tile_product)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
 # Warps of a block at most, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
@@ -56,6 +56,7 @@ def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
 
 class Layout(NamedTuple):
     """Words of shared memory: codebooks, the warps' own, totals [token][row], one or two rounds of sums."""
+    zeros: int       # of a single token: where zeros lie
     warps: int       # where the warps' own words begin
     n_own: int       # of a warp: factors, then slots
     slot: int        # where its slots begin
@@ -71,7 +72,8 @@ def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
         first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), 3 if words <= 3072 else 2
     else:  # so many that eight warps keep the memory busy
         first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
-    return Layout(sum(map(table_words, dict.fromkeys(names))), first + n_slots * words, first, words, n_slots)
+    zeros = sum(map(table_words, dict.fromkeys(names)))
+    return Layout(zeros, zeros + ZEROS * (n_tokens == 1), first + n_slots * words, first, words, n_slots)
 
 
 def sum_words(n: int) -> int:
@@ -344,6 +346,24 @@ def chunk_multiplier(multipliers, slots, n_tokens: int):
 
 
 @device
+def eight_chunks(shared, at, d, stride):
+    """acc and d of eight chunks of a round, whose sums are 33 words a token apart."""
+    return (lds(shared, at), lds(shared, at + stride * 33), lds(shared, at + stride * 66), lds(shared, at + stride * 99),
+            lds(shared, at + stride * 132), lds(shared, at + stride * 165), lds(shared, at + stride * 198),
+            lds(shared, at + stride * 231),
+            lds(shared, d), lds(shared, d + stride * 33), lds(shared, d + stride * 66), lds(shared, d + stride * 99),
+            lds(shared, d + stride * 132), lds(shared, d + stride * 165), lds(shared, d + stride * 198),
+            lds(shared, d + stride * 231))
+
+
+@device
+def add_eight(v, total):
+    for i in range(8):
+        total = fma(as_f32(v[i]), as_f32(v[i + 8]), total)
+    return total
+
+
+@device
 def fold_chunks(shared, totals, sums, side, p, stride, before, n_chunks):
     """The total of (token, row) number p, f32: total = fma(acc, d, total) over the n_chunks chunks of a round in order, from
     that of the `before` chunks of earlier rounds, which its owner has in `totals` f32 [token][row], from +0 without any.
@@ -353,14 +373,14 @@ def fold_chunks(shared, totals, sums, side, p, stride, before, n_chunks):
         total = as_f32(lds(shared, totals + p))
     at = i32(sums + side + p)
     d = i32(sums + side + stride * 32 + (p >> 5))
-    while w + 4 <= n_chunks:  # the loads of four chunks are under way together
-        a0, d0 = lds(shared, at), lds(shared, d)
-        a1, d1 = lds(shared, at + stride * 33), lds(shared, d + stride * 33)
-        a2, d2 = lds(shared, at + stride * 66), lds(shared, d + stride * 66)
-        a3, d3 = lds(shared, at + stride * 99), lds(shared, d + stride * 99)
-        total = fma(as_f32(a1), as_f32(d1), fma(as_f32(a0), as_f32(d0), total))
-        total = fma(as_f32(a3), as_f32(d3), fma(as_f32(a2), as_f32(d2), total))
-        at, d, w = i32(at + stride * 132), i32(d + stride * 132), i32(w + 4)
+    if n_chunks >= 8:  # the loads of eight chunks are under way together, while eight others are added
+        here = eight_chunks(shared, at, d, stride)
+        at, d, w = i32(at + stride * 264), i32(d + stride * 264), i32(8)
+        while w + 8 <= n_chunks:
+            behind = eight_chunks(shared, at, d, stride)
+            total, here = add_eight(here, total), behind
+            at, d, w = i32(at + stride * 264), i32(d + stride * 264), i32(w + 8)
+        total = add_eight(here, total)
     while w < n_chunks:
         total = fma(as_f32(lds(shared, at)), as_f32(lds(shared, d)), total)
         at, d, w = i32(at + stride * 33), i32(d + stride * 33), i32(w + 1)
@@ -382,8 +402,8 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
     multiply_chunk = chunk_multiplier(list(map(multiplier, tile_products, slots_of_kinds)), slots_of_kinds, n_tokens)
     first_place, following_place, inside, tokens, leave = walk.first, walk.following, walk.inside, walk.tokens, walk.leave
     write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
-    first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
-    n_sums, wait = 4 * quads_of(n_tokens), copies_wait_but(slots - 1)
+    zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
+    n_sums, single, wait = 4 * quads_of(n_tokens), n_tokens == 1, copies_wait_but(slots - 1)
     prepare, make = walk.prepare or nothing, make or nothing
 
     @device
@@ -393,8 +413,8 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
         tid, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
         lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
         n_chunks = i32((n_cols + 255) >> 8)
-        scratch = i32(first_warp + warp * own_words)
-        ring = i32(scratch + first_slot)
+        own = i32(first_warp + warp * own_words)
+        ring, scratch = i32(own + first_slot), i32(zeros if single else own)
         # Tokens for which a chunk's sums have places
         stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)
         side_words = i32(per_round * stride * 33)
@@ -412,6 +432,11 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
         write_codebooks(shared, tid, n_threads)
+        if single:
+            p = tid
+            while p < ZEROS:
+                sts(shared, zeros + p, u32(0))
+                p = i32(p + n_threads)
         if made:
             make(act, shared, tid, n_threads, n_cols)
         else:
@@ -427,7 +452,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
                 copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
-        if has_codebooks or made:
+        if has_codebooks or single:
             cuda.syncthreads()  # they are there
         now, side, place = ring, i32(0), first_place(operands, shared)
         while inside(operands, shared, place):
@@ -562,7 +587,12 @@ def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multip
     shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, resident * n_multiprocessors, row_words)
               for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
     fitting = [shape for shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
-    return min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))
+    best = min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))
+    if n_tokens == 1 and 2 * n_tiles > n_multiprocessors:
+        # No room for a second block: where products follow one another, those of the next launch would begin two to a
+        # multiprocessor while others have none (docs/kernels-log.md)
+        best = replace(best, n_bytes=max(best.n_bytes, (shared_limit + RESERVED) // 2 - RESERVED + 16))
+    return best
 
 
 def few_launch(call: Call, kernel: Kernel, args: tuple):

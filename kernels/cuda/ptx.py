@@ -143,9 +143,12 @@ prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte 
                                                                          # its sign eight times where s & 8; s = c >> 4i
 amax2 = _instruction("amax2", "{.reg .b32 m; abs.f16x2 m, $2; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the
                                                                          # larger of a, not negative, and |b|; NaN is above all
+distances4 = _instruction("distances4", "{.reg .b32 z; mov.b32 z, 0; vabsdiff4.u32.u32.u32 $0, $1, $2, z;}", "u", "uu")  # |a - b|
+                                                                         # of four bytes each
 add2 = _instruction("add2", "add.rn.f16x2 $0, $1, $2;", "u", "uu")        # of two float16 each
 fma2 = _instruction("fma2", "fma.rn.f16x2 $0, $1, $2, $3;", "u", "uuu")
 popc = _instruction("popc", "popc.b32 $0, $1;", "r", "r")                # the number of ones
+rotate = _instruction("rotate", "shf.r.wrap.b32 $0, $1, $1, $2;", "u", "ur")  # w by s places to the right, by -s to the left
 shr = _instruction("shr", "shr.u32 $0, $1, $2;", "u", "uu")              # 0 for shifts of 32 and more
 
 

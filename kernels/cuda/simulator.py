@@ -63,6 +63,21 @@ def prmt(a, b, c):
 
 
 @jit
+def distances4(a, b):
+    result = u32(0)
+    for i in range(4):
+        x, y = a >> u32(8 * i) & u32(255), b >> u32(8 * i) & u32(255)
+        result = u32(result | u32(x - y if x > y else y - x) << u32(8 * i))
+    return result
+
+
+@jit
+def rotate(w, s):
+    s = u32(s & i32(31))
+    return u32(w >> s | u32(np.uint64(w) << np.uint64(32) >> np.uint64(s) & np.uint64(0xffffffff)))
+
+
+@jit
 def shr(w, s):
     return u32(w >> s) if s < u32(32) else u32(0)
 
@@ -122,7 +137,8 @@ _MEANING = {
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
     "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "amax2": amax2, "add2": add2, "fma2": fma2, "shr": shr, "popc": popc,
+    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "distances4": distances4, "amax2": amax2, "add2": add2, "fma2": fma2,
+    "rotate": rotate, "shr": shr, "popc": popc,
 }
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
-from ...quant.words import u64
-from .ptx import add2, as_f32, constant, device, f16_to_f32, fma2, i32, ldc, ldc4, lds, lds4, mul, prmt, shr, u32
+from ...quant.words import ONES, SUMMED, u64
+from .ptx import (add2, as_f32, constant, device, distances4, f16_to_f32, fma2, i32, ldc, ldc4, lds, lds4, mul, prmt, rotate, shr,
+                  u32)
 
 
 @device
@@ -65,9 +66,8 @@ def quarter_loads(fmt: Format):
 
 @device
 def field(w, s, mask, up):
-    """`words.Primitives.field`: a shift of a known number of places and the mask."""
-    moved = shr(w, s - up) if s >= up else u32(u32(w) << u32(up - s))
-    return u32(moved & u32(u32(mask) << u32(up)))
+    """`words.Primitives.field`: a rotation, of a number of places that need not be known, and the mask."""
+    return u32(rotate(w, i32(s) - i32(up)) & u32(u32(mask) << u32(up)))
 
 
 def lookup_nibbles(levels):
@@ -157,6 +157,36 @@ def terms(levels) -> Terms:
     return Terms(len(tables), rest, one if len(tables) == 1 else two)
 
 
+class PairTerms(NamedTuple):
+    """Pairs of levels of codes of five bits as sums of four terms and a constant: the quarters of the table, as in `Terms`."""
+    constant: int
+    of_codes: object  # (nibbles, fifths) -> of the first, then of the second levels: for each term two int32 words, of the codes
+                      # in the low half and in the high half
+
+
+def pair_terms(levels) -> PairTerms:
+    """Of 32 pairs of int8 levels. All terms are negative: where a code is another quarter's, a term is -1."""
+    rest = int(np.max(levels)) + 4
+    tables = (np.array(levels) - rest + 3).reshape(4, 8, 2)
+    assert tables.min() >= -128 and tables.max() < 0, levels
+    words_ = np.ascontiguousarray(tables.transpose(2, 0, 1)).astype(np.int8).view(np.uint32)  # [level][quarter][half]
+    eights, loaded = u32(0x88888888), constant(words_[..., 0].reshape(-1).copy())  # as in lookup_nibbles
+
+    def look(k, table):
+        """Both words of term k % 4 of a pair's level k // 4, by its selector."""
+        return device(lambda s: (i32(prmt(loaded(k), table, s)), i32(prmt(loaded(k), table, u32(s >> u32(16))))))
+    first0, first1, first2, first3, second0, second1, second2, second3 = map(look, range(8), words_[..., 1].reshape(-1))
+
+    @device
+    def of_codes(w, v):
+        # Selectors: the uppermost bit of a nibble is set where the code is another quarter's
+        s0, s1 = u32(w | (v & eights)), u32(w ^ (~(w & v) & eights))
+        s2, s3 = u32(w | (~v & eights)), u32(w ^ ((~w | v) & eights))
+        return (first0(s0) + first1(s1) + first2(s2) + first3(s3)
+                + second0(s0) + second1(s1) + second2(s2) + second3(s3))
+    return PairTerms(rest, of_codes)
+
+
 def signed8(table):
     """`words.Primitives.signed8`: an entry is a word of eight nibbles, which are selectors of prmt from the three levels (bits
     0..1) and, where the sign is set in bit 2, from their negatives."""
@@ -191,6 +221,9 @@ def primitives(table=None):
                                 byte=device(lambda w, i: prmt(w, u32(0), u32(i) | u32(0x4440))),
                                 field=field, half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
                                 odd_bytes=device(lambda v, w: prmt(u32(v), u32(w), u32(0x7351))),
+                                top_bytes=device(lambda a, b, c, d: prmt(prmt(a, b, u32(0x73)), prmt(c, d, u32(0x73)),
+                                                                         u32(0x5410))),
+                                distances=device(lambda w: distances4(w, u32(SUMMED) * ONES)),
                                 lookup_nibbles=lookup_nibbles, lookup_codes=lookup_codes, **native)
     return portable._replace(signed8=signed8(portable.table))
 

@@ -10,6 +10,7 @@ from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq_staged import StagedShape, stage_bytes
 from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
+from ggml_py.kernels.cuda.mmq_few import few_shape
 from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, mmvq_shape, mul_mat_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat,
@@ -48,6 +49,15 @@ def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
 def test_mul_mat_shape(type_, n_rows, n_cols, n, expected):
     found = mul_mat_shape(type_, n_rows, n_cols, n, 132, 227 << 10)
     assert found == expected or type(found) is expected
+
+
+@pytest.mark.parametrize("kib", [227, 163, 99])
+def test_blocks_of_one_token_are_alone(kib):
+    """Two never fit a multiprocessor, of which a KiB of each is the driver's, where there are many; few take what they need."""
+    limit = kib << 10
+    many, few = (few_shape(("Q1_0",), n_rows, 14336, 1, 132, limit).n_bytes for n_rows in (4096, 2048))
+    assert few <= many <= limit and 2 * (many + 1024) > limit + 1024
+    assert few < many or kib < 227
 
 
 @pytest.mark.parametrize("type_, n_rows, n, expected", [

@@ -10,10 +10,10 @@ from cuda_simulator import run_in_simulator
 from ggml_py.quant import tile
 from ggml_py.quant.formats import CHUNK, FORMATS
 from ggml_py.quant.fp4 import E2M1_LEVELS
-from ggml_py.quant.ik_quants import (FIVE_BIT_CUBIC, FIVE_BIT_LEVELS, SIX_BIT_CUBIC, SIX_BIT_LEVELS, THREE_BIT_LEVELS,
-                                     TWO_BIT_LEVELS)
+from ggml_py.quant.ik_quants import (FIVE_BIT_CUBIC, FIVE_BIT_LEVELS, PAIR_LEVELS, SIX_BIT_CUBIC, SIX_BIT_LEVELS,
+                                     THREE_BIT_LEVELS, TWO_BIT_LEVELS)
 from ggml_py.quant.legacy import IQ4_LEVELS
-from ggml_py.quant.words import primitives
+from ggml_py.quant.words import ONES, SUMMED, primitives
 
 QUANTIZED = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
 
@@ -81,6 +81,34 @@ def simulate_codes(levels, cubic):
             codes = *others[:k], code, *others[k:]
             for word in lookup(of_bytes(*codes), of_bytes(*codes)):
                 assert np.array([word], np.int32).view(np.int8).tolist() == [levels[i] for i in codes]
+
+
+def simulate_pairs():
+    """Each code of pairs, in each place: terms and a constant are its levels."""
+    from ggml_py.kernels.cuda.weights import pair_terms
+    found = pair_terms(PAIR_LEVELS)
+    for code in range(32):
+        for k in range(8):
+            codes = [(code + 11 * (i - k)) % 32 for i in range(8)]
+            nibbles = of_bytes(*((a & 15) | (b & 15) << 4 for a, b in zip(codes[::2], codes[1::2])))
+            fifths = of_bytes(*(0x37 | (a >> 4) << 3 | (b >> 4) << 7 for a, b in zip(codes[::2], codes[1::2])))
+            words = np.array(found.of_codes(nibbles, fifths), np.int32).view(np.int8).reshape(2, 4, 8)
+            levels = words.sum(axis=1, dtype=int) + found.constant
+            assert levels.T.tolist() == [list(PAIR_LEVELS[i]) for i in codes]
+
+
+def simulate_bytes():
+    """Bytes and fields of words: the device's as the portable ones."""
+    from ggml_py.kernels.cuda.weights import PRIMITIVES
+    portable, rng = primitives(lambda f: f), np.random.default_rng(0)
+    for a, b, c, d in rng.integers(0, 1 << 32, (50, 4), dtype=np.uint32):
+        assert PRIMITIVES.top_bytes(a, b, c, d) == portable.top_bytes(a, b, c, d)
+        for s in range(8):
+            assert PRIMITIVES.field(a, s, ONES, 4) == portable.field(a, s, ONES, 4)
+    for first in range(0, 2 * SUMMED + 1, 4):
+        sums = [min(first + i, 2 * SUMMED) for i in range(4)]
+        for p in portable, PRIMITIVES:
+            assert np.array([p.distances(of_bytes(*sums))]).view(np.uint8).tolist() == [abs(x - SUMMED) for x in sums]
 
 
 def test_constants_are_offsets_of_loads():
