@@ -20,7 +20,8 @@ from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, factory, need
 from .operands import Pairs, addresses, constants_of, gated_of, pairs_of
 from .ptx import (afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld,
-                  ld4, lds, lds4, stage, sts, syncwarp)
+                  ld4, lds, lds2, lds4, shuffle, stage, sts, sts4,
+                  syncwarp, wait_for_previous)
 from .quantize import plane_words
 from .tile_product import (QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle,
                            table_words, tile_product)
@@ -30,12 +31,14 @@ from .tile_product import (QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors,
 class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each
     tile and group. With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in
-    shared memory."""
+    shared memory. teams: so many times as many warps share the chunks of the rows and tokens, each with slots of its own; all
+    else is of one team."""
     row_tiles: int
     groups: int
     quads: int
     warpgroups: bool = False
     slots: int = 2
+    teams: int = 1
 
     @property
     def n_warps(self) -> int:
@@ -59,13 +62,31 @@ class Block:
     def tokens(self) -> int:
         return QUAD * self.groups * self.quads
 
+    @property
+    def n_sums(self) -> int:
+        """Of a lane."""
+        return self.n_rows_lane * self.quads
+
+    @property
+    def n_own(self) -> int:
+        """Of them, those whose totals it has: the teams each have a part, but for the last."""
+        return self.n_sums if self.teams == 1 else 2 * -(-self.n_sums // (2 * self.teams))
+
+    @property
+    def n_threads(self) -> int:
+        """Of all teams."""
+        return 32 * self.n_warps * self.teams
+
     def __str__(self) -> str:
-        return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}"
+        teams = f", {self.teams} teams" if self.teams > 1 else ""
+        return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}{teams}"
 
 
 N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done with it
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
+TEAM_BLOCKS = tuple(Block(2, 1, quads, True, 2, teams)  # of few tokens; as many teams as registers hold
+                    for quads, most in ((4, 4), (8, 3)) for teams in range(1, most + 1))
 
 
 def most_quads(fmt: Format) -> int:
@@ -76,8 +97,8 @@ def most_quads(fmt: Format) -> int:
 
 def is_paced(fmt: Format, block: Block) -> bool:
     """Whether two warpgroups go each at its own pace, by barriers of the slots. With integer scales that is no faster, gate and
-    up are slower."""
-    return block.warpgroups and block.row_tiles > 2 and not form(fmt).integer
+    up are slower. Teams always do."""
+    return block.teams > 1 or (block.warpgroups and block.row_tiles > 2 and not form(fmt).integer)
 
 
 def chunk_slot(fmt: Format, block: Block) -> Slot:
@@ -95,14 +116,38 @@ def scratch_words(fmt: Format, block: Block) -> int:
 
 def first_slot(fmt: Format, block: Block) -> int:
     """Word of shared memory at which the slots begin, behind codebooks and the factors of each warp."""
-    words = table_words(fmt.name) + block.n_warps * scratch_words(fmt, block)
+    words = table_words(fmt.name) + block.teams * block.n_warps * scratch_words(fmt, block)
     return -(-words // wgmma.ATOM_WORDS) * wgmma.ATOM_WORDS if block.warpgroups else words
+
+
+class Exchange(NamedTuple):
+    """Words of shared memory by which teams give each other sums: sums [team][warp][vector][lane][width], the scales of their
+    tokens [team][warp][token], as in a slot, and the barriers of the warps in the same place of all teams: sums are there; all
+    are done with them."""
+    sums: int
+    width: int     # sums that are written together
+    scales: int
+    barriers: int
+    n_words: int   # with all that lies before
+
+
+def exchange(fmt: Format, block: Block) -> Exchange:
+    n_warps = block.teams * block.n_warps
+    sums = first_slot(fmt, block) + block.teams * block.slots * chunk_slot(fmt, block).n_words
+    scales = sums + n_warps * 32 * block.n_sums
+    barriers = scales + n_warps * block.tokens
+    return Exchange(sums, 2 if block.n_own % 4 else 4, scales, barriers,
+                    barriers + block.n_warps * N_BARRIERS * mbarrier.WORDS)
+
+
+def n_words(fmt: Format, block: Block) -> int:
+    at = exchange(fmt, block)
+    return at.n_words if block.teams > 1 else at.sums
 
 
 def shared_bytes(names: tuple[str, ...], block: Block) -> int:
     """Of one matrix after the other."""
-    fmts = [format_of(name) for name in names]
-    return 4 * max(first_slot(fmt, block) + block.slots * chunk_slot(fmt, block).n_words for fmt in fmts)
+    return 4 * max(n_words(format_of(name), block) for name in names)
 
 
 @lru_cache(None)
@@ -123,6 +168,13 @@ def hopper_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...
     """The blocks of warpgroups that shared memory holds, if they pay for all the formats."""
     fitting = tuple(block for block in HOPPER_BLOCKS if shared_bytes(names, block) <= shared_limit)
     return fitting if all(warpgroups_pay(format_of(name)) for name in names) else ()
+
+
+@lru_cache(None)
+def team_blocks(name: str, shared_limit: int) -> tuple[Block, ...]:
+    """The blocks for few tokens of one matrix."""
+    return tuple(block for block in TEAM_BLOCKS if shared_bytes((name,), block) <= shared_limit
+                 and warpgroups_pay(format_of(name)))
 
 
 class Sources(NamedTuple):
@@ -346,20 +398,20 @@ def barrier_places(fmt: Format, block: Block) -> tuple[int, int]:
 
 
 def slot_barriers(fmt: Format, block: Block):
-    """(begin_barriers, end_barriers), (tid, shared): a thread for each slot makes its barriers, or ends them. A barrier of the
-    block goes between."""
-    (there, done), first, slot_words = barrier_places(fmt, block), first_slot(fmt, block), chunk_slot(fmt, block).n_words
+    """(begin_barriers, end_barriers), (tid, shared, first): a thread for each slot from word `first` on makes its barriers, or
+    ends them. A barrier of the block goes between."""
+    (there, done), slot_words = barrier_places(fmt, block), chunk_slot(fmt, block).n_words
     slots, n_threads, n_warps = block.slots, 32 * block.n_warps, block.n_warps
 
     @device
-    def begin_barriers(tid, shared):
+    def begin_barriers(tid, shared, first):
         slot = i32(first + tid * slot_words)
         if tid < slots:
             mbarrier.begin(shared, slot + there, n_threads)
             mbarrier.begin(shared, slot + done, n_warps)
 
     @device
-    def end_barriers(tid, shared):
+    def end_barriers(tid, shared, first):
         slot = i32(first + tid * slot_words)
         if tid < slots:
             mbarrier.end(shared, slot + there)
@@ -368,9 +420,11 @@ def slot_barriers(fmt: Format, block: Block):
 
 
 def slot_filler(fmt: Format, block: Block, part: Part):
-    """(find, fill). fill: (tid, shared, to, turn, chunk, operands, found): the block starts the copies of a chunk, if there is
-    one, to a slot that it fills for the turn-th time, by its parity. At its own pace a warpgroup waits here until all are done
-    with what the slot held; else a barrier of the block came before. find: as of `token_copier`."""
+    """(find, fill, fill_tile, fill_tokens). fill: (tid, shared, to, turn, chunk, operands, found): the block starts the copies of
+    a chunk, if there is one, to a slot that it fills for the turn-th time, by its parity. At its own pace a warpgroup waits here
+    until all are done with what the slot held; else a barrier of the block came before. fill_tile, fill_tokens: (tid, shared, to,
+    chunk, operands, found), of warpgroups: first the weights, later the rest of a slot that nothing was in. find: as of
+    `token_copier`."""
     (find, copy_tokens), copy_tile = token_copier(fmt, block, part), tile_copier(fmt, block, part)
     warpgroups, paced, (there, done) = block.warpgroups, is_paced(fmt, block), barrier_places(fmt, block)
 
@@ -394,7 +448,21 @@ def slot_filler(fmt: Format, block: Block, part: Part):
                 mbarrier.arrive_behind_copies(shared, to + there)
         if not paced:
             copies_commit()
-    return find, fill
+
+    @device
+    def fill_tile(tid, shared, to, chunk, operands, found):
+        if chunk < operands.n_chunks:
+            copy_tile(i32(tid & 31), i32(tid >> 5), shared, to, operands, chunk)
+
+    @device
+    def fill_tokens(tid, shared, to, chunk, operands, found):
+        if chunk < operands.n_chunks:
+            copy_tokens(tid, i32(tid >> 5), shared, to, operands.act, chunk, found)
+            if paced:
+                mbarrier.arrive_behind_copies(shared, to + there)
+        if not paced:
+            copies_commit()
+    return find, fill, fill_tile, fill_tokens
 
 
 def warp_placer(block: Block):
@@ -408,20 +476,22 @@ def warp_placer(block: Block):
 
 
 def chunk_folder(fmt: Format, block: Block, multiply):
-    """(lane, warp, shared, now, total, acc, d, e): multiplies a warp's rows and tokens in the slot and adds them up: total =
-    fma(acc, d of the token, total). multiply: of `TileProduct`; d, e: int32 arrays in registers, of a warpgroup's products."""
+    """(lane, warp, team, shared, now, total, acc, d, e): multiplies a warp's rows and tokens in the slot and adds them up: total
+    = fma(acc, d of the token, total). Teams leave that to `exchanger`. multiply: of `TileProduct`; d, e: int32 arrays in
+    registers, of a warpgroup's products."""
     act_at, d_at, limbs_at, _, tiles_at = chunk_slot(fmt, block)
     warpgroups, quads, n_rows_lane, place_of = block.warpgroups, block.quads, block.n_rows_lane, warp_placer(block)
     tile_words, own_words, first_warp = tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(fmt.name)
+    alone, n_warps = block.teams == 1, block.n_warps
 
     @stage
-    def fold_chunk(lane, warp, shared, now, total, acc, d, e):
+    def fold_chunk(lane, warp, team, shared, now, total, acc, d, e):
         tile, half, group = place_of(warp)
-        first_quad, scratch = i32(group * quads), i32(first_warp + warp * own_words)
+        first_quad, scratch = i32(group * quads), i32(first_warp + (team * n_warps + warp) * own_words)
         tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
         if warpgroups:
             multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e)
-            for i in range(quads // 4):
+            for i in range(quads // 4 if alone else 0):
                 d0, d1, d2, d3 = lds4(shared, now + d_at + (lane & 3) * quads + 4 * i)
                 for k in range(n_rows_lane):
                     o = 4 * n_rows_lane * i + k
@@ -439,17 +509,112 @@ def chunk_folder(fmt: Format, block: Block, multiply):
     return fold_chunk
 
 
+class Exchanger(NamedTuple):
+    """Device functions by which a warp of a team and those in its place in the other teams give each other sums, by turns. turn:
+    the number of it, from 0."""
+    begin: object  # (tid, team, shared): makes the barriers. A barrier of the block goes between it and all else,
+    end: object    # and between all else and this, which ends them
+    send: object   # (tid, team, shared, now, turn, acc): a lane's acc of the chunk in the slot, and the scales of its tokens,
+                   # when all are done with those of the turn before
+    skip: object   # (tid, team, shared, turn): in the place of `send`, where there is no chunk
+    fold: object   # (tid, team, shared, turn, n, total): total = fma(acc, d, total) over the chunks of the first n teams, which
+                   # are in their order, when they are there; total: the lane's own, which are sums team * n_own .. of all
+
+
+def exchanger(fmt: Format, block: Block) -> Exchanger:
+    (sums, width, scales, barriers, _), d_at = exchange(fmt, block), chunk_slot(fmt, block).d
+    teams, n_warps, n_own, n_sums, quads, tokens = (block.teams, block.n_warps, block.n_own, block.n_sums, block.quads,
+                                                    block.tokens)
+    n_vectors, n_rounds, barrier_words = n_sums // width, -(-tokens // 32), N_BARRIERS * mbarrier.WORDS
+
+    @device
+    def there(warp):
+        return i32(barriers + warp * barrier_words)
+
+    @device
+    def done(warp):
+        return i32(barriers + warp * barrier_words + mbarrier.WORDS)
+
+    @device
+    def begin(tid, team, shared):
+        if team == 0 and tid & 31 == 0:
+            mbarrier.begin(shared, there(tid >> 5), teams)
+            mbarrier.begin(shared, done(tid >> 5), teams)
+
+    @device
+    def end(tid, team, shared):
+        if team == 0 and tid & 31 == 0:
+            mbarrier.end(shared, there(tid >> 5))
+            mbarrier.end(shared, done(tid >> 5))
+
+    @device
+    def await_others(tid, shared, turn):
+        if turn > 0:
+            mbarrier.wait(shared, done(tid >> 5), i32((turn - 1) & 1))
+
+    @device
+    def arrive(tid, shared, barrier):
+        syncwarp()  # all lanes have written, or read
+        if tid & 31 == 0:
+            mbarrier.arrive(shared, barrier)
+
+    @device
+    def skip(tid, team, shared, turn):
+        await_others(tid, shared, turn)
+        arrive(tid, shared, there(tid >> 5))
+
+    @stage
+    def send(tid, team, shared, now, turn, acc):
+        lane, warp = i32(tid & 31), i32(tid >> 5)
+        await_others(tid, shared, turn)
+        place = i32(team * n_warps + warp)
+        at = i32(sums + place * (32 * n_sums) + lane * width)
+        for v in range(n_vectors):
+            o = v * width
+            if width == 4:
+                sts4(shared, at + v * 128, as_u32(acc[o]), as_u32(acc[o + 1]), as_u32(acc[o + 2]), as_u32(acc[o + 3]))
+            else:
+                sts(shared, at + v * 64, as_u32(acc[o]))
+                sts(shared, at + v * 64 + 1, as_u32(acc[o + 1]))
+        for i in range(n_rounds):
+            if lane + 32 * i < tokens:
+                sts(shared, scales + place * tokens + lane + 32 * i, lds(shared, now + d_at + lane + 32 * i))
+        arrive(tid, shared, there(warp))
+
+    @stage
+    def fold(tid, team, shared, turn, n, total):
+        lane, warp = i32(tid & 31), i32(tid >> 5)
+        mbarrier.wait(shared, there(warp), i32(turn & 1))
+        at = i32(sums + warp * (32 * n_sums) + team * (32 * n_own) + lane * width)
+        d_of = i32(scales + warp * tokens + (lane & 3) * quads + team * (n_own // 2))
+        for source in range(teams):
+            if source < n:
+                for v in range(n_own // width):
+                    o = v * width
+                    if width == 4:
+                        (a, b, c, e), (d0, d1) = lds4(shared, at + v * 128), lds2(shared, d_of + 2 * v)
+                        total[o], total[o + 1] = fma(as_f32(a), as_f32(d0), total[o]), fma(as_f32(b), as_f32(d0), total[o + 1])
+                        total[o + 2], total[o + 3] = (fma(as_f32(c), as_f32(d1), total[o + 2]),
+                                                      fma(as_f32(e), as_f32(d1), total[o + 3]))
+                    else:
+                        (a, b), d0 = lds2(shared, at + v * 64), lds(shared, d_of + v)
+                        total[o], total[o + 1] = fma(as_f32(a), as_f32(d0), total[o]), fma(as_f32(b), as_f32(d0), total[o + 1])
+                at, d_of = i32(at + n_warps * 32 * n_sums), i32(d_of + n_warps * tokens)
+        arrive(tid, shared, done(warp))
+    return Exchanger(begin, end, send, skip, fold)
+
+
 TURN = 8  # sums of a lane that are finished together, so that the loads of what waits for them are under way together
 
 
 def totals_writer(block: Block, ending: Ending, part: Part):
-    """(tid, shared, now, total, out, n_rows, n_out, last, bias, other_bias): what becomes of a lane's totals, by `ending`: out
-    f32 [n_out, n_rows]. They go through a slot that is free, `now`, each warp through words of its own, so that what becomes of
-    them is a loop, with registers for few."""
+    """(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias): what becomes of a lane's totals, by
+    `ending`: out f32 [n_out, n_rows]; first_sum: which of all the sums of a lane the first of them is. They go through a slot
+    that is free, `now`, each warp through words of its own, so that what becomes of them is a loop, with registers for few."""
     (waiting_at, finish), place_of, rows, quads = ending, warp_placer(block), block.rows, block.quads
     row_block, matrix, targets_from, target_of = part.row_block, part.matrix, part.targets, part.target
-    n_rows_lane, n_sums = block.n_rows_lane, block.n_rows_lane * quads
-    log_rows = n_rows_lane.bit_length() - 1
+    n_rows_lane, n_sums, n_all = block.n_rows_lane, block.n_own, block.n_sums
+    log_rows, together = n_rows_lane.bit_length() - 1, min(TURN, n_sums)
 
     @device
     def target_at(shared, o, first_row, first_token):
@@ -457,7 +622,7 @@ def totals_writer(block: Block, ending: Ending, part: Part):
         return i32(first_row + 8 * (o & (n_rows_lane - 1))), target_of(shared, i32(first_token + (o >> log_rows) * 4))
 
     @stage
-    def store_totals(tid, shared, now, total, out, n_rows, n_out, last, bias, other_bias):
+    def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         tile, half, group = place_of(warp)
         kept = i32(now + warp * n_sums * 32 + lane)
@@ -465,20 +630,20 @@ def totals_writer(block: Block, ending: Ending, part: Part):
             sts(shared, kept + 32 * o, as_u32(total[o]))
         first_row = i32(row_block(shared) * rows + tile * 32 + half * 16 + (lane >> 2))
         first_token = i32(targets_from(shared) + group * quads * 4 + (lane & 3))
-        o, end, waiting = i32(0), afresh(n_sums), cuda.local.array(TURN, f32)
+        o, end, waiting = i32(0), afresh(n_sums), cuda.local.array(together, f32)
         while o < end:
-            for j in range(TURN):
-                row, token = target_at(shared, i32(o + j), first_row, first_token)
+            for j in range(together):
+                row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
                 waiting[j] = f32(0)
-                if row < n_rows and token < n_out:
+                if row < n_rows and token < n_out and first_sum + o + j < n_all:
                     waiting[j] = waiting_at(out, i64(token) * n_rows + row, last)
-            for j in range(TURN):
-                row, token = target_at(shared, i32(o + j), first_row, first_token)
-                if row < n_rows and token < n_out:
+            for j in range(together):
+                row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
+                if row < n_rows and token < n_out and first_sum + o + j < n_all:
                     total_of = as_f32(lds(shared, kept + 32 * (o + j)))
                     finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows), row, n_rows, total_of, waiting[j], last,
                            bias, other_bias)
-            o = i32(o + TURN)
+            o = i32(o + together)
     return store_totals
 
 
@@ -487,43 +652,62 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     last: of the last matrix."""
     fmt, warpgroups, slots, paced = format_of(name), block.warpgroups, block.slots, is_paced(format_of(name), block)
     multiply, n_entries, entry = (group_product.group_product if warpgroups else tile_product)(name, block.quads)
-    (find, fill), fold_chunk = slot_filler(fmt, block, part), chunk_folder(fmt, block, multiply)
+    (find, fill, fill_tile, fill_tokens), fold_chunk = slot_filler(fmt, block, part), chunk_folder(fmt, block, multiply)
     store_totals = totals_writer(block, ending, part)
     (begin_barriers, end_barriers), (there, done) = slot_barriers(fmt, block), barrier_places(fmt, block)
     n_offsets, n_scales, n_limbs, n_places = sources(fmt, block)
-    first, slot_words, n_threads = first_slot(fmt, block), chunk_slot(fmt, block).n_words, 32 * block.n_warps
-    n_own, n_sums, n_products = n_scales + n_limbs, block.n_rows_lane * block.quads, 4 * block.quads
-    last_slot, wait = first + (slots - 1) * slot_words, copies_wait_but(slots - 2)
+    all_slots, slot_words, n_threads = first_slot(fmt, block), chunk_slot(fmt, block).n_words, block.n_threads
+    n_found, n_sums, n_own, n_products = n_scales + n_limbs, block.n_sums, block.n_own, 4 * block.quads
+    teams, (begin_exchange, end_exchange, send, skip, fold) = block.teams, exchanger(fmt, block)
+    early = warpgroups and part.n_tokens is None  # weights are on their way before the kernel before has ended
+    ring_words, team_threads = slots * slot_words, 32 * block.n_warps
+    wait = copies_wait_but(slots - 2)
 
     @device
-    def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):
+    def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):  # noqa: PLR0915 (a kernel: its steps in order)
         shared = cuda.shared.array(0, types.uint32)
-        total, acc = cuda.local.array(n_sums, f32), cuda.local.array(n_sums, f32)
-        tid, n_chunks = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8)
+        total, acc = cuda.local.array(n_own, f32), cuda.local.array(n_sums, f32)
+        tid, n_chunks, team, turn_of = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8), i32(0), i32(0)
         if n_entries:
             p = tid
             while p < n_entries:
                 sts(shared, p, entry(p))
                 p = i32(p + n_threads)
-        for o in range(n_sums):
+        for o in range(n_own):
             total[o] = f32(0)
         d, e = cuda.local.array(n_products, i32), cuda.local.array(n_products, i32)
         if warpgroups:
             for o in range(n_products):
                 d[o], e[o] = i32(0), i32(0)
         operands = Operands(words, act, n_rows, n_chunks, n)
-        found = Found(cuda.local.array(n_places, i32), cuda.local.array(n_offsets, i32), cuda.local.array(n_own, i32))
+        found = Found(cuda.local.array(n_places, i32), cuda.local.array(n_offsets, i32), cuda.local.array(n_found, i32))
+        if teams > 1:
+            team = shuffle(i32(tid // team_threads), i32(0))  # known to be the same for all lanes
+            tid = i32(tid - team * team_threads)
+        first = i32(all_slots + team * ring_words)
+        last_slot = i32(first + (slots - 1) * slot_words)
         if warpgroups:
             find(tid, shared, n_chunks, n, found)
-        chunk, copied, now, free, turn, free_turn = i32(0), i32(0), i32(first), i32(first), i32(0), i32(0)
+        chunk, copied, now, free, turn, free_turn = team, team, first, first, i32(0), i32(0)
+        if teams > 1:
+            begin_exchange(tid, team, shared)
         if paced:
-            begin_barriers(tid, shared)
+            begin_barriers(tid, shared, first)
             cuda.syncthreads()
-        while copied < slots - 1:  # the copies run ahead by so many chunks
-            fill(tid, shared, free, free_turn, copied, operands, found)
-            copied, free = i32(copied + 1), i32(free + slot_words)
+        if early:
+            while copied < (slots - 1) * teams:  # the copies run ahead by so many chunks
+                fill_tile(tid, shared, free, copied, operands, found)
+                copied, free = i32(copied + teams), i32(free + slot_words)
+            wait_for_previous()
+            copied, free = team, first
+        while copied < (slots - 1) * teams:
+            if early:
+                fill_tokens(tid, shared, free, copied, operands, found)
+            else:
+                fill(tid, shared, free, free_turn, copied, operands, found)
+            copied, free = i32(copied + teams), i32(free + slot_words)
         # These warps fill slots behind their products, so that two warps of a scheduler are not at the same work
-        later = warpgroups and tid >= 128
+        later = (team & 1 == 1) if teams > 1 else warpgroups and tid >= 128
         while chunk < n_chunks:
             if paced:
                 mbarrier.wait(shared, now + there, turn)
@@ -535,26 +719,40 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                 cuda.syncthreads()  # the chunk is there; all are done with the one before, whose slot is filled anew
             if not later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
+            if teams > 1 and turn_of > 0:
+                fold(tid, team, shared, turn_of - 1, teams, total)
             if not warpgroups:
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
-            fold_chunk(lane, warp, shared, now, total, acc, d, e)
+            fold_chunk(lane, warp, team, shared, now, total, acc, d, e)
+            if teams > 1:
+                send(tid, team, shared, now, turn_of, acc)
             if paced:
                 syncwarp()
                 if lane == 0:
                     mbarrier.arrive(shared, now + done)
+            turn_of = i32(turn_of + 1)
             if later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
             if free == last_slot:
                 free_turn = i32(free_turn ^ 1)
             if now == last_slot:
                 turn = i32(turn ^ 1)
-            copied, free = i32(copied + 1), i32(free + slot_words if free < last_slot else first)
-            chunk, now = i32(chunk + 1), i32(now + slot_words if now < last_slot else first)
-        store_totals(tid, shared, now, total, out, n_rows, n_out, last, bias, other_bias)
+            copied, free = i32(copied + teams), i32(free + slot_words if free < last_slot else first)
+            chunk, now = i32(chunk + teams), i32(now + slot_words if now < last_slot else first)
+        if teams > 1:
+            n_turns = i32((n_chunks + (teams - 1)) // teams)
+            if turn_of < n_turns:  # there are no chunks for all in the last turn, and none for this team
+                if turn_of > 0:
+                    fold(tid, team, shared, turn_of - 1, teams, total)
+                skip(tid, team, shared, turn_of)
+            fold(tid, team, shared, n_turns - 1, i32(n_chunks - (n_turns - 1) * teams), total)
+        store_totals(tid, shared, now, total, team * n_own, out, n_rows, n_out, last, bias, other_bias)
         if paced:
             cuda.syncthreads()  # none waits any more
-            end_barriers(tid, shared)
+            end_barriers(tid, shared, first)
+            if teams > 1:
+                end_exchange(tid, team, shared)
     return run
 
 
@@ -585,9 +783,12 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
 # Blocks that every GPU can hold: they are the first and the last cases, which tests compile for every compute capability
 SMALL_TESTED = [(name, *astuple(block)) for name, block in zip(("Q4_0", "Q5_1", "Q4_K"), BLOCKS[2:])]
 QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
+TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED if warpgroups_pay(fmt)
+                for block in (Block(2, 1, 4, True, 2, 4), Block(2, 1, 8, True, 2, 3))]
+TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in TEAM_BLOCKS]
 
 
-@factory(SMALL_TESTED[:1]
+@factory(SMALL_TESTED[:1] + TEAMS_TESTED
          + [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (Block(4, 2, most_quads(fmt)), HOPPER_BLOCKS[0])]
          + SMALL_TESTED[1:])
 def mmq_kernel(name, *block):
@@ -596,7 +797,8 @@ def mmq_kernel(name, *block):
 
     def kernel(words, act, out, n_rows, n_cols, n):  # block: rows from blockIdx.x * rows, tokens from blockIdx.y * tokens
         run(words, out, out, act, out, True, n_rows, n_cols, n, n)
-    return Kernel(kernel, (U32, U32, F32, N, N, N), 32 * block.n_warps, arch=HOPPER if block.warpgroups else None)
+    return Kernel(kernel, (U32, U32, F32, N, N, N), block.n_threads, resident(block) if block in TEAM_BLOCKS else 1,
+                  HOPPER if block.warpgroups else None)
 
 
 @factory([("relu", "IQ4_XS", "Q5_0", False, *astuple(BLOCKS[2])), ("silu", "Q8_0", "Q8_0", False, *astuple(BLOCKS[0])),
@@ -616,7 +818,8 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 
 def resident(block: Block) -> int:
     """Blocks of a multiprocessor whose registers it holds: 255 a thread, less for few tokens of warpgroups."""
-    return {4: 4, 8: 3}.get(block.quads, 2) * 4 // block.n_warps if block.warpgroups else max(1, 8 // block.n_warps)
+    n_warps = block.n_warps * block.teams
+    return {4: 4, 8: 3}.get(block.quads, 2) * 4 // n_warps if block.warpgroups else max(1, 8 // n_warps)
 
 
 def grouped_bytes(names: tuple[str, ...], block: Block) -> int:
@@ -694,7 +897,7 @@ def mmq(call: Call):
     """out = w x, as of `mul_mat`, w quantized. plan: `Block`."""
     names, block, sizes = (call.w.dtype,), call.plan, (*call.w.shape, call.x.shape[0])
     kernel, args = mmq_kernel(*names, *astuple(block)), (*addresses(call.w, call.x, call.out), *sizes)
-    return call.device.launch(kernel, launch_grid(block, *sizes), 32 * block.n_warps, args, shared_bytes(names, block))
+    return call.device.launch(kernel, launch_grid(block, *sizes), block.n_threads, args, shared_bytes(names, block))
 
 
 def mmq_glu(call: Call):

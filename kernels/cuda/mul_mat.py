@@ -1,17 +1,20 @@
 """out = W x: which kernel, in which shape (docs/numerics.md, sections 3 and 4). The choice moves work and changes no sum."""
 from functools import lru_cache
 
-from ...quant.formats import format_of
+from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call, Operand
 from .launch import need
-from .mmq import Block, block_shape, hopper_blocks, mmq
-from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
+from .mmq import TEAM_BLOCKS, Block, block_shape, hopper_blocks, mmq, resident, shared_bytes, team_blocks
+from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, RESERVED, FewShape, few_shape, mmq_few
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
-# us of a chunk of Q4_K: a row tile with 16 tokens in mmq_few; a block of warpgroups by its row tiles
-FEW_US, WARPGROUPS_US = 0.6, {4: 2.6, 2: 1.7}
+# us of a chunk of Q4_K (docs/kernels-log.md): a row tile with 16 tokens in mmq_few; of warpgroups, by their quads, of the only
+# one of a multiprocessor, and of each further one
+FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.45), 8: (1.5, 0.55), 16: (1.75, 0.85)}
+FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
+START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 KERNELS = {Block: mmq, FewShape: mmq_few, MMVQShape: mmvq, StagedShape: mmvq_staged}  # by their plans
 
@@ -21,13 +24,25 @@ def fills(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> bool:
     return 4 * -(-n_rows // block.rows) * -(-n // block.tokens) >= 3 * n_multiprocessors and 2 * n > block.tokens
 
 
-def block_us(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> float:
-    """What a chunk of all tokens takes in blocks of warpgroups, one on each multiprocessor at a time."""
-    return WARPGROUPS_US[block.row_tiles] * -(-(-(-n_rows // block.rows) * -(-n // block.tokens)) // n_multiprocessors)
+def n_resident(names: tuple[str, ...], block: Block, shared_limit: int) -> int:
+    """Blocks of warpgroups that a multiprocessor holds."""
+    by_memory = (shared_limit + RESERVED) // (shared_bytes(names, block) + RESERVED)
+    return min(resident(block), by_memory) if block in TEAM_BLOCKS else 1
+
+
+def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
+             shared_limit: int) -> float:
+    """What a matrix takes in blocks of warpgroups."""
+    n_blocks, held = -(-n_rows // block.rows) * -(-n // block.tokens), n_resident(names, block, shared_limit)
+    together = min(held, -(-n_blocks // n_multiprocessors)) * block.n_warps * block.teams // 4
+    first_us, further_us = WARPGROUP_US[block.quads]
+    n_chunks = -(-n_cols // CHUNK)
+    n_turns = -(-n_blocks // (held * n_multiprocessors)) * -(-n_chunks // block.teams)
+    return START_US + n_turns * (first_us + further_us * (together - 1))
 
 
 @lru_cache(None)
-def many_shape(names: tuple[str, ...], n_rows: int, n: int, n_multiprocessors: int, shared_limit: int,
+def many_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
                warpgroups: bool) -> Block | None:
     """The block of mmq where it is faster than mmq_few. names: formats of the matrices;
     warpgroups: whether the device has them."""
@@ -35,15 +50,18 @@ def many_shape(names: tuple[str, ...], n_rows: int, n: int, n_multiprocessors: i
     if not blocks:
         block = block_shape(names, shared_limit)
         return block if fills(block, n_rows, n, n_multiprocessors) else None
-    few_us = FEW_US * -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW) / n_multiprocessors
-    block = min(blocks, key=lambda block: block_us(block, n_rows, n, n_multiprocessors))
-    return block if n > MOST_TOKENS_FEW and block_us(block, n_rows, n, n_multiprocessors) < few_us else None
+    if len(names) == 1:
+        blocks += team_blocks(names[0], shared_limit)
+    us = {block: block_us(names, block, n_rows, n_cols, n, n_multiprocessors, shared_limit) for block in blocks}
+    few_us = START_US + FEW_US * -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW) * -(-n_cols // CHUNK) / n_multiprocessors
+    block = min(us, key=us.get)
+    return block if n > FEWEST_OF_WARPGROUPS and us[block] < few_us else None
 
 
 def quantized_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
                     warpgroups: bool = False) -> FewShape | Block:
     """mmq for many tokens, else mmq_few, for one matrix or two of the same sizes. names: their formats."""
-    return (many_shape(names, n_rows, n, n_multiprocessors, shared_limit, warpgroups)
+    return (many_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit, warpgroups)
             or few_shape(names, n_rows, n_cols, n, n_multiprocessors, shared_limit))
 
 

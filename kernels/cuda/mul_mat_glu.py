@@ -8,12 +8,12 @@ from .glu import geglu, reglu
 from .launch import F32, Kernel, Launches, N, factory, need
 from .mmq import Block, mmq_glu
 from .mmq_few import FewShape, mmq_few_glu
-from .mul_mat import check_sizes, limits, product, quantized_shape
+from .mul_mat import check_sizes, limits, mul_mat_shape, product, quantized_shape
 from .operands import addresses, gated_of, is_quantized
 from .ptx import add, i64, ld, st
 
 UNITS = {"silu": swiglu, "gelu": geglu, "relu": reglu}
-FEWEST_APART = 33  # tokens; with 40 both ways take as long, fewer were not timed
+FEWEST_APART = 9  # tokens
 
 
 @factory([(act,) for act in GLU])
@@ -51,8 +51,10 @@ def scratch(call: Call) -> tuple[str, tuple[int, int]] | None:
 def declines(call: Call) -> bool:
     """Whether gate, up and `swiglu_act` as three launches take less than mul_mat_glu and `quantize`: where warpgroups multiply,
     whose registers the totals of two matrices do not fit into (docs/kernels-log.md), and no biases are to be added."""
-    warpgroups = isinstance(call.plan, Block) and call.plan.warpgroups
-    return warpgroups and call.act == "silu" and call.gate_bias is None and call.x.shape[0] >= FEWEST_APART
+    if call.plan is None or call.act != "silu" or call.gate_bias is not None or call.x.shape[0] < FEWEST_APART:
+        return False
+    shapes = [mul_mat_shape(w.dtype, *w.shape, call.x.shape[0], *limits(call.device)) for w in (call.gate, call.up)]
+    return all(isinstance(shape, Block) and shape.warpgroups for shape in shapes)
 
 
 def mul_mat_glu(call: Call):

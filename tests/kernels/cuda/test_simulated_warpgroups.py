@@ -45,6 +45,17 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
     check_mul_mat(machine, name, n_rows, n_cols, n, TWO_WARPGROUPS)
 
 
+@pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
+    ("Q4_K", 31, 1024, 9, Block(1, 1, 16, True, 2, 2)),   # each team half of the chunks
+    ("Q8_0", 31, 544, 3, Block(1, 1, 4, True, 2, 4)),     # the last team has none
+    ("Q6_K", 33, 2304, 5, Block(2, 1, 4, True, 2, 4)),    # one chunk in the last turn
+    ("Q4_0", 31, 1408, 9, Block(1, 1, 8, True, 3, 3)),    # parts of the sums that are not equal
+    ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 2, 2))])
+def simulate_teams(machine, name, n_rows, n_cols, n, block):
+    """Teams give each other the sums of their chunks."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, block)
+
+
 def simulate_glu_slots(machine):
     """Barriers of one matrix end before those of the next begin."""
     check_mul_mat_glu(machine, "silu", ("Q8_0", "Q4_K"), 33, 512, 2, False, TWO_WARPGROUPS)
