@@ -24,7 +24,8 @@ from ..quant.formats import CHUNK, FORMATS, format_of
 
 ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64  # of activations that are tried
 N_BYTES, N_COLUMNS = 64 << 20, 4096              # of the matrix: more than caches hold, about
-N_RUNS = 3                                       # of which the fastest counts
+N_RUNS = 10                                      # of which the fastest counts: the first ones wait for threads to wake
+N_TIMES = 3                                      # that the CPU must be slower: it may have been somebody else's for a while
 
 
 def with_measured_rows(placement: Placement, backends: Mapping[str, Backend], weights: Collection[Tensor]) -> Placement:
@@ -69,7 +70,7 @@ def rows_that_pay(dtype: str, host: Backend, device: Backend) -> int:
 
 def first_slower(seconds_of: Callable[[int], float], limit: float) -> int:
     """seconds_of: rows -> seconds that the CPU takes for them."""
-    return next((n for n in ROWS if seconds_of(n) >= limit), ROWS[-1])
+    return next((n for n in ROWS if all(seconds_of(n) >= limit for _ in range(N_TIMES))), ROWS[-1])
 
 
 def computing(dtype: str, weights: np.ndarray, n_rows: int) -> Callable[[int], float]:
