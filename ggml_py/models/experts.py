@@ -117,7 +117,7 @@ class MixtureOfExperts(Transformer):
         """Of the chosen experts, f32 [n used, n_embd]; those that have copies on the layer's device are computed there. h: a row
         for each token, or for each of its experts."""
         hot = self.hot
-        if hot is None or il not in hot.layers:
+        if hot is None or il not in hot.layers or not ids.shape[0]:  # nobody reads the last layer where no logits are wanted
             return self.blocks(b, il, h, Chosen(ids))
         here, there = hot.split(b.g, il, ids)
         if not hot.takes(*ids.shape):

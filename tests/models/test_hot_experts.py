@@ -109,3 +109,11 @@ def test_what_cannot_be(path, options, message):
 def test_nodes_of_hot_experts_have_no_other_device(path):
     with loaded(path, 0.5) as model, pytest.raises(ParameterError, match="^device_of: hot experts are computed where their"):
         model.new_context(n_ctx=8, device_of=lambda node: "cpu")
+
+
+def test_where_no_logits_are_wanted_nothing_of_no_rows_runs(path):
+    """The last layer's experts have no tokens then, and a GPU has no kernels for none."""
+    with loaded(path, 0.4) as model, model.new_context(n_ctx=64) as context:
+        context.decode([5, 6], logits="none")
+        nodes = [node for run in context.program(2, 0).runs for node in run.nodes]
+        assert nodes and all(result.shape[0] for node in nodes for result in node.results)
