@@ -92,7 +92,7 @@ def glu_call(type_, n, act="silu", biased=False, warpgroups=True):
 
 
 @pytest.mark.parametrize("options, declined", [
-    ({"n": 33}, True), ({"n": 32}, False), ({"n": 512}, True), ({"n": 512, "act": "gelu"}, False),
+    ({"n": 9}, True), ({"n": 8}, False), ({"n": 512}, True), ({"n": 512, "act": "gelu"}, False),
     ({"n": 512, "biased": True}, False), ({"n": 512, "warpgroups": False}, False), ({"n": 512, "type_": "F16"}, False)], ids=str)
 def test_glu_is_declined_where_warpgroups_multiply_many_tokens(options, declined):
     assert mul_mat_glu.declines(glu_call(**{"type_": "Q4_K", **options})) == declined
