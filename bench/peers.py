@@ -45,6 +45,7 @@ class PeerContext:
 
 class PeerModel:
     """Makes contexts by the class `llama_cpp.Llama`, all layers on the GPU or none."""
+    fitted = None  # as of `Model`
 
     def __init__(self, Llama, path: str, device: str):
         self.Llama, self.path, self.device = Llama, path, device

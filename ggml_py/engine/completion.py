@@ -217,6 +217,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt) -> list[int]:
 
 def control_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> frozenset[int]:
     """Those whose text is one of these: they give no text in which it could be found."""
+    if tokenizer.model == "no_vocab":
+        return frozenset()
     ids = (tokenizer.encode(text, add_special=False, parse_special=True) for text in texts)
     return frozenset(id for id, *more in ids if not more and not tokenizer.token_bytes(id))
 

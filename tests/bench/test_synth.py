@@ -192,7 +192,7 @@ def test_command(tmp_path, monkeypatch, capsys):
 
 
 def test_a_type_without_float16_scales_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="type: 'NVFP4' is not one of Q4_0, Q4_1.*, MXFP4_MOE"):
+    with pytest.raises(ValueError, match="type: 'NVFP4' is not one of F16, Q4_0, Q4_1.*, MXFP4_MOE"):
         synth.write(tmp_path / "m.gguf", synth.SHAPES["tiny-llama"], "NVFP4")
     assert not list(tmp_path.iterdir())
 

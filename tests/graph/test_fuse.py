@@ -388,7 +388,7 @@ def test_help_says_that_nothing_is_left_out_by_default(capsys):
     with pytest.raises(SystemExit):
         cli.execute(["run", "--help"])
     help = " ".join(capsys.readouterr().out.split())
-    assert ("graph passes left out, none by default (docs/graphs.md; an unknown name lists them); changes the speed, never a bit "
+    assert ("graph passes left out, none by default (docs/graphs.md; an unknown name lists them) "
             "--no-graphs") in help and "(default: 0.0)" in help
 
 

@@ -112,7 +112,7 @@ class Recurrent:
     def free_rope_tables(self, tables):
         pass
 
-    def build(self, memory, rope_tables, n_tokens, n_outputs, greedy):
+    def build(self, memory, rope_tables, n_tokens, n_outputs, wanted="logits", hidden=False, apart=False):
         g = Graph(self.backend.device)
         x = g.take_rows(self.table, g.input("tokens", "i32", (n_tokens,)), name="inp")
         out, new = g.recur(memory.state, x, g.input("ids", "i32", (n_tokens,)), name="recur-0")

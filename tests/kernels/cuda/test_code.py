@@ -198,7 +198,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_workers(cache):
     """They leave what this process then finds, and what they cannot make to it."""
-    kernels, done = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "scale", "binary[add]")], []
+    kernels, done = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "by_number[scale]", "binary[add]")], []
     compile_workers.compile_all(kernels, (9, 0), 2, lambda: done.append(1))
     for kernel in kernels:
         assert f".entry {entry_name(launch.cached_ptx(kernel, (9, 0)))}(" in launch.kept_ptx(kernel, (9, 0))
@@ -211,7 +211,7 @@ def test_workers(cache):
 def test_workers_end_where_nothing_can_be_kept(cache, monkeypatch):
     """The process that wants the kernels compiles them itself then, and says so."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    kernel, done = KERNELS["scale"][0](), []
+    kernel, done = KERNELS["by_number[scale]"][0]("scale"), []
     compile_workers.compile_all([kernel] * 20, (9, 0), 1, lambda: done.append(1))
     assert not done and launch.kept_ptx(kernel, (9, 0)) is None
 
@@ -220,7 +220,7 @@ def test_workers_end_where_nothing_can_be_kept(cache, monkeypatch):
 def test_a_bad_entry_is_replaced(damage, cache, monkeypatch):
     """Compiled anew, with the same PTX; workers and `Target.load` do not take it for one that is there."""
     monkeypatch.setattr(disk_cache, "compiled", launch.compiled)
-    kernel, (change, said) = KERNELS["scale"][0](), DAMAGES[damage]
+    kernel, (change, said) = KERNELS["by_number[scale]"][0]("scale"), DAMAGES[damage]
     code = lambda ptx: re.sub(r"kernelB\d+v\d+B", "kernel", ptx)  # numba numbers what it compiles in a process
     ptx = launch.cached_ptx(kernel, (9, 0))
     path, _ = launch.ptx_entry(kernel, (9, 0))
@@ -234,7 +234,7 @@ def test_a_bad_entry_is_replaced(damage, cache, monkeypatch):
 def test_a_cache_that_cannot_be_written(cache, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "compiled", launch.compiled)
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("scale", "binary[add]")]
+    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("by_number[scale]", "binary[add]")]
     assert all(".entry" in launch.cached_ptx(kernel, (9, 0)) for kernel in kernels) and launch.compiled.n_kernels == 2
     assert len(caplog.messages) == 1 and "cannot be written to" in caplog.messages[0]
 
@@ -256,7 +256,7 @@ def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch, tmp_path):
 
 def test_workers_end_where_there_are_none(monkeypatch, cache):
     monkeypatch.setattr(compile_workers.sys, "executable", "/bin/false")
-    kernel = KERNELS["scale"][0]()
+    kernel = KERNELS["by_number[scale]"][0]("scale")
     compile_workers.compile_all([kernel] * 3, (9, 0), 2)
     assert launch.kept_ptx(kernel, (9, 0)) is None
 
@@ -279,14 +279,14 @@ def test_launches_load_together(cache, monkeypatch):
     target = object.__new__(launch.Target)
     target.cc, target._codes, target._waiting = (9, 0), {}, []
     target._allow_shared = lambda handle, n_bytes: allowed.append(n_bytes)
-    scale, binary = KERNELS["scale"][0](), KERNELS["binary[add]"][0]("add")
+    scale, binary = KERNELS["by_number[scale]"][0]("scale"), KERNELS["binary[add]"][0]("add")
     first, same = (target.launch(scale, 1, 256, (0, 0, n, 2.0), shared) for n, shared in ((1, 64 << 10), (2, 60 << 10)))
     other = target.launch(binary, 1, 256, (0, 0, 0, 1, 1))
 
     def broken(x):
         intrinsics.st(x, 0, 0.5)
     bad = target.launch(Kernel(broken, (F32,), 32, name="broken"), 1, 32, (0,))
-    assert first.name == "scale" and not loaded
+    assert first.name == "by_number[scale]" and not loaded
     first(None)
     assert len(loaded) == 2 and launch.compiled.n_kernels == 2 and allowed == [64 << 10]
     for _ in range(2):
