@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check
 perplexity: $(VENV)/installed  ## the perplexity of SmolLM2-135M on the text in ggml_py/demo; ARGS="-c 256 --device cpu" and the like are passed on
 	$(VENV)/bin/ggml-py perplexity $(ARGS)
 
-PYTEST := $(VENV)/bin/python -m pytest tests -n 2 --dist worksteal --benchmark-disable --durations 30
+PYTEST := $(VENV)/bin/python -m pytest -n 2 --dist worksteal --benchmark-disable --durations 30
 
 test: $(VENV)/installed  ## in two processes, without those marked slow; ARGS="-n 0 -k NAME" and the like are passed on
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -46,7 +46,7 @@ def test_other_compute_capabilities(name, cc, tmp_path):
 @pytest.mark.slow
 def test_products_of_warpgroups_are_not_held_up(tmp_path):
     """ptxas warns where it lets no product run beside other work."""
-    for name in ("mmq[Q8_0, 4, 1, 16, True, 3]", "mmq[Q4_K, 4, 1, 16, True, 3]", "mmq_id[Q4_K, False, 2, 1, 4, True, 3]",
+    for name in ("mmq[Q8_0, 4, 1, 16, True, 3, 1]", "mmq[Q4_K, 4, 1, 16, True, 3, 1]", "mmq_id[Q4_K, False, 2, 1, 4, True, 3, 1]",
                  "mmq_id[Q8_0, False, 2, 1, 12, True, 2]",
                  "mmq_glu[silu, Q8_0, Q8_0, False, 4, 1, 16, True, 3]",
                  "mmq_id_glu[swiglu_oai, MXFP4, MXFP4, True, 1.702, 7.0, 2, 1, 8, True, 2]"):
@@ -56,7 +56,7 @@ def test_products_of_warpgroups_are_not_held_up(tmp_path):
 
 
 def test_kernels_of_one_architecture():
-    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3]"]
+    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3, 1]"]
     with pytest.raises(ValueError, match=r"mmq\[Q8_0, 4, 1, 16, True, 3\]: compute capability is \(8, 0\), allowed: \(9, 0\)"):
         compile_ptx(make(*args), (8, 0))
 
