@@ -8,7 +8,7 @@ from ..call import Call, Operand
 from .elementwise import THREADS, by_element, check_grid
 from .launch import F32, I32, Kernel, N, factory, need
 from .operands import addresses
-from .ptx import f32, fma, i32, i64, ld, st
+from .ptx import device, f32, fma, i32, i64, ld, st
 
 RANKS, BIASED_RANKS = 8, 4  # of which all values are loaded before the first is added
 
@@ -29,43 +29,50 @@ def by_experts_kernel(op):
     return Kernel(kernel, (F32, F32, I32, F32, N, N), THREADS)
 
 
+def rank_sum(n_ranks, value):
+    """(operands, w, token, column, n_used, n_cols) -> the sum over a token's ranks, in order, of value times weight.
+    value: (operands, row, column, n_cols) -> that of a row of a token and a rank; n_ranks values are loaded at a time."""
+    @device
+    def total_of(operands, w, token, column, n_used, n_cols):
+        values, weights = cuda.local.array(n_ranks, f32), cuda.local.array(n_ranks, f32)
+        total, j = f32(0), i32(0)
+        while j < n_used:
+            for i in range(n_ranks):
+                row = token * n_used + min(i32(j + i), i32(n_used - 1))
+                values[i], weights[i] = value(operands, row, column, n_cols), ld(w, row)
+            for i in range(n_ranks):
+                total = fma(values[i], weights[i], total) if j + i < n_used else total
+            j = i32(j + n_ranks)
+        return total
+    return total_of
+
+
 @factory([()])
 def weighted_sum_kernel():
+    total_of = rank_sum(RANKS, device(lambda x, row, column, n_cols: ld(x, row * n_cols + column)))
+
     def kernel(x, w, out, n_used, n_cols):
-        values, weights = cuda.local.array(RANKS, f32), cuda.local.array(RANKS, f32)
         token, column = i64(cuda.blockIdx.x), cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < n_cols:
-            total, j = f32(0), i32(0)
-            while j < n_used:
-                for i in range(RANKS):
-                    row = token * n_used + min(i32(j + i), i32(n_used - 1))
-                    values[i], weights[i] = ld(x, row * n_cols + column), ld(w, row)
-                for i in range(RANKS):
-                    total = fma(values[i], weights[i], total) if j + i < n_used else total
-                j = i32(j + RANKS)
-            st(out, token * n_cols + column, total)
+            st(out, token * n_cols + column, total_of(x, w, token, column, n_used, n_cols))
     return Kernel(kernel, (F32, F32, F32, N, N), THREADS)
 
 
 @factory([()])
 def weighted_sum_biased_kernel():
+    @device
+    def biased(operands, row, column, n_cols):
+        x, b, ids, n_expert = operands
+        expert, bias = ld(ids, row), NAN
+        if 0 <= expert < n_expert:
+            bias = ld(b, i64(expert) * n_cols + column)
+        return ptx.add(ld(x, row * n_cols + column), bias)
+    total_of = rank_sum(BIASED_RANKS, biased)
+
     def kernel(x, b, ids, w, out, n_used, n_cols, n_expert):
-        values, weights = cuda.local.array(BIASED_RANKS, f32), cuda.local.array(BIASED_RANKS, f32)
         token, column = i64(cuda.blockIdx.x), cuda.blockIdx.y * THREADS + cuda.threadIdx.x
         if column < n_cols:
-            total, j = f32(0), i32(0)
-            while j < n_used:
-                for i in range(BIASED_RANKS):
-                    row = token * n_used + min(i32(j + i), i32(n_used - 1))
-                    expert = ld(ids, row)
-                    bias = NAN
-                    if 0 <= expert < n_expert:
-                        bias = ld(b, i64(expert) * n_cols + column)
-                    values[i], weights[i] = ptx.add(ld(x, row * n_cols + column), bias), ld(w, row)
-                for i in range(BIASED_RANKS):
-                    total = fma(values[i], weights[i], total) if j + i < n_used else total
-                j = i32(j + BIASED_RANKS)
-            st(out, token * n_cols + column, total)
+            st(out, token * n_cols + column, total_of((x, b, ids, n_expert), w, token, column, n_used, n_cols))
     return Kernel(kernel, (F32, F32, I32, F32, F32, N, N, N), THREADS)
 
 

@@ -906,22 +906,13 @@ def weigher(const: Constants):
 
 # A warp and a piece: 2., 3. and 4.
 
-def piece_worker(const: Constants):
-    """(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> M: a warp's rows with the piece in
-    shared memory. place, sees_some: as of `piece_worker_by_turns`, not needed here.
-
-    bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M: f32 pair, L, O: f32 arrays, of all
-    pieces before, brought up to date. Where blocks share pieces, (m, l, o) of this one goes to numbers `rows` of `out` instead,
-    -1 for none. The warp's 32 lanes work together; in shared memory it writes what only its own lanes read (`keeper`), so
-    warps need no barrier between them."""
-    split, score, soften, weigh, (keep, _) = const.split, scorer(const), exponentials(const), weigher(const), keeper(const)
+def piece_follower(const: Constants):
+    """What a warp makes of the scores of a piece: 3. and 4., and M of all pieces so far. m: f32 pair, the largest scores of the
+    lane's rows; the other arguments are those of `piece_worker`."""
+    split, soften, weigh = const.split, exponentials(const), weigher(const)
 
     @device
-    def work(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics):
-        scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
-        lane = i32(tid & 31)
-        m = score(tid, s, bound, window, reach, scores)
-        m = max_lane(max_lane(m[0], lane ^ 1), lane ^ 2), max_lane(max_lane(m[1], lane ^ 1), lane ^ 2)
+    def follow(lane, tid, s, bound, window, reach, m, scores, p_hi, p_lo, M, L, O, out, rows, statistics):
         l, amax = soften(lane, s, bound, window, reach, m, scores)
         d_p = quantize_p(lane, amax, scores, p_hi, p_lo)
         if split:
@@ -930,6 +921,27 @@ def piece_worker(const: Constants):
         M, a, b = rescaling(m, l, M)
         weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows)
         L[0], L[1] = fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1]))
+        return M
+    return follow
+
+
+def piece_worker(const: Constants):
+    """(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics) -> M: a warp's rows with the piece in
+    shared memory. place, sees_some: as of `piece_worker_by_turns`, not needed here.
+
+    bound: i32 pair, positions of the lane's rows, -1 for one that is not to be touched; M: f32 pair, L, O: f32 arrays, of all
+    pieces before, brought up to date. Where blocks share pieces, (m, l, o) of this one goes to numbers `rows` of `out` instead,
+    -1 for none. The warp's 32 lanes work together; in shared memory it writes what only its own lanes read (`keeper`), so
+    warps need no barrier between them."""
+    score, follow, (keep, _) = scorer(const), piece_follower(const), keeper(const)
+
+    @device
+    def work(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics):
+        scores, p_hi, p_lo = cuda.local.array(64, f32), cuda.local.array(16, u32), cuda.local.array(16, u32)
+        lane = i32(tid & 31)
+        m = score(tid, s, bound, window, reach, scores)
+        m = max_lane(max_lane(m[0], lane ^ 1), lane ^ 2), max_lane(max_lane(m[1], lane ^ 1), lane ^ 2)
+        M = follow(lane, tid, s, bound, window, reach, m, scores, p_hi, p_lo, M, L, O, out, rows, statistics)
         keep(tid, s, L, O)
         return M
     return work
@@ -940,8 +952,7 @@ def piece_worker_by_turns(const: Constants):
     place of keys. place: what `values_in_turn` takes of them, (v, at, row_v, first, last, head_kv); sees_some: whether a row of
     the warp sees keys of the piece. rows: of shared pieces as there, else of `out`, f32 [row][dim_v], where outputs are brought
     up to date."""
-    split, score, soften, weigh = const.split, scorer(const), exponentials(const), weigher(const)
-    stage_values = values_in_turn(const)
+    score, follow, stage_values = scorer(const), piece_follower(const), values_in_turn(const)
 
     @device
     def work(place, sees_some, tid, s, bound, window, reach, M, L, O, out, rows, statistics):
@@ -952,14 +963,7 @@ def piece_worker_by_turns(const: Constants):
             m = max_lane(max_lane(m[0], lane ^ 1), lane ^ 2), max_lane(max_lane(m[1], lane ^ 1), lane ^ 2)
         stage_values(place, lane, tid, s)
         if sees_some:
-            l, amax = soften(lane, s, bound, window, reach, m, scores)
-            d_p = quantize_p(lane, amax, scores, p_hi, p_lo)
-            if split:
-                store_statistics(out, statistics, rows[0], lane, m[0], l[0])
-                store_statistics(out, statistics, rows[1], lane, m[1], l[1])
-            M, a, b = rescaling(m, l, M)
-            weigh(tid, lane, s, reach, p_hi, p_lo, d_p, a, b, L, O, out, rows)
-            L[0], L[1] = fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1]))
+            M = follow(lane, tid, s, bound, window, reach, m, scores, p_hi, p_lo, M, L, O, out, rows, statistics)
         return M
     return work
 
