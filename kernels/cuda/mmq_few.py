@@ -24,8 +24,8 @@ from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc,
                   lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
 from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, ZEROS, Ending, Slot, factors, gate_and_store, row_there, slot,
-                           swizzle, table_words, takes_sums, tile_product)
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle,
+                           table_words, takes_sums, tile_product, zero_words)
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
 # Warps of a block at most, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
@@ -56,7 +56,7 @@ def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
 
 class Layout(NamedTuple):
     """Words of shared memory: codebooks, the warps' own, totals [token][row], one or two rounds of sums."""
-    zeros: int       # of a single token: where zeros lie
+    zeros: int       # of a single token: where zeros lie, up to the warps' own words
     warps: int       # where the warps' own words begin
     n_own: int       # of a warp: factors, then slots
     slot: int        # where its slots begin
@@ -73,7 +73,7 @@ def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
     else:  # so many that eight warps keep the memory busy
         first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
     zeros = sum(map(table_words, dict.fromkeys(names)))
-    return Layout(zeros, zeros + ZEROS * (n_tokens == 1), first + n_slots * words, first, words, n_slots)
+    return Layout(zeros, zeros + max(map(zero_words, names)) * (n_tokens == 1), first + n_slots * words, first, words, n_slots)
 
 
 def sum_words(n: int) -> int:
@@ -403,7 +403,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
     first_place, following_place, inside, tokens, leave = walk.first, walk.following, walk.inside, walk.tokens, walk.leave
     write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
     zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
-    n_sums, single, wait = 4 * quads_of(n_tokens), n_tokens == 1, copies_wait_but(slots - 1)
+    n_sums, n_zeros, wait = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1)
     prepare, make = walk.prepare or nothing, make or nothing
 
     @device
@@ -414,7 +414,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
         lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
         n_chunks = i32((n_cols + 255) >> 8)
         own = i32(first_warp + warp * own_words)
-        ring, scratch = i32(own + first_slot), i32(zeros if single else own)
+        ring, scratch = i32(own + first_slot), i32(zeros if n_zeros else own)
         # Tokens for which a chunk's sums have places
         stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)
         side_words = i32(per_round * stride * 33)
@@ -432,9 +432,9 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
         write_codebooks(shared, tid, n_threads)
-        if single:
+        if n_zeros:
             p = tid
-            while p < ZEROS:
+            while p < n_zeros:
                 sts(shared, zeros + p, u32(0))
                 p = i32(p + n_threads)
         if made:
@@ -452,7 +452,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
                 copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
-        if has_codebooks or single:
+        if has_codebooks or n_zeros or made:
             cuda.syncthreads()  # they are there
         now, side, place = ring, i32(0), first_place(operands, shared)
         while inside(operands, shared, place):

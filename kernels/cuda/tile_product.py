@@ -16,6 +16,7 @@ other sub-blocks (`in_columns`).
 A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the
 sum of q under a minimum, and the minima of a chunk are a product with imin. What follows depends on the format alone (`Form`).
 """
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -122,7 +123,7 @@ class TileProduct(NamedTuple):
     """The device functions of a format and a number of quads."""
     multiply: object  # (lane, shared, tile, act, limbs, scratch, acc): acc[4 quad + k] = acc of section 3, of row l / 4 + 8 k and
                       # token l % 4; of a single token acc[0], of row l / 4 + 8 (l % 4); limbs are then the sums of q, and scratch
-                      # is where ZEROS zeros lie
+                      # is where `zero_words` zeros lie
     n_entries: int    # of codebooks
     entry: object     # (i) -> one of them
 
@@ -731,6 +732,13 @@ def in_columns(const: Constants) -> bool:
     source = const.unpack.source
     return const.form.integer and (const.form.step == 16 or const.fmt.zero > 0 or in_blocks(const)
                                    or isinstance(source, Summed | Paired))
+
+
+@lru_cache(None)
+def zero_words(name: str) -> int:
+    """Words of zeros that the product of a single token reads in shared memory."""
+    unpack, n_entries, _ = shared_unpacker(name)
+    return ZEROS * in_columns(constants(name, unpack, n_entries, 1, True))
 
 
 def in_blocks(const: Constants) -> bool:

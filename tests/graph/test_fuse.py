@@ -1,5 +1,6 @@
 """Graph passes: on and off they give the same bits, and what lies just outside their conditions is left alone."""
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -387,7 +388,10 @@ def test_unknown_passes_are_named(tmp_path, capsys):
 def test_help_says_that_nothing_is_left_out_by_default(capsys):
     with pytest.raises(SystemExit):
         cli.execute(["run", "--help"])
-    help = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    *_, section = re.findall(r"^\S.*:$", out[:out.index("\n  --no-fuse")], re.MULTILINE)
+    assert section.endswith("which change the speed, never a bit):")
+    help = " ".join(out.split())
     assert ("graph passes left out, none by default (docs/graphs.md; an unknown name lists them) "
             "--no-graphs") in help and "(default: 0.0)" in help
 
