@@ -396,7 +396,7 @@ def stager(const: Constants):
 def stagers_of_large_heads(const: Constants):
     """(stage_keys, stage_values), of 16 keys by a warp, where registers are not enough for `stager`: two blocks of keys, then the
     others; all slabs of values for their amaxes, and again, two by two. The arguments are those of `piece_stager`."""
-    n_blocks, n_slabs, z = const.n_blocks, const.n_slabs, i32(0)
+    n_blocks, n_slabs, turns, z = const.n_blocks, const.n_slabs, const.turns, i32(0)
     mark_seen, row_of_key, row_of_value = cache_rows(const)
     block_words, n_v_raw = 2 * const.K.n_words, 2 * const.V.n_words
     n_k_raw = 2 * block_words
@@ -443,6 +443,8 @@ def stagers_of_large_heads(const: Constants):
         @device
         def limbs_of(place, g, raw, key, t, inv, s):
             other_limbs(place, g, raw, key, t, inv, s)
+            if turns:  # beside scores, registers are not enough for what is read of more slabs
+                syncwarp()
             load(place, g, raw)
             split_values(raw[0], raw[1], raw[2], raw[3], begin, n, key, g, t, inv, s)
         return amaxes_of, limbs_of
