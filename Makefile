@@ -19,7 +19,7 @@ test-all: $(VENV)/installed  ## with the slow ones: every CUDA kernel compiled, 
 determinism: $(VENV)/installed  ## every op, type and small model on every axis and device; with a GPU also there, and SmolLM2 in full. ARGS as of test
 	$(VENV)/bin/python -m pytest tests/determinism tests/check/test_planted_faults.py $(ARGS)
 
-bench: $(VENV)/installed  ## microbenchmarks of the CPU; ARGS="--benchmark-json FILE -k Q4_1" and the like are passed on. Of a GPU: bench/gpu.py
+bench: $(VENV)/installed  ## microbenchmarks: the CUDA kernels on a machine with a GPU, else those of the CPU. ARGS="--benchmark-save NAME -k Q4_1" and the like are passed on
 	$(VENV)/bin/python -m pytest bench --benchmark-only $(ARGS)
 
 kernels: $(VENV)/installed  ## compiles every CUDA kernel of the tests for every compute capability, without a GPU. ARGS="-n 4 mmq_few" and the like

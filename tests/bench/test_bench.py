@@ -1,15 +1,16 @@
-"""The benchmarks without a GPU: every case of bench/gpu.py makes its launches, limits follow the figures, and docs/performance.md
-is what the records give. The CPU benchmarks and a cold start run once."""
+"""The benchmarks without a GPU: every CUDA case makes its launches, replays are timed by a scripted clock, as pytest cases too,
+limits follow the figures, and docs/performance.md is what the records give. The CPU benchmarks and a cold start run once."""
 import json
+import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("figures", reason="needs the checkout")
+import records
 import report
 from figures import EXPERTS, K, M, Row, limits, llama_cpp, verdict
 from tiny_models import write_model
@@ -58,108 +59,153 @@ def test_line():
             4100.0) == "mmvq q8_0 [m=4096, k=14336, n=1, cold]   median 17.8 us   62.4 MB   3505 GB/s   85 % of copy   6.6 TOP/s"
 
 
-# bench/gpu.py
-
-class Target:
-    """Takes launches and checks their arguments, as a GPU's target would before it compiles."""
-    cc, warpgroups, n_multiprocessors, shared_limit = (9, 0), True, 132, 227 << 10
-
-    def launch(self, kernel, grid, block, args, shared=0):
-        from ggml_py.kernels.cuda.launch import arguments
-        assert arguments(kernel, args) is not None
-        return kernel.name
-
+# bench/cuda_cases.py
 
 @pytest.fixture(scope="module")
-def gpu():
+def cuda_cases():
     pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
-    import gpu
-    return gpu
+    import cuda_cases
+    return cuda_cases
+
+
+@pytest.fixture
+def scripted(cuda_cases, monkeypatch):
+    """The class of a GPU that a test can script."""
+    from cuda import bindings
+    from scripted_gpu import Driver, ScriptedGPU
+    monkeypatch.setattr(bindings, "driver", Driver, raising=False)
+    return ScriptedGPU
 
 
 @pytest.mark.parametrize("suite",
                          ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "mul_mat_argmax", "mul_mat_id", "topk_moe", "weighted_sum",
                           "get_rows",
                                    "dequantize", "quantize", "rms_norm", "layer_norm", "rms_norm_act", "swiglu", "swiglu_act",
-                          "flash_attn_ext"])
-def test_cases_launch(gpu, suite):
-    cases = gpu.selected(suite, None)
-    assert cases and len({repr(case) for case in cases}) == len(cases)
-    dry = gpu.DryRun(Target(), l2_bytes=1 << 24)
+                          "flash_attn_ext", "ssm_conv", "gated_delta_net", "ssm_scan"])
+def test_cases_launch(cuda_cases, scripted, suite):
+    cases, gpu = cuda_cases.selected(suite, None), scripted()
+    assert cases and len({case.id for case in cases}) == len(cases)
     for case in cases:
-        launches, n_bytes, n_ops = gpu.work(dry, case)
+        assert re.fullmatch(r"[\w+-]+", case.id), case.id  # what -k and a shell take as it is
+        launches, n_bytes, n_ops = cuda_cases.work(gpu, case)
         assert launches and n_bytes > 0 and n_ops >= 0, case
         if case.cache == "cold":  # a round reads more than 3 x L2
             assert len(launches) * n_bytes > 3 << 24, case
 
 
-def test_every_format_is_timed(gpu):
+def test_every_format_is_timed(cuda_cases):
     from ggml_py.quant.formats import FORMATS
     weights = [f for f in FORMATS.values() if f.planes]
     quantized = [f for f in weights if f.is_quantized]
     for suite, formats in ("mmvq", weights), ("mmq", quantized), ("get_rows", weights), ("dequantize", weights):
-        assert {case.type for case in gpu.selected(suite, None)} == {f.name for f in formats}
+        assert {case.type for case in cuda_cases.selected(suite, None)} == {f.name for f in formats}
 
 
-def test_selection(gpu):
-    cases = gpu.selected("mmvq,flash_attn_ext", "q4_K,f16")
+def test_selection(cuda_cases):
+    cases = cuda_cases.selected("mmvq,flash_attn_ext", "q4_K,f16")
     assert {(case.kernel, case.type) for case in cases} == {("mmvq", "Q4_K"), ("mmvq", "F16"), ("flash_attn_ext", "f16")}
     for arguments, message in ((("mmv", None), "unknown suite mmv; known: dequantize, flash_attn_ext"),
                                ((None, "Q4_9"), "unknown type q4_9; known: bf16")):
         with pytest.raises(ValueError, match=message):
-            gpu.selected(*arguments)
+            cuda_cases.selected(*arguments)
 
 
-def test_record_is_json_with_a_line_a_row(gpu):
-    text = gpu.dump(RECORD, "rows", [vars(row) for row in ROWS])
+def test_record_is_json_with_a_line_a_row():
+    text = records.dump(RECORD, "rows", [vars(row) for row in ROWS])
     record = json.loads(text)
     assert report.rows_of(record) == ROWS and {**RECORD, "rows": record["rows"]} == record
     assert len(text.splitlines()) < len(ROWS) + 30
 
 
-class Driver:
-    """Graphs as lists of what was launched while capturing; a replay takes 5 us, and each of its launches what it says."""
-    CUresult, CUstreamCaptureMode = SimpleNamespace(CUDA_SUCCESS=0), SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=0)
-
-    def __init__(self):
-        self.now_us, self.capture, self.graphs = 0.0, None, []
-
-    def cuStreamBeginCapture(self, stream, mode):
-        self.capture = []
-        return (0,)
-
-    def cuStreamEndCapture(self, stream):
-        self.graphs.append(self.capture)
-        self.capture = None
-        return 0, self.graphs[-1]
-
-    def cuGraphLaunch(self, graph, stream):
-        self.now_us += 5 + sum(graph)
-        return (0,)
-
-    def cuEventRecord(self, event, stream):
-        event.append(self.now_us)
-        return (0,)
-
-    cuGraphInstantiate = staticmethod(lambda graph, flags: (0, graph))
-    cuEventCreate = staticmethod(lambda flags: (0, []))
-    cuEventElapsedTime = staticmethod(lambda start, end: (0, (end[0] - start[0]) / 1e3))
-    cuGraphDestroy = cuGraphExecDestroy = cuEventDestroy = cuEventSynchronize = staticmethod(lambda handle: (0,))
-
+# bench/gpu_timing.py
 
 @pytest.mark.parametrize("us, n_rounds", [(7.0, 77), (1000.0, 1)])  # a round of three launches and its start: 26 us, 3005 us
-def test_time(gpu, monkeypatch, us, n_rounds):
+def test_time(scripted, us, n_rounds):
     """A round is captured until it takes 2 ms; then the start of a replay hardly counts."""
-    from cuda import bindings
-    timer, driver, loaded = object.__new__(gpu.GPU), Driver(), []
-    monkeypatch.setattr(bindings, "driver", driver)
-    timer.driver, timer.stream = driver, SimpleNamespace(handle=1, sync=lambda: None)
+    gpu, loaded = scripted(), []
 
     def launch(stream):
-        (loaded if driver.capture is None else driver.capture).append(us)
-    timing = timer.time([launch] * 3)
-    assert loaded == [us] * 3 and [len(graph) for graph in driver.graphs] == [3, 3 * n_rounds]
+        (loaded if gpu.driver.capture is None else gpu.driver.capture).append(us)
+    timing = gpu.time([launch] * 3)
+    assert loaded == [us] * 3 and [len(graph) for graph in gpu.driver.graphs] == [3, 3 * n_rounds]
     assert timing.least <= timing.median <= timing.most and timing.median == pytest.approx(us + 5 / (3 * n_rounds))
+
+
+def test_clock(scripted, monkeypatch):
+    """pytest-benchmark's timer and `time` see the same: eleven replays of three rounds, which make 2 ms, of two launches; the
+    replays before are none of them."""
+    from gpu_timing import REPETITIONS, LaunchClock
+    gpu, clock, launches, times = scripted(), LaunchClock(), [lambda stream: None] * 2, []
+    of_replays = [60.0, 6.0, 600.0, 54.0, 12.0, 48.0, 18.0, 42.0, 24.0, 6000.0, 30.0]
+
+    def replayed():
+        left = iter([900.0, 700.0, 1e6, *of_replays])
+        monkeypatch.setattr(gpu, "_replay_us", lambda graph: next(left))
+    replayed()
+    with gpu.replays(launches) as replay:
+        for _ in range(REPETITIONS):
+            before = clock()
+            clock.advance(replay)
+            times.append(1e6 * (clock() - before))
+    replayed()
+    assert gpu.time(launches) == pytest.approx((7.0, 1.0, 1000.0)) and times == pytest.approx([us / 6 for us in of_replays])
+
+
+# The benchmarks of a GPU
+
+def bench(*arguments, folder, **environment):
+    """(exit status, output) of pytest on the benchmarks; what it saves lies in `folder`."""
+    pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
+               "-p", "no:cacheprovider", *map(str, arguments)]
+    path = os.pathsep.join(str(ROOT / part) for part in ("tests/helpers", "bench", "."))
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
+                          env={**os.environ, "PYTHONPATH": path, **environment})
+    return done.returncode, done.stdout
+
+
+def test_without_a_gpu(cuda_cases, tmp_path):
+    """The folder has the CPU cases; those of CUDA, named, say why they do not run."""
+    hidden = dict(folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    status, out = bench(ROOT / "bench", "--collect-only", "-q", **hidden)
+    assert status == 0 and "test_bench_cpu_ops.py::" in out and "cuda" not in out, out
+    status, out = bench(ROOT / "bench" / "test_bench_cuda_kernels.py", "--benchmark-only", "-k", "rms_norm-", **hidden)
+    assert status == 0 and re.search(r"SKIPPED \[2\] .*: no NVIDIA (GPU|driver) found", out), out
+
+
+def test_other_records_are_refused(tmp_path):
+    (tmp_path / "speed.json").write_text(json.dumps({"command": "bench/speed.py --out x", "rows": []}))
+    status, out = bench(ROOT / "bench", "--benchmark-compare", "speed.json", folder=tmp_path)
+    assert status == pytest.ExitCode.USAGE_ERROR and "speed.json is a record of bench/speed.py, expected a saved run" in out, out
+
+
+def test_cuda_benchmarks(cuda_cases, tmp_path):
+    """On a scripted GPU, whose kernels take 7 us and replays 5: figures, and comparisons with a record and a saved run."""
+    record, saved, name = tmp_path / "h200.json", tmp_path / "saved.json", "mmvq-Q4_K-m4096-k14336-n8-cold"
+    scripted = ("-p", "scripted_gpu", ROOT / "bench", "--benchmark-only", "-k", f"test_bench[rms_norm- or {name}",
+                "--benchmark-compare")
+    rows = [Row("rms_norm", "f32", dict(n=1, k=4096), "hot", 7.0, 6.5, 8.0, 49152, 0),
+            Row("mmvq", "Q4_K", dict(m=M, k=K, n=8), "cold", 7.0, 6.5, 8.0, 1, 0)]
+    record.write_text(records.dump(RECORD, "rows", [vars(row) for row in rows]))
+    status, out = bench(*scripted, record, "--benchmark-compare-fail", "median:3%", "--benchmark-json", saved, folder=tmp_path)
+    assert status == 0 and f"collected {len(cuda_cases.selected(None, None))} items" in out and " 3 passed" in out, out
+    assert {f"test_bench[{each}] ({which})" in out for each in ("rms_norm-f32-n1-k4096-hot", name)
+            for which in ("h200", "NOW")} == {True}, out
+    assert re.search(r"rms_norm-f32-n1-k4096-hot\] \(h200\) +6\.5000 [^\n]* 8\.0000 [^\n]* 7\.0000 ", out), out
+    found = json.loads(saved.read_text())
+    assert found["machine_info"]["gpu"] == {"name": "scripted", "driver": "580.1"}
+    vector, one, many = found["benchmarks"]
+    assert [each["param"] for each in (vector, one, many)] == [name, "rms_norm-f32-n1-k4096-hot", "rms_norm-f32-n512-k4096-hot"]
+    assert vector["params"] == vars(cuda_cases.Case("mmvq", "Q4_K", dict(m=M, k=K, n=8))) and vector["group"] == "mmvq"
+    # three copies of the weights are more than 3 x L2, so a round is 26 us; of one launch, 12 us
+    for each, us, n_bytes in (vector, 7 + 5 / (3 * 77), None), (one, 7 + 5 / 167, 49152), (many, 7 + 5 / 167, 16384 * 1025):
+        stats, info = each["stats"], each["extra_info"]
+        assert (stats["rounds"], stats["iterations"], stats["median"]) == (11, 1, pytest.approx(us / 1e6))
+        if n_bytes:
+            assert info == pytest.approx({"GB_s": n_bytes / us / 1e3, "of_copy": n_bytes / (2 << 30)}, rel=1e-4)
+    assert vector["extra_info"]["TOP_s"] == pytest.approx(2 * M * K * 8 / (7 + 5 / (3 * 77)) / 1e6, rel=1e-4)
+    status, out = bench(*scripted, saved, "--benchmark-compare-fail", "median:5%", "--scripted-us", "8", folder=tmp_path)
+    assert status and "Performance has regressed" in out and "14." in out, out
 
 
 # bench/report.py
@@ -208,8 +254,8 @@ def test_page_of_kv_writes():
 
 def test_committed_page():
     """After a change of the records or of the generator: python bench/report.py"""
-    records = map(report.records, ("bench/gpu.py", "bench/cold_start.py", "bench/speed.py"))
-    assert (report.DOCS / "performance.md").read_text() == report.page(*records)
+    found = map(report.records, ("bench/gpu.py", "bench/cold_start.py", "bench/speed.py"))
+    assert (report.DOCS / "performance.md").read_text() == report.page(*found)
 
 
 def same_drawing(a: str, b: str) -> bool:
@@ -274,6 +320,6 @@ def test_cpu_benchmarks_run():
     """Each once, the prompts of the largest products left out."""
     pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--benchmark-disable", "-k", "not 512",
-               str(ROOT / "bench")]
+               *map(str, sorted((ROOT / "bench").glob("test_bench_cpu_*.py")))]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
