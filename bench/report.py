@@ -39,7 +39,8 @@ COLD_START = """\
 
 Kernels are compiled only for what a model uses, and kept on disk. Each line is about fresh processes (`bench/first_token.py`) with the model's file
 in the page cache: one that finds no compiled kernel, then five that find what it left (their median, the range behind it). Times run from the start of
-the process to the first token of a short answer; kernels and their seconds are all that the model needs, those for long prompts included.
+the process to the first token of a short answer; kernels and their seconds are all that the model needs, those for long prompts included. Sources are those of
+Python without byte code on disk, which a warm process had to compile: none after an installation by pip; older records do not say.
 Goals: {compile} s of compilation, and {beyond} s to the first token beyond the loading of the model (its file read, its weights put on the device).
 """  # noqa: E501  lines of the page
 COLD_GOALS = {"compile": 30.0, "beyond": 2.0}  # seconds
@@ -112,10 +113,11 @@ def cold_start(found: dict[str, dict]) -> list[str]:
         lines.append([f"{device} (`{stem}.json`, {record['date']})", record["model"], str(kernels), f"{seconds:.1f}",
                       "goal" if seconds <= COLD_GOALS["compile"] else "missed", f"{empty[0]['first_token_seconds']:.1f}",
                       f"{median(first):.2f} ({min(first):.2f} to {max(first):.2f})", str(max(run["n_kernels"] for run in warm)),
+                      "not recorded" if "n_sources" not in warm[0] else str(max(run["n_sources"] for run in warm)),
                       f"{median(run['load_seconds'] for run in warm):.2f}", f"{median(beyond):.2f}",
                       "goal" if median(beyond) <= COLD_GOALS["beyond"] else "missed"])
     header = ("device | model | kernels | compiled in, s | result | first token, empty cache, s | first token, warm cache, s | "
-              "kernels compiled, warm | loading of it, s | beyond loading, s | result")
+              "kernels compiled, warm | sources compiled, warm | loading of it, s | beyond loading, s | result")
     missing = [f"On {where}: not measured yet." for where, on_gpu in (("a CPU", False), ("a GPU", True))
                if not any(("driver" in record) == on_gpu for record in found.values())]
     return [COLD_START.format(**{goal: f"{seconds:g}" for goal, seconds in COLD_GOALS.items()}).rstrip(),

@@ -64,6 +64,7 @@ class Backend(Protocol):
     def kernel_name(self, node: Node) -> str: ...
     def new_graphs(self) -> Any: ...  # what replays steps (`cuda_graphs.GraphCache`), or None
 
+    def expect(self) -> None: ...  # a model is about to be read: its kernels will be wanted
     def leaves_errors(self, node: Node) -> bool: ...  # whether its step cannot raise an error when it runs
     def forget_error(self) -> None: ...  # queues forgetting what steps left so far
     # queues reading what they left since; the function waits for it, and raises it
@@ -202,6 +203,9 @@ class KernelBackend:
                           if node.declared.roles[name] in ("weight", "state")
                           and source.dtype not in ("f32", "i32"))
         return f"kernels/{self.room}/{node.declared.module}.py: {node.op}{f'[{types}]' if types else ''}"
+
+    def expect(self) -> None:
+        pass
 
     def leaves_errors(self, node: Node) -> bool:
         return False

@@ -168,6 +168,9 @@ class CUDABackend(KernelBackend, Transfers):
             call.fault = self.faults.register(call, module.late_error)
         return super().step(call)
 
+    def expect(self) -> None:
+        self.target.expect()
+
     def leaves_errors(self, node: Node) -> bool:
         module = self.module(node.op)
         return module is not None and module.late_error is not None
@@ -188,5 +191,6 @@ class CUDABackend(KernelBackend, Transfers):
 
     def close(self) -> None:
         super().close()
+        self.target.close()
         self.stream.sync()
         self.stream.close()

@@ -80,6 +80,7 @@ class Model:
         self.backends = {backend.device: backend for backend in backends}
         for backend in backends:
             backend.reader = next((other for other in backends if other.asynchronous), None)
+            backend.expect()
         self.architecture = model_class(file)(file, placement or PlacementOptions((backends[0].device,)), self.backends)
         self.backend = self.backends[self.architecture.placement.output]
         self._tokenizer: Tokenizer | None = None

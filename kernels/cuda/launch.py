@@ -22,7 +22,7 @@ A kernel module reads top down: formula, device functions, a factory of kernels,
     launch(stream)                                   # many times: 3 us each
 
 The first call of a launch loads the kernels of all launches so far; those that the disk cache does not have are compiled, several
-at a time (`compile_workers`).
+at a time (`compile_workers`), and each is loaded while others are compiled.
 
 Ops hand addresses on and ask at most how they are aligned, so the same functions launch in the simulator, whose addresses are
 arrays.
@@ -38,8 +38,8 @@ import ctypes
 import hashlib
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
@@ -55,7 +55,7 @@ from numba import cuda, types
 from ..call import Unsupported
 from ..compile import cache_folder, source_digest
 from ..disk_cache import compiled, read_entry, write_entry
-from .compile_workers import compile_all, n_workers
+from .compile_workers import MOST_WORKERS, Workers, n_workers
 
 F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, types.uint32, types.int64))  # parameters: pointers
 I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
@@ -244,6 +244,16 @@ def arguments(kernel: Kernel, args: tuple) -> tuple:
     return tuple(found)
 
 
+started: list[Workers] = []  # by `Target.expect`, until a `load` takes them
+
+
+def _take_started() -> Workers | None:
+    try:
+        return started.pop()
+    except IndexError:
+        return None
+
+
 class Target:
     """One GPU and the kernels loaded on it."""
 
@@ -260,19 +270,44 @@ class Target:
         self._codes: dict[Kernel, Code] = {}
         self._waiting: list[Code] = []  # to be loaded
 
+    def expect(self) -> None:
+        """Kernels of a model will be wanted. Where the disk cache has none at all, workers start, for the next `load` of any GPU.
+        """
+        folder = cache_folder() / "cuda"
+        if not started and not any(folder.glob("*.ptx")) and (n := n_workers(MOST_WORKERS, folder)):
+            started.append(Workers(n))
+
+    def close(self) -> None:
+        """Ends workers that no `load` has taken."""
+        if (workers := _take_started()) is not None:
+            workers.close()
+
     def load(self, alone: bool = False) -> None:
         """Loads the kernels of all launches prepared so far; what is wrong with one is raised when it is launched. alone: without
         workers."""
         waiting, self._waiting = self._waiting, []
         kept = [kept_ptx(code.kernel, self.cc) for code in waiting]
-        missing = [code.kernel for code, ptx in zip(waiting, kept) if ptx is None]
+        missing = {code.kernel: code for code, ptx in zip(waiting, kept) if ptx is None}
         with compiled.running("this GPU", len(missing)):
-            made_elsewhere = [kernel for kernel in missing if kernel.source]
-            if not alone and (n := n_workers(len(made_elsewhere), cache_folder() / "cuda")):
-                compile_all(made_elsewhere, self.cc, n, lambda: compiled.add(1))
+            if not alone:
+                with closing(self._compiled_elsewhere([kernel for kernel in missing if kernel.source])) as ready:
+                    for kernel in ready:
+                        compiled.add(1)
+                        with suppress(Exception):  # other launches are none the worse for it
+                            self._load(missing[kernel])
             for code, ptx in zip(waiting, kept):
-                with suppress(Exception):  # other launches are none the worse for it
-                    self._load(code, ptx)
+                if code.handle is None:
+                    with suppress(Exception):
+                        self._load(code, ptx)
+
+    def _compiled_elsewhere(self, kernels: list[Kernel]) -> Generator[Kernel, None, None]:
+        """Those that workers compile, each when the disk cache has it."""
+        workers = _take_started()
+        if workers is None and (n := n_workers(len(kernels), cache_folder() / "cuda")):
+            workers = Workers(n)
+        if workers is not None:
+            with closing(workers):
+                yield from workers.compile(kernels, self.cc)
 
     def _first_call(self, code: Code) -> None:
         self.load()

@@ -219,23 +219,23 @@ def test_page():
     assert "On a CPU: not measured yet.\n\nOn a GPU: not measured yet.\n" in page
 
 
-def cold_start_runs(compile_seconds, *warm):
-    """warm: seconds to the first token; all load in a quarter of a second."""
+def cold_start_runs(compile_seconds, *warm, **said):
+    """warm: seconds to the first token; all load in a quarter of a second. said: what newer records say of a run."""
     def run(cache, first_token, n_kernels, seconds):
         return {"cache": cache, "first_token_seconds": first_token, "load_seconds": 0.25, "n_kernels": n_kernels,
-                "compile_seconds": seconds}
+                "compile_seconds": seconds, **said}
     return [run("empty", compile_seconds + 1, 12, compile_seconds), *(run("warm", first_token, 0, 0.0) for first_token in warm)]
 
 
 def test_page_of_cold_starts():
     on_cpu = {"device": "znver4", "cores": 2, "date": "2026-01-01", "model": "m.gguf",
               "runs": cold_start_runs(29.94, 2.0, 1.5, 4.0)}
-    on_gpu = {**on_cpu, "device": "NVIDIA H200", "driver": "580.1", "runs": cold_start_runs(30.06, 2.5)}
+    on_gpu = {**on_cpu, "device": "NVIDIA H200", "driver": "580.1", "runs": cold_start_runs(30.06, 2.5, n_sources=7)}
     page = report.page({}, {"cpu": on_cpu, "gpu": on_gpu}, {})
-    assert ("| znver4, 2 cores (`cpu.json`, 2026-01-01) | m.gguf | 12 | 29.9 | goal | 30.9 | 2.00 (1.50 to 4.00) | 0 | 0.25 "
-            "| 1.75 | goal |") in page
+    assert ("| znver4, 2 cores (`cpu.json`, 2026-01-01) | m.gguf | 12 | 29.9 | goal | 30.9 | 2.00 (1.50 to 4.00) | 0 "
+            "| not recorded | 0.25 | 1.75 | goal |") in page
     assert ("| NVIDIA H200, driver 580.1 (`gpu.json`, 2026-01-01) | m.gguf | 12 | 30.1 | missed | 31.1 | 2.50 (2.50 to 2.50) | 0 "
-            "| 0.25 | 2.25 | missed |") in page
+            "| 7 | 0.25 | 2.25 | missed |") in page
     assert "not measured yet" not in page and "On a GPU: not measured yet." in report.page({}, {"cpu": on_cpu}, {})
 
 
@@ -297,6 +297,8 @@ def test_cold_start(tmp_path, monkeypatch):
     # all kernels come before the first token here
     assert empty["n_kernels"] > 5 and empty["first_token_seconds"] > empty["compile_seconds"] > 1
     assert (warm["n_kernels"], warm["compile_seconds"]) == (0, 0)
+    assert warm["n_sources"] == warm["source_seconds"] == 0 or sys.dont_write_bytecode
+    assert 0 < warm["import_seconds"] < warm["first_token_seconds"] - warm["load_seconds"] - warm["device_seconds"]
     assert 0 < warm["load_seconds"] < warm["first_token_seconds"] < empty["first_token_seconds"]
     assert "| tiny.gguf |" in report.page({}, {"record": record}, {})
 

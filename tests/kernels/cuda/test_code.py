@@ -3,6 +3,7 @@ spills, and no memory touched before the kernel that may write it has ended."""
 import os
 import pickle
 import re
+from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -196,24 +197,72 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+def compile_with(kernels, n, cc=(9, 0)):
+    """What n workers give of them."""
+    with closing(compile_workers.Workers(n)) as workers:
+        return list(workers.compile(kernels, cc))
+
+
 def test_workers(cache):
     """They leave what this process then finds, and what they cannot make to it."""
-    kernels, done = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "by_number[scale]", "binary[add]")], []
-    compile_workers.compile_all(kernels, (9, 0), 2, lambda: done.append(1))
+    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "by_number[scale]", "binary[add]")]
+    done = compile_with(kernels, 2)
     for kernel in kernels:
         assert f".entry {entry_name(launch.cached_ptx(kernel, (9, 0)))}(" in launch.kept_ptx(kernel, (9, 0))
-    assert launch.compiled.n_kernels == 0 and len(done) == 3
+    assert launch.compiled.n_kernels == 0 and sorted(done, key=kernels.index) == kernels
     missing = replace(kernels[0], source=(kernels[0].source[0], "none_such", ()))
-    compile_workers.compile_all([missing, kernels[0]], (8, 0), 1, lambda: done.append(1))
-    assert launch.kept_ptx(kernels[0], (8, 0)) and len(done) == 4  # behind one that is not there
+    assert compile_with([missing, kernels[0]], 1, (8, 0)) == kernels[:1]  # behind one that is not there
+    assert launch.kept_ptx(kernels[0], (8, 0))
+
+
+def test_the_longest_kernels_are_compiled_first(monkeypatch):
+    """By the byte code of all that they call."""
+    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "quantize", "mmq_few[Q4_1, 1]", "mmq_few[Q4_1, 8]")]
+    lengths = [compile_workers.length(kernel.function) for kernel in kernels]
+    assert lengths == sorted(lengths) and 20 * lengths[0] < lengths[-1]
+    handed = []
+    monkeypatch.setattr(compile_workers, "_feed", lambda worker, wanted, cc, answers: (
+        handed.extend(wanted.get() for _ in kernels), answers.put(None)))
+    workers = object.__new__(compile_workers.Workers)
+    workers.processes = [None]
+    assert not [*workers.compile(kernels, (9, 0))] and handed == kernels[::-1]
+
+
+def test_workers_are_expected_once_and_only_for_an_empty_cache(cache, monkeypatch):
+    """The next load of any GPU takes those that were started before the model was read; closing ends those that none took."""
+    class Workers:
+        def __init__(self, n):
+            self.n, self.is_closed = n, False
+            made.append(self)
+
+        def compile(self, kernels, cc):
+            yield from kernels
+
+        def close(self):
+            self.is_closed = True
+    made, target, other = [], object.__new__(launch.Target), object.__new__(launch.Target)
+    monkeypatch.setattr(launch, "Workers", Workers)
+    monkeypatch.setattr(launch, "n_workers", lambda n, folder: n)
+    for each in (target, other):
+        each.cc = (9, 0)
+        each.expect()
+    assert [workers.n for workers in made] == [compile_workers.MOST_WORKERS] and not made[0].is_closed
+    assert [*other._compiled_elsewhere(["a kernel"])] == ["a kernel"] and made[0].is_closed and len(made) == 1
+    assert [*other._compiled_elsewhere(["a", "b"])] == ["a", "b"] and [workers.n for workers in made[1:]] == [2]
+    target.expect()
+    target.close(), target.close()
+    assert len(made) == 3 and made[2].is_closed and not launch.started
+    path, key = launch.ptx_entry(KERNELS["take_rows"][0](), (9, 0))
+    disk_cache.write_entry(path, key, b"code")
+    target.expect()
+    assert len(made) == 3
 
 
 def test_workers_end_where_nothing_can_be_kept(cache, monkeypatch):
     """The process that wants the kernels compiles them itself then, and says so."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
-    kernel, done = KERNELS["by_number[scale]"][0]("scale"), []
-    compile_workers.compile_all([kernel] * 20, (9, 0), 1, lambda: done.append(1))
-    assert not done and launch.kept_ptx(kernel, (9, 0)) is None
+    kernel = KERNELS["by_number[scale]"][0]("scale")
+    assert not compile_with([kernel] * 20, 1) and launch.kept_ptx(kernel, (9, 0)) is None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -257,8 +306,7 @@ def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch, tmp_path):
 def test_workers_end_where_there_are_none(monkeypatch, cache):
     monkeypatch.setattr(compile_workers.sys, "executable", "/bin/false")
     kernel = KERNELS["by_number[scale]"][0]("scale")
-    compile_workers.compile_all([kernel] * 3, (9, 0), 2)
-    assert launch.kept_ptx(kernel, (9, 0)) is None
+    assert not compile_with([kernel] * 3, 2) and launch.kept_ptx(kernel, (9, 0)) is None
 
 
 def test_launches_load_together(cache, monkeypatch):
