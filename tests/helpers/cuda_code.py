@@ -23,6 +23,7 @@ KERNELS = {make(*args).name: (make, args) for make, cases in FACTORIES.items() f
 # in the same order in every process
 REPRESENTATIVE = [make(*args).name for make, cases in FACTORIES.items() for args in dict.fromkeys((cases[0], cases[-1]))]
 COMPUTE_CAPABILITIES = [(8, 0), (9, 0), (10, 0), (12, 0)]
+PER_PROCESS = 50  # kernels compiled, of which numba keeps 20 MB and more each as long as a process lives
 
 
 def first_cases() -> set[str]:

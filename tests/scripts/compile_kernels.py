@@ -11,9 +11,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import with_helpers  # noqa: F401  (for what is next)
-from cuda_code import COMPUTE_CAPABILITIES, KERNELS, check_kernel, ptxas
-
-PER_PROCESS = 50  # kernels, whose compiled code a process keeps
+from cuda_code import COMPUTE_CAPABILITIES, KERNELS, PER_PROCESS, check_kernel, ptxas
 
 
 def wrong(case) -> str | None:

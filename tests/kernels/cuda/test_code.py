@@ -3,9 +3,11 @@ spills, and no memory touched before the kernel that may write it has ended."""
 import os
 import pickle
 import re
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +19,7 @@ from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
 from ggml_py.kernels.cuda import compile_workers, launch, ptx as intrinsics
 from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, compile_ptx, entry_name, ptx_version
-from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, REPRESENTATIVE, assembled, check_kernel, first_cases,
+from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
                        overlap_violations, statements, violations)
 from damages import DAMAGES
 
@@ -32,16 +34,22 @@ def test_nvvm_says_its_release():
     assert launch.nvvm_release() == header[2] and header[2].startswith(header[1])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.slow) for name in KERNELS])
-def test_kernel(name, tmp_path):
-    check_kernel(name, (9, 0), tmp_path)
+@pytest.fixture(scope="module")
+def process():
+    """Where kernels are compiled, a new process after so many: numba frees nothing of what it has compiled."""
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=PER_PROCESS) as process:
+        yield process
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cc", [cc for cc in COMPUTE_CAPABILITIES if cc != (9, 0)], ids=str)
-@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if not KERNELS[name][0](*KERNELS[name][1]).arch])
-def test_other_compute_capabilities(name, cc, tmp_path):
-    check_kernel(name, cc, tmp_path)
+CASES = [(name, cc) for name, (make, args) in KERNELS.items() for cc in COMPUTE_CAPABILITIES
+         if cc == (9, 0) or (name in REPRESENTATIVE and not make(*args).arch)]
+
+
+# All compute capabilities of a kernel one after the other: each further one takes an eighth of the first one's time
+@pytest.mark.parametrize("name, cc", [pytest.param(name, cc, marks=() if name in FIRST and cc == (9, 0) else pytest.mark.slow)
+                                      for name, cc in CASES], ids=str)
+def test_kernel(name, cc, process, tmp_path):
+    process.submit(check_kernel, name, cc, tmp_path).result()
 
 
 @pytest.mark.slow
