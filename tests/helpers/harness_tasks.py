@@ -1,5 +1,6 @@
 """Tasks of lm-evaluation-harness from local files: multiple choice, rolling likelihood, generation; registered metrics alone, so
 that nothing is fetched."""
+import json
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "adapters" / "tasks"
@@ -29,3 +30,10 @@ def evaluated(lm, wanted: list[dict], **more) -> tuple[dict, dict]:
     found = simple_evaluate(lm, tasks=wanted, bootstrap_iters=0, task_manager=TaskManager(include_defaults=False), **more)
     return found["results"], {name: [(each["doc_id"], each["resps"]) for each in samples]
                               for name, samples in found["samples"].items()}
+
+
+def float32_likelihoods() -> tuple[list[tuple[list[int], list[int]]], list[float]]:
+    """Pairs of ids and their log-likelihoods: what the harness's `HFLM` asked for and got of the first two tasks with
+    transformers 5.24.0 and torch 2.14.1, in float32 arithmetic on the dequantized weights of SmolLM2."""
+    recorded = [json.loads(line) for line in (FOLDER / "transformers.json").read_text().splitlines()]
+    return [(each["context"], each["continuation"]) for each in recorded], [each["logprob"] for each in recorded]
