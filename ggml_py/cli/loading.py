@@ -11,6 +11,7 @@ from .options import CACHE_TYPES
 from .parser import refuse
 
 OF_A_HUB = "-hff", "--revision", "--sha256", "--token", "--offline"
+NVIDIA = Path("/dev/nvidiactl")  # is there where an NVIDIA driver of Linux is
 FITTED_CONTEXT = 4096  # positions that --fit leaves room for where -c does not say
 
 
@@ -118,6 +119,9 @@ def reader(options, load_model, n_ctx: int | None, n_seq_max: int = 1):
               options.fit_target << 20)
     settings = {"mapped": options.load_mode not in ("none", "mlock"), "fit": fit if options.fit == "on" else None}
 
+    if load_model is None and (reason := missed_gpu(options)):
+        print(f"--device: the CPU is taken: {reason}", file=sys.stderr)
+
     def read(path: Path, device: str, placement=None, **more):
         if load_model is not None:
             return load_on(path, device, load_model, placement, **more)
@@ -130,6 +134,16 @@ def reader(options, load_model, n_ctx: int | None, n_seq_max: int = 1):
                 print(f"--mlock: {trouble}", file=sys.stderr)
         return model
     return read
+
+
+def missed_gpu(options) -> str | None:
+    """Why the CPU is taken where a GPU seems to be meant: -ngl is given, or this machine has an NVIDIA driver."""
+    if options.device and options.device != ["auto"]:
+        return None
+    if NVIDIA.exists() or ("-ngl" in options.given.values() and options.n_gpu_layers != 0):
+        from ..backends.cuda import unavailable
+        return unavailable(0)
+    return None
 
 
 def most_of(options, name: str, default):

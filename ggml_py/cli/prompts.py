@@ -23,6 +23,11 @@ def prompt_of(options) -> str | None:
     return as_text(sys.stdin.buffer.read())
 
 
+def prompt_source(options) -> str:
+    """Where `prompt_of` has it from, for errors."""
+    return "-p" if options.prompt is not None else "stdin" if options.text is None or str(options.text) == "-" else "-f"
+
+
 def system_of(options) -> str | None:
     if options.system is not None:
         return unescaped(options.system) if options.escape else options.system

@@ -7,7 +7,7 @@ from .ids import checked_tokens, given_prompt, json_option, prompt_tokens_option
 from .loading import FITTED_CONTEXT, choice_of, draft_source, load, matcher_of, settings_of, speculation_of
 from .options import chats, drafts, further_sampling, grammars, one_model, prompts, sampling
 from .parser import refuse
-from .prompts import encoder_of, prompt_of, system_of
+from .prompts import encoder_of, prompt_of, prompt_source, system_of
 from .values import all_or_at_least_one
 
 OF_A_CHAT = "--date", "--chat-template", "--chat-template-file", "--chat-template-kwargs", "-rea", "--reasoning-effort"
@@ -97,7 +97,7 @@ def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int,
 def room_of(options, model, prompt: list[int], n_most: int) -> tuple[int, int]:
     """Positions of the context, and new tokens at most."""
     if not len(prompt):
-        raise UserError("-p: the prompt has no tokens")
+        raise UserError(f"{prompt_source(options)}: the prompt has no tokens")
     n_ctx = options.n_ctx or (model.n_ctx_train if n_most < 0 else len(prompt) + n_most)
     space, n_least = n_ctx - len(prompt), max(1, n_most)
     if space < n_least:

@@ -23,7 +23,7 @@ from ..tokenizer import Detokenizer, Tokenizer
 from ..tokenizer.chat import encode_chat
 from .generate import generate
 from .grammar import FREE, Grammar, Matcher
-from .likelihood import shared
+from .likelihood import is_list, shared
 from .sampling import Sampling, largest
 from .speculation import DraftModel, NGrams, Source, Speculation
 
@@ -204,9 +204,9 @@ def prompt_ids(tokenizer: Tokenizer, prompt) -> list[int]:
     """Of a text, of a list of messages, or of ids; at least one."""
     if isinstance(prompt, str):
         ids = list(tokenizer.encode(prompt))
-    elif len(prompt) and isinstance(prompt[0], Mapping):
+    elif is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
         ids = encode_chat(tokenizer, prompt)
-    elif all(isinstance(id, Integral) for id in prompt):
+    elif is_list(prompt) and all(isinstance(id, Integral) for id in prompt):
         ids = [int(id) for id in prompt]
     else:
         raise ParameterError("prompt", f"must be a text, ids, or messages, got {prompt!r:.60}")
@@ -228,7 +228,10 @@ def stream(model, prompt, max_tokens: int | None = MAX_TOKENS, stop: str | Seque
            grammar: Grammar | None = None, n_ctx: int | None = None, type_k: str = "f16", type_v: str = "f16",
            **sampling: Any) -> Iterator[Piece]:
     """The pieces of `Model.generate`: of n completions, one after the other. Arguments are checked at once."""
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    if unknown := sampling.keys() - Arguments.__annotations__.keys():
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}; allowed: stream, "
+                        f"{', '.join(Arguments.__annotations__)}")
+    stops = [stop] if isinstance(stop, str) else [*stop] if isinstance(stop, Iterable) else [stop]
     if not all(isinstance(each, str) and each for each in stops):
         raise ParameterError("stop", f"must be texts of at least one character, got {stop!r:.60}")
     for name, value, least in (("n", n, 1), ("logprobs", logprobs, 0), ("max_tokens", 0 if max_tokens is None else max_tokens, 0),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import fsum
+from numbers import Integral
 
 import numpy as np
 
@@ -41,6 +42,18 @@ class Likelihood:
         return fsum(self.logprobs)
 
 
+def is_list(value) -> bool:
+    """Whether it may hold ids: bytes are numbers to Python, and a text to who gives them."""
+    return isinstance(value, Sequence | np.ndarray) and not isinstance(value, bytes | bytearray | memoryview)
+
+
+def checked_text(name: str, text: Text) -> Text:
+    """ParameterError of the argument `name` for what is neither a text nor a list of ids."""
+    if not is_list(text) or not (isinstance(text, str) or all(isinstance(id, Integral) for id in text)):
+        raise ParameterError(name, f"must be a text or a list of token ids, got {text!r:.60}")
+    return text
+
+
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text to score: special tokens in it are parsed, BOS comes first where the model wants it, once; no EOS."""
     ids = tokenizer.encode(text, add_special=False, parse_special=True)
@@ -53,8 +66,9 @@ def encode_pair(tokenizer: Tokenizer, context: Text, continuation: Text) -> Pair
 
     White space at the end of a context goes to the continuation, since tokens begin with it. The continuation's tokens are those
     of both texts behind as many as the context alone has. An empty context is BOS, else EOS: a first token needs one before it.
-    A text that begins with that token has it already.
+    A text that begins with that token has it already. ParameterError for what is neither text nor ids.
     """
+    context, continuation = checked_text("context", context), checked_text("continuation", continuation)
     if isinstance(context, str) and isinstance(continuation, str):
         text = context.rstrip()
         continuation, context = context[len(text):] + continuation, text
@@ -195,7 +209,7 @@ def score_many(model, pairs: Iterable[tuple[Text, Text]], settings: Settings, n_
     """`Model.score_many`.   settings: of the context, but for its positions.   log: as of `settings.new_context`."""
     asked: list[Pair] = []
     for i, pair in enumerate(pairs):
-        if isinstance(pair, str) or len(pair) != 2:
+        if not is_list(pair) or isinstance(pair, str) or len(pair) != 2:
             raise ParameterError("pairs", f"pair {i} is {pair!r:.60}, allowed: (context, continuation)")
         asked.append(encode_pair(model.tokenizer, *pair))
         if (n := n_positions(asked[-1])) > model.n_ctx_train:

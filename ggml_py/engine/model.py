@@ -188,6 +188,7 @@ class Model:
         `new_context`.
         The context stays for the next call, which does not compute again what both texts begin with, until the model is closed.
         ParameterError for what cannot be; UserError for logits that hold NaN."""
+        self._check_open()
         found = completion.stream(self, prompt, **arguments)
         return found if stream else completion.joined(completion.prompt_ids(self.tokenizer, prompt), found)
 
@@ -200,6 +201,7 @@ class Model:
     def chat(self, messages: Sequence[Mapping], *, stream: bool = False, **arguments: Any) -> Generation | Iterator[Piece]:
         """Answer a conversation, as `generate` does with its arguments. What these do not name goes into the chat template, such
         as tools, date or enable_thinking (`tokenizer.chat.encode_chat`)."""
+        self._check_open()
         own: Any = {name: arguments.pop(name) for name in [*arguments] if name in Arguments.__annotations__}
         ids = encode_chat(self.tokenizer, messages, **arguments)
         return self.generate(ids, stream=True, **own) if stream else self.generate(ids, **own)
@@ -222,6 +224,7 @@ class Model:
         how many there are.
         ParameterError for what is no pair, for a longer text than the model was trained on, and where nothing can stand for an
         empty context; UserError for ids that there are not."""
+        self._check_open()
         return score_many(self, pairs, Settings(n_ubatch=n_ubatch, type_k=type_k, type_v=type_v), n_seq_max, progress)
 
     def new_context(self, n_ctx: int | None = None, n_batch: int = N_BATCH,  # noqa: PLR0913 (settings, given by their names)
@@ -245,6 +248,7 @@ class Model:
         n_threads_batch: CPU threads for micro-batches of more than one token; None: as many as for one.
         UserError in one line for what cannot be.
         """
+        self._check_open()
         if not n_ctx:
             n_ctx = self.n_ctx_train * n_seq_max
             n_bytes = self.architecture.context_bytes(self.n_ctx_train, n_seq_max, type_k, type_v, n_rollback,
@@ -272,6 +276,10 @@ class Model:
     def is_of_another_process(self) -> bool:
         """Whether this process was forked from the one that loaded the model on a GPU: it cannot use that memory."""
         return any(backend.asynchronous for backend in self.backends.values()) and os.getpid() != self.pid
+
+    def _check_open(self) -> None:
+        if self.kept.is_closed:
+            raise RuntimeError("model: it is closed, its memory is gone; allowed: Model.load()")
 
     def close(self) -> None:
         if self.is_of_another_process:

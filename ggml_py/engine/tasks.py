@@ -253,6 +253,8 @@ def read_json_lines(data: bytes, most: int) -> tuple[list[Task], list[str]]:
                 tasks.append(json_task(json.loads(line.decode("utf-8")), len(tasks), f"line {n}"))
             except RecursionError:
                 raise UserError(f"line {n}: is nested too deeply") from None
+            except json.JSONDecodeError as error:
+                raise UserError(f"line {n}: not JSON: {error}") from None
             except ValueError as error:
                 raise UserError(f"line {n}: {error}") from None
     return tasks[:most or None], []

@@ -36,6 +36,8 @@ def split_windows(tokens, settings: Settings) -> np.ndarray:
     """The first n_chunks windows of c tokens, side by side; the tail is dropped.   tokens: int [n_tokens]; returns int32
     [n_chunks, c]."""
     c = settings.n_ctx
+    if not len(tokens):
+        raise ParameterError("text", "it has no tokens")
     if len(tokens) < 2 * c:
         raise ParameterError("n_ctx", f"windows of {c} need at least {2 * c} tokens, the text has {len(tokens)}")
     return _side_by_side(tokens, c, settings.n_chunks)

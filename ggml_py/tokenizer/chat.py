@@ -92,6 +92,8 @@ class ChatTemplate:
         template may ask for.   tools: JSON schemas of functions.   documents: {"title": ..., "text": ...} to answer from.
         arguments: what else the template knows, such as enable_thinking=False.
         """
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise ParameterError("messages", 'must be a list of {"role": ..., "content": ...}, got ' f"{messages!r:.60}")
         try:
             now = datetime.strptime(date, "%Y-%m-%d")
         except (TypeError, ValueError):

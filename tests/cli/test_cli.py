@@ -40,6 +40,7 @@ def child(*argv, code=None, **options):
 def files(tmp_path):
     """A folder with a text, token ids, a small GGUF file (2 layers of 4 heads of 32, 2 for K and V) and files that are broken."""
     (tmp_path / "text").write_bytes(TEXT)
+    (tmp_path / "empty").write_bytes(b"")
     np.save(tmp_path / "tokens.npy", np.arange(10, dtype=np.int64))
     np.save(tmp_path / "floats.npy", np.ones(3))
     np.save(tmp_path / "large.npy", np.array([1, 2, N_VOCAB]))
@@ -393,6 +394,8 @@ MISTAKES = [
     (["run", *NO_MODEL, "-p", "x", "--temp", "nan"], "must be 0 to 1e+06, got nan"),
     (["run", *NO_MODEL, "-p", "x", "--top-p", "x"], "must be a number, got 'x'"),
     (["run", *NO_MODEL, "-p", ""], "-p: the prompt has no tokens"),
+    (["run", *NO_MODEL, "-f", "{}/empty"], "-f: the prompt has no tokens"),
+    (["perplexity", *NO_MODEL, "-f", "{}/empty"], "-f: it has no tokens"),
     (["run", *NO_MODEL, "-p", "x", "--chat", "--date", "2026-13-01"],
      "argument --date: must be YYYY-MM-DD or today, got '2026-13-01'"),
     (["run", *NO_MODEL, "-p", "x", "--date", "today"], "--date: is of --chat or -cnv, which are not given"),

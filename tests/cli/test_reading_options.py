@@ -145,3 +145,13 @@ def test_c_0_is_what_the_model_was_trained_for(capsys, path, tmp_path, command, 
     code, out, err = call(capsys, *(each.replace("{}", str(tmp_path)) for each in command), "-m", path, "-c", 0,
                           model=None if command == ["info"] else model)
     assert code == 0 and said in out + err, err
+
+
+@pytest.mark.parametrize("argv, driver, told", [
+    ([], False, False), ([], True, True), (["-ngl", "99"], False, True), (["-ngl", "0"], False, False),
+    (["--device", "cpu"], True, False)])
+def test_the_cpu_is_not_taken_in_silence_where_a_gpu_is_meant(capsys, path, monkeypatch, tmp_path, argv, driver, told):
+    monkeypatch.setattr("ggml_py.backends.cuda.unavailable", lambda ordinal: "numba-cuda is not installed")
+    monkeypatch.setattr("ggml_py.cli.loading.NVIDIA", tmp_path if driver else tmp_path / "none")
+    code, _, err = call(capsys, "bench", "-m", path, *SHORT, *argv)
+    assert code == 0 and ("--device: the CPU is taken: numba-cuda is not installed\n" in err) is told

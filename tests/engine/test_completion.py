@@ -90,17 +90,23 @@ def test_prompts():
                                    ([1] * 9, 8, "has 9 tokens, allowed: up to 7 in a context of 8")):
         with pytest.raises(ParameterError, match=f"^prompt: {message}$"):
             stream(FakeModel(), prompt, n_ctx=n_ctx)
-    with pytest.raises(ParameterError, match="^prompt: must be a text, ids, or messages, got "):
-        stream(FakeModel(), [1, "a"])
+    for prompt in [1, "a"], b"ab", None, 3:
+        with pytest.raises(ParameterError, match="^prompt: must be a text, ids, or messages, got "):
+            stream(FakeModel(), prompt)
 
 
 @pytest.mark.parametrize("name, value", [("max_tokens", -1), ("n", 0), ("logprobs", -1), ("stop", [""]), ("stop", [3]),
-                                         ("n_ctx", 0), ("draft_max", 0), ("temperature", -1), ("seed", 0.5),
+                                         ("stop", 3), ("n_ctx", 0), ("draft_max", 0), ("temperature", -1), ("seed", 0.5),
                                          ("repeat_penalty", 0), ("logit_bias", {0: np.nan}), ("logit_bias", {-1: 1})], ids=str)
 def test_errors_name_the_argument(name, value):
     with pytest.raises(ParameterError, match=f"^{name}: must be ") as error:
         stream(FakeModel(), "x", **{name: value})
     assert error.value.parameter == name
+
+
+def test_an_unknown_argument():
+    with pytest.raises(TypeError, match=r"^generate\(\) got an unexpected keyword argument 'temp'; allowed: stream, "):
+        stream(FakeModel(), "x", temp=1)
 
 
 def test_drafts_of_nobody():

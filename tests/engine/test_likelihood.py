@@ -119,6 +119,10 @@ def test_nan(tiny, monkeypatch):
 
 def test_errors(tiny):
     for pairs, message in ((["ab"], "pairs: pair 0 is 'ab', allowed: (context, continuation)"),
+                           ([3], "pairs: pair 0 is 3, allowed: (context, continuation)"),
+                           ([(3, [2])], "context: must be a text or a list of token ids, got 3"),
+                           ([([1], b"a")], "continuation: must be a text or a list of token ids, got b'a'"),
+                           ([([1], ["a"])], "continuation: must be a text or a list of token ids, got ['a']"),
                            ([([1], [2]), ([1],)], r"pairs: pair 1 is ([1],), allowed: (context, continuation)"),
                            ([([1] * 256, [2, 2])], "pairs: pair 0 takes 257 positions, allowed: up to 256, what the model was "
                                                    "trained on"),

@@ -231,6 +231,15 @@ def test_bad_devices(device, message):
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
+def test_a_closed_model_says_so(mixed):
+    model = Model.load(mixed.file.path, device="cpu")
+    model.close()
+    for call in (lambda: model.generate([1]), lambda: model.chat([{"role": "user", "content": "x"}]),
+                 lambda: model.score([1], [2]), lambda: model.new_context(n_ctx=8)):
+        with pytest.raises(RuntimeError, match=r"^model: it is closed, its memory is gone; allowed: Model\.load\(\)$"):
+            call()
+
+
 def test_a_model_by_its_name(mixed, monkeypatch, capsys):
     """What is pulled is told by logging, since no stream is named."""
     pulled = []

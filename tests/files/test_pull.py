@@ -124,6 +124,8 @@ def python_without_pip(tmp_path, script):
      r"has no pip, which fetches some-package==1.0; `.*python -m ensurepip` installs it"),
     ("echo 'WARNING: x' >&2; echo 'ERROR: No matching distribution' >&2; echo 'hint' >&2; exit 1",
      "pip download some-package==1.0 failed with exit code 1: ERROR: No matching distribution$"),
+    ("echo 'ERROR: Exception:' >&2; echo 'OSError: No space left on device' >&2; exit 2",
+     "pip download some-package==1.0 failed with exit code 2: OSError: No space left on device$"),
     ("exit 3", "failed with exit code 3: no message"),
     ("exit 0", "left 0 wheels, expected 1"),
 ])

@@ -157,8 +157,8 @@ TWO = [("q", ("a", "b"), (0, 1)), ("r", ("a", "b"), (1, 0))]
     ("tasks", b"[1, 2]\n", 0, "line 1: is a list, must be an object with context, continuations, answer, and id at will"),
     ("tasks", b'{"context": "a"}', 0, "line 1: is an object with context, must be an object with context, continuations"),
     ("tasks", JSON.replace("}", ', "x": 1}').encode(), 0, "line 1: is an object with context, continuations, answer, x, must be"),
-    ("tasks", f"{JSON}\n{JSON[:-1]}".encode(), 0, "line 2: Expecting ',' delimiter"),
-    ("tasks", f"{JSON}\n{JSON} {JSON}".encode(), 0, "line 2: Extra data"),
+    ("tasks", f"{JSON}\n{JSON[:-1]}".encode(), 0, "line 2: not JSON: Expecting ',' delimiter"),
+    ("tasks", f"{JSON}\n{JSON} {JSON}".encode(), 0, "line 2: not JSON: Extra data"),
     ("tasks", b"\xff\xfe", 0, "line 1: 'utf-8' codec can't decode byte 0xff"),
     ("tasks", b"[" * 100_000, 0, "line 1: is nested too deeply"),
     ("tasks", JSON.replace('["b", "c"]', '["b"]').encode(), 0, "line 1: continuations must be a list of at least 2"),
@@ -338,7 +338,7 @@ def test_likelihoods_are_those_of_score(path, files):
     (["--tasks", "{tasks}", "-c", "4"], "line 1: ending 1 takes "),
     (["--out", "x.jsonl"], "--out: is of tasks, such as --tasks; none are given"),
     (["--tasks", "{tasks}", "--out", "/no/folder/x"], "--out: /no/folder/x: /no/folder is not a folder"),
-    (["--tasks", "{hellaswag}"], "line 1: Expecting value"),
+    (["--tasks", "{hellaswag}"], "line 1: not JSON: Expecting value"),
     (["--multiple-choice", "{tasks}"], "which hold no table of tasks"),
 ])
 def test_refused(capsys, path, files, argv, message):

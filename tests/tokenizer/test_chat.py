@@ -91,6 +91,12 @@ def test_errors_and_the_sandbox(source, message):
     assert str(error.value).startswith(message) and isinstance(error.value, UserError) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("messages", ["hello", ["hello"], None])
+def test_messages_that_are_none(messages):
+    with pytest.raises(ParameterError, match=r'^messages: must be a list of \{"role": \.\.\., "content": \.\.\.\}, got '):
+        ChatTemplate("").render(messages)
+
+
 def test_model_without_template():
     with pytest.raises(ChatTemplateError, match="the model has no chat template"):
         encode_chat(tokenizer(None), HELLO)
