@@ -38,6 +38,8 @@ def clock() -> float:
 
 
 def first_token(path: str, device: str, started: float) -> dict[str, float]:
+    from ggml_py.base.collection import put_off, settle
+    put_off()  # as ggml-py does
     from ggml_py.backends import open_backend
     from ggml_py.files.gguf import GGUFFile
     from ggml_py.kernels.disk_cache import compiled
@@ -46,6 +48,7 @@ def first_token(path: str, device: str, started: float) -> dict[str, float]:
     backend = open_backend(device)
     before = clock()
     with Model(GGUFFile.open(path), backend) as model:
+        settle()
         load = clock() - before
         prompt = list(range(6)) if model.tokenizer.model == "no_vocab" else model.tokenizer.encode(PROMPT)
         with model.new_context(min(model.n_ctx_train, len(prompt) + 1 + N_UBATCH), n_ubatch=N_UBATCH) as context:

@@ -34,6 +34,9 @@ def main(argv=None, load_model=None) -> int:
         if guard:
             signal.signal(signal.SIGINT, on_interrupt)
             sys.unraisablehook = on_unraisable
+        if argv is None:  # a process of its own
+            from .base.collection import put_off
+            put_off()
         from .cli import execute
         code = execute(argv, load_model)
         return 130 if interrupted else code

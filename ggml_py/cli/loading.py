@@ -4,6 +4,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from ..base.collection import settle
 from ..base.defaults import MODEL, N_BATCH, N_UBATCH
 from ..base.errors import UserError
 from ..base.placement import Override, PlacementOptions
@@ -53,7 +54,9 @@ def load_on(path: Path, device: str, load_model, placement=None, **more):
     if load_model is None:
         from ..engine.model import Model
         load_model = Model.load
-    return load_model(path, device=device, **({"placement": placement} if placement else {}), **more)
+    model = load_model(path, device=device, **({"placement": placement} if placement else {}), **more)
+    settle()
+    return model
 
 
 def devices_of(options) -> tuple[str, ...]:

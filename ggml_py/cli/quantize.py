@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from ..base.collection import settle
 from ..base.errors import UserError
 from ..base.progress import Progress
 from ..files.writing import check_file
@@ -67,6 +68,7 @@ def run(options, load_model) -> None:
             out = Path(options.output)
             check_output(out, file)
             check_imatrix(file, changes, imatrix)
+            settle()
             with Progress(sys.stderr, "quantizing", len(changes)) as progress:
                 n_bytes, errors = convert(file, changes, keys_of(file, asked, imatrix), out, imatrix, get_num_threads(),
                                           lambda change: progress.advance(change.tensor.name))

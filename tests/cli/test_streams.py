@@ -283,6 +283,18 @@ def test_a_bug_is_neither_of_the_documented_codes(folder):
     assert result.returncode == 3 and "ZeroDivisionError" in result.stderr and "Traceback" in result.stderr
 
 
+# Garbage collection
+
+def test_collection_is_put_off_until_the_model_is_there(folder, tmp_path):
+    """What the start has made is frozen then; without a model there is nothing to wait for."""
+    code = ("import atexit, gc, sys; usual = gc.get_threshold(); from ggml_py.__main__ import program; "
+            "atexit.register(lambda: print(gc.get_threshold() == usual, gc.get_freeze_count() > 50_000, file=sys.stderr)); "
+            "program()")
+    loaded = child("logits", "-m", "m.gguf", "--tokens", "tokens.npy", "-o", str(tmp_path / "l.npy"), code=code, cwd=folder)
+    assert loaded.stderr.splitlines()[-1] == "True True", loaded
+    assert child("--version", code=code, cwd=folder).stderr.splitlines()[-1] == "False False"
+
+
 # Ctrl-C
 
 INTERRUPTED = """
