@@ -2,7 +2,8 @@
 
     python tests/scripts/compile_kernels.py [-n PROCESSES] [NAME of kernels ...]
 
-Prints a line for each that breaks a rule and exits with 1 if there is one. Takes forty minutes of one core.
+Prints a line for each that breaks a rule and exits with 1 if there is one. Takes forty minutes of one core, less where the disk
+cache has some.
 """
 import argparse
 import sys
