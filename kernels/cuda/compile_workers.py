@@ -23,7 +23,7 @@ from types import FunctionType
 from ..disk_cache import compiled
 
 KEPT = b"kept\n"
-FEWEST, MOST_WORKERS = 4, 8  # kernels that are worth the workers' start, about a second; a worker takes 400 MB and 12 a kernel
+FEWEST, MOST_WORKERS = 2, 8  # kernels that are worth the workers' start, about a second; a worker takes 400 MB and 12 a kernel
 
 
 def n_workers(n_kernels: int, folder: Path) -> int:
@@ -114,7 +114,14 @@ def _feed(worker: subprocess.Popen, wanted: SimpleQueue, cc: tuple[int, int], an
 
 
 def work() -> None:
-    """A worker."""
+    """A worker. It ends at once: while it took numba down, what it has compiled would wait to be run."""
+    try:
+        _work()
+    finally:
+        os._exit(0)
+
+
+def _work() -> None:
     gc.disable()  # it would take a fifth of the time
     from .launch import cached_ptx, nvvm_release
     with suppress(Exception):  # said by the process that wants a kernel

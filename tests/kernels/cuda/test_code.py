@@ -303,7 +303,7 @@ def test_every_kernel_can_be_made_by_a_worker():
 
 
 @pytest.mark.parametrize("n_kernels, n_cores, expected",
-                         [(1, 16, 0), (3, 16, 0), (4, 16, 4), (40, 16, 8), (40, 2, 2), (40, 1, 0)])
+                         [(1, 16, 0), (2, 16, 2), (4, 16, 4), (40, 16, 8), (40, 2, 2), (40, 1, 0)])
 def test_number_of_workers(n_kernels, n_cores, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(compile_workers.os, "sched_getaffinity", lambda pid: range(n_cores), raising=False)
     assert compile_workers.n_workers(n_kernels, tmp_path / "new") == expected
