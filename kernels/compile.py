@@ -6,7 +6,7 @@ folder's name is a digest of all sources of kernels/ and quant/, of the versions
 a function is found by its name and the arguments of the factory that made it (`key`), in an entry that is verified
 (`disk_cache`). `compiled` counts what this process did not find there.
 
-The searches of encoders (`quant.search`), which lie below this package, are kept in the same way.
+What `quant` compiles, which lies below this package (`quant.entries`), is kept in the same way.
 
 Kernels whose work threads share (`threads`) run one at a time, under `parallel_lock`.
 """
@@ -34,7 +34,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.serialize import dumps
 
 from .. import quant
-from ..quant import encode
+from ..quant import entries
 from .disk_cache import compiled, read_entry, write_entry
 
 # What the definition's fma and the conversions of float16 compile to; without them they would be library calls
@@ -154,8 +154,11 @@ class _DiskCache(NullCache):
             write_entry(*self._entry(signature, result.codegen), dumps(result._reduce()))
 
 
-for _search in encode.SEARCHES:  # compiled below this package, and kept on disk as kernels are
-    _search._cache = _DiskCache(_search.py_func, ())
+def _keep_on_disk(dispatcher, key) -> None:
+    dispatcher._cache = _DiskCache(dispatcher.py_func, key)
+
+
+entries.keep_with(_keep_on_disk)  # what is compiled below this package
 
 
 # Of functions that only compiled ones call: without wrappers, which would double the time

@@ -6,11 +6,13 @@ import numba
 import numpy as np
 
 from . import tile
+from .entries import jit as entry
+from .entries import keep
 from .formats import CHUNK, check_bytes, format_of
 from .interleaved import INTERLEAVED, Interleaved
 from .words import f32, primitives
 
-# of unpackings; `search.scales` has that of encoders. Threads that quantize wait for one another where it keeps Python's lock
+# of unpackings. Threads that quantize wait for one another where it keeps Python's lock
 jit = numba.njit(error_model="numpy", nogil=True)
 CPU = primitives(jit)
 SLAB_ROWS = 1024  # rows that are packed and dequantized at a time
@@ -42,7 +44,7 @@ def tile_dequantizer(fmt, p):
 
 @lru_cache(None)
 def _kernel(name: str):
-    return tile_dequantizer(format_of(name), CPU)
+    return keep(tile_dequantizer(format_of(name), CPU), name)
 
 
 def dequantize(data: np.ndarray, type_, shape, name: str = "tensor") -> np.ndarray:
@@ -68,4 +70,19 @@ def _float_values(fmt, rows, name):
         return (rows.view("<u2").astype(np.uint32) << 16).view(np.float32)
     if fmt.values is None:
         raise ValueError(f"{name}: {fmt.name} is no weight type; dequantize takes float and quantized types")
+    if fmt.name == "F16":
+        return _halves_to_floats(rows.view("<u2"))
     return rows.view(fmt.dtype).astype(np.float32)
+
+
+_f16 = CPU.f16
+
+
+@entry
+def _halves_to_floats(halves):
+    """float32 [n_rows, n_cols] of float16 held as uint16: numpy takes one at a time."""
+    out = np.empty(halves.shape, np.float32)
+    for row in range(len(out)):
+        for c in range(out.shape[1]):
+            out[row, c] = _f16(halves[row, c])
+    return out

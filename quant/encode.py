@@ -22,9 +22,8 @@ from .search.codebook import by_codebook
 from .search.levels import by_levels, nearest_codes, nearest_levels
 from .search.lines import by_lines
 from .search.recode import make_even, pair_codes
-from .search.scales import ANY, ENTRIES, HALF
+from .search.scales import ANY, HALF
 
-SEARCHES = tuple(ENTRIES)  # what is compiled for all of these
 Encoder = Callable[[Format, np.ndarray, np.ndarray | None], np.ndarray]
 
 

@@ -3,9 +3,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from .entries import jit
 from .formats import Format
 from .layouts import layout
-from .search.scales import jit
 
 Arrays = dict[str, np.ndarray]  # what a field's bits come from (`layouts.Layout.what`): unsigned [n_blocks, items of a block]
 

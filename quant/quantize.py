@@ -4,6 +4,7 @@ from math import prod
 import numpy as np
 
 from .encode import ENCODERS
+from .entries import jit
 from .formats import Format, format_of
 
 SLAB_VALUES = 1 << 22   # quantized at a time: 16 MB of float32
@@ -23,7 +24,7 @@ def quantize(x: np.ndarray, type_: Format | str | int, name: str = "tensor", ima
     x = np.ascontiguousarray(x, np.float32)
     n_cols = x.shape[-1]
     row_bytes = fmt.row_bytes(n_cols, name)
-    if fmt.is_quantized and not np.isfinite(x).all():
+    if fmt.is_quantized and not _are_finite(x.reshape(-1).view(np.uint32)):
         at = np.argwhere(~np.isfinite(x))[0].tolist()
         raise ValueError(f"{name}: {fmt.name} needs finite values, got {x[tuple(at)]} at {at}")
     importance = None if imatrix is None else _importance(imatrix, x.shape, name)
@@ -38,6 +39,15 @@ def quantize(x: np.ndarray, type_: Format | str | int, name: str = "tensor", ima
             out[m, first:first + n_rows] = ENCODERS[fmt.name](fmt, matrix[first:first + n_rows],
                                                               None if importance is None else importance[m])
     return out.reshape(*x.shape[:-1], row_bytes)
+
+
+@jit
+def _are_finite(bits):
+    """bits: uint32, of float32 numbers."""
+    largest = np.uint32(0)
+    for word in bits:
+        largest = max(largest, word & np.uint32(0x7fffffff))
+    return largest < np.uint32(0x7f800000)
 
 
 def _importance(imatrix: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:

@@ -18,10 +18,11 @@ from ..files.gguf import GGUFFile
 from ..files.gguf_writer import write_gguf
 from ..quant.dequantize import dequantize
 from ..quant.quantize import quantize
+from ..quant.squares import squares_of_columns
 from .imatrix import ImportanceMatrix
 from .plan import Change
 
-SLAB_VALUES = 1 << 18
+SLAB_VALUES = 1 << 19  # arrays that caches hold; and of its time Python needs a thirtieth, which is one thread's at a time
 GROUP_ROWS = 8  # slabs begin at multiples, so that they are whole groups of interleaved rows
 AHEAD = 2       # slabs for each thread that are made before they can be written
 
@@ -53,14 +54,14 @@ def quantized(file: GGUFFile, slab: Slab, weights: np.ndarray | None) -> Result:
     """weights: float32 [n_matrices, n_cols], or None: all columns count alike."""
     tensor, type, (first, last) = slab.change.tensor, slab.change.type, (slab.first, slab.last)
     shape, row_bytes = (last - first, tensor.shape[0]), tensor.n_bytes // prod(tensor.shape[1:])
-    x = dequantize(file.data(tensor.name)[first * row_bytes:last * row_bytes], tensor.type.name, shape, tensor.name)
+    x = dequantize(file.read(tensor.name, first * row_bytes, last * row_bytes), tensor.type.name, shape, tensor.name)
     of_columns = None if weights is None else weights[slab.matrix]
     try:
         rows = quantize(x, type, tensor.name, of_columns)
     except ValueError as error:  # values that the type cannot have
         raise UserError(f"{file.path}: tensor {error}, in rows {first} to {last - 1}") from None
-    squares = [np.add.reduce(np.square(a, dtype=np.float64), axis=0) for a in (dequantize(rows, type, shape) - x, x)]
-    return Result(rows, np.array([tree_sum(a if of_columns is None else a * of_columns) for a in squares]))
+    squares = squares_of_columns(x, dequantize(rows, type, shape))
+    return Result(rows, tree_sum(squares if of_columns is None else squares * of_columns))
 
 
 def in_order(pool: ThreadPoolExecutor, jobs: Iterator[Callable[[], Result]], most: int) -> Iterator[Result]:

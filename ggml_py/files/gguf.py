@@ -313,17 +313,29 @@ class GGUFFile:
 
     def data(self, name: str) -> np.ndarray:
         """The bytes of a tensor: uint8 [n_bytes], a read-only view of the file, or read from it."""
+        tensor = self._known(name)
+        if not self.mapped:
+            return self.read(name, 0, tensor.n_bytes)
+        return self._buffers[tensor.part][tensor.offset:tensor.offset + tensor.n_bytes]
+
+    def read(self, name: str, first: int, last: int) -> np.ndarray:
+        """The bytes [first, last) of a tensor, read from the file: uint8. For what is needed once this is much faster than a view
+        of the map, where each page is a fault; and other threads run meanwhile."""
+        tensor = self._known(name)
+        data = np.empty(last - first, np.uint8)
+        with open(self.paths[tensor.part], "rb") as file:
+            file.seek(tensor.offset + first)
+            if file.readinto(data.data) != data.size:
+                raise GGUFError(f"{self.paths[tensor.part]}: tensor {quoted(name)}: the file is shorter than when it was opened")
+        return data
+
+    def _known(self, name: str) -> TensorInfo:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise GGUFError(f"{self.path}: tensor {quoted(name)} is not one of the file's {len(self.tensors)} tensors")
         if not self._buffers:
             raise GGUFError(f"{self.path}: tensor {quoted(name)}: the file is closed")
-        if not self.mapped:
-            data = np.fromfile(self.paths[tensor.part], np.uint8, tensor.n_bytes, offset=tensor.offset)
-            if data.size != tensor.n_bytes:
-                raise GGUFError(f"{self.paths[tensor.part]}: tensor {quoted(name)}: the file is shorter than when it was opened")
-            return data
-        return self._buffers[tensor.part][tensor.offset:tensor.offset + tensor.n_bytes]
+        return tensor
 
     def release(self, name: str) -> None:
         """Lets go of the memory that has the bytes of a tensor. What asks for them again reads the file again."""

@@ -1,7 +1,8 @@
 """Scales and codes for given values: what the encoders search, compiled for the CPU.
 
 scales    how a float scale is stored, integer scales under it
-lanes     sub-blocks side by side, for vector instructions
+vectors   float32 side by side in registers
+lanes     sub-blocks side by side, as vectors take them
 levels    codes of levels, of one table or of two that a sub-block selects, or of pairs
 lines     codes with minima
 recode    other codes for the scales found

@@ -1,7 +1,8 @@
 """Entries of codebooks."""
 import numpy as np
 
-from .scales import as_half, device, jit, nearest_scale, power_of_two
+from ..entries import jit
+from .scales import as_half, device, nearest_scale, power_of_two
 
 
 @device
@@ -69,7 +70,7 @@ def by_codebook(x, w, sub, group, grids, signing, factors, n_scales, codes, scal
     """
     n_tables, width, n_entries = grids.shape
     n_subs, per_sub = group // sub, sub // width
-    highest = grids.max()
+    highest, flat = grids.max(), x.reshape(-1)
     v, positive, fitted = np.zeros(group, np.float32), np.zeros(group, np.float32), np.zeros(n_subs)
     products = np.zeros((n_tables, group // width, n_entries), np.float32)
     squares = np.zeros_like(products)
@@ -77,7 +78,7 @@ def by_codebook(x, w, sub, group, grids, signing, factors, n_scales, codes, scal
     for row in range(len(x)):
         for g in range(x.shape[1] // group):
             u, at = w[g * group:(g + 1) * group], g * n_subs
-            unit = power_of_two(x[row, g * group:(g + 1) * group])
+            unit = power_of_two(flat, row * x.shape[1] + g * group, group)
             for c in range(group):
                 v[c] = x[row, g * group + c] / unit
             positive[:] = v

@@ -5,12 +5,13 @@ i % LANES of chunk i // LANES. What there is once a sub-block is [n_chunks, LANE
 one lane beside the other: the same bits whatever the width of vectors. Values are those of the group over a power of two that is
 larger than all of them, so float32 has room for their squares. Lanes behind the last group hold zeros of weight 1.
 
-Functions take whole chunks, as C-contiguous arrays (a row of an unpacked array is none): numba makes vectors of those only, and a
-call costs as much as 1000 columns.
+A search takes WIDTH lanes at a time through all columns (`vectors`). What there is once a sub-block is written flat, all lanes in
+one loop: a call for each group, with its views of arrays, costs as much as 1000 columns.
 """
 import numpy as np
 
-from .scales import device, power_of_two
+from .scales import device, inlined, power_of_two
+from .vectors import magnitude, repeated, where_less
 
 LANES = 64
 F0, F1 = np.float32(0), np.float32(1)
@@ -34,11 +35,6 @@ def of_lanes(shape):
 
 
 @device
-def numbers(shape):
-    return np.zeros(shape, np.int32)
-
-
-@device
 def load(x, w, first, n, sub, group, values, weights, units):
     """Groups first .. first + n of the values x (rows one after the other), weights w [n_cols]. Out: values, weights; units:
     float64 [groups of a batch], what the values of a group are multiples of."""
@@ -46,7 +42,7 @@ def load(x, w, first, n, sub, group, values, weights, units):
     n_subs = group // sub
     for g in range(n):
         start = (first + g) * group
-        units[g] = power_of_two(x[start:start + group])
+        units[g] = power_of_two(x, start, group)
         of_one, at = 1.0 / units[g], start % len(w)
         for i in range(n_subs):
             h, l = (g * n_subs + i) // LANES, (g * n_subs + i) % LANES
@@ -55,6 +51,27 @@ def load(x, w, first, n, sub, group, values, weights, units):
 
 
 @device
+def spread(of_groups, n_subs, of_subs):
+    """The number of each group for each of its sub-blocks: float64 [lanes of a batch]."""
+    for g in range(len(of_groups)):
+        for i in range(g * n_subs, (g + 1) * n_subs):
+            of_subs[i] = of_groups[g]
+
+
+@device
 def reciprocal(scale):
     """0 for a scale that stands for none."""
     return F1 / scale if abs(scale) > LEAST else F0
+
+
+@inlined
+def reciprocals(scales):
+    """Of a vector."""
+    return where_less(repeated(LEAST), magnitude(scales), repeated(F1) / scales, repeated(F0))
+
+
+@inlined
+def within(x, low, high):
+    """min(max(x, low), high) of vectors."""
+    x = where_less(x, low, low, x)
+    return where_less(high, x, high, x)

@@ -1,13 +1,17 @@
 """Codes of levels, of one table or of that of two that a sub-block selects: value = d * integer scale * level."""
 import numpy as np
 
-from .lanes import F0, F1, LANES, load, n_chunks, n_groups, numbers, of_lanes, reciprocal
-from .scales import device, jit, nearest_scale, rounded
+from ..entries import jit
+from .lanes import F0, F1, LANES, load, n_chunks, n_groups, of_lanes, reciprocal, reciprocals, spread, within
+from .scales import device, inlined, nearest_scale, rounded
+from .vectors import WIDTH, at, looked_up, magnitude, put, repeated, where_less
 
 N_STEPS = 2 * 257   # of a half from -128.5: boundaries between integer levels are multiples of a half
 N_TRIES = 9         # scales to either side of the one that maps the largest value to an end of the levels
 N_ENDS = 10         # of `candidate`
 N_PAIRS = 32        # of IQ2_KL
+N_ROUNDS = 3        # of integer scales and codes for d, then d for these
+INFINITY = np.float32(np.inf)
 TWO, SHIFT, LAST = np.float32(2), np.float32(257), np.float32(N_STEPS - 1)
 ROUNDER = np.float32(1.5 * 2.0**23)  # what float32 adds to it is rounded to an integer
 
@@ -34,98 +38,114 @@ def step_of(v):
     return np.uint32(np.int32(min(max(TWO * v + SHIFT, F0), LAST)))
 
 
-@device
-def residuals(x, w, inverse, nearest, steps, levels, sums):
-    """Of each lane, with r = x * inverse - level: sums [3 LANES] of w level^2, w level r and w r^2. These keep their digits where
-    differences of larger sums would not. nearest: see `nearest_levels`. steps, levels: scratch."""
-    sums[:] = F0
-    for c in range(len(x)):
-        at = 0  # of the column's levels
-        if len(nearest) == 2:
-            low, high = nearest[0], nearest[1]
-            for l in range(LANES):
-                levels[l] = min(max(x[c, l] * inverse[l], low), high) + ROUNDER - ROUNDER
-        elif len(nearest) == N_STEPS:
-            for l in range(LANES):
-                steps[l] = step_of(x[c, l] * inverse[l])
-            for l in range(LANES):
-                levels[l] = nearest[np.uint64(steps[l])]
-        elif c % 2:
-            at = LANES
-        else:
-            costs = levels[2 * LANES:]
-            costs[:] = np.inf
+@inlined
+def add_column(sums, x, u, inverse, level):
+    """The sums of w level^2, w level r and w r^2, r = x * inverse - level, with one more column."""
+    r, weighted = x * inverse - level, u * level
+    return sums[0] + weighted * level, sums[1] + weighted * r, sums[2] + u * r * r
+
+
+@inlined
+def residuals(values, weights, first, sub, inverse, nearest):
+    """Of each of the lanes from `first` on the sums of `add_column`. These keep their digits where differences of larger sums
+    would not. nearest: see `nearest_levels`. Sums that the caller does not use are not made."""
+    zero = repeated(F0)
+    sums = zero, zero, zero
+    if len(nearest) == 2:
+        low, high, rounder = repeated(nearest[0]), repeated(nearest[1]), repeated(ROUNDER)
+        for c in range(sub):
+            x, u = at(values, first + c * LANES), at(weights, first + c * LANES)
+            sums = add_column(sums, x, u, inverse, within(x * inverse, low, high) + rounder - rounder)
+    elif len(nearest) == N_STEPS:
+        two, shift, last = repeated(TWO), repeated(SHIFT), repeated(LAST)
+        for c in range(sub):
+            x, u = at(values, first + c * LANES), at(weights, first + c * LANES)
+            step = within(two * (x * inverse) + shift, zero, last)
+            sums = add_column(sums, x, u, inverse, looked_up(nearest, step))
+    else:
+        for c in range(0, sub, 2):
+            x, u = at(values, first + c * LANES), at(weights, first + c * LANES)
+            y, t = at(values, first + (c + 1) * LANES), at(weights, first + (c + 1) * LANES)
+            least, level, other = repeated(INFINITY), zero, zero
             for e in range(0, 2 * N_PAIRS, 2):
-                for l in range(LANES):
-                    first, second = x[c, l] * inverse[l] - nearest[e], x[c + 1, l] * inverse[l] - nearest[e + 1]
-                    cost = w[c, l] * first * first + w[c + 1, l] * second * second
-                    is_less = cost < costs[l]
-                    levels[l] = nearest[e] if is_less else levels[l]
-                    levels[LANES + l] = nearest[e + 1] if is_less else levels[LANES + l]
-                    costs[l] = cost if is_less else costs[l]
-        for l in range(LANES):
-            level, u = levels[at + l], w[c, l]
-            r, weighted = x[c, l] * inverse[l] - level, u * level
-            sums[l] += weighted * level
-            sums[LANES + l] += weighted * r
-            sums[2 * LANES + l] += u * r * r
+                tried, paired = repeated(nearest[e]), repeated(nearest[e + 1])
+                r, s = x * inverse - tried, y * inverse - paired
+                cost = u * r * r + t * s * s
+                level, other = where_less(cost, least, tried, level), where_less(cost, least, paired, other)
+                least = where_less(cost, least, cost, least)
+            sums = add_column(add_column(sums, x, u, inverse, level), y, t, inverse, other)
+    return sums
+
+
+@inlined
+def try_inverse(values, weights, first, sub, inverse, nearest, least, fitted):
+    """(least, fitted), of lanes: where the scale that suits the codes under 1 / inverse best has less error than `least`, its
+    own."""
+    zero, one = repeated(F0), repeated(F1)
+    squares, products, rests = residuals(values, weights, first, sub, inverse, nearest)
+    more = where_less(zero, squares, products / squares, zero)
+    of_one = reciprocals(inverse)
+    error = (rests - more * products) * of_one * of_one
+    scale = where_less(zero, squares, (one + more) * of_one, zero)
+    return where_less(error, least, error, least), where_less(error, least, scale, fitted)
 
 
 @device
-def try_inverse(x, w, inverse, nearest, steps, levels, sums, least, fitted):
-    """Where the scale that suits the codes under 1 / inverse best has less error than `least`, it becomes `fitted`."""
-    residuals(x, w, inverse, nearest, steps, levels, sums)
-    for l in range(LANES):
-        squares = sums[l]
-        more = sums[LANES + l] / squares if squares > F0 else F0
-        of_one = reciprocal(inverse[l])
-        error = (sums[2 * LANES + l] - more * sums[LANES + l]) * of_one * of_one
-        if error < least[l]:
-            least[l], fitted[l] = error, (F1 + more) * of_one if squares > F0 else F0
-
-
-@device
-def fit(values, weights, squares, tables, ends, span, inverse, steps, levels, sums, least, fitted):
+def fit(values, weights, squares, tables, ends, span, fitted):
     """squares: of each lane the sum of w x^2. fitted: the best scale, of those that map the largest value to the lowest or
     highest level, of others up to `span` of it around, and of those that suit their codes best."""
-    extremes = np.empty(LANES, np.float32)
+    sub, zero = values.shape[1], repeated(F0)
     for h in range(len(values)):
-        x, w, best, error = values[h], weights[h], fitted[h], least[h]
-        best[:], squares[h], extremes[:] = F0, F0, F0
-        for c in range(len(x)):
-            for l in range(LANES):
-                squares[h, l] += w[c, l] * x[c, l] * x[c, l]
-                extremes[l] = x[c, l] if abs(x[c, l]) > abs(extremes[l]) else extremes[l]
-        for l in range(LANES):
-            extremes[l], error[l] = reciprocal(extremes[l]), squares[h, l]
-        for t in range(len(tables)):
-            for end in ends[t]:
-                for k in range(-N_TRIES, N_TRIES + 1) if end != 0.0 else range(0):
-                    factor = np.float32(end * (1.0 + span * k / N_TRIES))
-                    for l in range(LANES):
-                        inverse[l] = factor * extremes[l]
-                    try_inverse(x, w, inverse, tables[t], steps, levels, sums, error, best)
-            for _ in range(2):
-                for l in range(LANES):
-                    inverse[l] = reciprocal(best[l])
-                try_inverse(x, w, inverse, tables[t], steps, levels, sums, error, best)
+        for l in range(0, LANES, WIDTH):
+            first, lane = h * sub * LANES + l, h * LANES + l
+            extreme, least, best = zero, zero, zero
+            for c in range(sub):
+                x, u = at(values, first + c * LANES), at(weights, first + c * LANES)
+                least, extreme = least + u * x * x, where_less(magnitude(extreme), magnitude(x), x, extreme)
+            put(squares, lane, least)
+            extreme = reciprocals(extreme)
+            for t in range(len(tables)):
+                for end in ends[t]:
+                    for k in range(-N_TRIES, N_TRIES + 1) if end != 0.0 else range(0):
+                        inverse = repeated(np.float32(end * (1.0 + span * k / N_TRIES))) * extreme
+                        least, best = try_inverse(values, weights, first, sub, inverse, tables[t], least, best)
+                for _ in range(2):
+                    least, best = try_inverse(values, weights, first, sub, reciprocals(best), tables[t], least, best)
+            put(fitted, lane, best)
 
 
 @device
-def choose(values, weights, squares, tables, scales, j, inverse, steps, levels, sums, least, best_j, best_t, products, norms):
+def choose(values, weights, squares, tables, scales, j, least, best_j, best_t):
     """Where the lanes' scales, d times the integer scales number j, have less error than `least`: best_j and the table best_t are
-    theirs, and so are the sums of w x level and w level^2, `products` and `norms`."""
+    theirs."""
+    sub = values.shape[1]
     for h in range(len(values)):
-        for l in range(LANES):
-            inverse[l] = reciprocal(scales[h, l])
-        for t in range(len(tables)):
-            residuals(values[h], weights[h], inverse, tables[t], steps, levels, sums)
-            for l in range(LANES):
-                scale = scales[h, l]
-                error = sums[2 * LANES + l] * scale * scale if inverse[l] != F0 else squares[h, l]
-                if error < least[h, l]:
-                    least[h, l], best_j[h, l], best_t[h, l] = error, j[h, l], t
-                    products[h, l], norms[h, l] = (sums[l] + sums[LANES + l]) * scale, sums[l]
+        for l in range(0, LANES, WIDTH):
+            lane = h * LANES + l
+            scale = at(scales, lane)
+            inverse = reciprocals(scale)
+            for t in range(len(tables)):
+                _, _, rests = residuals(values, weights, h * sub * LANES + l, sub, inverse, tables[t])
+                error = where_less(repeated(F0), magnitude(inverse), rests * scale * scale, at(squares, lane))
+                before = at(least, lane)
+                put(least, lane, where_less(error, before, error, before))
+                put(best_j, lane, where_less(error, before, at(j, lane), at(best_j, lane)))
+                put(best_t, lane, where_less(error, before, repeated(np.float32(t)), at(best_t, lane)))
+
+
+@device
+def moments_of(values, weights, tables, scales, best_t, products, norms):
+    """products and norms: with the codes of the lanes' scales and tables the sums of w x level and w level^2."""
+    sub, half = values.shape[1], repeated(np.float32(0.5))
+    for h in range(len(values)):
+        for l in range(0, LANES, WIDTH):
+            lane = h * LANES + l
+            scale = at(scales, lane)
+            for t in range(len(tables)):
+                norm, product, _ = residuals(values, weights, h * sub * LANES + l, sub, reciprocals(scale), tables[t])
+                other = magnitude(at(best_t, lane) - repeated(np.float32(t)))  # 0 where the table is theirs
+                put(products, lane, where_less(other, half, (norm + product) * scale, at(products, lane)))
+                put(norms, lane, where_less(other, half, norm, at(norms, lane)))
 
 
 @device
@@ -156,12 +176,48 @@ def largest_of(scales):
 
 
 @device
-def set_scales(fitted, d, first, step, n_scales, offset, j, scales):
-    """j: numbers of the integer scales of a group that are nearest to the fitted ones, and `offset` more; scales: they times
-    d."""
-    for i in range(len(fitted)):
-        j[i] = min(max(nearest_scale(fitted[i], d, first, step, n_scales) + offset, 0), n_scales - 1)
-        scales[i] = d * (first + step * j[i])
+def nearest_numbers(fitted, ds, first, step, n_scales, j):
+    """j: numbers of the integer scales of all lanes that are nearest to the fitted ones over d."""
+    for i in range(len(j)):
+        j[i] = nearest_scale(fitted[i], ds[i], first, step, n_scales)
+
+
+@device
+def set_scales(near, ds, first, step, n_scales, offset, j, scales):
+    """j: the numbers `offset` more than those near; scales: their integer scales times d."""
+    for i in range(len(j)):
+        j[i] = min(max(near[i] + offset, 0.0), n_scales - 1.0)
+        scales[i] = ds[i] * (first + step * j[i])
+
+
+@device
+def keep(n, n_subs, start, least, j, t, d, best_d, error, scales, selected):
+    """Of the groups whose scales have less error than they had: d, and the numbers in `scales` and tables in `selected`."""
+    for g in range(n):
+        total, a, b = 0.0, g * n_subs, (g + 1) * n_subs
+        for i in range(a, b):
+            total += least[i]
+        if total < error[g]:
+            best_d[g], error[g] = d[g], total
+            for i in range(a, b):
+                scales[start * n_subs + i], selected[start * n_subs + i] = np.uint8(j[i]), np.uint8(t[i])
+
+
+@device
+def refit(n, n_subs, first, step, j, products, norms, units, allowed, d):
+    """d of each group that suits the codes best. Returns whether one is another than it was."""
+    has_changed = False
+    for g in range(n):
+        xq, qq = 0.0, 0.0
+        for i in range(g * n_subs, (g + 1) * n_subs):
+            scale = first + step * j[i]
+            xq += scale * products[i]
+            qq += scale * scale * norms[i]
+        if qq > 0.0 and d[g] != 0.0:
+            new = rounded(xq / qq * units[g], allowed) / units[g]
+            has_changed |= new != d[g]
+            d[g] = new
+    return has_changed
 
 
 @jit
@@ -176,63 +232,56 @@ def by_levels(x, w, sub, group, tables, ends, first, step, n_scales, allowed, sp
     n_batch, shape = n_groups(n_subs), (n_chunks(n_subs), LANES)
     values = np.empty((shape[0], sub, LANES), np.float32)
     weights, units = np.empty_like(values), np.empty(n_batch)
-    squares, fitted, tried, least = of_lanes(shape), of_lanes(shape), of_lanes(shape), of_lanes(shape)
-    products, norms = of_lanes(shape), of_lanes(shape)
-    j, best_j, best_t = numbers(shape), numbers(shape), numbers(shape)
-    inverse, levels, sums, steps = of_lanes(LANES), of_lanes(3 * LANES), of_lanes(3 * LANES), np.empty(LANES, np.uint32)
-    # one sub-block behind the other
-    flat_fitted, flat_tried, flat_least, flat_j = fitted.reshape(-1), tried.reshape(-1), least.reshape(-1), j.reshape(-1)
-    flat_products, flat_norms = products.reshape(-1), norms.reshape(-1)
-    flat_best_j, flat_best_t = best_j.reshape(-1), best_t.reshape(-1)
+    # of sub-blocks, one behind the other
+    n_lanes = shape[0] * LANES
+    squares, fitted, tried, least = of_lanes(n_lanes), of_lanes(n_lanes), of_lanes(n_lanes), of_lanes(n_lanes)
+    products, norms, near, j = of_lanes(n_lanes), of_lanes(n_lanes), of_lanes(n_lanes), of_lanes(n_lanes)
+    best_j, best_t, sub_ds = of_lanes(n_lanes), of_lanes(n_lanes), np.zeros(n_lanes)
     d, best_d, error = np.zeros(n_batch), np.zeros(n_batch), np.zeros(n_batch)
     for start in range(0, len(ds), n_batch):
         n = min(n_batch, len(ds) - start)
         load(x, w, start, n, sub, group, values, weights, units)
-        fit(values, weights, squares, tables, ends, span, inverse, steps, levels, sums, least, fitted)
+        fit(values, weights, squares, tables, ends, span, fitted)
         # the best d for the integer scales nearest to the fitted ones
         error[:], best_d[:] = np.inf, 0.0
         for k in range(n_candidates(n_scales, allowed)):
             least[:] = np.inf
             for g in range(n):
-                a, b = g * n_subs, (g + 1) * n_subs
-                d[g] = candidate(largest_of(flat_fitted[a:b]), k, first, step, n_scales, units[g], allowed)
-                set_scales(flat_fitted[a:b], d[g], first, step, n_scales, 0, flat_j[a:b], flat_tried[a:b])
-            choose(values, weights, squares, tables, tried, j, inverse, steps, levels, sums, least, best_j, best_t, products,
-                   norms)
+                largest = largest_of(fitted[g * n_subs:(g + 1) * n_subs])
+                d[g] = candidate(largest, k, first, step, n_scales, units[g], allowed)
+            spread(d, n_subs, sub_ds)
+            nearest_numbers(fitted, sub_ds, first, step, n_scales, near)
+            set_scales(near, sub_ds, first, step, n_scales, 0, j, tried)
+            choose(values, weights, squares, tables, tried, j, least, best_j, best_t)
             for g in range(n):
                 total = 0.0
                 for i in range(g * n_subs, (g + 1) * n_subs):
-                    total += flat_least[i]
+                    total += least[i]
                 if total < error[g] and d[g] != 0.0:
                     best_d[g], error[g] = d[g], total
         # integer scales and codes for d, then d for these
         error[:], d[:] = np.inf, best_d
-        for _ in range(3):
+        for i in range(N_ROUNDS):
             least[:] = np.inf
+            spread(d, n_subs, sub_ds)
+            nearest_numbers(fitted, sub_ds, first, step, n_scales, near)
             for offset in range(-1, 2) if n_scales > 1 else range(1):
-                for g in range(n):
-                    a, b = g * n_subs, (g + 1) * n_subs
-                    set_scales(flat_fitted[a:b], d[g], first, step, n_scales, offset, flat_j[a:b], flat_tried[a:b])
-                choose(values, weights, squares, tables, tried, j, inverse, steps, levels, sums, least, best_j, best_t, products,
-                       norms)
-            for g in range(n):
-                total, xq, qq = 0.0, 0.0, 0.0
-                for i in range(g * n_subs, (g + 1) * n_subs):
-                    scale = first + step * flat_best_j[i]
-                    total += flat_least[i]
-                    xq += scale * flat_products[i]
-                    qq += scale * scale * flat_norms[i]
-                if total < error[g]:
-                    best_d[g], error[g] = d[g], total
-                    for i in range(n_subs):
-                        scales[(start + g) * n_subs + i] = flat_best_j[g * n_subs + i]
-                        selected[(start + g) * n_subs + i] = flat_best_t[g * n_subs + i]
-                if qq > 0.0 and d[g] != 0.0:
-                    d[g] = rounded(xq / qq * units[g], allowed) / units[g]
+                set_scales(near, sub_ds, first, step, n_scales, offset, j, tried)
+                choose(values, weights, squares, tables, tried, j, least, best_j, best_t)
+            keep(n, n_subs, start, least, best_j, best_t, d, best_d, error, scales, selected)
+            if i == N_ROUNDS - 1:
+                break
+            set_scales(best_j, sub_ds, first, step, n_scales, 0, j, tried)
+            moments_of(values, weights, tables, tried, best_t, products, norms)
+            if not refit(n, n_subs, first, step, best_j, products, norms, units, allowed, d):
+                break  # nor would the next round change anything
         for g in range(n):
             ds[start + g] = best_d[g] * units[g]
             for i in range(g * n_subs, (g + 1) * n_subs):
-                at = start * n_subs + i
-                of_one = reciprocal(np.float32(best_d[g] * (first + step * scales[at])))
+                tried[i] = reciprocal(np.float32(best_d[g] * (first + step * scales[start * n_subs + i])))
+        for h in range(shape[0]):
+            for l in range(min(LANES, n * n_subs - h * LANES)):
+                of, of_one = start * n_subs + h * LANES + l, tried[h * LANES + l]
+                code = code_of[selected[of]]
                 for c in range(sub):
-                    codes[at * sub + c] = code_of[selected[at], step_of(values[i // LANES, c, i % LANES] * of_one)]
+                    codes[of * sub + c] = code[step_of(values[h, c, l] * of_one)]

@@ -5,7 +5,8 @@ sub-blocks, with the integer ones; selected: uint8 [n / 32], the table; codes: u
 """
 import numpy as np
 
-from .scales import device, jit
+from ..entries import jit
+from .scales import device
 
 
 @device

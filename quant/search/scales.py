@@ -4,26 +4,29 @@ import math
 import numba
 import numpy as np
 
+from .vectors import WIDTH, at, largest_lane, magnitude, repeated, where_less
+
 HALF, ANY = -1, -2  # how d is rounded, in place of the number of allowed values
 LARGEST_HALF = 65504.0
-ENTRIES: list = []  # compiled functions that Python calls: `kernels.compile` keeps them on disk as it keeps kernels
 
 # Of functions that only compiled ones call: without wrappers, whose compilation takes as long
 device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def jit(function):
-    """numba.njit of a function that Python calls."""
-    ENTRIES.append(numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
-    return ENTRIES[-1]
+# Of those whose arguments and results are vectors: within the function that calls them, so that these stay in registers
+inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @device
-def power_of_two(x):
-    """The least power of two that is larger than all magnitudes; 1 for zeros."""
-    largest = 0.0
-    for c in range(len(x)):
-        largest = max(largest, abs(float(x[c])))
+def power_of_two(x, first, n):
+    """The least power of two that is larger than the magnitudes of the values first .. first + n; 1 for zeros."""
+    vector, most = repeated(np.float32(0)), np.float32(0)
+    for c in range(n // WIDTH):
+        here = magnitude(at(x, first + c * WIDTH))
+        vector = where_less(vector, here, here, vector)
+    for c in range(first + n // WIDTH * WIDTH, first + n):
+        most = max(most, abs(x[c]))
+    largest = float(max(most, largest_lane(vector)))
     return 2.0 ** math.frexp(largest)[1] if largest > 0.0 else 1.0
 
 

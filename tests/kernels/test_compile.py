@@ -55,6 +55,23 @@ def test_an_edit_in_a_called_function_is_seen(checkout):
     assert run(checkout) == [value, compiled]  # and the folder of the old state is still there
 
 
+OF_QUANT = """
+import numpy as np
+from ggml_py.kernels.compile import compiled
+from ggml_py.quant.dequantize import dequantize
+from ggml_py.quant.quantize import quantize
+x = dequantize(np.ones(64, np.float16).view(np.uint8), "F16", (1, 64))
+print(dequantize(quantize(x, "Q8_0"), "Q8_0", x.shape).sum(), compiled.n_kernels)
+"""
+
+
+def test_what_quant_compiles_is_kept(checkout):
+    """Loops of its modules and unpackings, which close over a type."""
+    total, n_kernels = run(checkout, OF_QUANT)
+    assert float(total) == pytest.approx(64, rel=1e-3) and int(n_kernels) > 1
+    assert run(checkout, OF_QUANT) == [total, "0"]
+
+
 UNITS = """
 import sys
 import numpy as np
