@@ -41,7 +41,8 @@ class Parser(argparse.ArgumentParser):
     a UserError.
 
     option_of: for each name in the parsed options, which is that of the parameter in Python, the option as the user knows it,
-    such as type_k: -ctk. The parsed options hold it as `option_of`, and as `given` each option that was typed: its first name."""
+    such as type_k: -ctk; of several the one that was typed. The parsed options hold it as `option_of`, and as `given` each option
+    that was typed: its first name."""
 
     def __init__(self, **settings):
         self.option_of: dict[str, str] = {}
@@ -73,7 +74,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, args: list[str]) -> argparse.Namespace:
         args, given = self.check(args)
-        return self.parse_args(args, argparse.Namespace(given=given, option_of=self.option_of))
+        typed: dict[str, set[str]] = {}
+        for name in given.values():
+            typed.setdefault(self.known[name].dest, set()).add(name)
+        option_of = self.option_of | {dest: name for dest, (name, *others) in typed.items() if not others}
+        return self.parse_args(args, argparse.Namespace(given=given, option_of=option_of))
 
     def _get_value(self, action, text: str):
         """What a value must be is said by whatever reads it (values.py), of which argparse itself drops the message."""

@@ -258,8 +258,8 @@ class Transformer:
         """Puts every weight on its device, by building the graphs that read them: on paper first, where each tensor must have the
         shape that follows from the hyperparameters. nextn: also those of the NextN blocks."""
         if nextn and self.hp.n_block == self.hp.n_layer:
-            raise UserError(f"{self.file.path}: nextn: {self.name}.nextn_predict_layers is 0 or missing, must be positive for "
-                            "blocks to load")
+            raise UserError(f"{self.file.path}: nextn: the model has no block that predicts tokens further on (mtp): "
+                            f"{self.name}.nextn_predict_layers is 0 or missing")
         self.on_paper.check_tensors(nextn)
         for device, needed in self.on_paper.weight_bytes().items():
             if needed > (held := self.backends[device].memory_bytes()):

@@ -327,6 +327,8 @@ def test_a_grammar(capsys, files):
         assert not allowed or err.endswith("; the grammar is at its end\n")
     code, out, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "x", "--grammar", "root ::= (", model=FakeModel())
     assert code == 2 and err.startswith("ggml-py: error: --grammar: is no usable GBNF grammar")
+    code, out, err = call(capsys, "run", "-m", files / "tiny.gguf", "-p", "x", "-j", "{", model=FakeModel())
+    assert code == 2 and err.startswith("ggml-py: error: -j: is no usable JSON schema")
 
 
 @pytest.mark.parametrize("argv, told", [

@@ -58,7 +58,7 @@ def test_several_devices_share_the_layers():
     (["-ot", "exps=TPU0"], "got 'exps=TPU0'"),
     (["-ot", "(=cpu"], "-ot: '(' is not a pattern: missing ), unterminated subpattern"),
     (["-ot", "no_such=cpu"], "-ot: 'no_such' is in the name of none of the 21 tensors, such as token_embd.weight"),
-    (["-cmoe"], "-ot: experts are in the name of none of the 21 tensors"), (["-ncmoe", "0"], "must be at least 1, got 0"),
+    (["-cmoe"], "-cmoe: experts are in the name of none of the 21 tensors"), (["-ncmoe", "0"], "must be at least 1, got 0"),
     (["-ngl", "-5"], "must be at least 0, got -5"),
     (["-ngl", "0,99"], "must be one number, since all tests of a command have one placement, got '0,99'"),
     (["-sm", "row"], "-sm: 'row' is not possible: rows of a product would be summed"),
