@@ -185,7 +185,7 @@ class LiveTable:
         from rich.console import Console
         from rich.live import Live
         self.out, self.windows = out, windows
-        self.console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
+        self.console = Console(file=out, width=None if out.isatty() else 160, highlight=False, markup=False)
         self.live = Live(console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self.results: list[Result] = []
 

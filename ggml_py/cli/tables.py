@@ -21,7 +21,7 @@ def print_tables(*tables) -> None:
     """As wide as a terminal, elsewhere of 200 characters; no line ends in spaces."""
     from rich.console import Console
     out = sys.stdout
-    console = Console(file=out, width=None if out.isatty() else 200, highlight=False)
+    console = Console(file=out, width=None if out.isatty() else 200, highlight=False, markup=False)
     with console.capture() as capture:
         for table in tables:
             console.print(table)

@@ -1,6 +1,7 @@
 """`ggml-py verify`: one digest over the axes, mismatches found, what cannot be run never passed; exit codes and reports."""
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,6 +180,13 @@ def test_devices(path):
     assert [(r.setting.axis, r.setting.device, r.status) for r in verification.results] == [
         ("default", "cuda:0", "same"), *[("rerun", "cuda:0", "same")] * 2, ("device", "cpu", "same"),
         *[("rerun", "cpu", "same")] * 2]
+
+
+def test_brackets_are_shown_as_they_are(path, text, capsys, monkeypatch):
+    monkeypatch.setattr("ggml_py.backends.cuda.unavailable", lambda ordinal: "install ggml-bitwise[cu13]")
+    _, out, _ = call(capsys, loader(path, lambda device: CPUBackend()), "-m", path, "-f", text, "-c", 60, "--devices", "cpu",
+                     "--axes", "rerun,launch")
+    assert "not run: install ggml-bitwise[cu13]\n" in re.sub(" +\n", "\n", out)
 
 
 def test_command(path, text, capsys, tmp_path):
