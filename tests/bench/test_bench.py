@@ -159,8 +159,9 @@ def bench(*arguments, folder, **environment):
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT),
                "-p", "no:cacheprovider", *map(str, arguments)]
     path = os.pathsep.join(str(ROOT / part) for part in ("tests/helpers", "bench", "."))
+    beside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}  # it is no worker
     done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600,
-                          env={**os.environ, "PYTHONPATH": path, **environment})
+                          env={**beside, "PYTHONPATH": path, **environment})
     return done.returncode, done.stdout
 
 

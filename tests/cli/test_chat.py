@@ -85,7 +85,9 @@ def test_ctrl_c_stops_an_answer_and_then_the_program(argv):
         program.until("\n[a-z]{5}")
         program.type("\x03")
         program.until("\n\n> ")
-        program.type("half a line\x03")
+        program.type("half a line")
+        program.until("half a line")
+        program.type("\x03")
         code, err = program.end()
         assert code == 130 and "Traceback" not in err
         assert re.search(r"MESSAGES 2 b'<user>and\?<assistant>[a-z]{3}", err)  # the first one stays, with its half an answer

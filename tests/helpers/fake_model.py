@@ -136,7 +136,7 @@ class FakeModel:
     def report(self):
         return "no copies"
 
-    generate = Model.generate
+    generate, _check_open = Model.generate, Model._check_open
 
     def new_context(self, *, n_ctx, n_batch=2048, n_ubatch=512, type_k="f16", type_v="f16", n_seq_max=1, no_fuse=(), graphs=True,
                     kv_write="set_rows", n_rollback=2, n_threads_batch=None):
