@@ -5,6 +5,7 @@ first tokens of the first window alone, since a CPU would take long, is compared
 setting.
 """
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -178,8 +179,8 @@ class Verification:
 
 
 class LiveTable:
-    """The results as a table that grows on a terminal; elsewhere `print` prints it once. Context manager around the growth; call
-    it with the results."""
+    """The results as a table that grows on a terminal; elsewhere a terminal at stderr hears of each setting that
+    begins, and `print` prints the table once. Context manager around the growth; call it with the results."""
 
     def __init__(self, out, windows: np.ndarray):
         from rich.console import Console
@@ -188,6 +189,7 @@ class LiveTable:
         self.console = Console(file=out, width=None if out.isatty() else 160, highlight=False, markup=False)
         self.live = Live(console=self.console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self.results: list[Result] = []
+        self.told: Setting | None = None  # on stderr
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
@@ -198,6 +200,15 @@ class LiveTable:
         self.results = results
         if self.live.is_started:
             self.live.update(self.table(), refresh=True)
+        elif sys.stderr.isatty():
+            self.tell()
+
+    def tell(self) -> None:
+        wanted = [result for result in self.results if not result.setting.reason]
+        n_done = sum(bool(result.digest) for result in wanted)
+        if n_done < len(wanted) and (setting := wanted[n_done].setting) != self.told:
+            self.told = setting
+            print(f"verify: {n_done + 1} of {len(wanted)}: {setting.axis}, {setting.name}, {setting.device} ..", file=sys.stderr)
 
     def __exit__(self, *exception) -> None:
         self.live.stop()

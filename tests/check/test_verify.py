@@ -4,7 +4,9 @@ import os
 import re
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -198,6 +200,18 @@ def test_command(path, text, capsys, tmp_path):
     assert (report["confirmed"], report["n_windows"], report["n_ctx"], report["first_difference"]) == (True, 3, 60, None)
     assert [s["status"] for s in report["settings"]] == ["same"] * 6 + ["not run"] and report["settings"][-1]["reason"]
     assert out.count(report["settings"][0]["digest"][:16]) == 6 + 1
+
+
+def test_a_terminal_hears_of_settings_where_the_table_goes_elsewhere(path, text, capsys, monkeypatch):
+    terminal = StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("ggml_py.check.verify.sys", SimpleNamespace(stderr=terminal))
+    code, out, _ = call(capsys, loader(path, lambda device: CPUBackend()), "-m", path, "-f", text, "-c", 60, "--devices", "cpu",
+                        "--axes", "launch,rerun,sequences")
+    lines = terminal.getvalue().splitlines()
+    assert code == 0 and "one digest: 6 settings" in out
+    assert [line.split(":")[1] for line in lines] == [f" {i} of 6" for i in range(1, 7)]
+    assert lines[0].endswith("cpu ..") and "sequences" in lines[-1]
 
 
 def test_a_mismatch(path, text, capsys, tmp_path):
