@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from ..call import Call
 from . import flash_attn_ext_few as few
+from . import flash_attn_ext_group as group
 from . import flash_attn_ext_tile as tile
 from .fixed_point import OCTETS
 from .flash_attn_ext_any import flash_attn_ext_any
 from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, most_pieces, piece_floats, sizes
+from .flash_attn_ext_limbs import limb_words
 from .launch import Launches, need
 from .set_rows import BLOCK, TYPES
 
@@ -24,7 +26,9 @@ FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
 MOST_ROWS, MOST_FLOATS = 8192, 1 << 25
 # Blocks of flash_attn_ext_any on a multiprocessor; of flash_attn_ext_tile that share pieces, for each multiprocessor
 ANY_RESIDENT = TILES = 4
-KERNELS = {"few": few.flash_attn_ext_few, "tile": tile.flash_attn_ext_tile, "any": flash_attn_ext_any}
+MOST_LIMBS = 1 << 28  # words that flash_attn_ext_group makes limbs in
+KERNELS = {"few": few.flash_attn_ext_few, "tile": tile.flash_attn_ext_tile, "any": flash_attn_ext_any,
+           "group": group.flash_attn_ext_group}
 
 
 @dataclass(frozen=True)
@@ -63,10 +67,10 @@ def check(call: Call) -> None:
 
 def plan(call: Call) -> AttentionShape:
     """Few tokens: as many blocks as are resident at once, at most one for each piece that a query sees. Many: tiles of 8 warps
-    where shared memory holds one and there is one for nearly every multiprocessor, else of 4; of 4 and several for each
-    multiprocessor where pieces are computed side by side. The tensor cores' kernels take heads of whole octets of channels in a
-    f16 or q8_0 cache."""
-    n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, _ = sizes(call)
+    where shared memory holds one and there is one for nearly every multiprocessor (on Hopper of two warpgroups, for heads up to
+    128 of values whose limbs are not too many), else of 4; of 4 and several for each multiprocessor where pieces are computed
+    side by side. The tensor cores' kernels take heads of whole octets of channels in a f16 or q8_0 cache."""
+    n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, ring = sizes(call)
     type_k, type_v, n_multiprocessors = call.k.dtype, call.v.dtype, call.device.n_multiprocessors
     heads = heads_together(n_head // n_head_kv)
     fast = type_k in OCTETS and type_v in OCTETS and dim_k % 8 == dim_v % 8 == row_v % 8 == 0
@@ -90,18 +94,29 @@ def plan(call: Call) -> AttentionShape:
     elif fast and max(dim_k, dim_v) <= tile.MOST_CHANNELS and fits(4):
         if split:
             return AttentionShape("tile", heads, n_splits(TILES, n_tiles(4)), 4)
-        return AttentionShape("tile", heads, n_warps=8 if fits(8) and 4 * n_tiles(8) >= 3 * n_multiprocessors else 4)
+        fills = 4 * n_tiles(8) >= 3 * n_multiprocessors
+        if fills and call.device.warpgroups and not ring and group.fits(dim_k, dim_v) and limbs_of(call) <= MOST_LIMBS:
+            return AttentionShape("group", heads, n_warps=8)
+        return AttentionShape("tile", heads, n_warps=8 if fits(8) and fills else 4)
     return AttentionShape("any", heads, n_splits(ANY_RESIDENT, n * parts) if split else None)
 
 
-def pieces_of(call: Call) -> int:
-    """float32 of the pieces; 0 where none go through memory."""
+def limbs_of(call: Call) -> int:
+    """Words of the limbs of a whole cache."""
     size = sizes(call)
+    return limb_words(call.present.n_rows, size.n_ctx, size.n_head_kv, size.dim_k, size.dim_v)
+
+
+def scratch_words(call: Call) -> int:
+    """Of the pieces, where they go through memory, or of the limbs that `flash_attn_ext_group` reads."""
+    size = sizes(call)
+    if call.plan.kernel == "group":
+        return limbs_of(call)
     return 0 if call.plan.n_splits is None else piece_floats(size.n, size.n_head, size.n_ctx, size.dim_v)
 
 
 def scratch(call: Call):
-    n_floats = pieces_of(call)
+    n_floats = scratch_words(call)
     return ("f32", (n_floats,)) if n_floats else None
 
 

@@ -225,8 +225,8 @@ def float_words(call) -> int:
 
 
 def scratch(call):
-    """The attention as floats, where it is written, and behind it the pieces, where there are any."""
-    return "f32", (float_words(call) + attention.pieces_of(call),)
+    """The attention as floats, where it is written, and behind it the scratch of `flash_attn_ext`, if it has any."""
+    return "f32", (float_words(call) + attention.scratch_words(call),)
 
 
 def declines(call) -> bool:
@@ -244,7 +244,7 @@ def flash_attn_ext_act(call):
         return Launches((attention.KERNELS[call.plan.kernel](call), flash_attn_ext_combine_act(call)))
     floats = call.scratch.behind(0, "f32", call.act.shape)
     inner = call.part("flash_attn_ext", **{**call.values, "out": floats})
-    inner.plan, inner.scratch = call.plan, call.scratch.behind(4 * n_floats, "f32", (attention.pieces_of(call),))
+    inner.plan, inner.scratch = call.plan, call.scratch.behind(4 * n_floats, "f32", (attention.scratch_words(call),))
     launch = attention.flash_attn_ext(inner)
     launches = launch.launches if isinstance(launch, Launches) else (launch,)
     return Launches((*launches, quantize(call.part("quantize", x=floats, act=call.act))))

@@ -6,7 +6,7 @@ begins, of the other parity; the first has parity 0. What was written before an 
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _check, _named, _shared_address, _void
+from .ptx import SIMULATED, _address, _check, _named, _pointer, _shared_address, _void
 
 WORDS = 2
 
@@ -43,3 +43,30 @@ arrive_behind_copies = _operation("arrive_behind_copies", "cp.async.mbarrier.arr
 wait = _operation("wait",
                   "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; bra AGAIN; "
                   "OVER: }", 1)
+# (.., n_bytes): arrives, and lets the phase wait for as many bytes of bulk copies
+expect = _operation("expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", 1)
+
+
+def _bring():
+    """(array, index, pointer, first, n_words, barrier): one thread copies words from global memory, both on 16 bytes and a
+    multiple of four; the phase under way at array[barrier], which expects them, ends with them."""
+    if SIMULATED:
+        return simulator.barrier_bring
+    word, long = ir.IntType(32), ir.IntType(64)
+    assembly = ir.InlineAsm(
+        ir.FunctionType(ir.VoidType(), [word, long, word, word]),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "r,l,r,r,~{memory}", True)
+
+    def typed(typingctx, array, index, pointer, first, n_words, barrier):
+        _pointer("bring", pointer, 4)
+        for t in (index, first, n_words, barrier):
+            _check("bring", "l", t)
+
+        def emit(context, builder, signature, args):
+            there, at = (_shared_address(context, builder, array, args[0], i) for i in (args[1], args[5]))
+            builder.call(assembly, [there, _address(builder, *args[2:4]), builder.shl(args[4], word(2)), at])
+        return types.void(array, types.int64, pointer, types.int64, types.int32, types.int64), _void(emit)
+    return intrinsic(_named("bring", 6)(typed))
+
+
+bring = _bring()

@@ -147,6 +147,9 @@ distances4 = _instruction("distances4", "{.reg .b32 z; mov.b32 z, 0; vabsdiff4.u
                                                                          # of four bytes each
 add2 = _instruction("add2", "add.rn.f16x2 $0, $1, $2;", "u", "uu")        # of two float16 each
 fma2 = _instruction("fma2", "fma.rn.f16x2 $0, $1, $2, $3;", "u", "uuu")
+# The larger of two floats, +0 above -0: of a number and NaN the number, or NaN
+fmax = _instruction("fmax", "max.f32 $0, $1, $2;", "f", "ff")
+fmax_nan = _instruction("fmax_nan", "max.NaN.f32 $0, $1, $2;", "f", "ff")
 popc = _instruction("popc", "popc.b32 $0, $1;", "r", "r")                # the number of ones
 rotate = _instruction("rotate", "shf.r.wrap.b32 $0, $1, $1, $2;", "u", "ur")  # w by s places to the right, by -s to the left
 shr = _instruction("shr", "shr.u32 $0, $1, $2;", "u", "uu")              # 0 for shifts of 32 and more

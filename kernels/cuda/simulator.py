@@ -96,6 +96,18 @@ def f16_high_to_f32(w):
 
 
 @jit
+def fmax(a, b):
+    if a != a or b != b:
+        return b if a != a else a
+    return arith.as_f32(i32(arith.as_i32(a) & arith.as_i32(b))) if a == b else a if a > b else b
+
+
+@jit
+def fmax_nan(a, b):
+    return a if a != a else b if b != b else fmax(a, b)
+
+
+@jit
 def amax2(a, b):
     b = u32(b & u32(0x7fff7fff))
     return u32(max(a & u32(0xffff), b & u32(0xffff)) | max(a & u32(0xffff0000), b & u32(0xffff0000)))
@@ -137,8 +149,8 @@ _MEANING = {
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
     "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "distances4": distances4, "amax2": amax2, "add2": add2, "fma2": fma2,
-    "rotate": rotate, "shr": shr, "popc": popc,
+    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan,
+    "add2": add2, "fma2": fma2, "rotate": rotate, "shr": shr, "popc": popc,
 }
 
 
@@ -415,6 +427,7 @@ class _Phases:
 
     def __init__(self, n):
         self.n, self.n_arrived, self.phase, self.waiting, self.copies = n, 0, 0, [], []
+        self.n_bytes = 0  # that bulk copies have still to bring
 
 
 def barrier_begin(array, index, n):
@@ -432,10 +445,39 @@ def barrier_end(array, index):
 
 
 def barrier_arrive(array, index):
-    block = getcurrent().block
-    barrier = block.barriers[int(index)]
+    barrier = getcurrent().block.barriers[int(index)]
     barrier.n_arrived += 1
-    if barrier.n_arrived == barrier.n:
+    _end_phase(barrier)
+
+
+def barrier_expect(array, index, n_bytes):
+    getcurrent().block.barriers[int(index)].n_bytes += int(n_bytes)
+    barrier_arrive(array, index)
+
+
+def barrier_bring(array, index, pointer, first, n_words, barrier_index):
+    """A bulk copy is done at once, or when the phase ends."""
+    block, n = getcurrent().block, int(n_words)
+    barrier = block.barriers[int(barrier_index)]
+    if index % 4 or n % 4 or not 0 <= index <= len(array) - n:
+        raise IndexError(f"bring: elements {index}..{index + n - 1} of {len(array)}")
+    pointer.slice("bring", first, 4)
+    to, value = array[index:index + n], pointer.elements[int(first):int(first) + n].view(array.dtype)
+    if len(value) != n:
+        raise IndexError(f"bring: elements {first}..{first + n - 1} of {len(pointer.elements)}")
+    if block.random.getrandbits(1):
+        to[:] = value
+    else:
+        to[:] = _unwritten(n, array.dtype)
+        barrier.copies.append((to, value))
+    barrier.n_bytes -= 4 * n
+    _end_phase(barrier)
+
+
+def _end_phase(barrier):
+    """Where all have arrived and all bytes are there."""
+    block = getcurrent().block
+    if barrier.n_arrived == barrier.n and not barrier.n_bytes:
         _done(barrier.copies)
         barrier.phase, barrier.n_arrived = barrier.phase + 1, 0
         block.ready.extend(barrier.waiting)
@@ -516,6 +558,17 @@ def group_product(a_type, n):
     def start(d, array, place, a0, a1, a2, a3, keep):
         d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place), [int(x) if keep else 0 for x in d]))
     return start
+
+
+def limb_sums(n, steps):
+    start, n_sums = group_product("s8", n), n // 2
+
+    def sums(d, array, hi, lo, a_hi, a_lo):
+        for step in range(steps):
+            high, low = a_hi[4 * step:4 * step + 4], a_lo[4 * step:4 * step + 4]
+            for k, a, b, keep in (0, high, hi, step), (1, high, lo, step), (2, low, lo, step), (1, low, hi, 1):
+                start(d[k * n_sums:(k + 1) * n_sums], array, int(b) + 2 * step, *a, keep)
+    return sums
 
 
 # Copies that run on while the thread does: done at once, or when it waits for them, by chance

@@ -104,3 +104,42 @@ def products(n: int) -> Products:
 
 wait_for_all_but_one, wait_for_all_but_two = (_effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};")
                                               for n in (1, 2))
+
+
+@lru_cache(None)
+def limb_sums(n: int, steps: int):
+    """The intrinsic (d, array, hi, lo, a_hi, a_lo) of sums of products of limbs, for 32 steps columns of A and n columns of B:
+    starts the products and waits for them. d: local array of 3 n / 2 int32, written: HH, MID and LL as three D; hi, lo: places of
+    the limbs of B, from which the steps follow each other; a_hi, a_lo: local arrays of four words of A a step."""
+    if SIMULATED:
+        return simulator.limb_sums(n, steps)
+    n_sums, lines = n // 2, []
+    n_d, n_a = 3 * n_sums, 4 * steps
+    hh, mid, ll = (", ".join(f"${i}" for i in range(k * n_sums, (k + 1) * n_sums)) for k in range(3))
+    for step in range(steps):
+        high, low = (", ".join(f"${n_d + 2 + k * n_a + i}" for i in range(4 * step, 4 * step + 4)) for k in range(2))
+        for name, operand in ("h", n_d), ("l", n_d + 1):
+            lines.append(f"add.s32 t, ${operand}, {32 * step // (4 * PLACE)}; mov.b64 {name}, {{t, {DESCRIPTOR[0]}}};")
+        for d, a, b, keep in (hh, high, "h", step), (mid, high, "l", step), (ll, low, "l", step), (mid, low, "h", 1):
+            lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8 {{{d}}}, {{{a}}}, {b}, {int(keep > 0)};")
+    text = "".join(["{ .reg .b32 t; .reg .b64 h, l; wgmma.fence.sync.aligned; ", *(f"{line} " for line in lines),
+                    "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"])
+
+    def words(context, builder, array_type, array, count):
+        data = context.make_array(array_type)(context, builder, array).data
+        return [builder.gep(data, [ir.IntType(32)(i)]) for i in range(count)]
+
+    def emit(context, builder, signature, args):
+        a = [builder.load(p) for k in (4, 5) for p in words(context, builder, signature.args[k], args[k], n_a)]
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.LiteralStructType([word] * n_d), [word] * (2 + 2 * n_a))
+        assembly = ir.InlineAsm(kind, text, ",".join(["=&r"] * n_d + ["r"] * (2 + 2 * n_a) + ["~{memory}"]), True)
+        value = builder.call(assembly, [args[2], args[3], *a])
+        for i, p in enumerate(words(context, builder, signature.args[0], args[0], n_d)):
+            builder.store(builder.extract_value(value, i), p)
+
+    def typed(typingctx, d, array, hi, lo, a_hi, a_lo):
+        for t in hi, lo:
+            _check("limb_sums", "r", t)
+        return types.void(d, array, types.int32, types.int32, a_hi, a_lo), _void(emit)
+    return intrinsic(_named("limb_sums", 6)(typed))

@@ -31,6 +31,8 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
     ("dispatch.py", "syncwarp()"): "`match` waits for all lanes as well; it orders memory",
     ("flash_attn_ext_few.py",
      "syncwarp()  # the work on one slab after that on the other, or it takes all registers"): COMPILER,
+    ("flash_attn_ext_group.py", "syncwarp()  # all lanes have read"):
+        "in the simulator, lanes of a warp go on before other warps do",
     ("flash_attn_ext_tile.py", "apart()"): COMPILER,
     ("tile_product.py", "apart()"): COMPILER,
     ("tile_product.py",

@@ -1,4 +1,5 @@
-"""Divisions that CUDA kernels do in straight code, against the one of IEEE: their functions with the CPU's operations."""
+"""Divisions and exponentials that CUDA kernels do in straight code, against those of IEEE and of numerics: their functions with
+the CPU's operations."""
 from types import FunctionType
 
 import numba
@@ -7,7 +8,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from ggml_py.kernels import arith
-from ggml_py.kernels.cuda import quantize
+from ggml_py.kernels.cuda import fixed_point, quantize
 from ggml_py.kernels.cuda.ptx import SIMULATED
 
 i32 = np.int32
@@ -17,7 +18,7 @@ EXPONENTS = [27, 28, 90, 126, 127, 128, 200, 252, 253, 254]
 
 def on_the_cpu(device_function):
     function = device_function if SIMULATED else device_function.py_func
-    names = {name: getattr(arith, name) for name in ("fma", "mul", "as_f32", "as_i32")}
+    names = {name: getattr(arith, name) for name in ("fma", "mul", "sub", "as_f32", "as_i32")}
     return numba.njit(FunctionType(function.__code__, function.__globals__ | names))
 
 
@@ -37,3 +38,25 @@ def test_every_mantissa(name, expected):
         return n
     assert {exponent: different(exponent) for exponent in EXPONENTS} == dict.fromkeys(EXPONENTS, 0)
     assert different(1) > 0  # far below what kernels divide: the comparison can fail
+
+
+def test_exponentials_of_attention():
+    """`exp_down` of all that is not above 0, and of NaN."""
+    function = on_the_cpu(fixed_point.exp_down)
+
+    @numba.njit
+    def different(first, last):
+        n = 0
+        for bits in range(first, last):
+            x = arith.as_f32(i32(bits))
+            n += arith.as_i32(function(x)) != arith.as_i32(arith.exp(x))
+        return n
+    minus_zero, minus_infinity = -1 << 31, -0x800000
+    assert different(minus_zero, minus_infinity + 1) == different(0, 1) == 0
+    assert different(0x42b17217, 0x42b17218) > 0  # of the largest whose exp is finite: the comparison can fail
+
+    @numba.njit
+    def of_nan():
+        x = function(arith.as_f32(i32(0x7fc00000)))
+        return x != x
+    assert of_nan()

@@ -297,6 +297,7 @@ def test_flash_attn_ext_kernels(machine, types, heads):
     if "f32" not in types:
         shapes += [AttentionShape("few", group, n_splits, n_warps) for n_splits, n_warps in product((1, 2, 3), (8, 16))]
         shapes += [AttentionShape("tile", group, n_splits, n_warps) for n_splits, n_warps in product((None, 1, 3), (4, 8))]
+        shapes += [AttentionShape("group", group, None, 8)] * machine.target.warpgroups
     for dims, shape in product([(64, 64), (128, 128), (96, 32)], shapes):
         check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
 
@@ -309,6 +310,7 @@ def test_flash_attn_ext_windows_and_sinks(machine, types, window):
     if "f32" not in types:
         shapes += [AttentionShape("few", 8, n_splits, n_warps) for n_splits, n_warps in product((1, 3), (8, 16))]
         shapes += [AttentionShape("tile", 8, n_splits, n_warps) for n_splits, n_warps in product((None, 2), (4, 8))]
+        shapes += [AttentionShape("group", 8, None, 8)] * machine.target.warpgroups
     for shape in shapes:
         check_flash_attn_ext(machine, types, SEQUENCES, (16, 2), (64, 64), n_ctx=400, holes=HOLES, shape=shape, window=window,
                              sinks=True)

@@ -19,14 +19,16 @@ from ggml_py.kernels.cuda import flash_attn_ext_tile as tile_kernel
 from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape, heads_together
 from ggml_py.kernels.cuda.flash_attn_ext_act import fills_chunks, flash_attn_ext_combine_act
 from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, most_pieces, piece_floats
+from ggml_py.kernels.cuda.flash_attn_ext_limbs import limb_words, tile_of
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import seeded
 from op_comparisons import check_flash_attn_ext
 from op_runs import GUARD_BYTES, POISON, define, result_arrays
 
-H200 = SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10)
-SMALL = SimpleNamespace(n_multiprocessors=132, shared_limit=99 << 10)
+H200 = SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True)
+OTHER = SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10, warpgroups=False)  # as large, of another kind
+SMALL = SimpleNamespace(n_multiprocessors=132, shared_limit=99 << 10, warpgroups=False)
 
 
 def attention_call(op="flash_attn_ext", types=("f16", "f16"), n=1, heads=(4, 2), dims=(64, 64), n_ctx=256, device=H200, row_v=0,
@@ -156,6 +158,28 @@ def simulate_keys_and_values_by_turns(machine, types, heads, dims, n_splits, sin
     check_flash_attn_ext(machine, types, [(0, 140), (1, 0), (0, 2), *((1, p) for p in range(1, 17))], heads, dims, n_ctx=141,
                          holes=[(0, 5)], sinks=sinks, window=window, softcap=softcap,
                          shape=AttentionShape("tile", heads[0] // heads[1], n_splits, n_warps=4))
+
+
+@pytest.mark.parametrize("types, tokens, heads, dims, n_ctx, others", [
+    # Pieces in places that were used before, a warp whose rows see all keys of some and not of others
+    (("f16", "f16"), [(0, p) for p in range(500, 504)], (4, 1), (128, 128), 520, {}),
+    (("q8_0", "f16"), [(1, 2), (0, 128), (0, 127), (1, 0)], (8, 1), (128, 64), 133, dict(holes=[(0, 5)])),
+    (("f16", "f16"), [(0, p) for p in range(300, 306)], (2, 1), (64, 64), 400, dict(window=130, sinks=True)),
+    (("f16", "q8_0"), [(0, p) for p in range(120, 130)], (4, 2), (96, 128), 200, dict(softcap=1.5)),
+    (("f16", "f16"), [(0, 0), (0, 1), (0, 600)], (1, 1), (72, 80), 700, dict(holes=[(0, p) for p in range(128, 256)])),
+    (("f16", "f16"), [(2, 700), (0, 3)], (1, 1), (8, 8), 701, dict(act=True))], ids=str)
+def simulate_group(machine, types, tokens, heads, dims, n_ctx, others):
+    """Products of warpgroups over limbs made once: one block and two of channels, whole and short, sequences without a token, a
+    piece without a visible key, windows, sinks, caps."""
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx,
+                         shape=AttentionShape("group", heads[0] // heads[1], None, 8), **others)
+
+
+@pytest.mark.parametrize("special", [[("q", 0, 3, np.nan), ("v", 0, 0, 1e-35)], [("k", 0, 1, np.inf)], [("v", 0, 130, np.nan)]],
+                         ids=str)
+def simulate_group_special(machine, special):
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 1), (0, 3), (0, 129), (0, 130)], (1, 1), (64, 64), n_ctx=131,
+                         special=special, shape=AttentionShape("group", 1, None, 8))
 
 
 SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), ("v", 0, 0, 1e-35)]
@@ -356,14 +380,26 @@ def test_heads_together(group, heads):
     (("f16", "f16"), 2048, (16, 2), (520, 512), 4096, AttentionShape("any", 8)),
     (("f16", "f16"), 32, (32, 8), (128, 128), 8193, AttentionShape("tile", 4, 33, 4)),
     (("f16", "f16"), 256, (32, 8), (128, 128), 4096, AttentionShape("tile", 4, n_warps=4)),
-    (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("tile", 4, n_warps=8)),
+    (("f16", "f16"), 512, (32, 8), (128, 128), 8192, AttentionShape("group", 4, n_warps=8)),
     (("q8_0", "f16"), 512, (9, 3), (64, 64), 4096, AttentionShape("tile", 3, 7, 4)),
     (("f16", "f16"), 512, (9, 3), (64, 64), 200, AttentionShape("tile", 3, 2, 4)),   # a piece for each block
     (("q8_0", "f16"), 512, (9, 3), (64, 64), 16384, AttentionShape("tile", 3, n_warps=4))], ids=str)
 def test_attention_shape(types, n, heads, dims, n_ctx, shape):
     call = planned(attention_call(types=types, n=n, heads=heads, dims=dims, n_ctx=n_ctx))
     assert call.plan == shape
-    assert attention.scratch(call) == (("f32", (piece_floats(n, heads[0], n_ctx, dims[1]),)) if shape.n_splits else None)
+    n_words = (limb_words(1, n_ctx, heads[1], *dims) if shape.kernel == "group" else
+               piece_floats(n, heads[0], n_ctx, dims[1]) if shape.n_splits else None)
+    assert attention.scratch(call) == (n_words and ("f32", (n_words,)))
+
+
+@pytest.mark.parametrize("changes", [
+    dict(device=OTHER), dict(device=SMALL), dict(dims=(136, 128)), dict(dims=(128, 136)), dict(n_ctx=1 << 19),
+    dict(n=320), dict(types=("f32", "f16"))], ids=str)
+def test_limbs_are_not_made(changes):
+    """Of other GPUs, larger heads, contexts whose limbs are too many, few rows, other caches."""
+    case = dict(n=512, heads=(32, 8), dims=(128, 128), n_ctx=8192)
+    assert planned(attention_call(**case)).plan.kernel == "group"
+    assert planned(attention_call(**case | changes)).plan.kernel != "group"
 
 
 @pytest.mark.parametrize("n, n_ctx, shape", [
@@ -388,7 +424,7 @@ class Name(str):
 
 class Names:
     """A device whose launches are names of kernels, and their arguments by name."""
-    n_multiprocessors, shared_limit = H200.n_multiprocessors, H200.shared_limit
+    n_multiprocessors, shared_limit, warpgroups = H200.n_multiprocessors, H200.shared_limit, True
 
     def launch(self, kernel, grid, block, args, shared=0):
         name, parameters = kernel.name.split("[")[0], signature(kernel.function).parameters
@@ -398,6 +434,8 @@ class Names:
 READ = {name: name for name in ("q", "k", "v", "seq", "pos", "present")}
 SIZES = dict(n_ctx=300, span=9, scale=0.5)
 N_FLOATS = 4 * 7 * 4 * 40  # bytes
+OF_BATCH = dict(seq="seq", pos="pos", n=7, n_ctx=300, n_head_kv=1, window=9)
+LIMBS, GROUP = {**OF_BATCH, "k": "k", "v": "v", "present": "present", "row_v": 64}, {**OF_BATCH, "q": "q", "scale": 0.5}
 
 
 @pytest.mark.parametrize("op, shape, dim_v, sinks, row_v, expected", [
@@ -409,6 +447,13 @@ N_FLOATS = 4 * 7 * 4 * 40  # bytes
     ("flash_attn_ext", AttentionShape("tile", 4, 3, 4), 64, False, 0,
      [("tile", {**READ, **SIZES, "sinks": "q", "out": "scratch", "n": 7, "n_head_kv": 1, "row_v": 64, "n_falling": 1}),
       ("combine", dict(pos="pos", pieces="scratch", sinks="out", out="out", n_ctx=300, dim_v=64, window=9))]),
+    ("flash_attn_ext", AttentionShape("group", 4, None, 8), 64, True, 0,
+     [("limbs", {**LIMBS, "limbs": "scratch"}),
+      ("group", {**GROUP, "limbs": "scratch", "sinks": "sinks", "out": "out"})]),
+    ("flash_attn_ext_act", AttentionShape("group", 4, None, 8), 64, False, 0,
+     [("limbs", {**LIMBS, "limbs": f"scratch + {4 * 7 * 4 * 64}"}),
+      ("group", {**GROUP, "limbs": f"scratch + {4 * 7 * 4 * 64}", "sinks": "q", "out": "scratch + 0"}),
+      ("quantize", dict(x="scratch + 0", act="act", n=7, k=256))]),
     ("flash_attn_ext", AttentionShape("any", 4, None), 40, True, 72,
      [("any", {**READ, **SIZES, "sinks": "sinks", "out": "out", "step_v": 72, "n_splits": 1})]),
     ("flash_attn_ext_act", AttentionShape("few", 4, 2, 8), 64, False, 0,
@@ -507,3 +552,11 @@ def test_refusals(given, message):
         with pytest.raises(Unsupported) as error:
             module.check(attention_call(module.__name__.rpartition(".")[2], **given))
         assert str(error.value) == message
+
+
+def test_parts_of_a_tile():
+    """Each on 16 bytes, as bulk copies want it."""
+    for dims in (8, 8), (64, 72), (128, 128):
+        tile = tile_of(*dims)
+        assert all(at % 4 == 0 for at in tile), dims
+        assert limb_words(2, 129, 3, *dims) == 2 * 2 * 3 * tile.n_words

@@ -8,8 +8,8 @@ from numba import cuda
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import mbarrier
 from ggml_py.kernels.cuda.launch import I32, U32, Kernel
-from ggml_py.kernels.cuda.ptx import (SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, i32, ld, lds, shuffle, st,
-                                      sts, syncwarp, u32)
+from ggml_py.kernels.cuda.ptx import (SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, f32, fmax, fmax_nan, i32,
+                                      ld, lds, shuffle, st, sts, syncwarp, u32)
 
 N_THREADS = 64
 if SIMULATED:
@@ -134,6 +134,56 @@ def simulate_copies_that_no_arrival_was_behind():
         st(out, N_THREADS + i, lds(shared, N_THREADS + i))
     found = ran(kernel, U32, n_blocks=2)
     assert found[:N_THREADS] == list(range(N_THREADS)) and {-1} < set(found[N_THREADS:])
+
+
+def brought_by(n_bytes, wait=lambda shared: mbarrier.wait(shared, 2 * N_THREADS, 0)):
+    """Two bulk copies of 64 words by one thread, which expects n_bytes."""
+    def kernel(x, out):
+        shared, i = cuda.shared.array(2 * N_THREADS + 2, u32), cuda.threadIdx.x
+        if i == 0:
+            mbarrier.begin(shared, 2 * N_THREADS, 1)
+            for half in range(2):
+                mbarrier.bring(shared, half * N_THREADS, x, 0, N_THREADS, 2 * N_THREADS)
+            mbarrier.expect(shared, 2 * N_THREADS, n_bytes)
+        cuda.syncthreads()
+        wait(shared)
+        st(out, i, lds(shared, i))
+        st(out, N_THREADS + i, lds(shared, 2 * N_THREADS - 1 - i))
+    return ran(kernel, U32, n_blocks=2)
+
+
+def simulate_bulk_copies():
+    values = list(range(N_THREADS))
+    assert brought_by(8 * N_THREADS) == values + values[::-1]
+    with pytest.raises(RuntimeError, match="threads wait for ever"):
+        brought_by(8 * N_THREADS + 16)
+    with pytest.raises(RuntimeError, match="threads wait for ever"):
+        brought_by(4 * N_THREADS)
+
+
+def simulate_bulk_copies_to_where_none_may_go():
+    """Parts of 16 bytes that both arrays have, on 16 bytes."""
+    def bringing(index, first, n_words):
+        def kernel(x, out):
+            shared = cuda.shared.array(N_THREADS + 2, u32)
+            if cuda.threadIdx.x == 0:
+                mbarrier.begin(shared, N_THREADS, 1)
+                mbarrier.bring(shared, index, x, first, n_words, N_THREADS)
+        return kernel
+    ran(bringing(0, 0, 4), U32)
+    for wrong in (2, 0, 4), (0, 2, 4), (0, 0, 6), (64, 0, 4), (0, 60, 8):
+        with pytest.raises((IndexError, ValueError), match="bring"):
+            ran(bringing(*wrong), U32)
+
+
+def simulate_larger_ones():
+    nan, zero = f32(np.nan), f32(0)
+    for larger in fmax, fmax_nan:
+        assert larger(f32(1), f32(2)) == larger(f32(2), f32(1)) == 2
+        assert not any(np.signbit(larger(a, b)) for a, b in ((zero, -zero), (-zero, zero)))
+        assert np.signbit(larger(-zero, -zero))
+    assert fmax(nan, f32(1)) == fmax(f32(1), nan) == 1
+    assert all(np.isnan(x) for x in (fmax(nan, nan), fmax_nan(nan, f32(1)), fmax_nan(f32(1), nan)))
 
 
 def simulate_what_nothing_wrote():
