@@ -6,19 +6,19 @@ from ..base.errors import ParameterError
 from .base import Backend
 
 
-def open_backend(device: str = "auto") -> Backend:
-    """The backend of "cpu", "cuda", "cuda:N" or "auto" (the first GPU if there is one); ParameterError when there is none.
-    "cpu:N" is the same CPU with memory of its own."""
+def open_backend(device: str = "auto", parameter: str = "device") -> Backend:
+    """The backend of "cpu", "cuda", "cuda:N" or "auto" (the first GPU if there is one); ParameterError when there is none, of the
+    parameter that names the device. "cpu:N" is the same CPU with memory of its own."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
-        raise ParameterError("device", f"{device!r} is not a device; allowed: auto, cpu, cpu:N, cuda, cuda:N")
+        raise ParameterError(parameter, f"{device!r} is not a device; allowed: auto, cpu, cpu:N, cuda, cuda:N")
     if kind != "cpu":
         from . import cuda
         missing = cuda.unavailable(int(index or 0))
         if missing is None:
             return cuda.CUDABackend(int(index or 0))
         if kind == "cuda":
-            raise ParameterError("device", f"{device}: {missing}")
+            raise ParameterError(parameter, f"{device}: {missing}")
     from .cpu import CPUBackend
     return CPUBackend(device=f"cpu:{int(index)}" if int(index or 0) else "cpu")
 

@@ -20,11 +20,12 @@ class ParameterError(UserError):
     """An argument that cannot be used.
 
     parameter: its name in Python, with which the message begins. Other parameters are named in `message` in the same way
-    (n_batch): the command line, which has options for them, puts the options there (cli/main.py)."""
+    (n_batch): the command line, which has options for them, puts the options there (cli/main.py). names: the end of the message,
+    which holds names of other things, and stays."""
 
-    def __init__(self, parameter: str, message: str):
-        super().__init__(parameter, message)
-        self.parameter, self.message = parameter, message
+    def __init__(self, parameter: str, message: str, names: str = ""):
+        super().__init__(parameter, message, names)
+        self.parameter, self.message, self.names = parameter, message, names
 
     def __str__(self) -> str:
-        return f"{self.parameter}: {self.message}"
+        return f"{self.parameter}: {self.message}{self.names}"

@@ -168,6 +168,10 @@ class PlacementOptions:
         host = self.n_gpu_layers is not None or not self.kv_offload
         return list(dict.fromkeys([*self.shared, *[HOST] * host, *(override_of(asked, 1).device for asked in self.overrides)]))
 
+    def asked_by(self, device: str) -> str:
+        """The parameter that names a device that is needed."""
+        return "device" if device in (*self.shared, HOST) else "overrides"
+
     def place(self, n_layer: int, n_block: int, is_tied: bool, names: Collection[str] = ()) -> Placement:
         """n_block: layers and the blocks behind them, which lie where the output does. is_tied: the head is the embedding.
         names: of the tensors; ParameterError for an override that is of none of them."""

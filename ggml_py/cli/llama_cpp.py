@@ -17,8 +17,7 @@ ALWAYS: list[Row] = [
     ("templates are Jinja's, in its sandbox", "--jinja"),
     ("caches lie where their layer does", "-kvo --kv-offload"),
     ("weights come to a GPU for large micro-batches", "--op-offload"),
-    ("weights are packed into tiles whenever they are loaded", "--repack -rtr --run-time-repack"),
-    ("fused wherever a device has a kernel for it; --no-fuse leaves it out", "-fmoe --fused-moe"),
+    ("weights are packed into tiles whenever they are loaded", "--repack"),
     ("graphs are used again; --no-graphs leaves that out", "-gr --graph-reuse"),
     ("a text is taken as it is", "--no-escape", "perplexity imatrix"),
     ("a prompt is not printed again", "--no-display-prompt", "run"),
@@ -156,6 +155,8 @@ ABSENT: list[Row] = [
     ("taskset, chrt and nice say it of every program", "-C --cpu-mask -Cr --cpu-range --cpu-strict --prio -Cb --cpu-mask-batch "
      "-Crb --cpu-range-batch --cpu-strict-batch --prio-batch"),
     ("threads wait for work as long as they need to: kernels/threads.py", "--poll --poll-batch"),
+    ("weights are packed into tiles whenever they are loaded", "-rtr --run-time-repack"),
+    ("ops are fused wherever a device has a kernel for it; --no-fuse leaves out fusions by name", "-fmoe --fused-moe"),
     ("latent attention is one definition, that of the file", "-mla --mla-use -dsa --dsa -fidx --fused-indexer-topk -dsatk "
      "--dsa-top-k"),
     ("attention keeps no scores in memory", "-amb --attention-max-batch"),

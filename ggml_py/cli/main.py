@@ -56,7 +56,7 @@ def worded(error: UserError, option_of: dict[str, str]) -> str:
     if not isinstance(error, ParameterError):
         return str(error)
     message = re.sub(r"\b[a-z]+_[a-z_]+\b", lambda word: option_of.get(word[0], word[0]), error.message)
-    return f"{option_of.get(error.parameter, error.parameter)}: {message}"
+    return f"{option_of.get(error.parameter, error.parameter)}: {message}{error.names}"
 
 
 def fail(message: str) -> int:

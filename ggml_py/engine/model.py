@@ -117,8 +117,8 @@ class Model:
             raise ParameterError("path", "must be given, or hf")
         with ExitStack() as to_close:  # unless the model has them
             placement = placement and placement.renamed(device_of)
-            backends = [to_close.enter_context(closing(open_backend(each)))
-                        for each in (placement.needed if placement else [device])]
+            needed = {each: placement.asked_by(each) for each in placement.needed} if placement else {device: "device"}
+            backends = [to_close.enter_context(closing(open_backend(each, parameter))) for each, parameter in needed.items()]
             file = to_close.enter_context(GGUFFile.open(place, mapped))
             asked = placement or PlacementOptions((backends[0].device,))
             if fit is not None and asked.is_of_devices_alone and HOST not in asked.devices:

@@ -49,7 +49,7 @@ def check_offload(asked: Iterable[tuple[str, int | None]]) -> None:
     known = [op.name for op in OPS.values() if op.template is None]
     for name, _ in asked:
         if name not in known and name != "all":
-            raise ParameterError("offload", f"{name!r} is not an op; allowed: all, {', '.join(known)}")
+            raise ParameterError("offload", f"{name!r} is not an op; allowed: all, ", ", ".join(known))
 
 
 def _inside(node: Node) -> list[Node]:

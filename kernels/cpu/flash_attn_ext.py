@@ -2,7 +2,8 @@
 
 A unit of work is a run of up to ROWS query rows: consecutive tokens of one sequence, times the query heads of one KV head. Piece
 by piece, the keys and values of the KV head are read into vectors' order once, and the rows go over them four at a time: scores,
-softmax of the piece, weighted values, combination with the pieces before.
+softmax of the piece, weighted values, combination with the pieces before. Where there are fewer runs than threads, as for a token
+with few KV heads, each is cut into spans of pieces, and the pieces are combined, in the same order, when all are there.
 
 Fixed-point sums are two products of int16 pairs: with q = 128 hi + lo, T = sum of q * q' and HH = sum of hi * hi', both modulo
 2^32, the definition's 128 MID + LL is T - 16384 HH; it fits 32 bits, so that the difference modulo 2^32 is all of it.
@@ -16,7 +17,7 @@ from ..compile import device, jit
 from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_CAP, NO_SINKS, NO_WINDOW, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
-from ..threads import sharing
+from ..threads import THREADS, sharing
 from .parallel import PART
 from .quantize import quantize_block
 from .rms_norm import halve128
@@ -26,6 +27,8 @@ from .vector import fma as fma_block
 
 ROWS = 192      # of a unit: reading a piece costs about a tenth of their work on it
 TILE = 4        # rows that are computed together: the columns of a block
+SPANS = 2       # of pieces, for a thread
+MOST_PARTS = 1 << 22  # floats of pieces that wait to be joined
 LANES = 32      # a multiple of every instruction set's rows of a block
 HI = f32(16384)
 LOWEST = i32(-0x7f800001)  # ordered(-infinity)
@@ -42,8 +45,10 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
     value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
 
     @device
-    def attend(first, last, head_kv, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
-        """Tokens first..last-1, all of one sequence, with the query heads of one KV head."""
+    def attend(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks,
+               softcap):
+        """Tokens first..last-1, all of one sequence, with the query heads of one KV head; of n_spans equal spans of their pieces
+        that of number `span`. The only span writes the result; of several, (m, l, o) of each piece go to `parts`."""
         n_head, dim = q.shape[1], q.shape[2]
         dv, ring = out.shape[2], k.shape[0] // present.shape[0]
         group = n_head // n_head_kv
@@ -53,17 +58,19 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
         for row in range(n_rows):
             copy(q[first + row // group, head_kv * group + row % group], rows[row])
         queries, keys, values = prepare_queries(rows, scale), key_buffers(dim), value_buffers(dv)
-        M, L, O = np.zeros(n_rows, np.float32), np.zeros(n_rows, np.float32), np.zeros((n_rows, dv), np.float32)
-        M[:] = MINUS_INFINITY
+        M, L, O = start_of(n_rows, dv)
+        all_m, all_l, all_o = parts
         visible = np.zeros((TILE, PIECE), np.int32)
         s, p, o = (np.zeros((TILE, PIECE), np.float32), np.zeros((TILE, PIECE), np.float32),
                    np.zeros((TILE, padded(dv)), np.float32))
         m, l = np.zeros(TILE, np.float32), np.zeros(TILE, np.float32)
-        begin, end = np.int64(pos[first]), 0
-        for token in range(first, last):
-            begin, end = min(begin, pos[token] + 1 - window), max(end, pos[token] + 1)
-        for start in range(max(0, begin) // PIECE * PIECE, end, PIECE):
+        begin, end = seen_by(first, last, pos, window)
+        n_pieces = (end - begin + PIECE - 1) // PIECE
+        for piece in range(span * n_pieces // n_spans, (span + 1) * n_pieces // n_spans):
+            start = begin + piece * PIECE
             n_keys = min(PIECE, end - start)
+            if n_spans > 1:
+                all_l[piece] = 0
             if mark_visible(here[start:start + n_keys], visible[0]) == 0:
                 continue
             cell = seq[first] * ring + start % ring
@@ -87,13 +94,13 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
                 weigh(p, visible, values, n_seen, o)
                 for r in range(TILE):
                     if l[r] != 0:  # the largest of visible keys has p = 1 (or NaN)
-                        M[row + r], L[row + r] = combine(M[row + r], L[row + r], O[row + r], m[r], l[r], o[r])
-        for row in range(n_rows):
-            total, result = O[row], out[first + row // group, head_kv * group + row % group]
-            if sinks.shape[0]:
-                L[row] = sink(M[row], L[row], total, sinks[head_kv * group + row % group])
-            for c in range(dv):
-                result[c] = div(total[c], L[row])
+                        if n_spans > 1:
+                            all_m[piece, row + r], all_l[piece, row + r] = m[r], l[r]
+                            copy(o[r, :dv], all_o[piece, row + r])
+                        else:
+                            M[row + r], L[row + r] = combine(M[row + r], L[row + r], O[row + r], m[r], l[r], o[r])
+        if n_spans == 1:
+            finish(M, L, O, first, head_kv, group, sinks, out)
 
     run = shared_by_runs(attend, (type_k, type_v, isa))
 
@@ -102,28 +109,89 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
     return attention
 
 
+@device
+def start_of(n_rows, dv):
+    """(M, L, O) of rows that have seen nothing."""
+    M, L, O = np.empty(n_rows, np.float32), np.zeros(n_rows, np.float32), np.zeros((n_rows, dv), np.float32)
+    M[:] = MINUS_INFINITY
+    return M, L, O
+
+
+@device
+def seen_by(first, last, pos, window):
+    """The first position of the first piece that the tokens first..last-1 see, and one past the last that they see."""
+    begin, end = np.int64(pos[first]), np.int64(0)
+    for token in range(first, last):
+        begin, end = min(begin, pos[token] + 1 - window), max(end, pos[token] + 1)
+    return max(0, begin) // PIECE * PIECE, end
+
+
+@device
+def finish(M, L, O, first, head_kv, group, sinks, out):
+    """The results of tokens from `first` on, of the query heads of one KV head."""
+    for row in range(L.shape[0]):
+        total, result = O[row], out[first + row // group, head_kv * group + row % group]
+        if sinks.shape[0]:
+            L[row] = sink(M[row], L[row], total, sinks[head_kv * group + row % group])
+        for c in range(result.shape[0]):
+            result[c] = div(total[c], L[row])
+
+
+@device
+def join(u, args):
+    """The pieces of a run of tokens and a KV head, one after the other."""
+    runs, n_head_kv, pos, window, parts, sinks, out = args
+    run, head_kv, group = u // n_head_kv, u % n_head_kv, out.shape[1] // n_head_kv
+    first, last = runs[run], runs[run + 1]
+    M, L, O = start_of((last - first) * group, out.shape[2])
+    begin, end = seen_by(first, last, pos, window)
+    m, l, o = parts[0][u], parts[1][u], parts[2][u]
+    for piece in range((end - begin + PIECE - 1) // PIECE):
+        for row in range(L.shape[0]):
+            if l[piece, row] != 0:
+                M[row], L[row] = combine(M[row], L[row], O[row], m[piece, row], l[piece, row], o[piece, row])
+    finish(M, L, O, first, head_kv, group, sinks, out)
+
+
+join_each = sharing(join)
+
+
 def shared_by_runs(attend, key):
-    """All queries, cut into runs for each KV head. key: the arguments of the factory that made `attend`."""
+    """All queries, cut into runs for each KV head; where these are fewer than threads, into spans of pieces as well, which are
+    joined in a second job. key: the arguments of the factory that made `attend`."""
     @device
     def unit(u, args):
         """Late runs, which see many keys, go first."""
-        runs, n_runs, rest = args
+        runs, n_runs, n_spans, parts, rest = args
         n_head_kv = rest[3]
-        run = n_runs - 1 - u // n_head_kv
-        attend(runs[run], runs[run + 1], u % n_head_kv, *rest)
+        of_run = u // n_spans
+        run, head_kv = n_runs - 1 - of_run // n_head_kv, of_run % n_head_kv
+        i = run * n_head_kv + head_kv if n_spans > 1 else 0
+        attend(runs[run], runs[run + 1], head_kv, u % n_spans, n_spans, (parts[0][i], parts[1][i], parts[2][i]), *rest)
 
     each = sharing(unit)
 
     @jit(key=key, parallel=True)
     def run(control, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
-        runs = np.empty(seq.shape[0] + 1, np.int64)
-        n_runs = query_runs(seq, max(1, ROWS * n_head_kv // q.shape[1]), runs)
-        n_seen = 0
+        runs, group, dv = np.empty(seq.shape[0] + 1, np.int64), q.shape[1] // n_head_kv, out.shape[2]
+        n_runs = query_runs(seq, max(1, ROWS // group), runs)
+        n_seen, n_pieces, n_rows = 0, 1, 0
         for token in range(pos.shape[0]):
             n_seen += pos[token] + 1
+            n_pieces = max(n_pieces, pos[token] // PIECE + 1)
+        for i in range(n_runs):
+            n_rows = max(n_rows, (runs[i + 1] - runs[i]) * group)
+        n_units = n_runs * n_head_kv
+        pays = n_seen * n_head_kv * (q.shape[2] + dv) >= 2 * PART
+        n_spans = min(n_pieces, (SPANS * control[THREADS] + n_units - 1) // n_units)
+        if not pays or n_units >= control[THREADS] or n_units * n_pieces * n_rows * (dv + 2) > MOST_PARTS:
+            n_spans = 1
+        shape = (n_units, n_pieces, n_rows) if n_spans > 1 else (1, 0, 0)
+        parts = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty((*shape, dv), np.float32)
         rest = q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap
-        n_units, args = n_runs * n_head_kv, (runs, n_runs, rest)
-        each(control, n_units, args, n_seen * n_head_kv * (q.shape[2] + out.shape[2]) >= 2 * PART)
+        each(control, n_units * n_spans, (runs, n_runs, n_spans, parts, rest), pays)
+        if n_spans > 1:
+            join_each(control, n_units, (runs, n_head_kv, pos, window, parts, sinks, out))
     return run
 
 
@@ -332,9 +400,9 @@ def _keys_fixed(cached, isa):
         """Pairs of channels, a key to a lane: levels and high limbs i32 [2, n_blocks, 32, 128]; scales f32 [n_blocks, 128];
         one key; and a vector of keys, four pairs of each together."""
         n_blocks = (dim + BLOCK - 1) // BLOCK
-        return (np.zeros((2, n_blocks, BLOCK // 2, PIECE), np.int32), np.zeros((n_blocks, PIECE), np.float32),
-                np.zeros(n_blocks * BLOCK, np.float32), np.zeros((2, BLOCK), np.int16),
-                np.zeros((2, n_blocks * BLOCK // 8, lanes, 4), np.int32))
+        return (np.empty((2, n_blocks, BLOCK // 2, PIECE), np.int32), np.empty((n_blocks, PIECE), np.float32),
+                np.zeros(n_blocks * BLOCK, np.float32), np.empty((2, BLOCK), np.int16),
+                np.empty((2, n_blocks * BLOCK // 8, lanes, 4), np.int32))
 
     @device
     def load(k, cell, n_keys, head_kv, dim, keys):
@@ -371,7 +439,7 @@ def _keys_fixed(cached, isa):
     return prepare_queries, buffers, load, score
 
 
-# Weighted values. Buffers of values as for keys.
+# Weighted values. Buffers of values as for keys: what no key of a piece is in is read, but goes to no result.
 
 def _values_chain(cached, isa):
     @device
@@ -405,8 +473,8 @@ def _values_fixed(cached, isa):
         """Pairs of keys, a channel to a lane: levels and high limbs i32 [2, 64, padded Dv]; scales f32 [128]; a key's values; and
         levels and high limbs of two keys."""
         n_blocks = (dv + BLOCK - 1) // BLOCK
-        return (np.zeros((2, PIECE // 2, padded(dv)), np.int32), np.zeros(PIECE, np.float32),
-                np.zeros(n_blocks * BLOCK, np.float32), np.zeros((2, 2, n_blocks * BLOCK), np.int16))
+        return (np.empty((2, PIECE // 2, padded(dv)), np.int32), np.empty(PIECE, np.float32),
+                np.zeros(n_blocks * BLOCK, np.float32), np.empty((2, 2, n_blocks * BLOCK), np.int16))
 
     @device
     def load(v, cell, n_keys, head_kv, dv, values):

@@ -4,13 +4,13 @@ A unit of work is a tile of 32 weight rows and up to N_COLUMNS columns (rows of 
 weights the tile is unpacked once, a row to a lane, and multiplied with the columns of the unit, BLOCK at a time. Quantized
 weights become pairs of int16, levels times integer scales, so that one instruction multiplies and adds two columns of 16 rows.
 """
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numba
+import numpy as np
+from llvmlite import ir
 from numba import float32, int16, int32, int64, types, uint32
-from numba.core import cgutils
-from numba.core.errors import TypingError
 from numba.extending import intrinsic
 
 from ...quant import tile
@@ -19,7 +19,6 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.words import ONES, f32, i32, primitives, u32
 from ..compile import device, jit
 from ..float16 import f16_to_f32
-from ..reference import mul_mat as reference
 from ..threads import THREADS, sharing
 from .vector import (ISAS, add, add_i32, as_int8, as_int16, available_isas, fma, fnma, high16, high_pair, instructions, join16,
                      limbs_to_f32, limbs_to_i32, low16, low_pair, mul_i16, mul_i32, plus_128, prefetch, rolled,
@@ -30,6 +29,7 @@ PAIRS = CHUNK // 2
 BLOCK = 4        # columns that are multiplied at a time
 N_COLUMNS = 128  # columns of a unit
 LINE = 16        # words of a line of the caches
+AHEAD = 2        # which tile behind the one that is unpacked is asked for
 UNPACKING = 8    # columns that could be multiplied while a chunk is unpacked (5 for Q4_1, 17 for IQ3_S)
 PARALLEL, GRAIN = 1 << 20, 1 << 21   # multiplications that threads share, about 10 us of work; those of a part at most
 PARTS = 4        # of a thread at least
@@ -174,8 +174,8 @@ def quantized_unpacker(fmt, isa, by_bytes=False):
                     isc[i * ROWS + r] = u32(scale) if by_bytes else (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
                     imin[i * ROWS + r] = (u32(minimum) & u32(0xffff)) | u32(minimum) << u32(7 + 16)
         for j in range(rolled(8)):
-            for line in range(n_lines):  # of the next tile, while this one is unpacked
-                prefetch(words, base + tile_words + (j * n_lines + line) * LINE)
+            for line in range(n_lines):  # of a later tile, while this one is unpacked
+                prefetch(words, base + AHEAD * tile_words + (j * n_lines + line) * LINE)
             for r in range(ROWS):
                 w0, w1, w2, w3, w4, w5, w6, w7 = levels((items, r), j)
                 w[r], w[ROWS + r], w[2 * ROWS + r], w[3 * ROWS + r] = u32(w0), u32(w1), u32(w2), u32(w3)
@@ -463,22 +463,27 @@ def float_unit(fmt, isa):
     return unit
 
 
-# Launch
+# Launch. Products that threads share as one job are rows of a table: one past the last unit, counted through all rows; the
+# address of a unit's code; what units take (OPERANDS), as integers.
 
-@intrinsic
-def operands_of(typingctx, arrays):
-    """What units of these arrays take."""
-    if arrays not in OPERANDS:
-        raise TypingError(f"mul_mat: arrays of types {arrays}; allowed: {QUANTIZED} or {FLOAT}")
-    result = OPERANDS[arrays]
+COLUMNS = 2 + len(OPERANDS[QUANTIZED].types)
 
-    def codegen(context, builder, signature, args):
-        each = [context.make_array(t)(context, builder, builder.extract_value(args[0], i)) for i, t in enumerate(arrays)]
-        x, out = each[-3 if arrays == QUANTIZED else 1], each[-1]
-        pointers = [builder.bitcast(array.data, context.get_value_type(t)) for array, t in zip(each, result)]
-        return context.make_tuple(builder, result, [*pointers, *cgutils.unpack_tuple(builder, out.shape)[:1],
-                                                    *(cgutils.unpack_tuple(builder, array.shape)[1] for array in (x, out))])
-    return result(arrays), codegen
+
+@lru_cache(None)
+def operands_in(is_quantized):
+    """Device function (words i64, first): what units take, from word `first` on."""
+    result = OPERANDS[QUANTIZED if is_quantized else FLOAT]
+
+    @intrinsic
+    def operands(typingctx, words, first):
+        def codegen(context, builder, signature, args):
+            start = builder.gep(context.make_array(signature.args[0])(context, builder, args[0]).data, [args[1]])
+            loaded = [builder.load(builder.gep(start, [ir.IntType(64)(i)])) for i in range(len(result.types))]
+            return context.make_tuple(builder, result, [
+                builder.inttoptr(word, context.get_value_type(t)) if isinstance(t, types.CPointer) else word
+                for word, t in zip(loaded, result.types)])
+        return result(words, types.int64), codegen
+    return operands
 
 
 @intrinsic
@@ -500,25 +505,68 @@ def parts_of(control, n_units, n_multiplications):
     return 1 if n_multiplications < PARALLEL else min(n_units, max(PARTS * control[THREADS], n_multiplications // GRAIN))
 
 
-@inlined
-def units_of_part(i, args):
-    unit, operands, n_units, n_parts = args
-    for u in range(i * n_units // n_parts, (i + 1) * n_units // n_parts):
-        call(unit, operands, u)
+@lru_cache(None)
+def runner(is_quantized):
+    """(table i64 [products, COLUMNS], n_multiplications): all units of all products, in parallel where that pays. One loop for
+    all formats: with its own each format would take twice as long to compile."""
+    operands = operands_in(is_quantized)
+
+    @inlined
+    def units_of_part(i, args):
+        table, n_parts = args
+        n_units, row = table[table.shape[0] - 1, 0], 0
+        for u in range(i * n_units // n_parts, (i + 1) * n_units // n_parts):
+            while u >= table[row, 0]:
+                row += 1
+            call(table[row, 1], operands(table, row * COLUMNS + 2), u - (table[row - 1, 0] if row else 0))
+
+    each = sharing(units_of_part)
+
+    @jit(key=is_quantized, parallel=True)
+    def run(control, table, n_multiplications):
+        n_parts = parts_of(control, table[table.shape[0] - 1, 0], n_multiplications)
+        each(control, n_parts, (table, n_parts))
+    return run
 
 
-each_part = sharing(units_of_part)
+class Products:
+    """A step: out = w x of several matrices with the same x, which threads share as one job."""
+
+    def __init__(self, matrices, x, isa: str | None = None):
+        """matrices: of each (format, words u32 of its tiles, out f32 [n, m]); x: quantized activations (q, d, sums), or (values
+        f32 [n, k],) for float weights. isa: a name in vector.ISAS, by default the best; the bits are the same with each."""
+        units = [compiled_unit(name, isa) for name, _, _ in matrices]
+        self.table, self.n_multiplications, n_units = np.zeros((len(matrices), COLUMNS), np.int64), 0, 0
+        for row, (address, fmt, _), (_, words, out) in zip(self.table, units, matrices):
+            operands = operands_of(fmt, words, x, out)
+            (n, m), k = out.shape, x[0].shape[1]
+            n_chunks = -(-k // CHUNK)
+            needed = -(-m // ROWS) * n_chunks * tile.tile_bytes(fmt) // 4
+            assert words.size == needed, (f"mul_mat: {fmt.name} tiles of {m} rows x {n_chunks} chunks are {needed} words, "
+                                          f"got {words.size}")
+            n_parts = parts.py_func(n)
+            n_units += -(-m // ROWS) * n_parts
+            self.n_multiplications += m * k * (n + UNPACKING * n_parts)
+            row[:2 + len(operands)] = n_units, address, *operands
+        self.run = runner(units[0][1].is_quantized)
+        self.kept = matrices, x, units  # the memory and the code that rows of the table name
+
+    def __call__(self) -> None:
+        self.run(self.table, self.n_multiplications)
 
 
-@jit(parallel=True)
-def run(control, unit, arrays):
-    """All units, in parallel where that pays. One loop for all formats: with its own each format would take twice as long to
-    compile."""
-    operands, k = operands_of(arrays), arrays[1].shape[1]
-    n, m = operands[-3], operands[-1]
-    n_units = (m + ROWS - 1) // ROWS * parts(n)
-    n_parts = parts_of(control, n_units, m * k * (n + UNPACKING * parts(n)))
-    each_part(control, n_parts, (unit, operands, n_units, n_parts))
+def operands_of(fmt, words, x, out) -> list[int]:
+    """What units of these arrays take, as integers."""
+    kinds = QUANTIZED if fmt.is_quantized else FLOAT
+    arrays = words, *x, out
+    found = [(array.dtype, array.ndim) for array in arrays]
+    allowed = [(np.dtype(kind.dtype.name), kind.ndim) for kind in kinds]
+    assert found == allowed and all(array.flags.c_contiguous for array in arrays), (
+        f"mul_mat: {fmt.name}: arrays {found}, not {allowed}, or not contiguous")
+    (n, k), shapes = x[0].shape, [array.shape for array in (*x[1:], out[:, 0])]
+    assert shapes == ([(n, k // CHUNK), (n, k // SUM_COLUMNS), (n,)] if fmt.is_quantized else [(n,)]), (
+        f"mul_mat: {fmt.name}: x {x[0].shape}, {shapes}")
+    return [*(array.ctypes.data for array in arrays), n, k // CHUNK if fmt.is_quantized else k, out.shape[1]]
 
 
 @lru_cache(None)
@@ -534,38 +582,15 @@ def compiled_unit(format_name: str, isa: str | None = None):
     return result.library.get_pointer_to_function(result.fndesc.llvm_func_name), fmt, unit
 
 
-@lru_cache(None)
 def mul_mat_arrays(format_name: str, isa: str | None = None):
-    """The product for a weight format: (words, q, d, sums, out), or (words, x, out) for F32, F16 and BF16.
+    """The product for a weight format: (words, q, d, sums, out), or (words, x, out) for F32, F16 and BF16; as of `Products`."""
+    compiled_unit(format_name, isa)
 
-    words: uint32, the tiles of [m, k]; q int16 [n, n_chunks * 256], d float32 [n, n_chunks], sums int32 [n, n_chunks * 16]:
-    quantized activations; x: float32 [n, k]; out: float32 [n, m]. isa: a name in vector.ISAS, by default the best that the CPU
-    has; the bits are the same with each.
-    """
-    address, fmt, unit = compiled_unit(format_name, isa)
-    tile_words = tile.tile_bytes(fmt) // 4
-
-    def check(words, n_chunks, out):
-        needed = -(-out.shape[1] // ROWS) * n_chunks * tile_words
-        assert words.size == needed, (f"mul_mat: {fmt.name} tiles of {out.shape[1]} rows x {n_chunks} chunks are {needed} words, "
-                                      f"got {words.size}")
-
-    def quantized_mul_mat(words, q, d, sums, out):
-        n, n_chunks = d.shape
-        shapes = q.shape, sums.shape, out.shape[0]
-        assert shapes == ((n, n_chunks * CHUNK), (n, n_chunks * CHUNK // SUM_COLUMNS),
-                          n), f"mul_mat: d {d.shape}, q, sums, n {shapes}"
-        check(words, n_chunks, out)
-        run(address, (words, q, d, sums, out))
-
-    def float_mul_mat(words, x, out):
-        assert x.shape[0] == out.shape[0], f"mul_mat: {x.shape[0]} rows of x, {out.shape[0]} of out"
-        check(words, -(-x.shape[1] // CHUNK), out)
-        run(address, (words, x, out))
-
-    function = quantized_mul_mat if fmt.is_quantized else float_mul_mat
-    function.unit = unit  # its code is what `address` points at
-    return function
+    def product(words, *x_and_out):
+        Products([(format_name, words, x_and_out[-1])], x_and_out[:-1], isa)()
+    return product
 
 
-mul_mat = partial(reference.mul_mat, kernel=mul_mat_arrays)
+def mul_mat(call):
+    """As in kernels/reference."""
+    return Products([(call.w.dtype, call.w.data, call.out.data)], call.x.factors)

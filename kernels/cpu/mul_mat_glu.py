@@ -4,7 +4,7 @@ from functools import lru_cache, partial
 
 from ..arith import add, gelu, mul, relu, silu
 from ..compile import jit
-from .mul_mat import mul_mat
+from .mul_mat import Products
 from .parallel import over_rows, steps
 
 ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu}
@@ -39,8 +39,8 @@ def scratch(call):
 def mul_mat_glu(call):
     """out = act(gate x + gate_bias) * (up x + up_bias). gate, up: tiles [m, k]; x: act [n, k], f32 for float weights;
     biases: f32 [m], or none; out: f32 [n, m]."""
-    products = [mul_mat(call.part("mul_mat", w=w, x=call.x, out=out))
-                for w, out in ((call.gate, call.out), (call.up, call.scratch))]
+    matrices = (call.gate, call.out), (call.up, call.scratch)
+    products = Products([(w.dtype, w.data, out.data) for w, out in matrices], call.x.factors)
     biases = () if call.gate_bias is None else (call.gate_bias.data, call.up_bias.data)
     unit = partial(glu_in_place(call.act, bool(biases)), call.out.data, call.scratch.data, *biases)
-    return steps(*products, unit)
+    return steps(products, unit)

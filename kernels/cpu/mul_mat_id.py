@@ -10,7 +10,8 @@ from ..compile import jit
 from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
 from ..threads import sharing
-from .mul_mat import PAIRS, ROWS, UNPACKING, call as call_unit, compiled_unit, inlined, operands_of, parts, parts_of
+from .mul_mat import (PAIRS, ROWS, UNPACKING, call as call_unit, compiled_unit, inlined, operands_in, operands_of, parts,
+                      parts_of)
 from .parallel import PART, over_rows
 from .vector import advance
 
@@ -32,9 +33,9 @@ def float_part(operands, words, first, last):
 
 @lru_cache(None)
 def runner(is_quantized):
-    """(address of a unit, arrays with the words of all experts and sorted rows, bounds i64 [X + 1]): all products, in parallel
-    where that pays."""
-    part = quantized_part if is_quantized else float_part
+    """(address of a unit, operands i64 of a unit with the words of all experts and sorted rows, words of an expert, bounds i64
+    [X + 1]): all products, in parallel where that pays."""
+    part, operands_at = quantized_part if is_quantized else float_part, operands_in(is_quantized)
 
     @inlined
     def units_of_part(i, args):
@@ -49,29 +50,29 @@ def runner(is_quantized):
     each = sharing(units_of_part)
 
     @jit(key=is_quantized, parallel=True)
-    def run(control, unit, arrays, bounds):
-        operands, k = operands_of(arrays), arrays[1].shape[1]
-        n, m, n_expert = operands[-3], operands[-1], bounds.shape[0] - 1
-        n_tiles = (m + ROWS - 1) // ROWS
+    def run(control, unit, words, n_words, bounds):
+        operands = operands_at(words, 0)
+        n, k, m = operands[-3], operands[-2] * (CHUNK if is_quantized else 1), operands[-1]
+        n_tiles, n_expert = (m + ROWS - 1) // ROWS, bounds.shape[0] - 1
         ends, n_units = np.empty(n_expert, np.int64), 0  # one past the last unit of each expert
         for expert in range(n_expert):
             n_units += parts(bounds[expert + 1] - bounds[expert]) * n_tiles
             ends[expert] = n_units
         n_parts = parts_of(control, n_units, m * k * (n + UNPACKING * (n_units // max(n_tiles, 1))))
-        each(control, n_parts, (unit, operands, bounds, ends, arrays[0].shape[0] // n_expert, n_parts))
+        each(control, n_parts, (unit, operands, bounds, ends, n_words, n_parts))
     return run
 
 
-@lru_cache(None)
-def sorted_product(format_name: str, isa: str | None = None):
-    """(words u32 [X, words of a matrix], x, bounds i64 [X + 1], out f32 [rows, m]): of sorted rows, each expert's with its
-    matrix. isa: as of `mul_mat`."""
+def sorted_product(format_name: str, n_expert: int, words, x, out, isa: str | None = None):
+    """step(bounds i64 [X + 1]): of sorted rows x, each expert's with its matrix. words: u32, the matrices of all experts; x, out
+    and isa: as of `mul_mat.Products`."""
     address, fmt, unit = compiled_unit(format_name, isa)
-    run = runner(fmt.is_quantized)
+    words = words.reshape(-1)
+    run, operands, n_words = runner(fmt.is_quantized), np.array(operands_of(fmt, words, x, out)), words.size // n_expert
 
-    def product(words, x, bounds, out):
-        run(address, (words.reshape(-1), *x, out), bounds)
-    product.unit = unit  # its code is what `address` points at
+    def product(bounds):
+        run(address, operands, n_words, bounds)
+    product.kept = words, x, out, unit  # the memory and the code that are named by addresses
     return product
 
 
@@ -169,11 +170,11 @@ def scratch(call):
 def product_with(call, n_expert: int, shape: tuple[int, int], isa: str | None = None, may_skip: bool = False):
     """step(ids i32 `shape`): the products of a call with the matrices w of these experts. isa: as of `mul_mat`. may_skip: ids may
     be -1."""
-    product, words = sorted_product(call.w.dtype, isa), call.w.data.reshape(n_expert, -1)
     rows, out = Sorted(call, shape), call.out.rows
+    product = sorted_product(call.w.dtype, n_expert, call.w.data, rows.x, rows.results[0], isa)
 
     def step(ids):
-        product(words, rows.x, rows.sort(ids, n_expert, may_skip), rows.results[0])
+        product(rows.sort(ids, n_expert, may_skip))
         put(rows.results[0], rows.order, out)
     return step
 

@@ -18,14 +18,14 @@ def mul_mat_id_glu(call):
     ids, n_expert, out = call.ids.data, call.gate.shape[0], call.out.rows
     rows = Sorted(call, call.ids.shape, 2)
     gate, up = rows.results
-    matrices = [(sorted_product(w.dtype), w.data.reshape(n_expert, -1)) for w in (call.gate, call.up)]
+    products = [sorted_product(w.dtype, n_expert, w.data, rows.x, out) for w, out in ((call.gate, gate), (call.up, up))]
     biases = () if call.gate_bias is None else (call.gate_bias.data, call.up_bias.data)
     alpha, limit = f32(call.alpha), f32(call.limit)
 
     def run():
         bounds = rows.sort(ids, n_expert, call.may_skip)
-        for (product, words), result in zip(matrices, rows.results):
-            product(words, rows.x, bounds, result)
+        for product in products:
+            product(bounds)
         for result, bias in zip(rows.results, biases):
             add_rows(result, bias, ids.reshape(-1)[rows.order], result)
         if call.act == "swiglu_oai":

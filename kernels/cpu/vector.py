@@ -256,12 +256,14 @@ def stack(element, n):
 
 @intrinsic
 def prefetch(typingctx, pointer, i):
-    """Asks for the 64 bytes around word i, which will be read soon; a place outside of memory does no harm."""
+    """Asks for the 64 bytes around word i, which will be read soon; a place outside of memory does no harm.
+
+    Into the second cache: what is on its way to the first holds one of the few places that loads need too."""
     def codegen(context, builder, signature, args):
         word = builder.bitcast(builder.gep(*args[:1], [args[1]]), I8.as_pointer())
         function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [word.type, I32, I32, I32]),
                                                   "llvm.prefetch.p0")
-        builder.call(function, [word, I32(0), I32(3), I32(1)])  # to read, into all caches, as data
+        builder.call(function, [word, I32(0), I32(2), I32(1)])  # to read, into all caches but the first, as data
         return context.get_dummy_value()
     return types.none(pointer, types.int64), codegen
 

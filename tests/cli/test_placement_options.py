@@ -66,6 +66,11 @@ def test_several_devices_share_the_layers():
     (["-ts", "1,2"], "-ts: must be 1 numbers, for cpu, at least 0 and not all 0, got 1, 2"),
     (["-ts", "x"], "must be a number, got 'x'"), (["-no-fmoe"], "-no-fmoe: --no-fuse leaves out fusions"),
     (["-nr"], "-nr: weights are packed into tiles whenever they are loaded (see"),
+    (["-rtr"], "-rtr: weights are packed into tiles whenever they are loaded (see"),
+    (["-fmoe"], "-fmoe: ops are fused wherever a device has a kernel"),
+    (["-ot", "ffn=CUDA99"], "-ot: cuda:99: "), (["-dev", "CUDA99"], "--device: cuda:99: "),
+    (["--offload", "mul_mta=3"], "--offload: 'mul_mta' is not an op; allowed: all, get_rows, "),
+    (["--offload", "mul_mta=3"], ", log_soft_max, top_k, mask_groups, "),  # names of ops, though one is that of an option too
     (["-mla", "3"], "-mla: latent attention is one definition"), (["-amb", "512"], "-amb: attention keeps no scores"),
     (["-op", "27,0"], "-op: ops have names here, not numbers"),
     (["-gp", "1,2"], "-gp: generation behind a prompt is -n with -d")])

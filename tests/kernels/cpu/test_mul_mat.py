@@ -4,8 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cpu_comparisons import seeded
-from numba.core.errors import TypingError
+from cpu_comparisons import compare, matrix, seeded
 from op_runs import product_input
 from random_weights import random_weight
 
@@ -141,16 +140,32 @@ def test_spans():
         "Q8_0": 32, "Q2_K": 256, "Q4_K": 128, "Q5_K": 64, "Q6_K": 32, "IQ4_XS": 32, "NVFP4": 16}
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("types", [("Q4_K", "Q6_K", "Q4_K"), ("F16", "F32", "BF16")], ids="-".join)
+def test_matrices_that_are_one_job(types, biased):
+    """Of other types and other numbers of rows; enough work for two threads, and too little."""
+    rng = seeded(f"one job {types} {biased}")
+    for n, n_cols in (1, 512), (3, 512), (2, 256), (130, 512):
+        n_rows = (257, 64, 33) if n_cols == 512 else (1, 32, 2)
+        matrices = [matrix(*each, n_cols, rng) for each in zip(types, n_rows)]
+        biases = [rng.standard_normal(rows).astype(np.float32) for rows in n_rows] if biased else []
+        x = product_input(types[0], activations(n, n_cols, rng))
+        for n_threads in THREADS:
+            threads.set_num_threads(n_threads)
+            compare(f"{types}, n={n}, k={n_cols}, threads={n_threads}", "mul_mat_qkv", *matrices, x, *biases)
+
+
 def test_refusals():
     words, out = np.zeros(tile.tile_bytes("Q4_0") // 4, np.uint32), np.zeros((2, 32), np.float32)
     q, d, sums = np.zeros((2, 256), np.int16), np.zeros((2, 1), np.float32), np.zeros((2, 16), np.int32)
     kernel = mul_mat_arrays("Q4_0")
     kernel(words, q, d, sums, out)
-    with pytest.raises(TypingError, match="mul_mat: arrays of types .*int32.*; allowed: "):
-        kernel(words, q.astype(np.int32), d, sums, out)
+    for wrong in q.astype(np.int32), q.T.copy().T, q[0]:
+        with pytest.raises(AssertionError, match=r"mul_mat: Q4_0: arrays \[.*\], not \[.*\], or not contiguous"):
+            kernel(words, wrong, d, sums, out)
     with pytest.raises(AssertionError, match=r"mul_mat: Q4_0 tiles of 33 rows x 1 chunks are 2304 words, got 1152"):
         kernel(words, q, d, sums, np.zeros((2, 33), np.float32))
-    with pytest.raises(AssertionError, match=r"mul_mat: d \(2, 1\), q, sums, n \(\(2, 256\), \(2, 16\), 3\)"):
+    with pytest.raises(AssertionError, match=r"mul_mat: Q4_0: x \(2, 256\), \[\(2, 1\), \(2, 16\), \(3,\)\]"):
         kernel(words, q, d, sums, np.zeros((3, 32), np.float32))
     with pytest.raises(ValueError, match="mul_mat: unknown instruction set 'mmx'; known: avx512vnni, avx512, avx2, plain"):
         mul_mat_arrays("Q4_0", "mmx")

@@ -8,7 +8,7 @@ from cpu_comparisons import (FORMS, SPECIAL, attention_case, compare, compare_at
                              only_array, positions, seeded)
 from op_runs import define, empty_cache, product_input
 
-from ggml_py.kernels import arith
+from ggml_py.kernels import arith, threads
 from ggml_py.kernels.cpu.flash_attn_ext import flash_attn_ext_arrays
 from ggml_py.quant.formats import FORMATS
 from ggml_py.testing import assert_bitwise_equal
@@ -226,6 +226,20 @@ def test_flash_attn_ext_prompt(n_threads):
     """Enough work for two threads, and more query rows than a unit holds."""
     tokens = positions((1, 0, 250), (0, 30, 50))
     compare_attention("prompt", attention_case("f16", "f16", 6, 2, 64, 64, 256, tokens, seeded("prompt")))
+
+
+@pytest.mark.parametrize("type_", ["f16", "f32", "q8_0"])
+def test_flash_attn_ext_in_spans(type_, monkeypatch):
+    """With more threads than runs of tokens and KV heads, pieces are computed apart and joined."""
+    monkeypatch.setattr(threads, "MOST", 16)
+    rng, sinks = seeded(f"spans {type_}"), np.float32([0.5, -2, 7, 0.1])
+    with threads.using(16):
+        for tokens in positions((0, 700, 1)), positions((0, 128, 2)), positions((0, 660, 1), (2, 300, 1), (1, 0, 1)):
+            case = attention_case(type_, type_, 4, 2, 128, 96, 768, tokens, rng, holes(3, 768)[:1 + max(s for s, _ in tokens)])
+            compare_attention("in spans", case)
+            compare_attention("in spans, a window", case, window=200)
+            operands, params = case
+            compare_attention("in spans, with sinks", ((*operands, sinks), params), softcap=5.0)
 
 
 @pytest.mark.parametrize("type_", ["f16", "f32"])
