@@ -11,7 +11,7 @@ import numpy as np
 from ..base.errors import UserError
 from ..base.storage import as_arrays
 from ..ops.node import Tensor
-from .base import KernelBackend
+from .base import Backend, KernelBackend
 from .transfers import Pending
 
 
@@ -80,6 +80,11 @@ class CPUBackend(KernelBackend):
              n_bytes: int) -> None:
         buffer[offset:offset + n_bytes] = source_buffer[source_offset:source_offset + n_bytes]
 
+    @staticmethod
+    def copy_together(copies: Sequence[tuple]) -> None:
+        for to, buffer, offset, *source in copies:
+            to.copy(buffer, offset, *source)
+
     def fetch(self, buffer: np.ndarray, offset: int, source: "CPUBackend", source_buffer: np.ndarray, source_offset: int,
               n_bytes: int) -> Callable[[], None]:
         """Has copied when it returns."""
@@ -109,6 +114,9 @@ class CPUBackend(KernelBackend):
     def address(self, tensor: Tensor) -> int:
         buffer, offset = tensor.memory
         return buffer.ctypes.data + offset
+
+    def reaches(self, other: Backend) -> bool:
+        return isinstance(other, CPUBackend) and not self.asynchronous and not other.asynchronous
 
     def new_graphs(self) -> None:
         return None

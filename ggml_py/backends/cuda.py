@@ -181,10 +181,29 @@ class CUDABackend(KernelBackend, Transfers):
     def read_error(self) -> Callable[[], None]:
         return self.faults.read()
 
+    def reaches(self, other: Any) -> bool:
+        """Whether kernels of this GPU write to memory of the other one. It opens that; copies between them are direct then, too.
+        Streams of one GPU do not reach each other: what waits on one might keep the other from running."""
+        return isinstance(other, CUDABackend) and self.driver.reaches(other.driver)
+
     def new_graphs(self) -> GraphCache:
         return GraphCache(self)
 
+    def new_graph_builder(self) -> Any:
+        self.driver.enter()
+        return self.target.device.create_graph_builder()
+
+    def load(self) -> None:
+        """All kernels of launches that were prepared."""
+        self.driver.enter()
+        self.target.load()
+
+    def launch(self, graph: Any) -> None:
+        self.driver.enter()
+        graph.launch(self.stream)
+
     def run(self, steps: Sequence[Step]) -> None:
+        self.driver.enter()
         stream = self.stream
         for step in steps:
             step(stream)

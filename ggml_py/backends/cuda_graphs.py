@@ -56,7 +56,7 @@ class GraphCache:
     to verify or windows of a text."""
 
     def __init__(self, backend, most: int = SHAPES):
-        """backend: has `run(steps)`, `stream`, where graphs run, and `target.device`, which makes graph builders. most: shapes,
+        """backend: has `run(steps)`, `new_graph_builder()` and `launch(graph)`. most: shapes,
         the first parts of keys, that are remembered; the graphs of the least recently used go. As many as its context keeps
         programs, which go in the same order: a graph that outlived its program could never be replayed, since a program that is
         made anew has new steps, and a program without its graphs would have them captured again. On several devices it has a
@@ -67,24 +67,36 @@ class GraphCache:
 
     def run(self, key: Sequence[Hashable], steps: list[Callable]) -> None:
         """Runs the steps of a key, callables of a stream or a graph builder."""
-        entry = self.entries.get(key)
-        if entry is None:
+        if key not in self.entries:
             self.backend.run(steps)
-            self.entries[key] = _Entry(steps)
+            self._enter(key, steps)
             self.counters.eager += 1
-            shapes = dict.fromkeys(shape for shape, *_ in self.entries)
-            if len(shapes) > self.most:
-                oldest = next(iter(shapes))
-                for old in [old for old in self.entries if old[0] == oldest]:
-                    if (graph := self.entries.pop(old).graph) is not None:
-                        graph.close()  # one that still runs is freed when it ends
-                        self.counters.evictions += 1
-            return
+        else:
+            self.replay(self.ready(key, steps))
+
+    def ready(self, key: Sequence[Hashable], steps: list[Callable]) -> Any:
+        """The graph of a key, captured from these steps if it was not."""
+        if key not in self.entries:
+            self._enter(key, steps)
         self.entries.move_to_end(key)
+        entry = self.entries[key]
         if entry.graph is None or entry.steps is not steps:
             self._capture(entry, steps)
-        entry.graph.launch(self.backend.stream)
+        return entry.graph
+
+    def replay(self, graph: Any) -> None:
+        self.backend.launch(graph)
         self.counters.replays += 1
+
+    def _enter(self, key: Sequence[Hashable], steps: list[Callable]) -> None:
+        self.entries[key] = _Entry(steps)
+        shapes = dict.fromkeys(shape for shape, *_ in self.entries)
+        if len(shapes) > self.most:
+            oldest = next(iter(shapes))
+            for old in [old for old in self.entries if old[0] == oldest]:
+                if (graph := self.entries.pop(old).graph) is not None:
+                    graph.close()  # one that still runs is freed when it ends
+                    self.counters.evictions += 1
 
     def refuse(self, reason: str) -> None:
         """Counts a run that was eager because its steps must not be captured."""
@@ -93,7 +105,7 @@ class GraphCache:
 
     def _capture(self, entry: _Entry, steps: list[Callable]) -> None:
         """On a stream of the builder's own: whatever else is put into the backend's stream meanwhile is no part of the graph."""
-        builder = self.backend.target.device.create_graph_builder()
+        builder = self.backend.new_graph_builder()
         try:
             builder.begin_building()
             for step in steps:

@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -422,6 +422,42 @@ class Transfers:
                 self.statistics.n_peer += 1
                 self.statistics.bytes_peer += n_bytes
 
+    @staticmethod
+    def copy_together(copies: Sequence[tuple[Transfers, Any, int, Transfers, Any, int, int]]) -> None:
+        """Each as `copy` of the first, (to, buffer, offset, source, source_buffer, source_offset, n_bytes), but none waits for
+        another: what two devices bring from each other is under way both ways."""
+        ends = dict.fromkeys(each for to, _, _, source, *_ in copies for each in (to, source))
+        with ExitStack() as held:
+            for end in sorted(ends, key=lambda end: id(end._ring.lock)):
+                held.enter_context(end._ring.lock)
+            pieces = [(to, source, _address("copy", buffer, offset, n), _address("copy", source_buffer, source_offset, n), n)
+                      for to, buffer, offset, source, source_buffer, source_offset, n in copies]
+            befores = {}
+            for end in ends:
+                end._begin("copy")
+                befores[end] = end.stream.record()
+            try:
+                for to, source in dict.fromkeys((to, source) for to, source, *_ in pieces if source is not to):
+                    to.driver.enter()
+                    to.stream.wait(befores[source])
+                for to, source, address, source_address, n in pieces:
+                    to.driver.enter()
+                    if n:
+                        to.driver.copy(address, source_address, n, to.stream, source.driver)
+                    to.statistics.n_peer += source is not to
+                    to.statistics.bytes_peer += n * (source is not to)
+            finally:
+                try:
+                    for to, source in dict.fromkeys((to, source) for to, source, *_ in pieces if source is not to):
+                        to.driver.enter()
+                        after = to.stream.record()
+                        source.driver.enter()
+                        source.stream.wait(after)
+                except BaseException:
+                    for to, *_ in pieces:
+                        to.stream.sync()  # the host waits where the streams cannot
+                    raise
+
     def bring(self, buffer, offset: int, data: np.ndarray) -> Callable[[], None]:
         """Bytes `offset` and on of the buffer become those of page-locked memory, on a stream of its own: behind all that is
         queued now, beside what is queued later. What is queued behind a call of the function finds them. Nobody writes to the
@@ -578,6 +614,16 @@ class CUDADriver:
             checked(self._driver.cuMemcpyAsync(to, source, n_bytes, stream.handle))
         else:
             checked(self._driver.cuMemcpyPeerAsync(to, self.context(), source, peer.context(), n_bytes, stream.handle))
+
+    def reaches(self, other: CUDADriver) -> bool:
+        """Whether this device accesses memory of the other one, which is opened to it; not where both are one."""
+        if self.ordinal == other.ordinal or not self._device(self.ordinal).can_access_peer(other.ordinal):
+            return False
+        other.enter()
+        peers = self._device(other.ordinal).memory_resource.peer_accessible_by
+        if self.ordinal not in {int(getattr(peer, "device_id", peer)) for peer in peers}:
+            self._device(other.ordinal).memory_resource.peer_accessible_by = [*peers, self.ordinal]
+        return True
 
     def context(self):
         """The device's primary context; leaves the current one as it is."""

@@ -29,6 +29,7 @@ AXES = {
     "fusion": "graph passes left out",
     "noise": "a second stream keeps the GPU busy",
     "placement": "weights, caches and nodes on several devices",
+    "letters": "results handed from device to device by letters, or copied",
     "experts": "experts on the CPU, some with copies on another device",
     "device": "every other device",
 }
@@ -57,6 +58,7 @@ class Setting:
     n_tokens: int = 0              # only so many of the first window; 0: all windows
     type_k: str = "f16"
     type_v: str = "f16"
+    letters: bool = True           # between devices that reach each other's memory
     placement: PlacementOptions | None = None  # of a model that is loaded so; None: all on the device
     reason: str = ""               # why it cannot be run here
 
@@ -82,7 +84,7 @@ class Setting:
         n_seq = 2 if self.prefix else max(1, len(self.order))
         return dict(n_ctx=n_seq * windows.shape[1], n_seq_max=n_seq, n_ubatch=self.n_ubatch, graphs=self.graphs,
                     kv_write=self.kv_write, no_fuse=self.no_fuse, type_k=self.type_k, type_v=self.type_v,
-                    n_rollback=max(self.n_draft + 1, LEAST_ROLLBACK))
+                    n_rollback=max(self.n_draft + 1, LEAST_ROLLBACK), letters=self.letters)
 
     @contextmanager
     def conditions(self) -> Iterator[None]:
@@ -123,6 +125,7 @@ def settings_of(axes, devices: list[str], shape: tuple[int, int], reruns: int = 
     missing = {"threads": "" if not all(map(is_gpu, devices)) else "no CPU among the devices",
                **dict.fromkeys(("launch", "noise"), "" if any(map(is_gpu, devices)) else no_gpu),
                "sequences": "" if shape[0] > 1 else "the text is one window",
+               "letters": "" if not all(map(is_gpu, devices)) or len(devices) > 1 else "one GPU",
                "device": "" if len(devices) > 1 else f"no device but {devices[0]}"}
     return found + [Setting(axis, AXES[axis], "", reason=missing[axis]) for axis in axes if missing.get(axis)]
 
@@ -188,10 +191,20 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))
             case "placement":
                 yield from (setting(name, placement=options) for name, options in _placements(device, devices))
+            case "letters" if others := _near(device, devices):
+                for name, mode in ("half of the layers on", "layer"), ("columns shared with", "column"):
+                    shared = PlacementOptions((*others, device) if mode == "layer" else (device, *others), split_mode=mode)
+                    yield from (setting(f"{name} {', '.join(others)}, by {how}, 8 at a time", n_ubatch=8, placement=shared,
+                                        letters=how == "letters") for how in ("letters", "copies"))
             case "experts":
                 other = f"{HOST}:1" if device == HOST else device
                 hot = PlacementOptions(tuple(dict.fromkeys((other, device))), overrides=(ExpertsOnHost(),), hot_experts=0.5)
                 yield setting(f"copies of half of them on {other}, 8 at a time", placement=hot, n_ubatch=8)
+
+
+def _near(device: str, devices: list[str]) -> list[str]:
+    """Devices of the same kind, whose memory it may reach."""
+    return [f"{HOST}:1"] if device == HOST else [each for each in devices if is_gpu(each) and each != device]
 
 
 def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, PlacementOptions]]:
@@ -201,9 +214,8 @@ def _placements(device: str, devices: list[str]) -> Iterator[tuple[str, Placemen
         yield f"half of the layers on {other}", PlacementOptions((other, device))
         for what, pattern in ("feed-forward blocks", r"\.ffn_(up|down|gate)"), ("attention's weights", r"\.attn_"):
             yield f"{what} on {other}", PlacementOptions((device,), overrides=(Override(pattern, other),))
-    for others in [[f"{HOST}:1"]] if device == HOST else [[each for each in devices if each not in (device, HOST)]]:
-        if others:
-            yield f"columns shared with {', '.join(others)}", PlacementOptions((device, *others), split_mode="column")
+    if others := _near(device, devices):
+        yield f"columns shared with {', '.join(others)}", PlacementOptions((device, *others), split_mode="column")
     other = f"{HOST}:1" if device == HOST else device
     yield f"feed-forward blocks streamed to {other}", PlacementOptions(
         tuple(dict.fromkeys((other, device))), overrides=(Override(r"\.ffn_(up|down|gate)", HOST),), offload=(("all", 1),))

@@ -108,12 +108,13 @@ class _Side:
         self.model, self.windows, self.setting = model, windows, setting
         self.held: dict[Node, LiveCapture] = {}  # nodes that were not compared, which lead to others that are still to be
         self.compared: set[str] = set()  # names of this micro-batch's results that were compared
+        self.batch: Batch | None = None
 
     def run(self, visit) -> bool:
         """Whether it was stopped."""
         def each(node, batch, backend):
-            if node is self.context.current.runs[0].nodes[0]:
-                self.held, self.compared = {}, set()
+            if batch is not self.batch:
+                self.batch, self.held, self.compared = batch, {}, set()
             visit(node, batch, backend)
 
         try:
@@ -137,8 +138,13 @@ class _Side:
 
     def release(self, node: Node) -> None:
         """What made the operands of a node, on whatever device, is as it should be."""
-        copies = self.context.current.crossings & {source.maker for source in node.src}
-        makers = {source.maker for each in (node, *copies) for source in each.src}
+        program, makers, between = self.context.current, set[Node](), [node]
+        by_letters = self.batch is not None and self.batch.letters is not None
+        unseen = program.crossings | (program.mail.replaced if program.mail and by_letters else set())
+        while between:
+            for maker in {maker for source in between.pop().src if (maker := source.maker)} - makers:
+                makers.add(maker)
+                between += [maker] * (maker in unseen)
         for held in [held for held in self.held if held in makers]:
             del self.held[held]
             self.release(held)
@@ -211,7 +217,7 @@ def _report(side_a: _Side, side_b: _Side, name: str, key: bytes) -> FirstDiffere
             if (inside := fault(capture, key)) is not None:
                 where_run = f"on {capture.device}, {run}"
                 culprits.append("; ".join([f"{capture.name}, {capture.kernel} {where_run}", *[inside] * bool(inside)]))
-            culprits += [f"the copy of {stale}, {run}" for stale in capture.stale]
+            culprits += [f"{stale}, {run}" for stale in capture.stale]
             if side.setting.placement:
                 culprits += [f"{part}, {run}" for part in (*_wrong_parts(side.model, side_a.model, capture.node),
                                                            *_wrong_slots(side.model, capture.node))]

@@ -16,9 +16,11 @@ import numpy as np
 
 from .. import testing
 from ..base.defaults import N_UBATCH
+from ..backends.letters import PostOffice
 from ..base.storage import Arrays, n_bytes
 from ..engine.model import Context
 from ..graph.graph import Node, Tensor
+from ..graph.letters import Post, Take
 from ..graph.program import Outputs, Program
 from ..ops.table import OPS
 from ..quant.formats import FORMATS
@@ -37,7 +39,8 @@ def rows_on_host(backend, tensor: Tensor, rows: np.ndarray) -> Arrays:
 @dataclass
 class Batch:
     """A micro-batch as it runs. keys: of each token, which stands for it and those before it in its sequence.
-    before: operands that the node being visited has written over, as it read them. runs: the input of that name."""
+    before: operands that the node being visited has written over, as it read them. runs: the input of that name. letters: of a
+    step by letters, what came in each box, in words where it is not what was posted; None by copies."""
     seq: np.ndarray
     pos: np.ndarray
     out_ids: np.ndarray
@@ -45,6 +48,7 @@ class Batch:
     n_ctx: int
     before: dict[Tensor, Arrays] = field(default_factory=dict)
     runs: np.ndarray | None = None
+    letters: dict[Tensor, list[str]] | None = None
 
     def rows(self, tensor: Tensor) -> np.ndarray | None:
         """The rows of each token, int64 [n, rows a token]: in a state that is written cell by cell its cell, else as many as a
@@ -151,7 +155,10 @@ class RecordedContext(Context):
         for cache in self.cuda_graphs.values():
             cache.most = 1 << 20
         self.history: dict[tuple[int, int], bytes] = {}  # (sequence, next position) -> key of the token before it
-        self.single: dict[int, tuple] = {}  # id of a list of steps -> it, and lists of one step each
+        self.single: dict[Node, list] = {}  # its step, in a list
+        self.sent: dict[Post, np.ndarray] = {}
+        if self.office is not None:
+            self.office = _Visits(self.office, self)
 
     def _queue(self, tokens, seq, pos, rows, wanted="logits", targets=None) -> Outputs:
         if isinstance(tokens, Outputs):
@@ -162,6 +169,7 @@ class RecordedContext(Context):
             keys.append(blake2b(before + token.to_bytes(4, "little"), digest_size=12).digest())
             self.history[s, p + 1] = keys[-1]
         self.batch = Batch(seq, pos, rows, keys, self.n_ctx)
+        self.sent = {}
         return super()._queue(tokens, seq, pos, rows, wanted, targets)
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
@@ -179,19 +187,59 @@ class RecordedContext(Context):
         return self.current
 
     def run(self, key, steps) -> None:
-        run = self.current.runs[key[1]]
-        backend, cache = self.model.backends[run.device], self.cuda_graphs.get(run.device)
-        _, single = self.single.setdefault(id(steps), (steps, [[step] for step in steps]))
-        for i, (node, step) in enumerate(zip(run.nodes, single, strict=True)):
-            self.batch.before = {tensor: arrays_on_host(backend, tensor) for tensor in overwritten(node)}
-            if cache:
-                cache.run((*key, i), step)
-            else:
-                backend.run(step)
-            self.visit(node, self.batch, backend)
+        for node, step in zip(self.current.runs[key[1]].nodes, steps, strict=True):
+            self.run_node(key, node, step)
+
+    def run_node(self, key, node: Node, step) -> None:
+        backend, cache = self.model.backends[node.device], self.cuda_graphs.get(node.device)
+        if node not in self.single or self.single[node][0] is not step:
+            self.single[node] = [step]
+        self.batch.before = {tensor: arrays_on_host(backend, tensor) for tensor in overwritten(node)}
+        if cache:
+            cache.run((*key, self.current.runs[key[1]].nodes.index(node)), self.single[node])
+        else:
+            backend.run(self.single[node])
+        self.visit(node, self.batch, backend)
+
+    def see(self, item) -> None:
+        """Remembers what is posted, and compares it with what is taken."""
+        if isinstance(item, Post):
+            self.sent[item] = self._bytes(item.source)
+        elif isinstance(item, Take):
+            box, wrong = item.box, []
+            found = self._bytes(box.tensor)
+            for post, (part, column) in zip(box.posts, box.parts):
+                n, row = post.rows
+                first, stride = post.place(box, column)
+                if post not in self.sent or not np.array_equal(found.reshape(n, stride)[:, first:first + row].reshape(-1),
+                                                               self.sent[post]):
+                    wrong.append(f"the letter of {part.name} from {post.device} to {box.device}")
+            assert self.batch.letters is not None
+            self.batch.letters[box.tensor] = wrong
+
+    def _bytes(self, tensor: Tensor) -> np.ndarray:
+        return self.model.backends[tensor.root.device].read(*tensor.memory, n_bytes(tensor)).result()
 
     def refuse(self, reason: str) -> None:
         raise RuntimeError(f"recording: {reason}")
+
+
+class _Visits:
+    """A post office whose steps are looked at."""
+
+    def __init__(self, office: PostOffice, context: RecordedContext):
+        self.office, self.context = office, context
+
+    def run(self, program: Program, graphs: Any, key: tuple) -> Callable[[], Callable[[], None]]:
+        self.context.batch.letters = {}
+        self.office.visit(program, lambda i, node, step: self.context.run_node((key, i), node, step), self.context.see)
+        return lambda: lambda: None
+
+    def leave(self) -> None:
+        self.office.leave()
+
+    def close(self) -> None:
+        self.office.close()
 
 
 @dataclass
@@ -229,11 +277,13 @@ class Capture:
                    {value.name: value for value in values[n:]}, about["kernel"], about["device"])
 
 
-def _stale(node: Node, program: Program) -> list[str]:
-    """Operands that were brought from other devices, and that are something else there."""
+def _stale(node: Node, program: Program, letters: dict[Tensor, list[str]] | None) -> list[str]:
+    """Operands that were brought from other devices, and that are something else there; letters: of `Batch`."""
+    if letters is not None:
+        return [wrong for root in dict.fromkeys(source.root for source in node.src) for wrong in letters.get(root, ())]
     crossed = [(copy.src[0], copy.results[0]) for copy in program.crossings if copy.results[0] in node.src]
     everything = slice(None)
-    return [f"{there.name} from {there.root.device} to {here.device}" for there, here in crossed
+    return [f"the copy of {there.name} from {there.root.device} to {here.device}" for there, here in crossed
             if bits_of(there.dtype, arrays_on_host(program.backends[there.root.device], there), everything)
             != bits_of(here.dtype, arrays_on_host(program.backends[here.device], here), everything)]
 
@@ -253,7 +303,7 @@ class LiveCapture(Capture):
     def of(cls, node: Node, batch: Batch, backend, program: Program) -> Self:
         """Of a node that has just run. Weights, and states that no node behind it writes, are not read yet."""
         later = program.nodes[program.nodes.index(node) + 1:]
-        passing = {*program.inputs, *program.plan.extents, *(root for each in later for root in each.written)}
+        passing = program.passing | {root for each in later for root in each.written}
         read_now = passing | {table for table, _, _ in named_rows(node)}
         copied = {copy.results[0]: copy.src[0] for copy in program.crossings}
         rows = rows_written(node)
@@ -273,7 +323,7 @@ class LiveCapture(Capture):
         params = {**node.params, "slot": None} if rows and "slot" in node.params else node.params
         results = {tensor.name: _given(node, tensor, rows.get(tensor), backend) for tensor in node.results}
         return cls(node.name, node.op, params, operands, results, backend.kernel_name(node), backend.device,
-                   [tensor.root in passing for tensor in sources], _stale(node, program), batch, node, backend)
+                   [tensor.root in passing for tensor in sources], _stale(node, program, batch.letters), batch, node, backend)
 
     def tensor(self, name: str) -> Tensor:
         """The result of this name, of the node that was captured, or what stands for the rows of it that the node gave."""

@@ -16,7 +16,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, permutations
 from math import inf
 from pathlib import Path
 from threading import RLock
@@ -28,6 +28,7 @@ import numpy as np
 from ..backends import device_of, open_backend
 from ..backends.base import Backend
 from ..backends.cuda_graphs import SHAPES, Counters, Key
+from ..backends.letters import new_office
 from ..base.defaults import MOST_DEFAULT_CONTEXT, N_BATCH, N_UBATCH
 from ..base.errors import ParameterError, UserError
 from ..base.placement import HOST, PlacementOptions
@@ -81,6 +82,8 @@ class Model:
         for backend in backends:
             backend.reader = next((other for other in backends if other.asynchronous), None)
             backend.expect()
+        for a, b in permutations(backends, 2):
+            a.reaches(b)  # opens memory of b to a, which is quick as long as nothing lies there
         self.architecture = model_class(file)(file, placement or PlacementOptions((backends[0].device,)), self.backends)
         self.backend = self.backends[self.architecture.placement.output]
         self._tokenizer: Tokenizer | None = None
@@ -231,7 +234,7 @@ class Model:
                     n_ubatch: int = N_UBATCH, type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                     no_fuse: Iterable[str] | str = (), graphs: bool = True,
                     kv_write: str = "set_rows", device_of: DeviceOf | None = None,
-                    n_rollback: int = LEAST_ROLLBACK, n_threads_batch: int | None = None) -> "Context":
+                    n_rollback: int = LEAST_ROLLBACK, n_threads_batch: int | None = None, letters: bool = True) -> "Context":
         """Memory for n_seq_max sequences, which share n_ctx: each has n_ctx // n_seq_max positions, so
         new_context(64, n_seq_max=2) has two sequences of 32.
 
@@ -246,6 +249,7 @@ class Model:
         n_rollback: positions that sequences of a recurrent model can be taken back, which takes memory for each. Others go back
         to any.
         n_threads_batch: CPU threads for micro-batches of more than one token; None: as many as for one.
+        letters: where all devices reach each other's memory, they hand over without the host (`graph.letters`).
         UserError in one line for what cannot be.
         """
         self._check_open()
@@ -264,7 +268,7 @@ class Model:
             raise ParameterError("n_threads_batch", f"must be 1 to {MOST}, the CPU threads of this machine, got "
                                                     f"{n_threads_batch}")
         settings = (n_ctx, min(n_ubatch, n_batch), type_k, type_v, n_seq_max, no_fuse, graphs, kv_write, device_of, n_rollback,
-                    n_threads_batch)
+                    n_threads_batch, letters)
         try:
             return Context(self, *settings)
         except ParameterError:
@@ -326,7 +330,8 @@ class Context:
     def __init__(self, model: Model, n_ctx: int, n_ubatch: int,  # noqa: PLR0913 (those of `Model.new_context`)
                  type_k: str = "f16", type_v: str = "f16", n_seq_max: int = 1,
                  no_fuse: Iterable[str] | str = (), graphs: bool = True, kv_write: str = "set_rows",
-                 device_of: DeviceOf | None = None, n_rollback: int = LEAST_ROLLBACK, n_threads_batch: int | None = None):
+                 device_of: DeviceOf | None = None, n_rollback: int = LEAST_ROLLBACK, n_threads_batch: int | None = None,
+                 letters: bool = True):
         if n_ctx < n_seq_max:
             raise ParameterError("n_ctx", f"{n_ctx} positions do not give each of {n_seq_max} sequences one")
         if n_ctx // n_seq_max > MOST_POSITIONS:
@@ -356,6 +361,7 @@ class Context:
         self.cuda_graphs = {device: cache for device, backend in model.backends.items()
                             if graphs and (cache := backend.new_graphs()) is not None}
         self.replays: dict[str, Any] = self.cuda_graphs  # what takes the steps of a device
+        self.office: Any = new_office(model.backends, [*self.cuda_graphs]) if letters else None
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
         self.is_closed = False
         self.observer: Observer | None = None
@@ -549,7 +555,7 @@ class Context:
             if hot is not None:
                 values |= hot.values()
             key = Key._make((*shape, *self.settings, hidden, apart))
-            outputs = self.program(*shape, hidden, apart).queue(values, self.replays, key)
+            outputs = self.program(*shape, hidden, apart).queue(values, self.replays, key, self.office)
             if hot is not None:
                 hot.queued(len(seq))
         return outputs
@@ -674,6 +680,8 @@ class Context:
         for cache in self.cuda_graphs.values():
             cache.close()
         self.programs.clear()
+        if self.office is not None:
+            self.office.close()
         self.arenas.close()
         self.memory.close()
         self.model.architecture.free_rope_tables(self.rope_tables)

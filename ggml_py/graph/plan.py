@@ -1,6 +1,6 @@
 """The pass `plan`: where in the arena of its device each tensor lies. Tensors that are not needed at one time share memory."""
 from dataclasses import dataclass
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from .graph import Node, Tensor
 
@@ -32,23 +32,28 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def plan_memory(nodes: Sequence[Node], outputs: Sequence[Tensor], n_bytes: Callable[[Tensor], int]) -> MemoryPlan:
-    """First fit: each tensor that a node writes and that has no memory yet takes the lowest free gap of its device's arena, and
-    gives it back after its last reader. Outputs are kept to the end.
+def plan_memory(nodes: Sequence[Node], outputs: Sequence[Tensor], n_bytes: Callable[[Tensor], int],
+                apart: Collection[Tensor] = ()) -> MemoryPlan:
+    """First fit: each tensor that a node writes and that has no memory yet, nor gets it elsewhere (`apart`), takes the lowest
+    free gap of its device's arena, and gives it back after its last reader. Outputs are kept to the end.
 
     A node must not write over what it reads: operands are there until it has run. What crosses devices is there from the run
-    before on, whose nodes may still be on their way: its first index is that of the copy.
+    before on, whose nodes may still be on their way: its first index is that of the copy. Copies that follow each other run at
+    one time: what they read is there until the last of them.
     """
     last: dict[Tensor, int] = {}
     for i, node in enumerate(nodes):
-        last.update((tensor.root, i) for tensor in (*_written(node), *node.src))
+        until = i
+        while _crosses(nodes[until]) and until + 1 < len(nodes) and _crosses(nodes[until + 1]):
+            until += 1
+        last.update((tensor.root, until) for tensor in (*_written(node), *node.src))
     for tensor in outputs:
         last[tensor.root] = len(nodes)
     extents: dict[Tensor, Extent] = {}
     live: dict[str, list[Extent]] = {}
     arena: dict[str, int] = {}
     for i, tensor in ((i, tensor.root) for i, node in enumerate(nodes) for tensor in _written(node)):
-        if tensor.buffer is not None or tensor in extents:
+        if tensor.buffer is not None or tensor in extents or tensor in apart:
             continue
         device, size = tensor.device, -(-max(1, n_bytes(tensor)) // ALIGNMENT) * ALIGNMENT
         taken = sorted((e for e in live.get(device, ()) if e.last >= i), key=lambda e: e.offset)
@@ -61,6 +66,10 @@ def plan_memory(nodes: Sequence[Node], outputs: Sequence[Tensor], n_bytes: Calla
         live[device] = [*taken, extents[tensor]]
         arena[device] = max(arena.get(device, 0), offset + size)
     return MemoryPlan(extents, arena)
+
+
+def _crosses(node: Node) -> bool:
+    return node.op == "cpy" and node.src[0].root.device != node.device
 
 
 def _written(node: Node) -> tuple[Tensor, ...]:

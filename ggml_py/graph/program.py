@@ -3,7 +3,7 @@ every node is bound to a kernel of its device's backend."""
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -17,6 +17,7 @@ from .elide import elide
 from ..ops.compose import FUSED
 from .fuse import fuse, lower
 from .graph import Graph, Node, Tensor
+from .letters import letters
 from .place import DeviceOf, place
 from .plan import ALIGNMENT, plan_memory
 from .split import Run, first_runs, split
@@ -66,13 +67,12 @@ class Outputs:
 
 
 class Crossing:
-    """An operand that comes from another device, in the layout that its own device has; an input from the host. All that a run
-    needs begin before one of them ends, so the host waits once."""
+    """An operand that comes from another device, in the layout that its own device has. All that a run needs begin before one of
+    them ends, so the host waits once."""
 
-    def __init__(self, backend: Any, to: Tensor, source_backend: Backend, source: Tensor, staged: Callable):
-        """backend: a Backend, and a `Transfers` where it has locked memory. staged: () -> the bytes of the source on the host, or
-        none."""
-        self.backend, self.to, self.source_backend, self.source, self.staged = backend, to, source_backend, source, staged
+    def __init__(self, backend: Any, to: Tensor, source_backend: Backend, source: Tensor):
+        """backend: a Backend, and a `Transfers` where it has locked memory."""
+        self.backend, self.to, self.source_backend, self.source = backend, to, source_backend, source
         same, size = source.layout == to.layout, n_bytes(source)
         self.copies = same and type(source_backend) is type(backend)
         # where the other device copies into memory of the one, or out of it
@@ -83,7 +83,7 @@ class Crossing:
         self.departing: Any = None
 
     def begin(self) -> None:
-        if self.into is None and self.out_of is None and not self.copies and self.staged() is None:
+        if self.into is None and self.out_of is None and not self.copies:
             self.pending = self.source_backend.read(*self.source.memory, n_bytes(self.source))
 
     def end(self) -> None:
@@ -93,12 +93,14 @@ class Crossing:
             if source.layout != to.layout:
                 data = as_bytes(as_arrays(data, source.dtype, source.shape, source.layout), to.dtype, to.shape, to.layout)
             self.backend.write(*to.memory, data)
-        elif (staged := self.staged()) is not None:
-            self.backend.write(*to.memory, staged)
         elif self.out_of is not None:
             self.departing = self.backend.write_locked(*to.memory, self.out_of)
-        elif self.into is None:
-            self.backend.copy(*to.memory, self.source_backend, *source.memory, n_bytes(source))
+
+    def as_copy(self) -> tuple | None:
+        """Of `copy_together`, where one device copies from the other."""
+        if not self.copies or self.into is not None or self.out_of is not None:
+            return None
+        return self.backend, *self.to.memory, self.source_backend, *self.source.memory, n_bytes(self.source)
 
     def settle(self) -> None:
         """Waits until the source may be written again."""
@@ -117,8 +119,7 @@ class Landing:
         self.flight: Any = None
 
     def begin(self) -> None:
-        if pieces := [(*each.source.memory, each.into) for each in self.crossings if each.staged() is None]:
-            self.flight = self.backend.read_locked(pieces)
+        self.flight = self.backend.read_locked([(*each.source.memory, each.into) for each in self.crossings])
 
     def settle(self) -> None:
         """Waits until it is there."""
@@ -162,8 +163,8 @@ def refusal(nodes: Sequence[Node]) -> str | None:
 class Program:
     """Runs a graph, after the passes have rewritten it.
 
-    Inputs and intermediate results share the arenas; the inputs lie side by side on the first device and are written in one
-    transfer."""
+    Inputs, boxes of letters and intermediate results share the arenas. The inputs lie side by side on the first device and on
+    each that reads some of them, and are written in one transfer each."""
 
     def __init__(self, graph: Graph, arenas: Arenas, no_fuse=(), device_of: DeviceOf | None = None,
                  offload: Offload | None = None, columns: Sequence[str] = ()):
@@ -189,7 +190,15 @@ class Program:
         for run in self.runs:
             for node in run.nodes:
                 self.backends[run.device].prepare(node)
-        self.plan = plan_memory(self.nodes, graph.outputs, n_bytes)
+        inputs = {*self.inputs}
+        # what other devices have of inputs
+        self.mirrors = {copy.results[0]: copy.src[0] for run in self.runs for copy in run.copies if copy.src[0].root in inputs}
+        # None where devices hand over by copies alone
+        self.mail = letters(self.runs, self.backends, inputs, graph.outputs)
+        self.boxes = self.mail.boxes if self.mail else {}
+        self.plan = plan_memory(self.nodes, graph.outputs, n_bytes, {*self.mirrors, *self.boxes})
+        self.passing = {*self.inputs, *self.mirrors, *self.boxes, *self.plan.extents}  # whose memory is others' later
+        self.has_run = False
         self._give_memory(arenas)
         self.late = list(dict.fromkeys(self.backends[run.device] for run in self.runs for node in run.nodes
                                        if self.backends[run.device].leaves_errors(node)))
@@ -201,18 +210,26 @@ class Program:
     def _give_memory(self, arenas: Arenas) -> None:
         padded = [-(-n_bytes(t) // ALIGNMENT) * ALIGNMENT for t in self.inputs]
         *starts, self.input_bytes = accumulate(padded, initial=0)
-        for device, size in {self.input_device: 0, **self.plan.arena_bytes}.items():
-            arenas.ensure(device, size + (self.input_bytes if device == self.input_device else 0))
+        self.input_devices = dict.fromkeys([self.input_device, *(tensor.device for tensor in self.mirrors)])
+        before_boxes = dict.fromkeys(self.input_devices, self.input_bytes)
+        ahead = {device: before_boxes.get(device, 0) + (self.mail.sizes.get(device, 0) if self.mail else 0)
+                 for device in dict.fromkeys([*self.input_devices, *(tensor.device for tensor in self.boxes),
+                                              *self.plan.arena_bytes])}
+        for device, size in ahead.items():
+            arenas.ensure(device, size + self.plan.arena_bytes.get(device, 0))
+        self.arenas = {device: arenas.buffers[device] for device in ahead}
         self.staging = np.zeros(self.input_bytes, np.uint8)
         self.staged: dict[Tensor, np.ndarray] = {}  # the inputs and where their values go
-        self.copied: dict[Tensor, Tensor] = {}  # of this run, inputs whose values are an output on the device
         for tensor, start in zip(self.inputs, starts):
             tensor.buffer, tensor.offset = arenas.buffers[self.input_device], start
             values = self.staging[start:start + n_bytes(tensor)].view(DTYPES[tensor.dtype])
             self.staged[tensor] = values.reshape(tensor.shape)
+        for tensor, source in self.mirrors.items():
+            tensor.buffer, tensor.offset = arenas.buffers[tensor.device], source.memory[1]
+        for tensor, box in self.boxes.items():
+            tensor.buffer, tensor.offset = arenas.buffers[tensor.device], before_boxes.get(tensor.device, 0) + box.offset
         for tensor, extent in self.plan.extents.items():
-            tensor.buffer = arenas.buffers[tensor.device]
-            tensor.offset = extent.offset + (self.input_bytes if tensor.device == self.input_device else 0)
+            tensor.buffer, tensor.offset = arenas.buffers[tensor.device], ahead[tensor.device] + extent.offset
 
     def off_device(self) -> tuple[int, int]:
         """How many nodes compute elsewhere than on the device of the inputs, and how many copies cross devices."""
@@ -234,13 +251,16 @@ class Program:
         parts: list[Part] = []
         departing: dict[str, list[Crossing]] = defaultdict(list)  # that read memory of a device, since its last run
         for run, first in zip(self.runs, first_runs(self.runs)):
-            crossings = [self._crossing(node) for node in run.copies]
+            crossings = [self._crossing(node) for node in run.copies if node.results[0] not in self.mirrors]
             landings = [Landing(backend, [each for each in crossings if each.into is not None and each.source_backend is backend])
                         for backend in dict.fromkeys(each.source_backend for each in crossings if each.into is not None)]
             copies = [*(each.settle for each in departing.pop(run.device, ())), *(fetches[node].begin for node in run.begun)]
             parts.append(Part(run.device, copies, [self.backends[run.device].bind(node) for node in run.nodes]))
             parts[first].copies.extend([*(each.begin for each in landings), *(each.begin for each in crossings)])
-            copies += [*(each.end for each in crossings), *(each.settle for each in landings),
+            copies += [*(each.end for each in crossings)]
+            if together := [copy for each in crossings if (copy := each.as_copy()) is not None]:
+                copies.append(partial(together[0][0].copy_together, together))
+            copies += [*(each.settle for each in landings),
                        *(fetches[node].arrive for node in run.awaited)]
             for each in crossings:
                 departing[each.source.root.device].append(each)
@@ -254,40 +274,56 @@ class Program:
 
     def _crossing(self, node: Node) -> Crossing:
         source, to = node.src[0], node.results[0]
-        values = self.staged.get(source)
+        return Crossing(self.backends[to.device], to, self.backends[source.root.device], source)
 
-        def staged() -> np.ndarray | None:
-            return None if values is None or source in self.copied else values.reshape(-1).view(np.uint8)
-        return Crossing(self.backends[to.device], to, self.backends[source.root.device], source, staged)
-
-    def run(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = ()) -> list[np.ndarray]:
+    def run(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = (), office: Any = None) -> list[np.ndarray]:
         """Queues a run and waits for its outputs."""
-        return self.queue(values, graphs, key).result()
+        return self.queue(values, graphs, key, office).result()
 
-    def queue(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = ()) -> Outputs:
+    def queue(self, values: dict, graphs: Mapping[str, Any] | None = None, key: tuple = (), office: Any = None) -> Outputs:
         """values: one array for each input, of its dtype and shape; or (Outputs, i) of the last run in these arenas, whose output
         i has that dtype and shape and, where it is of this program, is copied on the device; Outputs alone: the first. graphs: by
-        device, what replays the steps, under the key and the number of the run."""
-        backend = self.backends[self.input_device]
-        self.copied.clear()
+        device, what replays the steps, under the key and the number of the run. office: of the context (`backends.letters`), by
+        which devices hand over from the second run on; the first one loads the kernels of both, which must not wait for each
+        other then."""
+        copied: dict[Tensor, Tensor] = {}
         for tensor, staged in self.staged.items():
             value = values[tensor.name]
             if isinstance(value, (tuple, Outputs)):
                 outputs, i = value if isinstance(value, tuple) else (value, 0)
-                mine = outputs.program is self and self.outputs[i].root.device == self.input_device
-                value = self.outputs[i] if mine else outputs.result()[i]  # the memory of another program may be gone
+                # The memory of another program may be gone
+                value = self.outputs[i] if outputs.program is self and self._copies(self.outputs[i]) else outputs.result()[i]
             if value.shape != tensor.shape:
                 raise ValueError(f"{tensor!r}: got an array of shape {value.shape}")
             if isinstance(value, Tensor):
-                self.copied[tensor] = value
+                copied[tensor] = value
             else:
                 staged[...] = value
-        backend.write(*self.inputs[0].memory, self.staging)
-        for tensor, output in self.copied.items():
-            backend.copy(*tensor.memory, backend, *output.memory, n_bytes(tensor))
-        parts = self.parts
+        for device in self.input_devices:
+            self.backends[device].write(self.arenas[device], 0, self.staging)
+        for tensor, output in copied.items():
+            for to in (tensor, *(mirror for mirror, source in self.mirrors.items() if source.root is tensor)):
+                assert to.shape == tensor.shape, to
+                self.backends[to.device].copy(*to.memory, self.backends[output.root.device], *output.memory, n_bytes(tensor))
         for late in self.late:
             late.forget_error()  # of a run whose outputs nobody waited for
+        errors = [late.read_error for late in self.late]
+        if self.mail is not None and office is not None and self.has_run and not self.refused:
+            errors.append(office.run(self, graphs, key))
+        else:
+            if office is not None:
+                office.leave()
+            self._run_by_copies(graphs, key)
+        self.has_run = True
+        return Outputs(self, [self._read(tensor) for tensor in self.outputs], [read() for read in errors])
+
+    def _copies(self, output: Tensor) -> bool:
+        """Whether all devices that have the inputs copy what lies where an output does."""
+        kind = type(self.backends[output.root.device])
+        return all(type(self.backends[device]) is kind for device in self.input_devices)
+
+    def _run_by_copies(self, graphs: Mapping[str, Any] | None, key: tuple) -> None:
+        parts = self.parts
         try:
             for i, part in enumerate(parts):
                 for copy in part.copies:
@@ -307,7 +343,6 @@ class Program:
             for device in {node.device for node in self.streamed}:
                 self.backends[device].settle()  # the memory is others' now
             raise
-        return Outputs(self, [self._read(tensor) for tensor in self.outputs], [late.read_error() for late in self.late])
 
     def _read(self, tensor: Tensor):
         return self.backends[tensor.root.device].read(*tensor.memory, n_bytes(tensor))

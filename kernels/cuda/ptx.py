@@ -240,6 +240,34 @@ ldc, ldc4 = _load("ldc", 1, True), _load("ldc4", 4, True)
 st, st2, st4 = (_store(name, width) for name, width in (("st", 1), ("st2", 2), ("st4", 4)))
 
 
+def _ordered(name, text, is_load):
+    """(pointer, index) -> a word, or (pointer, index, word), which orders what other devices see of this thread's accesses."""
+    if SIMULATED:
+        return getattr(simulator, name)
+    word, address = ir.IntType(32), ir.IntType(64)
+    kind = ir.FunctionType(word, [address]) if is_load else ir.FunctionType(ir.VoidType(), [address, word])
+    assembly = ir.InlineAsm(kind, text, "=r,l,~{memory}" if is_load else "l,r,~{memory}", True)
+
+    def typed(typingctx, pointer, index, *value):
+        if _pointer(name, pointer, 4)[1].llvm != word:
+            raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
+        _check(name, "l", index)
+        for v in value:
+            _check(name, "r", v)
+        if is_load:
+            return pointer.dtype(pointer, types.int64), lambda context, builder, signature, args: builder.call(
+                assembly, [_address(builder, *args)])
+        return types.void(pointer, types.int64, types.int32), _void(
+            lambda context, builder, signature, args: builder.call(assembly, [_address(builder, *args[:2]), args[2]]))
+    return intrinsic(_named(name, 2 if is_load else 3)(typed))
+
+
+# A word of global memory, for what devices tell each other. Who acquires what another one has released sees all that was written
+# before: by that thread, and by those that it met at a barrier
+ld_acquire = _ordered("ld_acquire", "ld.acquire.sys.global.b32 $0, [$1];", True)
+st_release = _ordered("st_release", "st.release.sys.global.b32 [$0], $1;", False)
+
+
 def _pointer_at():
     """(pointer, address) -> what lies at an address that a kernel has read, int64, as elements of the pointer's type."""
     if SIMULATED:

@@ -212,7 +212,7 @@ class Pointer:
         self.elements = np.frombuffer(address.memory, dtype, n, address.offset)
         if address.offset % dtype.itemsize:
             raise ValueError(f"byte {address.offset} is no multiple of {dtype.itemsize}")
-        self.address = address.memory.ctypes.data + address.offset
+        self.address, self.memory = address.memory.ctypes.data + address.offset, address.memory
 
     def slice(self, name, index, width):
         index = int(index)
@@ -227,10 +227,10 @@ class Pointer:
 def pointer_at(pointer, address):
     """Simulated addresses are those of the host's memory: one that a kernel reads must lie in the array that `pointer` points
     into."""
-    first = address - pointer.address
-    if not 0 <= first < pointer.elements.nbytes:
-        raise IndexError(f"pointer_at: byte {first} of {pointer.elements.nbytes}")
-    return Pointer(Address(pointer.elements.view(np.uint8), int(first)), pointer.elements.dtype)
+    first = address - pointer.memory.ctypes.data
+    if not 0 <= first < pointer.memory.nbytes:
+        raise IndexError(f"pointer_at: byte {first} of {pointer.memory.nbytes}")
+    return Pointer(Address(pointer.memory, int(first)), pointer.elements.dtype)
 
 
 def _widened(value):
@@ -255,6 +255,26 @@ def check_elements(name, array, index, width):
     """Of an access to a shared array: elements that it has, which begin on a multiple of their number."""
     if not 0 <= index <= len(array) - width or index % width:
         raise IndexError(f"{name}: elements {index}..{index + width - 1} of {len(array)}")
+
+
+elsewhere: list[greenlet] = []  # what other devices are at
+
+
+def together(launches) -> None:
+    """Launches of several devices, which take turns where they wait for each other's words."""
+    elsewhere[:] = map(greenlet, launches)
+    while elsewhere:
+        elsewhere.pop(0).switch()
+
+
+def ld_acquire(pointer, index):
+    if elsewhere and getcurrent().block.random.getrandbits(1):
+        elsewhere.append(getcurrent())
+        elsewhere.pop(0).switch()
+    return load("ld_acquire", 1)(pointer, index)
+
+
+st_release = store("st_release", 1)
 
 
 # Threads

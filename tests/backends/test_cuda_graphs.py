@@ -341,6 +341,12 @@ class Backend:
         self.recording = RecordingBackend()
         self.target, self.stream, self.eager = self.recording.target, self.recording.stream, 0
 
+    def new_graph_builder(self):
+        return self.target.device.create_graph_builder()
+
+    def launch(self, graph):
+        graph.launch(self.stream)
+
     def run(self, steps):
         self.eager += 1
         for step in steps:

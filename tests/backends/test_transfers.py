@@ -15,7 +15,7 @@ from late_machines import FakeMachine, LateBackend
 from tiny_models import write_model
 from transfer_checks import (CHECKS, MODEL_CHECKS, NAIVE, RING, check_bring, check_early_deletion, check_exceptions,
                              check_fork, check_greedy, check_peer, check_pinned, check_read, check_sizes, check_teardown,
-                             check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
+                             check_together, check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
 
 import ggml_py
 from ggml_py.backends import cuda
@@ -102,6 +102,14 @@ def never_awaited(self, buffer, offset, data, bring=Transfers.bring):
     return lambda: None
 
 
+@staticmethod
+def together_at_once(copies):
+    """Behind what the receivers have to do alone."""
+    for to, buffer, offset, source, source_buffer, source_offset, n_bytes in copies:
+        to.driver.copy(int(buffer.handle) + offset, int(source_buffer.handle) + source_offset, n_bytes, to.stream, source.driver)
+
+
+MISTAKES |= {"copies both ways do not wait for what they bring": (Transfers, "copy_together", together_at_once, [check_together])}
 MISTAKES |= {"weights come before the last reader": (Transfers, "bring", arriving_at_once, [check_bring]),
              "weights are not awaited": (Transfers, "bring", never_awaited, [check_bring])}
 

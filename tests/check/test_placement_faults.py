@@ -9,7 +9,7 @@ import pytest
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.graph import columns, program, split
-from ggml_py.graph.program import Crossing, Fetch
+from ggml_py.graph.program import Fetch
 from ggml_py.models.hot_experts import HotExperts, size_of
 from ggml_py.models.weights import Weights
 from ggml_py.state.kv_cache import KVCache
@@ -31,9 +31,10 @@ def verified(path, make=None, axis="placement"):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3moe", "qwen35", "gpt-oss"])
-def test_without_a_fault(paths, kind):
-    verification = verified(paths[kind])
-    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * 6, verification.verdict()
+@pytest.mark.parametrize("axis, n", [("placement", 6), ("letters", 5)])
+def test_without_a_fault(paths, kind, axis, n):
+    verification = verified(paths[kind], axis=axis)
+    assert verification.confirmed and [r.status for r in verification.results] == ["same"] * n, verification.verdict()
 
 
 @pytest.mark.parametrize("kind, op, twins", [
@@ -76,17 +77,19 @@ def test_a_copy_that_is_not_awaited(paths):
 
 def test_a_stale_copy(paths, monkeypatch):
     """What another device had of a hidden state stays from the first micro-batch."""
-    end = Crossing.end
+    copied, brought = CPUBackend.copy_together, set()
 
-    def once(crossing):
-        if crossing.staged() is not None or not hasattr(crossing, "is_done"):
-            crossing.is_done = True
-            end(crossing)
-    monkeypatch.setattr(Crossing, "end", once)
-    verification = verified(paths["llama"])
-    assert caught_by(verification) == {"placement"}
+    def once(copies):
+        for copy in copies:
+            if (place := (id(copy[1]), copy[2])) not in brought:
+                brought.add(place)
+                copied([copy])
+    monkeypatch.setattr(CPUBackend, "copy_together", staticmethod(once))
+    verification = verified(paths["llama"], axis="letters")
+    assert caught_by(verification) == {"letters"}
     found = verification.bisect(verification.first_mismatch())
-    assert found.culprits == ["the copy of l_out-1 from cpu:1 to cpu, in: placement, half of the layers on cpu:1"], str(found)
+    assert found.culprits == ["the copy of l_out-1 from cpu:1 to cpu, in: letters, half of the layers on cpu:1, by copies, "
+                              "8 at a time"], str(found)
 
 
 @pytest.mark.parametrize("kind, weight, part", [

@@ -360,6 +360,28 @@ def check_peer(machine):
             there.free(c)
 
 
+def check_together(machine):
+    """Two devices bring from each other, either of them late: what was there before the copies comes, and what is written behind
+    them does not."""
+    with transfers_of(machine) as here, transfers_of(machine, 1) as there:
+        for slow, fast in (here, there), (there, here):
+            ends = here, there
+            mine, theirs = [end.allocate(600) for end in ends], [end.allocate(600, zeroed=True) for end in ends]
+            late = machine.delay(slow.stream)
+            for i, end in enumerate(ends):
+                end.write(mine[i], 0, np.full(600, 1 + i, np.uint8))
+                end.write(theirs[i], 0, np.full(600, 9, np.uint8))
+            Transfers.copy_together([(end, theirs[i], 0, ends[1 - i], mine[1 - i], 2, 500) for i, end in enumerate(ends)])
+            pending = [end.read(theirs[i], 0, 600) for i, end in enumerate(ends)]
+            for i, end in enumerate(ends):
+                end.write(mine[i], 0, np.full(600, 3, np.uint8))
+                end.write(theirs[i], 0, np.full(600, 4, np.uint8))
+                end.free(mine[i])
+            machine.let_run(fast.stream)
+            assert not late.is_done
+            assert [each.result().tolist() for each in pending] == [500 * [2 - i] + 100 * [9] for i in range(2)]
+
+
 class Interrupt(BaseException):
     """As Ctrl-C, which comes anywhere."""
 
@@ -662,6 +684,6 @@ def check_greedy(machine, model, **settings):
 
 
 CHECKS = [check_read, check_write, check_sizes, check_wrap_around, check_waits_are_short, check_early_deletion, check_pinned,
-          check_pinned_of_two_threads, check_fork, check_peer, check_bring, check_exceptions, check_threads]
+          check_pinned_of_two_threads, check_fork, check_peer, check_together, check_bring, check_exceptions, check_threads]
 NAIVE = [check_naive_read, check_naive_write]
 MODEL_CHECKS = [check_decode, check_greedy]
