@@ -158,8 +158,8 @@ def block_shape(names: tuple[str, ...], shared_limit: int) -> Block:
 
 
 def warpgroups_pay(fmt: Format) -> bool:
-    """Not where a float minimum or a scale for each 16 columns follows the sums: these take as long as the products
-    (docs/kernels-log.md)."""
+    """Where tokens are many. Not where a float minimum or a scale for each 16 columns follows the sums: these take as long as the
+    products (docs/kernels-log.md)."""
     return form(fmt).integer or (not fmt.has_min and form(fmt).step == 32)
 
 
@@ -172,9 +172,8 @@ def hopper_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...
 
 @lru_cache(None)
 def team_blocks(name: str, shared_limit: int) -> tuple[Block, ...]:
-    """The blocks for few tokens of one matrix."""
-    return tuple(block for block in TEAM_BLOCKS if shared_bytes((name,), block) <= shared_limit
-                 and warpgroups_pay(format_of(name)))
+    """The blocks for few tokens of one matrix, of any format."""
+    return tuple(block for block in TEAM_BLOCKS if shared_bytes((name,), block) <= shared_limit)
 
 
 class Sources(NamedTuple):
@@ -783,7 +782,7 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
 # Blocks that every GPU can hold: they are the first and the last cases, which tests compile for every compute capability
 SMALL_TESTED = [(name, *astuple(block)) for name, block in zip(("Q4_0", "Q5_1", "Q4_K"), BLOCKS[2:])]
 QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
-TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED if warpgroups_pay(fmt)
+TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED
                 for block in (Block(2, 1, 4, True, 2, 4), Block(2, 1, 8, True, 2, 3))]
 TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in TEAM_BLOCKS]
 

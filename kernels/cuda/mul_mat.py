@@ -49,9 +49,12 @@ def many_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multi
     blocks = hopper_blocks(names, shared_limit) if warpgroups else ()
     if not blocks:
         block = block_shape(names, shared_limit)
-        return block if fills(block, n_rows, n, n_multiprocessors) else None
-    if len(names) == 1:
+        if fills(block, n_rows, n, n_multiprocessors):
+            return block
+    if warpgroups and len(names) == 1:
         blocks += team_blocks(names[0], shared_limit)
+    if not blocks:
+        return None
     us = {block: block_us(names, block, n_rows, n_cols, n, n_multiprocessors, shared_limit) for block in blocks}
     few_us = START_US + FEW_US * -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW) * -(-n_cols // CHUNK) / n_multiprocessors
     block = min(us, key=us.get)

@@ -50,7 +50,9 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
     ("Q8_0", 31, 544, 3, Block(1, 1, 4, True, 2, 4)),     # the last team has none
     ("Q6_K", 33, 2304, 5, Block(2, 1, 4, True, 2, 4)),    # one chunk in the last turn
     ("Q4_0", 31, 1408, 9, Block(1, 1, 8, True, 3, 3)),    # parts of the sums that are not equal
-    ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 2, 2))])
+    ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 2, 2)),
+    ("Q5_1", 31, 832, 9, Block(1, 1, 4, True, 2, 2)),     # sums followed by minima
+    ("NVFP4", 31, 576, 9, Block(1, 1, 8, True, 2, 2))])   # and by scales for 16 columns
 def simulate_teams(machine, name, n_rows, n_cols, n, block):
     """Teams give each other the sums of their chunks."""
     check_mul_mat(machine, name, n_rows, n_cols, n, block)
