@@ -317,13 +317,15 @@ def flash_attn_ext_work(gpu, kernel, type_, keys, n, cache, seqs=1) -> Work:
     caches = [Operand(type_, (keys * seqs, cell), address)
               for address in gpu.filled(cells, n_bytes, 2 * copies_of(gpu, 2 * n_bytes, cache)).addresses]
     pos, seq = np.tile(np.arange(keys - n, keys, dtype=np.int32), seqs), np.repeat(np.arange(seqs, dtype=np.int32), n)
-    n_seen, q, out = int((pos + 1).sum()), floats(gpu, n_all, N_HEAD * HEAD), output(gpu, n_all, N_HEAD * HEAD)
+    n_seen, q = int((pos + 1).sum()), floats(gpu, n_all, N_HEAD * HEAD)
     present = Operand("u8", (seqs, keys), gpu.upload(np.ones((seqs, keys), np.uint8)))
     seq, pos = (Operand("i32", (n_all,), gpu.upload(each)) for each in (seq, pos))
-    rest = dict(q=q, seq=seq, pos=pos, present=present, out=out, n_head=N_HEAD, n_head_kv=N_HEAD_KV, scale=HEAD**-0.5,
-                apart=seqs > 1)
-    made = launches(gpu, "flash_attn_ext", [dict(k=k, v=v, **rest) for k, v in zip(caches[::2], caches[1::2])])
-    return Work(made, 2 * n_bytes + operand_bytes(q, out), 4 * N_HEAD * HEAD * n_seen)
+    rest = dict(q=q, seq=seq, pos=pos, present=present, n_head=N_HEAD, n_head_kv=N_HEAD_KV, scale=HEAD**-0.5, apart=seqs > 1)
+    # Of several sequences, what models launch: as floats their pieces take much longer to combine
+    op, name, make = ("flash_attn_ext_act", "act", blocks) if seqs > 1 else ("flash_attn_ext", "out", output)
+    result = make(gpu, n_all, N_HEAD * HEAD)
+    made = launches(gpu, op, [dict(k=k, v=v, **rest, **{name: result}) for k, v in zip(caches[::2], caches[1::2])])
+    return Work(made, 2 * n_bytes + operand_bytes(q, result), 4 * N_HEAD * HEAD * n_seen)
 
 
 N_HEAD_K, N_HEAD_V, DIM_V = 16, 32, 128  # of Qwen3.6-35B-A3B's gated delta nets

@@ -18,9 +18,9 @@ hot_experts  which experts are asked for that have copies in slots
 get_rows, dequantize   rows and whole tensors as floats
 rms_norm_act, add_rms_norm, swiglu_act, flash_attn_ext_act   what makes activations, fused with quantize
 rms_norm, elementwise, glu, rope, set_rows   everything else of a layer but
-flash_attn_ext   attention: the choice among flash_attn_ext_few (pieces side by side, which _combine puts together) and _tile
-             (many queries; on Hopper _group, over what _limbs makes), on tensor cores, and _any (every type and head size);
-             fixed_point: limbs in registers
+flash_attn_ext   attention: the choice among flash_attn_ext_few and _narrow (pieces side by side, which _combine puts together;
+             _narrow reads what _rows copies), _tile (many queries; on Hopper _group, over what _limbs makes), on tensor cores,
+             and _any (every type and head size); fixed_point: limbs in registers
 cpy          bytes, from one place to another; and to measure the bandwidth of memory
 
 A large kernel is cut into stages, device functions that a reader can name: copy, unpack, multiply, fold, store. Each is made by a

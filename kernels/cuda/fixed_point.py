@@ -48,11 +48,16 @@ def lifted(x, inv):
 
 
 @device
-def limbs(a, b, c, d):
-    """Four lifted levels -> words of their high limbs and of their low limbs, these doubled."""
+def masked_limbs(a, b, c, d, mask):
+    """Four lifted levels -> words of their high limbs and of their low limbs, these doubled. mask: EVEN_BITS."""
     x, y = prmt(a, b, 0x5410), prmt(c, d, 0x5410)
     x, y = u32(x << u32(1)), u32(y << u32(1))
-    return prmt(x, y, 0x7531), u32((prmt(x, y, 0x6420) & EVEN_BITS) ^ TOP_BITS)
+    return prmt(x, y, 0x7531), u32((prmt(x, y, 0x6420) & mask) ^ TOP_BITS)
+
+
+@device
+def limbs(a, b, c, d):
+    return masked_limbs(a, b, c, d, EVEN_BITS)
 
 
 @device

@@ -8,27 +8,28 @@ from dataclasses import dataclass
 from ..call import Call
 from . import flash_attn_ext_few as few
 from . import flash_attn_ext_group as group
+from . import flash_attn_ext_narrow as narrow
 from . import flash_attn_ext_tile as tile
 from .fixed_point import OCTETS
 from .flash_attn_ext_any import flash_attn_ext_any
-from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, most_pieces, piece_floats, sizes
+from .flash_attn_ext_combine import PIECE, flash_attn_ext_combine, heads_together, most_pieces, piece_floats, sizes
 from .flash_attn_ext_limbs import limb_words
 from .launch import Launches, need
 from .set_rows import BLOCK, TYPES
 
 MOST_CHANNELS = 576
-MOST_HEADS = 8         # of a block
 # Tokens of which each has its own blocks: those of many sequences, FEW_TOKENS always, up to MANY_TOKENS while there are no more
 # than MOST_PIECES (a head's, of all tokens)
 FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
 # Of more tokens, pieces are computed side by side where tiles of rows (token, head) do not fill a machine, while those of a full
 # context are no more floats
 MOST_ROWS, MOST_FLOATS = 8192, 1 << 25
+NARROW_PIECES = 1  # of a multiprocessor, from which on q8_0 caches of narrow heads have a kernel of their own
 # Blocks of flash_attn_ext_any on a multiprocessor; of flash_attn_ext_tile that share pieces, for each multiprocessor
 ANY_RESIDENT = TILES = 4
 MOST_LIMBS = 1 << 28  # words that flash_attn_ext_group makes limbs in
-KERNELS = {"few": few.flash_attn_ext_few, "tile": tile.flash_attn_ext_tile, "any": flash_attn_ext_any,
-           "group": group.flash_attn_ext_group}
+KERNELS = {"few": few.flash_attn_ext_few, "narrow": narrow.flash_attn_ext_narrow, "tile": tile.flash_attn_ext_tile,
+           "any": flash_attn_ext_any, "group": group.flash_attn_ext_group}
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,6 @@ class AttentionShape:
     heads: int
     n_splits: int | None = None
     n_warps: int | None = None
-
-
-def heads_together(group: int) -> int:
-    """Query heads of a block: of the `group` heads that share a KV head, the largest divisor up to 8."""
-    return max(h for h in range(1, MOST_HEADS + 1) if group % h == 0)
 
 
 def few_tokens(n: int, n_ctx: int, apart: bool) -> bool:
@@ -66,10 +62,11 @@ def check(call: Call) -> None:
 
 
 def plan(call: Call) -> AttentionShape:
-    """Few tokens: as many blocks as are resident at once, at most one for each piece that a query sees. Many: tiles of 8 warps
-    where shared memory holds one and there is one for nearly every multiprocessor (on Hopper of two warpgroups, for heads up to
-    128 of values whose limbs are not too many), else of 4; of 4 and several for each multiprocessor where pieces are computed
-    side by side. The tensor cores' kernels take heads of whole octets of channels in a f16 or q8_0 cache."""
+    """Few tokens: as many blocks as are resident at once, at most one for each piece that a query sees; where that is one for a
+    token's heads, it combines the pieces of narrow heads itself. Many: tiles of 8 warps where shared memory holds one and there
+    is one for nearly every multiprocessor (on Hopper of two warpgroups, for heads up to 128 of values whose limbs are not too
+    many), else of 4; of 4 and several for each multiprocessor where pieces are computed side by side. The tensor cores' kernels
+    take heads of whole octets of channels in a f16 or q8_0 cache."""
     n, n_head, n_head_kv, dim_k, dim_v, n_ctx, row_v, window, ring = sizes(call)
     type_k, type_v, n_multiprocessors = call.k.dtype, call.v.dtype, call.device.n_multiprocessors
     heads = heads_together(n_head // n_head_kv)
@@ -87,9 +84,15 @@ def plan(call: Call) -> AttentionShape:
     def fits(n_warps):
         return 4 * tile.shared_layout(dim_k, dim_v, n_warps, split).n_words <= call.device.shared_limit
     if is_few:
+        n_pieces = n * parts * most_pieces(n_ctx, window) / n_multiprocessors
+        if narrow.takes(call):
+            splits = n_splits(narrow.RESIDENT, n * parts)
+            if splits == 1 and n * parts >= n_multiprocessors:
+                return AttentionShape("narrow", heads)
+            if "q8_0" in (type_k, type_v) and n_pieces >= NARROW_PIECES:
+                return AttentionShape("narrow", heads, splits)
         if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
-            n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, heads,
-                                      n * parts * most_pieces(n_ctx, window) / n_multiprocessors)
+            n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, n_pieces)
             return AttentionShape("few", heads, n_splits(few.RESIDENT[n_warps], n * parts), n_warps)
     elif fast and max(dim_k, dim_v) <= tile.MOST_CHANNELS and fits(4):
         if split:

@@ -14,6 +14,7 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK
 from . import flash_attn_ext as attention
+from . import flash_attn_ext_narrow as narrow
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext_combine import first_piece, most_pieces, running_maximum, sink, sizes, statistics_at
 from .launch import F32, I32, Kernel, Launches, N, U32, factory
@@ -218,15 +219,22 @@ def flash_attn_ext_combine_act(call):
 check, plan = attention.check, attention.plan
 
 
+def direct(call) -> bool:
+    """Whether the kernel of attention itself writes activations."""
+    return call.plan.kernel == "narrow" and call.plan.n_splits is None and narrow.fills_chunks(call.plan.heads, sizes(call).dim_v)
+
+
 def float_words(call) -> int:
     """Of the attention itself, where it is written: pieces that fill chunks never are combined as floats."""
     size = sizes(call)
-    return 0 if call.plan.n_splits is not None and fills_chunks(size.dim_v) else (size.n * size.n_head * size.dim_v + 3) & -4
+    combined = call.plan.n_splits is not None and fills_chunks(size.dim_v)
+    return 0 if direct(call) or combined else (size.n * size.n_head * size.dim_v + 3) & -4
 
 
 def scratch(call):
     """The attention as floats, where it is written, and behind it the scratch of `flash_attn_ext`, if it has any."""
-    return "f32", (float_words(call) + attention.scratch_words(call),)
+    n_floats = float_words(call) + attention.scratch_words(call)
+    return ("f32", (n_floats,)) if n_floats else None
 
 
 def declines(call) -> bool:
@@ -239,6 +247,8 @@ def declines(call) -> bool:
 
 def flash_attn_ext_act(call):
     """act = quantize(flash_attn_ext(...)), operands as of `flash_attn_ext`. act: activations [n, n_head * Dv], on 16 bytes."""
+    if direct(call):
+        return narrow.flash_attn_ext_narrow(call)
     n_floats = float_words(call)
     if not n_floats:
         return Launches((attention.KERNELS[call.plan.kernel](call), flash_attn_ext_combine_act(call)))

@@ -22,6 +22,7 @@ from .ptx import (as_f32, as_i32, device, div, exp, f32, fma, i32, i64, ld, ld4,
                   tanh, wait_for_previous)
 
 PIECE = 128        # keys
+MOST_HEADS = 8     # of a block
 NO_WINDOW = 2**31 - 1
 CHANNELS = 32      # of a block
 THREADS = ROUND = 256
@@ -53,6 +54,11 @@ def sizes(call: Call) -> Sizes:
     dim_v = call.n_embd_head_v or row_v // n_head_kv
     cells = call.k.n_rows // call.present.n_rows
     return Sizes(n, n_head, n_head_kv, q_cols // n_head, dim_v, n_ctx, row_v, call.window or NO_WINDOW, cells * (cells < n_ctx))
+
+
+def heads_together(group: int) -> int:
+    """Query heads of a block: of the `group` heads that share a KV head, the largest divisor up to 8."""
+    return max(h for h in range(1, MOST_HEADS + 1) if group % h == 0)
 
 
 def addresses(call: Call) -> tuple:

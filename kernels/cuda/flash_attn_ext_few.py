@@ -1,4 +1,5 @@
-"""Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8).
+"""Attention of single queries over f16 and q8_0 caches: pieces side by side, on int8 tensor cores (numerics, section 8). Many
+pieces of narrow heads go to `flash_attn_ext_narrow`, where that takes less.
 
 A block of 16 warps, or 8, is one token and up to 8 query heads of one KV head, which share all that it reads: every n-th piece of
 128 keys. What each piece gives, (m, l, o), waits in memory for `flash_attn_ext_combine`. A token has those pieces that its
@@ -26,7 +27,7 @@ from numba import cuda, types
 from ..reference.flash_attn_ext import score_scale
 from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted,
                           limb_pair, limbs, octet_loader, pair_mask, rest, scales, value_loader)
-from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_few_models, ring_of, sizes, span_of,
+from .flash_attn_ext_combine import (MOST_HEADS, PIECE, addresses, capping, first_piece, of_few_models, ring_of, sizes, span_of,
                                      statistics_at, stride)
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, device, exp, f32, fma, i32, i64, ld, ld4, lds,
@@ -34,7 +35,6 @@ from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, d
 from .set_rows import larger
 
 STEP = 8             # keys that a warp takes at once
-MOST_HEADS = 8       # of a block: the rows of half a fragment
 MOST_SUMS = 64       # of (head, warp) of a multiprocessor whose sums of two slabs have room
 MOST_CHANNELS = 576  # that are taken
 RESIDENT = {16: 1, 8: 2}  # warps of a block: blocks of a multiprocessor; what registers allow
@@ -56,11 +56,11 @@ class Shared(NamedTuple):
     n_words: int
 
 
-def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_pieces: float) -> int:
+def block_warps(type_k: str, type_v: str, dim_k: int, dim_v: int, n_pieces: float) -> int:
     """Warps of a block. n_pieces: for each multiprocessor, of those that the context has room for. 16 are done with a piece
     soonest; 8 have less to exchange, and two blocks work on a piece each, where there are registers for the values of two
     steps."""
-    registers = max(dim_k, dim_v) <= 128 and (type_k == type_v == "f16" or heads < MOST_HEADS)
+    registers = max(dim_k, dim_v) <= 128 and type_k == type_v == "f16"
     return 8 if n_pieces >= MANY_PIECES and registers else 16
 
 
@@ -243,11 +243,11 @@ class Pieces(NamedTuple):
 
 def values_late(const: Constants):
     """(): whether values are loaded behind the scores: before them there are no registers for them."""
-    whole, n_steps, halves = const.whole, const.n_steps, const.halves
+    whole, n_steps = const.whole, const.n_steps
 
     @device
     def late():
-        return whole and n_steps > 1 and (not halves or 1000 <= architecture() < 1100)
+        return whole and n_steps > 1 and 1000 <= architecture() < 1100
     return late
 
 
@@ -707,7 +707,7 @@ def weigher(const: Constants):
 @factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16),
           ("f16", "q8_0", 80, 72, 1, 1, 16), ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16),
           ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16), ("f16", "f16", 64, 64, 3, 1, 8),
-          ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8), ("q8_0", "q8_0", 128, 128, 4, 1, 8),
+          ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8),
           ("f16", "f16", 128, 128, 8, 1, 8), ("f16", "f16", 128, 128, 2, 1, 8, 50.0), ("q8_0", "f16", 256, 256, 2, 1, 16, 50.0),
           ("f16", "f16", 64, 64, 8, 1, 8, 0.0, True), ("f16", "f16", 128, 128, 2, 1, 16, 0.0, True),
           ("q8_0", "q8_0", 256, 256, 2, 1, 16, 50.0, True)])

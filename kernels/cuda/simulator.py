@@ -593,12 +593,13 @@ def limb_sums(n, steps):
 
 # Copies that run on while the thread does: done at once, or when it waits for them, by chance
 
-def copy(name, width, n):
+def copy(name, width, n, step):
     def put(array, index, pointer, first):
         thread = getcurrent()
-        for i in range(0, 128 * n, 128):
-            check_elements(name, array, index + i, width)
-            to, value = array[index + i:index + i + width], pointer.elements[pointer.slice(name, first + i, width)]
+        for i in range(n):
+            at = index + 128 * i
+            check_elements(name, array, at, width)
+            to, value = array[at:at + width], pointer.elements[pointer.slice(name, first + step * i, width)]
             if thread.block.random.getrandbits(1):
                 thread.copies.append((to, value))
             else:

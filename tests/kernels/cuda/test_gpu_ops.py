@@ -295,10 +295,15 @@ def test_flash_attn_ext_kernels(machine, types, heads):
     group = heads[0] // heads[1]
     shapes = [AttentionShape("any", group, n_splits) for n_splits in (None, 1, 2)]
     if "f32" not in types:
-        shapes += [AttentionShape("few", group, n_splits, n_warps) for n_splits, n_warps in product((1, 2, 3), (8, 16))]
+        n_warps = (8, 16) if types == ("f16", "f16") else (16,)
+        shapes += [AttentionShape("few", group, n_splits, each) for n_splits, each in product((1, 2, 3), n_warps)]
+        shapes += [AttentionShape("narrow", group, n_splits) for n_splits in (None, 1, 2, 3)]
         shapes += [AttentionShape("tile", group, n_splits, n_warps) for n_splits, n_warps in product((None, 1, 3), (4, 8))]
         shapes += [AttentionShape("group", group, None, 8)] * machine.target.warpgroups
     for dims, shape in product([(64, 64), (128, 128), (96, 32)], shapes):
+        whole = {"f32": 1, "f16": 8, "q8_0": 64}  # of the channels of a head that "narrow" takes
+        if shape.kernel == "narrow" and any(dim % whole[type_] for dim, type_ in zip(dims, types)):
+            continue
         check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
 
 
@@ -308,7 +313,7 @@ def test_flash_attn_ext_windows_and_sinks(machine, types, window):
     """gpt-oss's heads, with every kernel."""
     shapes = [AttentionShape("any", 8, n_splits) for n_splits in (None, 2)]
     if "f32" not in types:
-        shapes += [AttentionShape("few", 8, n_splits, n_warps) for n_splits, n_warps in product((1, 3), (8, 16))]
+        shapes += [AttentionShape(*shape) for shape in (("few", 8, 1, 16), ("few", 8, 3, 16), ("narrow", 8), ("narrow", 8, 3))]
         shapes += [AttentionShape("tile", 8, n_splits, n_warps) for n_splits, n_warps in product((None, 2), (4, 8))]
         shapes += [AttentionShape("group", 8, None, 8)] * machine.target.warpgroups
     for shape in shapes:

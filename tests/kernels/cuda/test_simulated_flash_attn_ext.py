@@ -15,11 +15,13 @@ from ggml_py.kernels.cuda import flash_attn_ext as attention
 from ggml_py.kernels.cuda import flash_attn_ext_act as attention_act
 from ggml_py.kernels.cuda import flash_attn_ext_any as any_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_few as few_kernel
+from ggml_py.kernels.cuda import flash_attn_ext_narrow as narrow_kernel
 from ggml_py.kernels.cuda import flash_attn_ext_tile as tile_kernel
-from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape, heads_together
+from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape
 from ggml_py.kernels.cuda.flash_attn_ext_act import fills_chunks, flash_attn_ext_combine_act
-from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, most_pieces, piece_floats
+from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, heads_together, most_pieces, piece_floats
 from ggml_py.kernels.cuda.flash_attn_ext_limbs import limb_words, tile_of
+from ggml_py.kernels.cuda.flash_attn_ext_rows import FORMS
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import seeded
@@ -66,11 +68,10 @@ def machine():
 
 @pytest.mark.parametrize("types, heads, dims, tokens, n_ctx, n_warps", [
     *((types, heads, dims, tokens, n_ctx, n_warps) for n_warps in (16, 8) for types, heads, dims, tokens, n_ctx in [
-        (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1),
+        (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "f16"), (4, 4), (80, 8), [(0, 0)], 1),
         (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200)]),
     (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128, 16), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5, 16),
-    (("f16", "f16"), (5, 1), (64, 136), [(0, 129)], 130, 16), (("q8_0", "q8_0"), (8, 1), (96, 128), [(0, 127)], 128, 8),
-    (("q8_0", "f16"), (1, 1), (32, 104), [(0, 4)], 5, 8)], ids=str)
+    (("f16", "f16"), (5, 1), (64, 136), [(0, 129)], 130, 16), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1, 16)], ids=str)
 def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
     """Keys on both sides of a piece's end, with one, two, three and four blocks and slabs of channels, whole and short."""
     shape = AttentionShape("few", heads[0] // heads[1], 2, n_warps)
@@ -78,11 +79,33 @@ def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
                          shape=shape)
 
 
-@pytest.mark.parametrize("type_, n_warps", [("f16", 16), ("f16", 8), ("q8_0", 8)])
-def simulate_few_in_rounds(machine, type_, n_warps):
-    """A block with two pieces, another with one; a piece without a visible key; two sequences, one of a single key."""
-    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (32, 64), 259, [(0, p) for p in range(128, 256)],
-                         shape=AttentionShape("few", 1, 2, n_warps))
+@pytest.mark.parametrize("types, heads, dims, tokens, n_ctx", [
+    (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "f16"), (4, 4), (80, 8), [(0, 0)], 1),
+    (("f16", "q8_0"), (16, 2), (104, 128), [(0, 128)], 200), (("q8_0", "f16"), (5, 1), (64, 120), [(0, 127)], 128),
+    (("q8_0", "q8_0"), (2, 1), (128, 64), [(0, 130)], 131)], ids=str)
+@pytest.mark.parametrize("n_splits", [None, 2])
+def simulate_narrow(machine, types, heads, dims, tokens, n_ctx, n_splits):
+    """One and two tiles of heads, blocks and slabs of channels, whole and short; several KV heads; keys on both sides of a
+    piece's end."""
+    check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=[(0, p) for p in (3,) if p < tokens[-1][1]],
+                         shape=AttentionShape("narrow", heads[0] // heads[1], n_splits))
+
+
+@pytest.mark.parametrize("kernel, type_, n_splits, n_warps", [
+    ("few", "f16", 2, 16), ("few", "f16", 2, 8), ("narrow", "f16", 2, None), ("narrow", "q8_0", 2, None),
+    ("narrow", "f16", None, None)])
+def simulate_in_rounds(machine, kernel, type_, n_splits, n_warps):
+    """A block with two pieces, another with one, or a block with three; a piece without a visible key; two sequences, one of a
+    single key."""
+    check_flash_attn_ext(machine, (type_, type_), [(1, 0), (0, 258)], (1, 1), (64, 64), 259, [(0, p) for p in range(128, 256)],
+                         shape=AttentionShape(kernel, 1, n_splits, n_warps))
+
+
+@pytest.mark.parametrize("heads, dims, sinks", [((4, 1), (64, 128), True), ((16, 2), (64, 64), False)], ids=str)
+def simulate_narrow_act(machine, heads, dims, sinks):
+    """Activations by the block that has all pieces of its heads; one without a visible key is between two."""
+    check_flash_attn_ext(machine, ("f16", "f16"), [(0, 258), (1, 3)], heads, dims, 259, [(0, p) for p in range(128, 256)],
+                         shape=AttentionShape("narrow", heads[0] // heads[1], None), sinks=sinks, act=True)
 
 
 @pytest.mark.parametrize("types, heads, dims, n_splits", [
@@ -120,8 +143,10 @@ def simulate_tile(machine, types, heads, dims, tokens, n_splits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape, types", [*((AttentionShape("tile", 2, n_splits, 4), ("f16", "q8_0")) for n_splits in (None, 1)),
-                                          (AttentionShape("few", 2, 2, 8), ("f16", "f16"))], ids=str)
+@pytest.mark.parametrize("shape, types", [
+    *((AttentionShape("tile", 2, n_splits, 4), ("f16", "q8_0")) for n_splits in (None, 1)),
+    *((AttentionShape("narrow", 2, n_splits), ("f16", "q8_0")) for n_splits in (None, 2)),
+    (AttentionShape("few", 2, 2, 8), ("f16", "f16"))], ids=str)
 @pytest.mark.parametrize("architecture", [800, 1000, 1200])
 def simulate_other_architectures(machine, monkeypatch, shape, types, architecture):
     """Where less is kept on its way."""
@@ -186,17 +211,19 @@ SPECIAL_CASES = [("q", 0, 3, np.nan), ("k", 0, 1, np.inf), ("v", 0, 2, np.nan), 
 
 
 @pytest.mark.parametrize("kernel, n_warps, type_",
-                         [("few", 16, "f16"), ("few", 8, "f16"), ("any", None, "f32"), ("any", None, "f16"),
-                          ("any", None, "q8_0"), ("tile", 4, "q8_0")])
+                         [("few", 16, "f16"), ("few", 8, "f16"), ("narrow", None, "f16"), ("narrow", None, "q8_0"),
+                          ("any", None, "f32"), ("any", None, "f16"), ("any", None, "q8_0"), ("tile", 4, "q8_0")])
 @pytest.mark.parametrize("special", SPECIAL_CASES, ids=str)
 def simulate_special(machine, kernel, n_warps, type_, special):
-    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (32, 32), n_ctx=4, special=(special,),
+    dim = 64 if kernel == "narrow" else 32
+    check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (dim, dim), n_ctx=4, special=(special,),
                          shape=AttentionShape(kernel, 1, 1, n_warps))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel, n_warps, types, heads, dims, window", [
-    *(("few", n_warps, ("f16", "f16"), (3, 1), (32, 64), window) for n_warps in (16, 8) for window in (1, 127, 131)),
+    *((kernel, n_warps, ("f16", "f16"), (3, 1), (32, 64), window)
+      for kernel, n_warps in (("few", 16), ("few", 8), ("narrow", None)) for window in (1, 127, 131)),
     ("few", 16, ("q8_0", "q8_0"), (4, 2), (32, 32), 131),
     *(("any", None, ("f32", "f32"), (2, 1), (9, 9), window) for window in (1, 127, 131)),
     ("any", None, ("f16", "q8_0"), (2, 2), (8, 16), 127),
@@ -205,28 +232,30 @@ def simulate_window_and_sinks(machine, kernel, n_warps, types, heads, dims, wind
     """Queries that see one key, no key of their first piece, and both ends of a window; more pieces than blocks; holes."""
     tokens = [(1, 0), (0, 300), (1, 129)] if kernel == "tile" else [(0, 300)]
     shape = AttentionShape(kernel, heads_together(heads[0] // heads[1]), 2
-                           if kernel == "few" or types[0] == "f32" or window == 131 else None, n_warps)
+                           if kernel in ("few", "narrow") or types[0] == "f32" or window == 131 else None, n_warps)
     check_flash_attn_ext(machine, types, tokens, heads, dims, 301, [(0, 290), (0, 175)], shape=shape, window=window, sinks=True)
 
 
-@pytest.mark.parametrize("kernel, n_warps", [("few", 16), ("few", 8), ("any", None), ("tile", 4)])
+@pytest.mark.parametrize("kernel, n_warps", [("few", 16), ("few", 8), ("narrow", None), ("any", None), ("tile", 4)])
 def simulate_sinks(machine, kernel, n_warps):
     check_flash_attn_ext(machine, ("f16", "f16"), [(0, 0), (0, 130)], (4, 2), (32, 16), 131,
                          shape=AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps), sinks=True)
 
 
 @pytest.mark.parametrize("kernel, n_warps, type_, n_splits", [
-    ("few", 16, "f16", 1), ("few", 8, "f16", 2), ("few", 16, "q8_0", 1), ("any", None, "f32", None), ("any", None, "q8_0", 2),
+    ("few", 16, "f16", 1), ("few", 8, "f16", 2), ("narrow", None, "f16", None), ("few", 16, "q8_0", 1),
+    ("narrow", None, "q8_0", 2), ("any", None, "f32", None), ("any", None, "q8_0", 2),
     ("tile", 4, "f16", None), ("tile", 4, "q8_0", 2)])
 def simulate_ring(machine, kernel, n_warps, type_, n_splits):
     """Pieces on both sides of the end of a ring, and one that has been written over."""
     tokens = [(0, 300), (0, 301), (1, 5), (1, 6)] if kernel == "tile" else [(0, 301), (1, 5)]
-    check_flash_attn_ext(machine, (type_, type_), tokens, (4, 2), (32, 32), 512, holes=[(0, 290), (0, 200)],
+    dim = 64 if kernel == "narrow" else 32
+    check_flash_attn_ext(machine, (type_, type_), tokens, (4, 2), (dim, dim), 512, holes=[(0, 290), (0, 200)],
                          shape=AttentionShape(kernel, 2, n_splits, n_warps), window=120, ring=256)
 
 
-@pytest.mark.parametrize("kernel, n_warps, types", [("few", 16, "f16"), ("few", 8, "f16"), ("any", None, "f32"),
-                                                    ("any", None, "q8_0"), ("tile", 4, "f16")])
+@pytest.mark.parametrize("kernel, n_warps, types", [("few", 16, "f16"), ("few", 8, "f16"), ("narrow", None, "f16"),
+                                                    ("any", None, "f32"), ("any", None, "q8_0"), ("tile", 4, "f16")])
 def simulate_softcap(machine, kernel, n_warps, types):
     """Of scores, of which some are far beyond it."""
     shape = AttentionShape(kernel, 2, 1 if kernel == "few" else None, n_warps)
@@ -236,7 +265,8 @@ def simulate_softcap(machine, kernel, n_warps, types):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel, n_warps, types, n_head, dims", [
     ("few", 16, "f16", 9, (288, 264)), ("few", 16, "q8_0", 3, (288, 256)), ("few", 16, "f16", 2, (72, 64)),
-    ("few", 8, "f16", 2, (72, 64)), ("any", None, "f16", 2, (12, 8)),
+    ("few", 8, "f16", 2, (72, 64)),
+    ("any", None, "f16", 2, (12, 8)),
     ("any", None, "f32", 2, (72, 64)), ("tile", 4, "q8_0", 2, (160, 128))], ids=str)
 def simulate_latent(machine, kernel, n_warps, types, n_head, dims):
     """Values in K's cache: rows longer than their heads, of octets or not; heads that do not lie in registers;
@@ -357,13 +387,15 @@ def test_heads_together(group, heads):
 
 @pytest.mark.parametrize("types, n, heads, dims, n_ctx, shape", [
     (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16, 16)),
+    (("f16", "f16"), 1, (32, 8), (128, 128), 4224, AttentionShape("few", 4, 33, 8)),    # two pieces for each multiprocessor
     (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),   # two blocks a multiprocessor
-    (("f16", "f16"), 1, (32, 8), (128, 128), 4224, AttentionShape("few", 4, 33, 8)),    # two pieces for each
     (("f16", "f16"), 1, (32, 4), (128, 128), 32768, AttentionShape("few", 8, 66, 8)),
-    (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 32768, AttentionShape("few", 4, 33, 8)),
-    (("q8_0", "q8_0"), 1, (32, 4), (128, 128), 32768, AttentionShape("few", 8, 33, 16)),
+    (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 32768, AttentionShape("narrow", 4, 33)),
+    (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 2048, AttentionShape("few", 4, 16, 16)),
+    (("q8_0", "q8_0"), 1, (32, 4), (128, 128), 32768, AttentionShape("narrow", 8, 66)),
     (("q8_0", "q8_0"), 8, (9, 3), (64, 64), 100, AttentionShape("few", 3, 1, 16)),
-    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("few", 4, 1, 8)),
+    (("f16", "q8_0"), 32, (32, 8), (128, 128), 8192, AttentionShape("narrow", 4)),
+    (("q8_0", "f16"), 1, (32, 8), (96, 128), 8192, AttentionShape("few", 4, 16, 16)),
     (("f16", "f16"), 1, (8, 4), (256, 256), 32768, AttentionShape("few", 2, 33, 16)),
     (("f32", "f32"), 1, (32, 8), (128, 128), 32768, AttentionShape("any", 4, 66)),
     (("f16", "f16"), 1, (16, 1), (576, 512), 4096, AttentionShape("few", 8, 32, 16)),
@@ -403,8 +435,9 @@ def test_limbs_are_not_made(changes):
 
 
 @pytest.mark.parametrize("n, n_ctx, shape", [
-    (33, 4096, AttentionShape("few", 4, 1, 8)),
-    (128, 32768, AttentionShape("few", 4, 1, 8))])
+    (16, 512, AttentionShape("few", 4, 2, 8)),
+    (33, 4096, AttentionShape("narrow", 4)),
+    (128, 32768, AttentionShape("narrow", 4))])
 def test_attention_of_many_sequences(n, n_ctx, shape):
     assert planned(attention_call(n=n, heads=(32, 8), dims=(128, 128), n_ctx=n_ctx, apart=True)).plan == shape
 
@@ -456,6 +489,13 @@ LIMBS, GROUP = {**OF_BATCH, "k": "k", "v": "v", "present": "present", "row_v": 6
       ("quantize", dict(x="scratch + 0", act="act", n=7, k=256))]),
     ("flash_attn_ext", AttentionShape("any", 4, None), 40, True, 72,
      [("any", {**READ, **SIZES, "sinks": "sinks", "out": "out", "step_v": 72, "n_splits": 1})]),
+    ("flash_attn_ext", AttentionShape("narrow", 4), 64, True, 0,
+     [("narrow", {**READ, **SIZES, "sinks": "sinks", "out": "out", "row_v": 32})]),
+    ("flash_attn_ext_act", AttentionShape("narrow", 4), 64, False, 0,
+     [("narrow", {**READ, **SIZES, "sinks": "q", "out": "act", "row_v": 32})]),
+    ("flash_attn_ext_act", AttentionShape("narrow", 4), 40, False, 0,
+     [("narrow", {**READ, **SIZES, "sinks": "q", "out": "scratch + 0", "row_v": 20}),
+      ("quantize", dict(x="scratch + 0", act="act", n=7, k=160))]),
     ("flash_attn_ext_act", AttentionShape("few", 4, 2, 8), 64, False, 0,
      [("few", {**READ, **SIZES, "pieces": "scratch", "cell_v": 64}),
       ("combine_act", dict(pos="pos", pieces="scratch", sinks="scratch", act="act", n_ctx=300, n_head=4, window=9))]),
@@ -514,7 +554,8 @@ def test_rows_that_are_not_octets():
 def test_pieces_that_a_window_reaches(window):
     reached = max((p >> 7) - (max(0, p - window + 1) >> 7) + 1 for p in range(1000))
     assert most_pieces(4096, window) == reached and most_pieces(100, window) == 1
-    assert attention.plan(attention_call(heads=(64, 8), n_ctx=4096, window=window, device=SMALL)).n_splits == reached
+    n_splits = attention.plan(attention_call(heads=(64, 8), n_ctx=4096, window=window, device=SMALL)).n_splits
+    assert n_splits == reached
 
 
 @pytest.mark.parametrize("layout, most", [
@@ -532,9 +573,31 @@ def test_shared_memory_of_the_largest_head_fits_every_device(layout, most):
 @pytest.mark.parametrize("heads", range(1, 9))
 def test_blocks_of_eight_warps_share_a_multiprocessor(heads):
     """Two with the largest heads that they take; a block takes 1 KiB more than it asks for."""
-    assert few_kernel.block_warps("f16", "f16", 128, 128, heads, 2) == 8
-    assert few_kernel.block_warps("q8_0", "f16", 128, 128, heads, 2) == (8 if heads < 8 else 16)
+    assert few_kernel.block_warps("f16", "f16", 128, 128, 2) == 8 and few_kernel.block_warps("q8_0", "f16", 128, 128, 2) == 16
     assert few_kernel.RESIDENT[8] * (4 * few_kernel.shared_layout(128, 128, heads, 8).n_words + 1024) <= 100 << 10
+
+
+@pytest.mark.parametrize("types", list(product(("f16", "q8_0"), repeat=2)), ids=str)
+@pytest.mark.parametrize("heads", range(1, 9))
+def test_two_blocks_of_narrow_heads_share_a_multiprocessor(types, heads):
+    """A block takes 1 KiB more than it asks for. Queries lie where sums come later, or behind all else."""
+    layout = narrow_kernel.shared_layout(*types, 128, 128, heads)
+    assert 2 * (4 * layout.n_words + 1024) <= 228 << 10
+    starts = list(layout[:-3])
+    assert all(start % 4 == 0 for start in layout) and starts == sorted(starts)
+    room = (layout.keys if layout.q == layout.sums else layout.n_words) - layout.q
+    assert layout.q in (layout.sums, layout.values + narrow_kernel.WARPS * FORMS[types[1]].staged(128))
+    assert layout.q_d - layout.q == 2 * 256 and room >= 2 * (256 + 8)
+
+
+@pytest.mark.parametrize("given, kernel", [
+    ({}, "narrow"), (dict(dims=(136, 128)), "few"), (dict(types=("q8_0", "f16"), dims=(32, 64)), "few"),
+    (dict(types=("q8_0", "f16"), dims=(64, 40)), "narrow"), (dict(heads=(4, 1), dims=(72, 64), row_v=72, n=140), "few"),
+    (dict(heads=(4, 1), dims=(128, 128), device=SMALL, n=140), "narrow"),
+    (dict(heads=(8, 1), dims=(128, 128), device=SMALL, n=140), "few"),
+    (dict(types=("f32", "f16")), "any")], ids=str)
+def test_which_heads_are_narrow(given, kernel):
+    assert planned(attention_call(apart=True, n_ctx=4096, **{"heads": (4, 2), "n": 80, **given})).plan.kernel == kernel
 
 
 @pytest.mark.parametrize("given, message", [
