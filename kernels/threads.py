@@ -8,6 +8,9 @@ Workers are Python's threads, in compiled code and without its lock. Behind a jo
 SPIN_SECONDS, which a GPU's part of a layer takes; then they sleep. A job that finds too few awake wakes them, and does not wait
 for them.
 
+While they look, workers ask the memory for what `ahead` names: what the next large job reads is then in their caches, or on its
+way, and the memory is not idle while one thread does small things.
+
 One job runs at a time (`compile.parallel_lock`). A forked process has no workers at first, and starts its own.
 """
 import ctypes
@@ -31,10 +34,14 @@ from .compile import device, jit, parallel_lock
 
 MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
 SPIN_SECONDS = 0.003             # that a worker looks for the next job, a pause of the processor between two looks
+LINE, LINES = 64, 32             # bytes of a line of the caches; of these, what a worker asks for between two looks
+AHEAD_BYTES = 1 << 19            # of what is named by `ahead`, for each worker: a part of its second cache
 
 # Words of `control`: the number of the open job, or 0; the next unit; how many workers are at it, how many are awake; how often
-# they were woken; then what only the thread with the job writes. What several write lies in cache lines of its own.
+# they were woken; then what only the thread with the job writes. What several write lies in cache lines of its own; so does what
+# `ahead` writes: how often, the first byte, one past the last.
 OPEN, NEXT, ACTIVE, AWAKE, BELL, JOBS, THREADS, MISSED, CODE, DATA, N = 0, 16, 32, 48, 64, 80, 81, 82, 83, 84, 85
+NAMED, FIRST, END = 96, 97, 98
 I8, I64 = ir.IntType(8), ir.IntType(64)
 CONTROL = types.int64[::1]
 UNIT = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (arguments, number of the unit)
@@ -79,6 +86,18 @@ def pause(typingctx):
             builder.call(cgutils.get_or_insert_function(builder.module, nothing, "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()
     return types.none(), codegen
+
+
+@intrinsic
+def ask_for(typingctx, address):
+    """Has the line at an address brought into the second cache. Nothing happens where there is no memory."""
+    def codegen(context, builder, signature, args):
+        line, number = builder.inttoptr(args[0], I8.as_pointer()), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [line, number(0), number(2), number(1)])  # to read, into all caches but the first, as data
+        return context.get_dummy_value()
+    return types.none(types.int64), codegen
 
 
 # Sleep, until the bell rings: Linux' futex; elsewhere workers look again after a millisecond
@@ -169,12 +188,20 @@ def share(control, n, code, data):
 
 @jit
 def look_for_jobs(control, index, n_looks):
-    """Takes part in jobs, until it has looked for one in vain n_looks times."""
-    looks, last = 0, 0
+    """Takes part in jobs, until it has looked for one in vain n_looks times. Meanwhile it asks for its share of what is named."""
+    looks, last, named, at = 0, 0, 0, 0
     while looks < n_looks:
         job = look(control, OPEN)
         if job == 0 or job == last or index >= look(control, THREADS):
-            pause()
+            if look(control, NAMED) != named:
+                named = look(control, NAMED)
+                at = control[FIRST] + (index - 1) * LINES * LINE
+            if at < control[END]:  # that of another name, perhaps: nothing depends on it
+                for line in range(LINES):
+                    ask_for(at + line * LINE)
+                at += (look(control, THREADS) - 1) * LINES * LINE
+            else:
+                pause()
             looks += 1
             continue
         take(control, ACTIVE, 1)
@@ -285,8 +312,8 @@ class Workers:
 
 def _new_control(n_threads: int) -> np.ndarray:
     """int64; the first word begins a cache line."""
-    words = np.zeros(96 + 8, np.int64)
-    control = words[-words.ctypes.data % 64 // 8:][:96]
+    words = np.zeros(112 + 8, np.int64)
+    control = words[-words.ctypes.data % 64 // 8:][:112]
     control[THREADS] = n_threads
     return control
 
@@ -314,6 +341,13 @@ def run(kernel: Callable, *args) -> None:
         if control[MISSED]:
             control[MISSED] = 0
             workers.start()
+
+
+def ahead(address: int, n_bytes: int) -> None:
+    """Names what workers ask the memory for while they wait: the first of n_bytes from an address on, which a job will read."""
+    control = workers.control
+    control[FIRST], control[END] = address, address + min(n_bytes, AHEAD_BYTES * (get_num_threads() - 1))
+    control[NAMED] += 1
 
 
 def pin(cpus: list[int]) -> None:

@@ -63,6 +63,7 @@ class Backend(Protocol):
     # UserError where no kernel takes it; else sets node.plan and node.scratch, a tensor without memory
     def prepare(self, node: Node) -> None: ...
     def bind(self, node: Node) -> Step: ...  # of a prepared node whose operands, results and scratch have memory
+    def bind_all(self, nodes: Sequence[Node]) -> list[Step]: ...  # of nodes that run one after the other, again and again perhaps
     def run(self, steps: Sequence[Step]) -> None: ...
     def kernel_name(self, node: Node) -> str: ...
     def new_graphs(self) -> Any: ...  # what replays steps (`cuda_graphs.GraphCache`), or None
@@ -194,6 +195,9 @@ class KernelBackend:
             if tensor is not None and tensor.root.device != self.device:
                 raise GraphError(f"{node.name}: {node.op} on {self.device} has {tensor.name}, which lies on {tensor.root.device}")
         return self.step(self.call(node, bound=True))
+
+    def bind_all(self, nodes: Sequence[Node]) -> list[Step]:
+        return [self.bind(node) for node in nodes]
 
     def step(self, call: Call) -> Step:
         module = self.module(call.op)

@@ -3,16 +3,19 @@
 There may be several ("cpu", "cpu:1", ...), each with memory of its own: placements can be tried where there is no GPU."""
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import llvmlite.binding as llvm
 import numpy as np
 
 from ..base.errors import UserError
-from ..base.storage import as_arrays
-from ..ops.node import Tensor
+from ..base.storage import as_arrays, n_bytes
+from ..ops.node import Node, Tensor
 from .base import Backend, KernelBackend
 from .transfers import Pending
+
+WHOLE_MATRICES = "mul_mat", "mul_mat_glu", "mul_mat_qkv"  # modules whose kernels read all of their first operands
 
 
 class CPUBackend(KernelBackend):
@@ -117,6 +120,18 @@ class CPUBackend(KernelBackend):
 
     def reaches(self, other: Backend) -> bool:
         return isinstance(other, CPUBackend) and not self.asynchronous and not other.asynchronous
+
+    def bind_all(self, nodes: Sequence[Node]) -> list[Callable[[], None]]:
+        """Before a product begins, threads that wait are told of the matrix behind it: they ask the memory for it from then on,
+        and while the small ops between the two run."""
+        from ..kernels import threads
+        from ..kernels.cpu.parallel import steps as steps_of
+        steps = super().bind_all(nodes)
+        products = [i for i, node in enumerate(nodes) if node.declared.module in WHOLE_MATRICES]
+        for i, following in zip(products, products[1:] + products[:1]):
+            weight = nodes[following].src[0]
+            steps[i] = steps_of(partial(threads.ahead, self.address(weight), n_bytes(weight)), steps[i])
+        return steps
 
     def new_graphs(self) -> None:
         return None

@@ -255,7 +255,7 @@ class Program:
             landings = [Landing(backend, [each for each in crossings if each.into is not None and each.source_backend is backend])
                         for backend in dict.fromkeys(each.source_backend for each in crossings if each.into is not None)]
             copies = [*(each.settle for each in departing.pop(run.device, ())), *(fetches[node].begin for node in run.begun)]
-            parts.append(Part(run.device, copies, [self.backends[run.device].bind(node) for node in run.nodes]))
+            parts.append(Part(run.device, copies, self.backends[run.device].bind_all(run.nodes)))
             parts[first].copies.extend([*(each.begin for each in landings), *(each.begin for each in crossings)])
             copies += [*(each.end for each in crossings)]
             if together := [copy for each in crossings if (copy := each.as_copy()) is not None]:

@@ -77,6 +77,26 @@ def test_threads_that_come_together(n_threads):
     assert sorted(done) == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("address", ["memory", 0, -1, 1 << 47])
+def test_what_workers_ask_for_changes_nothing(n_threads, address):
+    """Also where there is no memory."""
+    n_threads(threads.MOST)
+    memory = np.arange(1 << 16)
+    for i in range(300):
+        threads.ahead(memory.ctypes.data if address == "memory" else address, memory.nbytes)
+        check(i % 40, i)
+    assert (memory == np.arange(1 << 16)).all()
+
+
+def test_a_worker_asks_for_a_part_of_its_cache(n_threads):
+    n_threads(threads.MOST)
+    most, control = (threads.MOST - 1) * threads.AHEAD_BYTES, threads.workers.control
+    for n_bytes in 0, 100, most, most + 1, 1 << 40:
+        named = control[threads.NAMED]
+        threads.ahead(1000, n_bytes)
+        assert tuple(control[threads.NAMED:threads.END + 1]) == (named + 1, 1000, 1000 + min(n_bytes, most))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_forked_process_has_its_own(n_threads):
     n_threads(threads.MOST)

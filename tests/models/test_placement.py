@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ggml_py.backends import cpu
+from ggml_py.base.storage import n_bytes
+from ggml_py.kernels import threads
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.errors import ParameterError, UserError
 from ggml_py.engine.model import Model
@@ -387,3 +389,15 @@ def test_memory_that_one_device_does_not_have(monkeypatch):
             model.new_context(n_ctx=40000)
         assert max(asked) > 1 << 20
         assert_bitwise_equal(decoded(model), expected("llama"), "logits")
+
+
+def test_a_product_on_a_cpu_names_the_matrix_behind_it(tmp_path, monkeypatch):
+    """The last one the first, which the next token reads."""
+    named: list[tuple[int, int]] = []
+    monkeypatch.setattr(threads, "ahead", lambda *region: named.append(region))
+    with Model.load(write_model(tmp_path / "m.gguf", "llama", ("Q8_0",)), "cpu") as model, model.new_context(16) as context:
+        context.decode([1])
+        program, = context.programs.values()
+        weights = [node.src[0] for node in program.nodes if node.op.startswith("mul_mat")]
+        regions = [(model.backend.address(weight), n_bytes(weight)) for weight in weights]
+    assert len(regions) > 6 and len(set(regions)) == len(regions) and named == regions[1:] + regions[:1]
