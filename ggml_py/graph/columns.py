@@ -13,7 +13,7 @@ fewer heads than there are devices, stay whole. A leaf that is shared out has it
 as long as the whole; one that each device has for itself has copies there, for all devices but the first. After that (`share`) a
 graph is rewritten by what its leaves have."""
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd
@@ -185,6 +185,7 @@ class _Sharing:
         self.graph, self.backends, self.home, self.devices = graph, backends, devices[0], devices
         self.inputs = {*graph.inputs.values()}
         self.nodes: list[Node] = []
+        self.gathers: set[Node] = set()
         self.sources: dict[Node, tuple[Tensor, ...]] = {}  # of the graph's nodes, as they were
         self.parts: dict[Tensor, list[Tensor]] = {}  # of what is cut, in the order of the devices
         self.wholes: dict[tuple[Tensor, str], Tensor] = {}  # what stands for a tensor on another device than its own
@@ -197,7 +198,7 @@ class _Sharing:
                     node.read_instead(source, self._whole(source, node.device))
                 self.nodes.append(node)
         self.graph.outputs = [self._whole(tensor, self.home) for tensor in self.graph.outputs]
-        self.graph.nodes[:] = in_stages(self.nodes)
+        self.graph.nodes[:] = in_stages(self.nodes, self.gathers)
 
     def _cut(self, node: Node) -> bool:
         """Whether the node gives columns, each device its own."""
@@ -290,13 +291,16 @@ class _Sharing:
         """The parts, side by side."""
         first, *others = self.parts[tensor]
         for part in others:
-            first, = self._make(tensor.name, device, "concat_heads", (first, part), dict(n_head=1, n_head_y=1)).results
+            node = self._make(tensor.name, device, "concat_heads", (first, part), dict(n_head=1, n_head_y=1))
+            self.gathers.add(node)
+            first, = node.results
         return first
 
 
-def in_stages(nodes: Sequence[Node]) -> list[Node]:
+def in_stages(nodes: Sequence[Node], gathers: Collection[Node] = ()) -> list[Node]:
     """The nodes in another order: those that wait for as few turns of other devices as they may come first, device by device. So
-    devices work side by side between what they bring from each other."""
+    devices work side by side between what they bring from each other. gathers: nodes that put parts side by side, which begin a
+    stage on every device: one that went on behind its own part would keep the others waiting for what it gives later."""
     stages: dict[Node, int] = {}
     touched: dict[Tensor, list[Node]] = defaultdict(list)  # of a state: who read or wrote it
     writers: dict[Tensor, Node] = {}
@@ -305,7 +309,8 @@ def in_stages(nodes: Sequence[Node]) -> list[Node]:
         before.update(writers[root] for tensor in node.src if (root := tensor.root) in writers)
         for root in node.written:
             before.update(touched[root])
-        stages[node] = max((stages[each] + (each.device != node.device) for each in before if each in stages), default=0)
+        stages[node] = max((stages[each] + (each.device != node.device or (node in gathers and each not in gathers))
+                            for each in before if each in stages), default=0)
         for root in dict.fromkeys(tensor.root for tensor in (*node.src, *node.results)):
             touched[root].append(node)
         writers.update(dict.fromkeys(node.written, node))

@@ -178,3 +178,16 @@ def test_flags_are_nobody_elses(paths):
                 written[device].append((flag - starts[device]) // 4)
     for flags in written.values():
         assert len(flags) > 10 and len(set(flags)) == len(flags) and min(flags) >= FLAGS > ENDED
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_both_devices_gather_at_one_time(paths, kind):
+    """By copies: what one gives and what the other gives cross together, so neither computes while the other waits for what it
+    gives later. But for the embedding, which one has, and the logits, which one wants."""
+    options = PlacementOptions(("cuda:0", "cuda:1"), split_mode="column")
+    with (Model(GGUFFile.open(paths[kind]), *recorded_gpus(2), placement=options) as model,
+          model.new_context(n_ctx=64) as context):
+        program = context.program(4, 4)
+        crossing = [[copy for copy in run.copies if copy.results[0] not in program.mirrors] for run in program.runs]
+        ways = [{copy.device for copy in copies} for copies in crossing if copies]
+        assert len(ways) > 6 and all(each == {"cuda:0", "cuda:1"} for each in ways[1:-1]), ways
