@@ -76,7 +76,7 @@ def test_every_axis_has_settings_or_a_reason():
             assert bool(s.reason) == (not s.device)
             assert not s.reason or s.axis in ({"threads"} if "cpu" not in devices else {"launch", "noise"}
                                               if devices[0] == "cpu" else set()) | (
-                {"device"} if len(devices) == 1 else set())
+                {"device"} if len(devices) == 1 else set()) | ({"letters"} if devices == ["cuda:0"] else set())
             assert s.reason or ((s.axis in ("launch", "noise")) <= on_gpu and (s.axis == "threads") <= (not on_gpu))
 
 
