@@ -161,9 +161,14 @@ def ssm_conv():
     yield from (Case("ssm_conv", "f32", dict(n=n, seqs=seqs)) for n, seqs in ((1, 1), (512, 1), (2048, 1), (1, 16), (1, 64)))
 
 
+def dense_layer():
+    """A token of SmolLM2-135M behind so many keys; on compute capability 9.0 alone."""
+    yield from (Case("dense_layer", "Q4_1", dict(keys=keys)) for keys in (100, 512, 2048, 4096))
+
+
 SUITES = {suite.__name__: suite
-          for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum, get_rows,
-                        dequantize, quantize, rms_norm, layer_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext,
+          for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, dense_layer, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum,
+                        get_rows, dequantize, quantize, rms_norm, layer_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext,
                         ssm_conv, gated_delta_net, ssm_scan)}
 
 
@@ -210,6 +215,27 @@ def mul_mat_qkv_work(gpu, kernel, type_, m, m_kv, k, n, cache) -> Work:
     triples = zip(*(matrices(gpu, type_, rows, k, cache) for rows in n_rows))
     made = launches(gpu, "mul_mat_qkv", [dict(zip("qkv", three), x=x, **outs) for three in triples])
     return Work(made, weight_bytes(type_, sum(n_rows), k) + operand_bytes(x, *outs.values()), 2 * sum(n_rows) * k * n)
+
+
+def dense_layer_work(gpu, kernel, type_, keys, cache) -> Work:
+    """SmolLM2-135M's token at position keys - 1 of a context of 4096."""
+    k, kv, n_ff, n_ctx, rng = 576, 192, 1536, 4096, np.random.default_rng(0)
+    sizes = dict(q=(k, k), k=(kv, k), v=(kv, k), o=(k, k), gate=(n_ff, k), up=(n_ff, k), down=(k, n_ff))
+    n_bytes = sum(weight_bytes(type_, *size) for size in sizes.values())
+    stacks = {name: gpu.filled(random_tiles(type_, ROWS, size[1], rng), Tiling(FORMATS[type_], *size).n_bytes,
+                               copies_of(gpu, n_bytes, cache)).addresses for name, size in sizes.items()}
+    layers = [{name: Operand(type_, sizes[name], address) for name, address in zip(stacks, each)}
+              for each in zip(*stacks.values())]
+    cells = random_weight(format_of("F16"), 128, kv, rng)
+    caches = [Operand("f16", (n_ctx, kv), address) for address in gpu.filled(cells, 2 * n_ctx * kv, 2).addresses]
+    pos, seq, dst = (Operand(dtype, (1,), gpu.upload(np.array([i], numpys)))
+                     for dtype, numpys, i in (("i32", np.int32, keys - 1), ("i32", np.int32, 0), ("i64", np.int64, keys - 1)))
+    x, norm = floats(gpu, 1, k), floats(gpu, k)
+    operands = dict(x=x, y=x, att_norm=norm, ffn_norm=norm, pos=pos, seq=seq, dst=dst, cache_k=caches[0], cache_v=caches[1],
+                    table=floats(gpu, n_ctx, 32, 2), present=Operand("u8", (1, n_ctx), gpu.upload(np.ones((1, n_ctx), np.uint8))),
+                    sum=output(gpu, 1, k), out=output(gpu, 1, k), n_head=9, n_head_kv=3, neox=False, scale=0.125, eps=1e-5)
+    made = launches(gpu, kernel, [{**operands, **layer} for layer in layers])
+    return Work(made, n_bytes + 4 * keys * kv, 2 * sum(m * k for m, k in sizes.values()))
 
 
 def mul_mat_argmax_work(gpu, kernel, type_, m, k, n, cache) -> Work:
@@ -375,7 +401,7 @@ def ssm_conv_work(gpu, kernel, type_, n, seqs, cache) -> Work:
 
 
 WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work,
-        "mul_mat_qkv": mul_mat_qkv_work,
+        "mul_mat_qkv": mul_mat_qkv_work, "dense_layer": dense_layer_work,
         "mul_mat_argmax": mul_mat_argmax_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work,
         "topk_moe of groups": topk_moe_work,
         "weighted_sum": weighted_sum_work,

@@ -241,6 +241,20 @@ def biased(g, product, bias):
 
 # The fuse pass runs in the order of this file: larger templates stand before those that they contain.
 
+@fused("x y att_norm:weight q:weight k:weight v:weight pos table:whole cache_k:state cache_v:state dst seq present:whole "
+       "o:weight ffn_norm:weight gate:weight up:weight down:weight", "n_head n_head_kv neox scale eps", "out sum cache_k cache_v")
+def dense_layer(g, x, y, att_norm, q, k, v, pos, table, cache_k, cache_v, dst, seq, present, o,  # noqa: PLR0913  as many as operands
+                ffn_norm, gate, up, down, *, n_head, n_head_kv, neox, scale, eps):
+    """A layer of a dense model, of the sum x + y that the one before leaves: attention, and the feed-forward block, whose term is
+    the first result; the second is the sum that it belongs to."""
+    *qkv, total = add_rms_norm_mul_mat_qkv(g, x, y, att_norm, q, k, v, None, None, None, eps=eps)
+    q, cache_k, cache_v = rope_set_rows(g, *qkv, pos, table, cache_k, cache_v, dst, None, None, n_head=n_head,
+                                        n_head_kv=n_head_kv, neox=neox, eps=None, slot_k=None, slot_v=None)
+    act = flash_attn_ext_act(g, q, cache_k, cache_v, seq, pos, present, None, n_head=n_head, n_head_kv=n_head_kv, scale=scale)
+    gated, total = add_rms_norm_mul_mat_glu(g, total, g.mul_mat(o, act), ffn_norm, gate, up, None, None, eps=eps, act="silu")
+    return g.mul_mat(down, g.quantize(gated)), total, cache_k, cache_v
+
+
 @fused("x y w:weight q:weight k:weight v:weight q_bias:weight k_bias:weight v_bias:weight", "eps", "q_out k_out v_out sum",
        n_optional=3, module="add_rms_norm_mul_mat")
 def add_rms_norm_mul_mat_qkv(g, x, y, w, q, k, v, q_bias, k_bias, v_bias, *, eps):  # noqa: PLR0913  as many as operands

@@ -56,8 +56,10 @@ def normed(shared, row, column, last, r, wa, wb, wc, wd):
 
 
 @lru_cache(None)
-def row_maker(sums_too: bool):
-    """The function by which all threads of a block make the activations of its token. sums_too: with the sums of q."""
+def activation_writer(sums_too: bool):
+    """(shared, chunk, lane, a, b): a warp quantizes a chunk, of each lane the four columns a from 4 lane on and b from 128 + 4
+    lane on. The activations, CHUNK words, lie from word `chunk` of shared memory on, where the columns may have been. sums_too:
+    with the sums of q."""
     act_at, d_at, sums_at = ROW_SLOT.act, ROW_SLOT.d, ROW_SLOT.limbs
 
     @device
@@ -71,6 +73,25 @@ def row_maker(sums_too: bool):
             s = sum_of_four_lanes(s, lane)
             if lane & 3 == 0:
                 sts(shared, chunk + sums_at + (t >> 2), s)
+
+    @device
+    def write(shared, chunk, lane, a, b):
+        bits = redux_max(i32(max(largest(a[0], a[1], a[2], a[3]), largest(b[0], b[1], b[2], b[3]))))
+        syncwarp()  # all lanes have loaded the chunk
+        used, inverse = levels_of(bits)
+        hi, lo, s = limb_words(a[0], a[1], a[2], a[3], inverse, used)
+        put(shared, chunk, lane, 0, hi, lo, s)
+        hi, lo, s = limb_words(b[0], b[1], b[2], b[3], inverse, used)
+        put(shared, chunk, lane, 1, hi, lo, s)
+        if lane == 0:
+            sts(shared, chunk + d_at, d_bits(bits, used))
+    return write
+
+
+@lru_cache(None)
+def row_maker(sums_too: bool):
+    """The function by which all threads of a block make the activations of its token. sums_too: with the sums of q."""
+    write = activation_writer(sums_too)
 
     @device
     def make(act, shared, tid, n_threads, n_cols):
@@ -109,18 +130,8 @@ def row_maker(sums_too: bool):
         # 3. a warp's chunks in the place of their columns
         chunk, column = warp, i32(256 * warp + 4 * lane)
         while chunk < n_chunks:
-            a, b, c, d = normed(shared, row, column, last, r, wa, wb, wc, wd)
-            e, f, g, h = normed(shared, row, column + 128, last, r, we, wf, wg, wh)
-            bits = redux_max(i32(max(largest(a, b, c, d), largest(e, f, g, h))))
-            syncwarp()  # all lanes have loaded the chunk
-            used, inverse = levels_of(bits)
-            at = i32(row + (chunk << 8))
-            hi, lo, s = limb_words(a, b, c, d, inverse, used)
-            put(shared, at, lane, 0, hi, lo, s)
-            hi, lo, s = limb_words(e, f, g, h, inverse, used)
-            put(shared, at, lane, 1, hi, lo, s)
-            if lane == 0:
-                sts(shared, at + d_at, d_bits(bits, used))
+            write(shared, i32(row + (chunk << 8)), lane, normed(shared, row, column, last, r, wa, wb, wc, wd),
+                  normed(shared, row, column + 128, last, r, we, wf, wg, wh))
             chunk, column = i32(chunk + n_warps), i32(column + step)
             if chunk < n_chunks:
                 wa, wb, wc, wd = ld4(w, min(column, last))

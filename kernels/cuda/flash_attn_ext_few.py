@@ -704,27 +704,36 @@ def weigher(const: Constants):
     return weigh_slabs
 
 
-@factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16),
-          ("f16", "q8_0", 80, 72, 1, 1, 16), ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16),
-          ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16), ("f16", "f16", 64, 64, 3, 1, 8),
-          ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8),
-          ("f16", "f16", 128, 128, 8, 1, 8), ("f16", "f16", 128, 128, 2, 1, 8, 50.0), ("q8_0", "f16", 256, 256, 2, 1, 16, 50.0),
-          ("f16", "f16", 64, 64, 8, 1, 8, 0.0, True), ("f16", "f16", 128, 128, 2, 1, 16, 0.0, True),
-          ("q8_0", "q8_0", 256, 256, 2, 1, 16, 50.0, True)])
-def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
-                              softcap=0.0, is_ring=False):
-    """parts: blocks of the heads of a KV head. A block: token blockIdx.z, KV head blockIdx.y, part blockIdx.x % parts, and of the
-    pieces those from the blockIdx.x // parts-th on by steps of gridDim.x // parts. pieces: what `flash_attn_ext_combine`
-    takes."""
+class Where(NamedTuple):
+    """Device functions of what a block works on, but for `read` without arguments."""
+    token: object
+    n_tokens: object
+    head_kv: object    # which of n_head_kv
+    n_head_kv: object
+    part: object       # part + parts * split, of
+    n_parts: object    # so many
+    read: object       # (pointer, token) of pos and of seq
+    wait: object       # for the kernel before
+
+
+IN_GRID = Where(device(lambda: cuda.blockIdx.z), device(lambda: cuda.gridDim.z), device(lambda: cuda.blockIdx.y),
+                device(lambda: cuda.gridDim.y), device(lambda: cuda.blockIdx.x), device(lambda: cuda.gridDim.x), ld,
+                wait_for_previous)
+
+
+def attention_of(where, type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
+                 softcap=0.0, is_ring=False):
+    """The body of the kernel below, for a block whose work is `where`; all its threads call it."""
     const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps)
     n_steps, n_own, n_blocks, n_slabs = const.n_steps, const.n_own, const.n_blocks, const.n_slabs
-    whole, at_once, n_threads, n_keys = const.whole, const.at_once, 32 * n_warps, PIECE // n_warps
+    whole, at_once, n_keys = const.whole, const.at_once, PIECE // n_warps
     n_k_raw, n_v_raw = const.key_words * n_steps, 2 * const.value_words * n_steps
     ahead = const.halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
     (load_keys, _), (load_values, _), load_present = key_loaders(const), value_loaders(const), presence_loader(const)
     late, load_query_block, score = values_late(const), query_loader(const), scorer(const)
     (write_maximum, read_maximum), soften = maximum(const), softener(const)
     scale_by_values, largest_amax, store_statistics = value_scaler(const), largest_weight(const), statistics_writer(const)
+    at_token, n_tokens, at_head_kv, n_head_kv, at_part, n_parts, read, wait = where
     weigh_slabs, fold, capped, ring = weigher(const), slab_folder(const), capping(softcap), ring_of(is_ring)
 
     @device
@@ -732,25 +741,26 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
         """first: of the sequence's first cell; the piece's keys, or values, are found by their positions."""
         return Cache(octets, first - i64(ring.moved(span, i32(piece * PIECE))) * row, row)
 
-    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale):  # noqa: PLR0915 (a kernel: its steps in order)
+    @device
+    def run(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale):  # noqa: PLR0915 (a kernel: its steps in order)
         s = cuda.shared.array(0, types.int32)
         k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(n_own, i32)
         x, inv, both = cuda.local.array(n_own, f32), cuda.local.array(n_own, f32), cuda.local.array(n_steps, u32)
-        token = cuda.blockIdx.z
-        position, sequence, window = ld(pos, token), ld(seq, token), ring.window(span)
-        n_splits = i32(cuda.gridDim.x // parts)
-        piece = i32(first_piece(position, window) + cuda.blockIdx.x // parts)
-        wait_for_previous()
+        token = at_token()
+        position, sequence, window = read(pos, token), read(seq, token), ring.window(span)
+        n_splits = i32(n_parts() // parts)
+        piece = i32(first_piece(position, window) + at_part() // parts)
+        wait()
         if piece > position >> 7:
             return
         tid = i32(cuda.threadIdx.x)
         lane, warp = i32(tid & 31), i32(tid >> 5)
         g, t = i32(lane >> 2), i32(lane & 3)
-        n_head = i32(cuda.gridDim.y * (parts * heads))
-        first_head = i32((cuda.blockIdx.y * parts + cuda.blockIdx.x % parts) * heads)
-        cell, row_k, row_v = i64(sequence) * n_ctx, i32(cuda.gridDim.y * (dim_k // 8)), i32(cell_v >> 3)
+        n_head = i32(n_head_kv() * (parts * heads))
+        first_head = i32((at_head_kv() * parts + at_part() % parts) * heads)
+        cell, row_k, row_v = i64(sequence) * n_ctx, i32(n_head_kv() * (dim_k // 8)), i32(cell_v >> 3)
         begin = ring.begin(span, sequence, cell)  # of K and V
-        first_k, first_v = begin * row_k + cuda.blockIdx.y * (dim_k // 8), begin * row_v + cuda.blockIdx.y * (dim_v // 8)
+        first_k, first_v = begin * row_k + at_head_kv() * (dim_k // 8), begin * row_v + at_head_kv() * (dim_v // 8)
 
         key = i32(piece * PIECE + warp * n_keys)
         load_present(present, cell, key, position, lane, held)
@@ -792,9 +802,9 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
             amax = largest_amax(x, lane, warp, g, t, s)
             here = afresh(n_ctx)  # what follows of it is not kept in registers
             most_pieces = i32(i32(here + PIECE - 1) >> 7)
-            first_head = i32((afresh(i32(cuda.blockIdx.y)) * parts + cuda.blockIdx.x % parts) * heads)
+            first_head = i32((afresh(i32(at_head_kv())) * parts + at_part() % parts) * heads)
             to = Pieces(pieces, i32(i32(token * n_head + first_head) * most_pieces + now), most_pieces)
-            statistics = statistics_at(cuda.gridDim.z, n_head, here, dim_v) + 2 * to.first
+            statistics = statistics_at(n_tokens(), n_head, here, dim_v) + 2 * to.first
             d_p, inv_p = scales(amax)
             mask = pair_mask(here)
             for i in range(n_steps):
@@ -813,8 +823,27 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
                 fold((n_slabs - 1) // at_once * at_once, tid, s, to)
+    return run
+
+
+@factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16),
+          ("f16", "q8_0", 80, 72, 1, 1, 16), ("q8_0", "f16", 256, 256, 8, 1, 16), ("f16", "f16", 256, 256, 6, 1, 16),
+          ("q8_0", "q8_0", 576, 512, 8, 16, 16), ("f16", "f16", 576, 512, 8, 2, 16), ("f16", "f16", 64, 64, 3, 1, 8),
+          ("f16", "f16", 80, 120, 2, 2, 8), ("f16", "f16", 128, 128, 4, 1, 8),
+          ("f16", "f16", 128, 128, 8, 1, 8), ("f16", "f16", 128, 128, 2, 1, 8, 50.0), ("q8_0", "f16", 256, 256, 2, 1, 16, 50.0),
+          ("f16", "f16", 64, 64, 8, 1, 8, 0.0, True), ("f16", "f16", 128, 128, 2, 1, 16, 0.0, True),
+          ("q8_0", "q8_0", 256, 256, 2, 1, 16, 50.0, True)])
+def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warps, softcap=0.0, is_ring=False):
+    """parts: blocks of the heads of a KV head. A block: token blockIdx.z, KV head blockIdx.y, part blockIdx.x % parts, and of the
+    pieces those from the blockIdx.x // parts-th on by steps of gridDim.x // parts. pieces: what `flash_attn_ext_combine`
+    takes."""
+    const, ring = constants(type_k, type_v, dim_k, dim_v, heads, n_warps), ring_of(is_ring)
+    run = attention_of(IN_GRID, type_k, type_v, dim_k, dim_v, heads, parts, n_warps, softcap, is_ring)
+
+    def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale):
+        run(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale)
     parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, N, N, ring.parameter, SCALAR_F32
-    return Kernel(kernel, parameters, n_threads, RESIDENT[n_warps])
+    return Kernel(kernel, parameters, 32 * n_warps, RESIDENT[n_warps])
 
 
 def flash_attn_ext_few(call):

@@ -64,6 +64,7 @@ SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float
 LIMITS = {type_: (int(np.iinfo(SCALARS[type_]).min), int(np.iinfo(SCALARS[type_]).max)) for type_ in (types.int32, types.int64)}
 OVERLAPPING = (9, 0)      # compute capability from which kernels of a stream overlap
 HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
+PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
 
 
@@ -75,6 +76,7 @@ class Kernel:
     n_threads: int             # in a block at most
     n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more, and spills registers
     arch: tuple | None = None  # the only compute capability that it is for
+    n_cluster: int = 1         # blocks of a cluster
     name: str = ""             # given by `factory`: the factory's name and its arguments,
     source: tuple = ()         # and (module, factory, arguments), with which another process makes the kernel
 
@@ -329,6 +331,9 @@ class Target:
                 "CUDA_HOME to one") from error
         if code.shared > STATIC_SHARED:
             self._allow_shared(handle, code.shared)
+        if kernel.n_cluster > PORTABLE_CLUSTER:
+            self._allow(handle, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1,
+                        f"clusters of {kernel.n_cluster} blocks")
         code.handle = handle
 
     def launch(self, kernel: Kernel, grid, block, args: tuple, shared: int = 0) -> Launch:
@@ -342,12 +347,17 @@ class Target:
             code.shared = shared
             if code.handle is not None:
                 self._allow_shared(code.handle, shared)
-        config = LaunchConfig(grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=self.cc >= OVERLAPPING)
+        n = kernel.n_cluster
+        config = LaunchConfig(grid=grid // n if n > 1 else grid, cluster=n if n > 1 else None, block=block, shmem_size=shared,
+                              programmatic_stream_serialization=self.cc >= OVERLAPPING)
         return Launch(code, config, arguments(kernel, args))
 
     def _allow_shared(self, handle, n_bytes):
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._allow(handle, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, n_bytes,
+                    f"{n_bytes} bytes of shared memory in a block")
+
+    def _allow(self, handle, attribute, value, what):
         kernel, device = driver.CUkernel(int(handle.handle)), driver.CUdevice(self.device.device_id)
-        status, = driver.cuKernelSetAttribute(attribute, n_bytes, kernel, device)
+        status, = driver.cuKernelSetAttribute(attribute, value, kernel, device)
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuda:{self.device.device_id}: {n_bytes} bytes of shared memory in a block: {status.name}")
+            raise RuntimeError(f"cuda:{self.device.device_id}: {what}: {status.name}")

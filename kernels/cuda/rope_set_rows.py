@@ -59,7 +59,7 @@ def constants(get_weight):
     return of_pair
 
 
-def rotation(put, reciprocal_of_head, norm, get_weight):
+def rotation(put, reciprocal_of_head, norm, get_weight, load=ld):
     """Device function: a lane's part of the head of `dim` channels from x[at] on, normed by w, rotated and put to out[to] and
     behind it. p, q: `constants` of the pairs `lane` and lane + 32."""
     of_pair = constants(get_weight)
@@ -80,7 +80,7 @@ def rotation(put, reciprocal_of_head, norm, get_weight):
         while i < half:
             j = i32(i + LANES)
             (first, second), (third, fourth) = channels(i, half, neox), channels(j, half, neox)
-            a, b, c, d = ld(x, at + first), ld(x, at + second), ld(x, at + third), ld(x, at + fourth)
+            a, b, c, d = load(x, at + first), load(x, at + second), load(x, at + third), load(x, at + fourth)
             put_pair(out, to, i, half, neox, a, b, p, r)
             put_pair(out, to, j, half, neox, c, d, q, r)
             i = i32(j + LANES)
@@ -88,7 +88,7 @@ def rotation(put, reciprocal_of_head, norm, get_weight):
                 p, q = of_pair(w, table, angles, i, half, neox), of_pair(w, table, angles, i32(i + LANES), half, neox)
         i = i32(2 * half + lane)
         while i < dim:
-            put(out, to + i, norm(ld(x, at + i), r, get_weight(w, i)))
+            put(out, to + i, norm(load(x, at + i), r, get_weight(w, i)))
             i = i32(i + LANES)
     return rotate
 

@@ -297,6 +297,7 @@ class _Thread(greenlet):
         super().__init__(function)
         self.block, self.index, self.lane = block, index, number % 32
         self.copies, self.groups = [], []  # copies under way: behind the last group, and the groups
+        self.phases = self.waited = 0  # of the cluster's barrier: how often it has arrived, and waited
 
 
 class _Block:
@@ -313,22 +314,47 @@ class _Block:
             warp = _Warp(self.threads[first:first + 32])
             for thread in warp.threads:
                 thread.warp = warp
+        self.n_live, self.begun, self.random = len(self.threads), False, random
+
+    @property
+    def ready(self) -> deque:
+        return self.cluster.ready
+
+    def end_barrier(self) -> None:
+        if self.waiting and len(self.waiting) == self.n_live:
+            self.ready.extend(reversed(self.waiting))  # the last one to come goes first
+            self.waiting.clear()
+
+
+class _Cluster:
+    """Blocks that run at the same time; of most kernels one."""
+
+    def __init__(self, launch, indices, random):
+        self.blocks = [_Block(launch, index, random) for index in indices]
+        for block in self.blocks:
+            block.cluster = self
+        self.threads = [thread for block in self.blocks for thread in block.threads]
         self.n_live = len(self.threads)
-        self.random, self.ready = random, deque(random.sample(self.threads, self.n_live))
+        self.ready = deque(random.sample(self.threads, self.n_live))
+        self.phase, self.waiting = 0, []  # of the barrier of all threads: how many phases have ended; the threads that wait
 
     def run(self, args) -> None:
         for thread in self.threads:
             thread.parent = getcurrent()
         while self.ready:
             thread = self.ready.popleft()
+            block = thread.block
+            block.begun = True
             try:
                 thread.switch(*(() if thread else args))
             except Exception as error:
-                error.add_note(f"in thread {tuple(thread.index)} of block {tuple(self.index)}")
+                error.add_note(f"in thread {tuple(thread.index)} of block {tuple(block.index)}")
                 raise
             if thread.dead:
+                block.n_live -= 1
                 self.n_live -= 1
-                self.end_barrier()
+                block.end_barrier()
+                self.end_phase()
         if self.n_live:
             places = {}
             for thread in self.threads:
@@ -337,9 +363,11 @@ class _Block:
             waiting = "; ".join(f"{len(t)} at {place}, of which {t[0]} is one" for place, t in places.items())
             raise RuntimeError(f"threads wait for ever: {waiting}")
 
-    def end_barrier(self) -> None:
-        if self.waiting and len(self.waiting) == self.n_live:
-            self.ready.extend(reversed(self.waiting))  # the last one to come goes first
+    def end_phase(self) -> None:
+        """Where all threads that live have arrived."""
+        if self.n_live and all(thread.dead or thread.phases > self.phase for thread in self.threads):
+            self.phase += 1
+            self.ready.extend(reversed(self.waiting))
             self.waiting.clear()
 
 
@@ -522,6 +550,53 @@ def barrier_wait(array, index, parity):
         thread.parent.switch()
 
 
+# Clusters
+
+def cluster_rank():
+    block = getcurrent().block
+    return i32(block.cluster.blocks.index(block))
+
+
+def cluster_arrive():
+    thread = getcurrent()
+    cluster = thread.block.cluster
+    if thread.phases > thread.waited:
+        raise RuntimeError("the cluster's barrier: a thread arrives that has not waited")
+    thread.phases += 1
+    cluster.end_phase()
+
+
+def cluster_wait():
+    thread = getcurrent()
+    cluster = thread.block.cluster
+    if thread.phases == thread.waited:
+        raise RuntimeError("the cluster's barrier: a thread waits that has not arrived")
+    while cluster.phase < thread.phases:
+        cluster.waiting.append(thread)
+        thread.parent.switch()
+    thread.waited = thread.phases
+
+
+def cluster_send(array, index, number, word, barrier):
+    """array: all of the dynamic shared memory, as words. The word is there at once, or as late as it may be."""
+    block = getcurrent().block
+    to = block.cluster.blocks[int(number)]
+    if not to.begun or not to.n_live:
+        raise RuntimeError(f"block {int(number)} of the cluster has {'ended' if to.begun else 'not begun'}")
+    check_elements("send", array, index, 1)
+    if array.base is None or array.nbytes != block.dynamic.nbytes:
+        raise TypeError("send: the array must be the dynamic shared memory")
+    if int(barrier) not in to.barriers:
+        raise RuntimeError(f"block {int(number)} of the cluster has no mbarrier at word {int(barrier)}")
+    barrier, there, word = to.barriers[int(barrier)], to.dynamic.view(array.dtype)[index:index + 1], _as_int(u32)(word)
+    if block.random.getrandbits(1):
+        barrier.copies.append((there, word))
+    else:
+        there[:] = word
+    barrier.n_bytes -= 4
+    _end_phase(barrier)
+
+
 def _words(dtype, rows):
     return np.array(rows, dtype=np.int64).astype(dtype)
 
@@ -645,8 +720,10 @@ class Launch:
     def __call__(self, stream=None) -> None:
         random = Random(crc32(self.name.encode()))
         blocks = [_Dim3(x, y, z) for z in range(self.grid.z) for y in range(self.grid.y) for x in range(self.grid.x)]
-        for index in random.sample(blocks, len(blocks)):
-            _Block(self, index, random).run(self.args)
+        n = self.kernel.n_cluster
+        clusters = [blocks[first:first + n] for first in range(0, len(blocks), n)]
+        for indices in random.sample(clusters, len(clusters)):
+            _Cluster(self, indices, random).run(self.args)
 
     @property
     def name(self):

@@ -78,10 +78,9 @@ def scripted(cuda_cases, monkeypatch):
 
 
 @pytest.mark.parametrize("suite",
-                         ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "mul_mat_argmax", "mul_mat_id", "topk_moe", "weighted_sum",
-                          "get_rows",
-                                   "dequantize", "quantize", "rms_norm", "layer_norm", "rms_norm_act", "swiglu", "swiglu_act",
-                          "flash_attn_ext", "ssm_conv", "gated_delta_net", "ssm_scan"])
+                         ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "dense_layer", "mul_mat_argmax", "mul_mat_id", "topk_moe",
+                          "weighted_sum", "get_rows", "dequantize", "quantize", "rms_norm", "layer_norm", "rms_norm_act",
+                          "swiglu", "swiglu_act", "flash_attn_ext", "ssm_conv", "gated_delta_net", "ssm_scan"])
 def test_cases_launch(cuda_cases, scripted, suite):
     cases, gpu = cuda_cases.selected(suite, None), scripted()
     assert cases and len({case.id for case in cases}) == len(cases)

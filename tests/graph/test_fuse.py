@@ -36,9 +36,14 @@ from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_
                          residual_of_heads, rotated_k_is_read, shared_expert, squared, start, sum_has_two_norms, sum_is_an_output,
                          sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products, sum_with_one_row,
                          term_written_between, the_cache_is_read_between, the_cache_is_written_before_attention_is_quantized,
-                         three_products, two_devices, v_is_made_first, v_of_another_input, v_on_another_device, vector)
+                         three_products, two_devices, v_is_made_first, v_of_another_input, v_on_another_device, vector,
+                         whole_layer)
 from places import ROOT
 from tiny_models import write_model
+
+
+PARTS_OF_A_LAYER = ["add_rms_norm_mul_mat_qkv", "rope_set_rows", "flash_attn_ext_act", "mul_mat", "add_rms_norm_mul_mat_glu",
+                    "quantize", "mul_mat"]
 
 
 def ops(nodes):
@@ -135,6 +140,15 @@ def run(g, no_fuse=()):
     (lambda: one_gate(MOST_NORMED), ["add_rms_norm_mul_mat_glu", "scale"]),
     (lambda: one_gate(MOST_NORMED + 32), ["add_rms_norm_act", "mul_mat_glu", "scale"]),
     (lambda: one_gate(258, ("F16", "F16")), ["add_rms_norm", "mul_mat_glu", "scale"]),
+    (whole_layer, ["dense_layer", "add"]),
+    (lambda: whole_layer(neox=(False, False)), ["dense_layer", "add"]),
+    *((lambda given=given: whole_layer(**given), [*PARTS_OF_A_LAYER, *end])
+      for given, end in (({"act": "geglu"}, ["add"]), ({"window": 5}, ["add"]), ({"eps": 1e-6}, ["add"]),
+                         ({"indirect": True}, ["add"]), ({"types": ("f32", "f32")}, ["add"]), ({"n_ff": 4128}, ["add"]),
+                         ({"read_first": True}, ["add", "scale"]))),
+    (lambda: whole_layer(o_bias=True), [*PARTS_OF_A_LAYER[:3], "mul_mat_bias", *PARTS_OF_A_LAYER[4:], "add"]),
+    (lambda: whole_layer(2), ["add_rms_norm_act", "mul_mat_qkv", *PARTS_OF_A_LAYER[1:4], "add_rms_norm_act", "mul_mat_glu",
+                              "quantize", "mul_mat", "add"]),
     (likeliest, ["add_rms_norm_act", "mul_mat_argmax"]),
     (lambda: likeliest("F16"), ["add_rms_norm", "mul_mat_argmax"]),
     (lambda: likeliest("F16", lambda g, logits: [g.mul_mat(matrix("a"), logits.node.src[1])]),
@@ -326,6 +340,24 @@ def test_attention_that_a_gpu_quantizes_apart(n, n_head, n_ctx, window, declined
                     window=window) is not declined
 
 
+def test_layers_that_a_gpu_computes_by_parts():
+    def layer(n_cols=576, n_head=9, n_head_kv=3, dim=64, n_ff=1536, n_ctx=1024, cc=(9, 0)):
+        q_cols, kv_cols = n_head * dim, n_head_kv * dim
+        x, norm = Tensor("x", "f32", (1, n_cols)), Tensor("norm", "f32", (n_cols,))
+        q, k, o, gate, down = (Tensor("w", "Q4_1", shape) for shape in ((q_cols, n_cols), (kv_cols, n_cols), (n_cols, q_cols),
+                                                                        (n_ff, n_cols), (n_cols, n_ff)))
+        one, cache = Tensor("pos", "i32", (1,)), Tensor("cache", "f16", (2 * n_ctx, kv_cols))
+        target = SimpleNamespace(cc=cc, n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True)
+        return accepted("dense_layer", (x, x, norm, q, k, k, one, Tensor("table", "f32", (n_ctx, dim // 2, 2)), cache, cache,
+                                        Tensor("dst", "i64", (1,)), one, Tensor("present", "u8", (2, n_ctx)), o, norm, gate, gate,
+                                        down), target, n_head=n_head, n_head_kv=n_head_kv, neox=True, scale=0.1, eps=1e-5)
+    assert layer() and layer(n_cols=512, n_head=8, n_head_kv=2)
+    assert not layer(n_ctx=1025)                # more blocks share the pieces
+    assert not layer(n_cols=1024, n_ff=4096)    # no room, or more than 16 multiprocessors should read
+    assert not layer(n_cols=560) and not layer(n_head=12, n_head_kv=1) and not layer(dim=40)
+    assert not layer(cc=(10, 0))
+
+
 def test_the_table_of_the_docs():
     page = ROOT / "docs" / "graphs.md"
     if not page.is_file():
@@ -348,7 +380,7 @@ def test_each_pass_is_switched_off_alone():
 @pytest.mark.parametrize("arch, types, never", [
     ("llama", ("Q8_0",), set()), ("qwen2", ("Q8_0", "Q5_1", "Q4_0"), set()),
     ("qwen3", ("Q4_1", "Q8_0", "F16", "Q5_0"),
-     {"mul_mat_glu", "mul_mat_qkv", "add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"})])
+     {"mul_mat_glu", "mul_mat_qkv", "add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu", "dense_layer"})])
 def test_models(arch, types, never, tmp_path):
     """Prompts and single tokens, with and without logits, whatever is fused."""
     tokens = np.random.default_rng(1).integers(0, 70, 40).astype(np.int32)

@@ -51,8 +51,9 @@ def violations(ptx: str) -> list[str]:
 
 LAUNCH, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 # Parameters of kernels that wait where they say: what only copies write
-WEIGHTS = {"words", "bias", "gate_words", "up_words", "q_words", "k_words", "v_words", "gate_bias", "up_bias", "q_bias",
-           "k_bias", "v_bias", "w", "sinks", "pos", "seq", "rope_table", "q_norm", "k_norm", "receivers"}
+WEIGHTS = {"words", "bias", "gate_words", "up_words", "down_words", "q_words", "k_words", "v_words", "o_words", "gate_bias",
+           "up_bias", "q_bias", "k_bias", "v_bias", "w", "att_norm", "sinks", "pos", "seq", "rope_table", "q_norm", "k_norm",
+           "receivers"}
 GLOBAL = re.compile(r"\b(ld|st|prefetch)\.global|\bcp\.async\.(c[ag]\b|bulk)")
 
 

@@ -140,6 +140,20 @@ class Operands:
         """What rope_set_rows takes before the cells."""
         return [self.x(Q), self.x(KV), self.x(KV), self.ids(48), self.angles(), self.cache(), self.cache()]
 
+    def layer(self) -> list[Operand]:
+        """What dense_layer takes: each row is a token of a sequence of its own."""
+        def matrix(m: int, k: int) -> Operand:
+            return whole(weight("w", self.type, random_weight(format_of(self.type), m, k, self.rng), k))
+        n_ctx, n_ff = 48, 320
+        pos, seq = self.rng.integers(0, n_ctx, N).astype(np.int32), np.arange(N, dtype=np.int32)
+        present = (self.rng.random((N, n_ctx)) < 0.9).astype(np.uint8)
+        present[seq, pos] = 1
+        caches = [whole(cache(f"cache_{part}", "f16", self.floats(N * n_ctx, KV))) for part in "kv"]
+        return [self.x(), self.x(), self.vector(), matrix(Q, self.k), matrix(KV, self.k), matrix(KV, self.k),
+                in_rows(plain("pos", pos)), self.angles(), *caches, in_rows(plain("dst", np.int64(seq) * n_ctx + pos)),
+                in_rows(plain("seq", seq)), whole(plain("present", present)), matrix(self.k, Q), self.vector(),
+                matrix(n_ff, self.k), matrix(n_ff, self.k), matrix(self.k, n_ff)]
+
     def present(self) -> Operand:
         return whole(plain("present", (self.rng.random((3, 48)) < 0.9).astype(np.uint8)))
 
@@ -148,6 +162,7 @@ KV, Q = HEADS_KV * DIM, HEADS * DIM
 WEIGHT, CACHE, PLAIN = WEIGHTS, list(CACHE_TYPES), [""]
 GATES = ["Q4_K", "Q8_0", "F16"]  # mul_mat has them all
 NORMED = ["Q4_K", "Q8_0"]        # products of a norm's activations
+LAYERS = ["Q4_1", "Q8_0"]
 
 # op, and what a further case of it is -> (types that it is tried with, its operands, its parameters)
 CASES = {
@@ -171,6 +186,8 @@ CASES = {
                                  {"eps": 1e-5}),
     "add_rms_norm_mul_mat_glu": (NORMED, lambda o: [o.x(), o.x(), o.vector(), o.matrix(), o.matrix(), o.vector(M), o.vector(M)],
                                  {"eps": 1e-5, "act": "silu"}),
+    "dense_layer": (LAYERS, lambda o: o.layer(), {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False, "scale": DIM**-0.5,
+                                                  "eps": 1e-5}),
     "add": (PLAIN, lambda o: [o.x(), o.x()], {}),
     "mul": (PLAIN, lambda o: [o.x(), o.vector()], {}),
     "scale": (PLAIN, lambda o: [o.x()], {"factor": 0.3}),
@@ -257,7 +274,7 @@ CASES = {
 }
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
 OF_THE_CPU = {case for case, (_, _, params) in CASES.items() if params.get("may_skip")}  # kernels of a GPU refuse them
-SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu"}  # of one row
+SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu", "dense_layer"}  # of one row
 
 
 def op_of(case: str) -> str:

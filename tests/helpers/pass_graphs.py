@@ -245,7 +245,7 @@ def q_as_it_is(g, x, y):
 
 
 def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, norms=(None, None), indirect=False,
-              between=lambda g, q, k, cache: [], qkv=q_as_it_is, cells=CELLS):
+              between=lambda g, q, k, cache: [], qkv=q_as_it_is, cells=CELLS, window=0):
     """Nine heads of Q and three of K and V, put into some of eight cells. norms: eps of those of Q and K. between: (graph,
     rotated Q and K, cache of K) -> outputs, made after K is written and before V is. qkv: (graph, x, y) -> Q, K, V."""
     g, x, y = start(len(cells))
@@ -274,7 +274,7 @@ def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first
     if not v_first:
         cached_v = write_v()
     a = g.flash_attn_ext(q, cached_k, cached_v, seq, pos, leaf("present", "u8", present), n_head=9, n_head_kv=3, scale=0.2,
-                         name="attention")
+                         window=window, name="attention")
     g.outputs = [a, *others]
     return g
 
@@ -304,6 +304,27 @@ def attention_of_a_norm(norms=norm, read=lambda g, total: g.scale(total, factor=
         return three_products(**given)(g, x, norms(g, g.add(x, y, name="total")))
     g = attention(qkv=qkv, cells=cells)
     g.outputs.append(read(g, g.nodes[0].results[0]))
+    return g
+
+
+def whole_layer(n_tokens=1, act="swiglu", window=0, o_bias=False, types=("f16", "f16"), eps=1e-5, read_first=False, n_ff=M,
+                **given):
+    """A layer of a dense model and the add of the next one; the sum of the second residual is read there, of the first one by a
+    scale, if read_first. given: of `attention`."""
+    totals = []
+
+    def qkv(g, x, y):
+        totals.append(g.add(x, y, name="total"))
+        return three_products()(g, x, norm(g, totals[0]))
+    g = attention(types, qkv=qkv, cells=CELLS[:n_tokens], window=window, **given)
+    o = g.mul_mat(matrix("o", "Q4_1", n_rows=K), g.outputs.pop(), name="o")
+    if o_bias:
+        o = g.add(o, vector("o bias"), name="biased")
+    total = g.add(totals[0], o, name="second total")
+    h = g.rms_norm(total, vector("second norm.weight"), eps=eps, name="second norm")
+    gate, up = (g.mul_mat(matrix(name, n_rows=n_ff), h, name=name) for name in ("gate", "upward"))
+    down = g.mul_mat(matrix("downward", n_cols=n_ff, n_rows=K), g.apply(act, gate, up, name="glu"), name="down")
+    g.outputs += [g.add(total, down, name="out"), *[g.scale(totals[0], factor=2.0)] * read_first]
     return g
 
 

@@ -20,6 +20,7 @@ from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_ar
                             check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai,
                             check_top_k, check_topk_moe, check_weighted_sum_biased, check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
+from layer_comparisons import check_dense_layer
 from recurrent_comparisons import (LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv,
                                     check_ssm_scan)
 
@@ -144,6 +145,23 @@ def test_add_rms_norm_mul_mat(machine, types, biased):
     for kind in range(1, 8):
         check_add_rms_norm_mul_mat(machine, types, (5000, 257, 32), 1024, biased=biased, kind=kind)
         check_add_rms_norm_mul_mat(machine, types[1:], 33, 1024, "gelu", biased, kind, eps=0)
+
+
+@pytest.mark.parametrize("types, n_cols, heads, n_ff", [
+    (("Q4_1",) * 7, 576, (9, 3), 1536), (("Q5_0",) * 7, 576, (9, 3), 1536),
+    (("Q4_1", "Q8_0", "Q5_0", "Q4_1", "Q8_0", "Q5_0", "Q4_0"), 320, (4, 4), 416),
+    (("Q4_K", "Q4_K", "Q6_K", "Q4_K", "IQ2_S", "Q4_K", "Q6_K"), 512, (8, 2), 1024)], ids=str)
+def test_dense_layer(machine, types, n_cols, heads, n_ff):
+    """Many times, since the blocks of a cluster meet otherwise each time."""
+    if machine.target.cc != (9, 0):
+        pytest.skip("dense_layer is for compute capability 9.0")
+    for position in (0, 1, 127, 128, 511, 700, 2047):
+        for neox in (False, True):
+            check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 2048, position, neox=neox,
+                              holes=range(130, 256) if position == 700 else ())
+    for _ in range(20):
+        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 2048, 300)
+    check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 2048, 5, zeros=True)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])

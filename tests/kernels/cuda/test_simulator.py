@@ -6,7 +6,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from numba import cuda
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda import mbarrier
+from ggml_py.kernels.cuda import cluster, mbarrier
 from ggml_py.kernels.cuda.launch import I32, U32, Kernel
 from ggml_py.kernels.cuda.ptx import (SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, f32, fmax, fmax_nan, i32,
                                       ld, lds, shuffle, st, sts, syncwarp, u32)
@@ -20,11 +20,12 @@ def test_in_the_simulator():
     run_in_simulator(__file__)
 
 
-def ran(kernel, type_x=I32, n_threads=N_THREADS, n_blocks=1):
+def ran(kernel, type_x=I32, n_threads=N_THREADS, n_blocks=1, n_cluster=1, shared=0):
     """What a kernel of x, 0 .. 63, and out leaves in out."""
     machine = SimulatedMachine()
     x, out = (machine.upload(a) for a in (np.arange(N_THREADS, dtype=np.int32), np.full(N_THREADS * n_blocks, -7, np.int32)))
-    machine.run(machine.target.launch(Kernel(kernel, (type_x, I32), n_threads, name="kernel"), n_blocks, n_threads, (x, out)))
+    machine.run(machine.target.launch(Kernel(kernel, (type_x, I32), n_threads, n_cluster=n_cluster, name="kernel"),
+                                      n_blocks, n_threads, (x, out), shared))
     return machine.download(out, np.int32, N_THREADS * n_blocks).tolist()
 
 
@@ -82,6 +83,99 @@ def simulate_a_thread_that_is_done_holds_up_no_barrier():
             cuda.syncthreads()
             st(out, i, ld(x, i))
     assert ran(kernel)[:32] == list(range(32))
+
+
+MESSAGES = N_THREADS  # word of the mbarrier behind what is sent
+ROOM = 4 * (N_THREADS + mbarrier.WORDS)
+
+
+def sent_by(begin, end, n_bytes=4 * N_THREADS):
+    """What each of four blocks, two clusters, gets of the other one. begin, end: before and behind what is sent. n_bytes: that
+    each expects."""
+    def kernel(x, out):
+        shared, i, rank = cuda.shared.array(0, u32), cuda.threadIdx.x, cluster.rank()
+        if i == 0 and n_bytes:
+            mbarrier.begin(shared, MESSAGES, 1)
+            mbarrier.expect(shared, MESSAGES, n_bytes)
+        begin()
+        cluster.send(shared, i, 1 - rank, u32(N_THREADS * cuda.blockIdx.x + i), MESSAGES)
+        end(shared)
+        st(out, N_THREADS * cuda.blockIdx.x + i, i32(lds(shared, N_THREADS - 1 - i)))
+        met()
+    return ran(kernel, n_blocks=4, n_cluster=2, shared=ROOM)
+
+
+def met():
+    cluster.arrive()
+    cluster.wait()
+
+
+def messages(shared):
+    mbarrier.wait(shared, MESSAGES, 0)
+
+
+def simulate_clusters():
+    """Words of the other block of the cluster. Those whose arrival nothing waits for are there or not: behind a barrier of the
+    cluster as well."""
+    right = [N_THREADS * (block ^ 1) + i for block in range(4) for i in reversed(range(N_THREADS))]
+    assert sent_by(met, messages) == right
+    assert sent_by(met, lambda shared: None) != right
+    assert sent_by(met, lambda shared: met(), 4 * N_THREADS + 4) != right
+    with pytest.raises(RuntimeError, match="threads wait for ever: 256 at|threads wait for ever: 128 at"):
+        sent_by(met, messages, 4 * N_THREADS + 4)
+
+
+def simulate_clusters_that_do_not_meet():
+    with pytest.raises(RuntimeError, match="block [01] of the cluster has (not begun|no mbarrier at word 64)"):
+        sent_by(lambda: None, messages)
+    with pytest.raises(RuntimeError, match="block [01] of the cluster has no mbarrier at word 64"):
+        sent_by(met, messages, 0)
+    with pytest.raises(RuntimeError, match="block 1 of the cluster has ended"):
+        ends_early()
+    with pytest.raises(RuntimeError, match="a thread waits that has not arrived"):
+        sent_by(cluster.wait, messages)
+    with pytest.raises(RuntimeError, match="a thread arrives that has not waited"):
+        sent_by(lambda: [cluster.arrive() for _ in range(2)], messages)
+    with pytest.raises(IndexError, match="send: elements 66..66 of 66"):
+        sends_behind_the_end()
+
+
+def sends_behind_the_end():
+    def kernel(x, out):
+        shared = cuda.shared.array(0, u32)
+        mbarrier.begin(shared, MESSAGES, 1)
+        met()
+        cluster.send(shared, 66, 0, u32(1), MESSAGES)
+    ran(kernel, n_threads=1, n_blocks=2, n_cluster=2, shared=ROOM)
+
+
+def ends_early():
+    """The second block, before the first one sends."""
+    def kernel(x, out):
+        met()
+        if cluster.rank() == 0:
+            met()
+            cluster.send(cuda.shared.array(0, u32), cuda.threadIdx.x, 1, u32(1), MESSAGES)
+    ran(kernel, n_blocks=2, n_cluster=2, shared=ROOM)
+
+
+def simulate_a_cluster_that_waits_for_ever():
+    def kernel(x, out):
+        cluster.arrive()
+        if cluster.rank() == 0:
+            cuda.syncthreads()
+            if cuda.threadIdx.x == 0:
+                mbarrier_of_nobody()
+        cluster.wait()
+        cluster.arrive()
+        cluster.wait()
+
+    def mbarrier_of_nobody():
+        shared = cuda.shared.array(2, i32)
+        mbarrier.begin(shared, 0, 1)
+        mbarrier.wait(shared, 0, 0)
+    with pytest.raises(RuntimeError, match=r"threads wait for ever: .*127 at .*1 at|threads wait for ever: .*1 at .*127 at"):
+        ran(kernel, n_blocks=2, n_cluster=2, shared=4 * N_THREADS)
 
 
 def copied_by(*waits):
