@@ -186,19 +186,22 @@ class _Sharing:
         self.inputs = {*graph.inputs.values()}
         self.nodes: list[Node] = []
         self.gathers: set[Node] = set()
+        self.places: dict[Node, int] = {}  # in the graph as it was: of a node, or of the one that it stands for
         self.sources: dict[Node, tuple[Tensor, ...]] = {}  # of the graph's nodes, as they were
         self.parts: dict[Tensor, list[Tensor]] = {}  # of what is cut, in the order of the devices
         self.wholes: dict[tuple[Tensor, str], Tensor] = {}  # what stands for a tensor on another device than its own
 
     def run(self) -> None:
-        for node in self.graph.live():
+        live = self.graph.live()
+        self.places.update((node, i) for i, node in enumerate(live))
+        for node in live:
             self.sources[node] = node.src
             if not (node.device == self.home and self._cut(node)):
                 for source in dict.fromkeys(node.src):
                     node.read_instead(source, self._whole(source, node.device))
                 self.nodes.append(node)
         self.graph.outputs = [self._whole(tensor, self.home) for tensor in self.graph.outputs]
-        self.graph.nodes[:] = in_stages(self.nodes, self.gathers)
+        self.graph.nodes[:] = in_stages(self.nodes, self.gathers, self.places)
 
     def _cut(self, node: Node) -> bool:
         """Whether the node gives columns, each device its own."""
@@ -239,13 +242,15 @@ class _Sharing:
 
     def _give(self, node: Node, i: int, operands: Sequence[Tensor], params: Mapping) -> None:
         """The part of a node's results that device i gives."""
-        made = self._make(node.name, self.devices[i], node.op, operands, params)
+        made = self._make(node.name, self.devices[i], node.op, operands, params, node)
         for result, part in zip(node.results, made.results, strict=True):
             part.name = f"{result.name}@{self.devices[i]}"
             self.parts.setdefault(result, []).append(part)
 
-    def _make(self, name: str, device: str, op: str, operands: Sequence[Tensor], params: Mapping) -> Node:
+    def _make(self, name: str, device: str, op: str, operands: Sequence[Tensor], params: Mapping, of: Node | None) -> Node:
+        """of: the node that it stands for, or whose parts it puts side by side."""
         made = Builder(device).make(op, tuple(operands), dict(params), name)
+        self.places[made] = self.places[of] if of in self.places else len(self.places)
         if self.backends is not None:
             put(made, device, self.backends)
         self.nodes.append(made)
@@ -274,7 +279,8 @@ class _Sharing:
             return tensor if tensor.is_cut else tensor.shards.get(device, tensor)
         if not self._is_cheap(node):
             return tensor
-        made = self._make(node.name, device, node.op, [self._whole(source, device) for source in self.sources[node]], node.params)
+        made = self._make(node.name, device, node.op, [self._whole(source, device) for source in self.sources[node]], node.params,
+                          node)
         for result, again in zip(node.results, made.results, strict=True):
             self.wholes[result, device] = again
         return self.wholes[tensor, device]
@@ -291,16 +297,17 @@ class _Sharing:
         """The parts, side by side."""
         first, *others = self.parts[tensor]
         for part in others:
-            node = self._make(tensor.name, device, "concat_heads", (first, part), dict(n_head=1, n_head_y=1))
+            node = self._make(tensor.name, device, "concat_heads", (first, part), dict(n_head=1, n_head_y=1), tensor.maker)
             self.gathers.add(node)
             first, = node.results
         return first
 
 
-def in_stages(nodes: Sequence[Node], gathers: Collection[Node] = ()) -> list[Node]:
+def in_stages(nodes: Sequence[Node], gathers: Collection[Node], places: Mapping[Node, int]) -> list[Node]:
     """The nodes in another order: those that wait for as few turns of other devices as they may come first, device by device. So
     devices work side by side between what they bring from each other. gathers: nodes that put parts side by side, which begin a
-    stage on every device: one that went on behind its own part would keep the others waiting for what it gives later."""
+    stage on every device: one that went on behind its own part would keep the others waiting for what it gives later. places: in
+    which order nodes of one stage and device stay, so that all devices find the same patterns to fuse."""
     stages: dict[Node, int] = {}
     touched: dict[Tensor, list[Node]] = defaultdict(list)  # of a state: who read or wrote it
     writers: dict[Tensor, Node] = {}
@@ -315,4 +322,4 @@ def in_stages(nodes: Sequence[Node], gathers: Collection[Node] = ()) -> list[Nod
             touched[root].append(node)
         writers.update(dict.fromkeys(node.written, node))
     devices = {device: i for i, device in enumerate(dict.fromkeys(node.device for node in nodes))}
-    return sorted(nodes, key=lambda node: (stages[node], devices[node.device]))
+    return sorted(nodes, key=lambda node: (stages[node], devices[node.device], places[node]))

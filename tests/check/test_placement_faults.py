@@ -114,7 +114,7 @@ def test_parts_of_a_weight_that_are_swapped(paths, monkeypatch, kind, weight, pa
 def test_parts_of_a_result_that_change_places(paths, monkeypatch):
     """The gather puts them side by side in another order."""
     monkeypatch.setattr(columns._Sharing, "_gathered", lambda self, tensor, device: self._make(
-        tensor.name, device, "concat_heads", self.parts[tensor][::-1], dict(n_head=1, n_head_y=1)).results[0])
+        tensor.name, device, "concat_heads", self.parts[tensor][::-1], dict(n_head=1, n_head_y=1), tensor.maker).results[0])
     verification = verified(paths["llama"])
     assert caught_by(verification) == {"placement"}
     assert verification.bisect(verification.first_mismatch()).name == "kqv_out-0"
