@@ -6,6 +6,8 @@ there).
 """
 from .words import NIBBLES, ONES, TWOS, Parts, half_scale, halves, i32, u32
 
+SIXES, TOP_TWOS = u32(0x3f3f3f3f), u32(0x30303030)  # the low six bits of each byte, the upper two of them
+
 
 def two_bits_word(p, ldw):
     """(t, j, h, q) -> word of 2-bit codes of 64 bytes in pieces 0..3."""
@@ -34,7 +36,7 @@ def min_pair(p):
 
 
 def six_bit_scales(p, ldw, header):
-    """(sub, group) of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
+    """sub, group and packed of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
 
     With bytes a = 0..3, b = 4..7, c = 8..11: scales 0..3 and minima 0..3 are the low six bits of a and b;
     scales 4..7 have their low four bits in c's low nibbles, minima 4..7 in its high ones, and the upper two bits in the tops of a
@@ -53,7 +55,13 @@ def six_bit_scales(p, ldw, header):
     @p.jit
     def group(t, g):
         return pair(ldw(t, header, 0))
-    return sub, group
+
+    @p.jit
+    def packed(t):
+        a, b, c = u32(ldw(t, header, 1)), u32(ldw(t, header, 2)), u32(ldw(t, header, 3))
+        return (u32(a & SIXES), u32(c & NIBBLES | (a >> u32(2)) & TOP_TWOS),
+                u32(b & SIXES), u32((c >> u32(4)) & NIBBLES | (b >> u32(2)) & TOP_TWOS))
+    return dict(sub=sub, group=group, packed=packed)
 
 
 def q2_k(p, ldw, ld4, ld2):
@@ -96,7 +104,7 @@ def q4_k(p, ldw, ld4, ld2):
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES)
 
-    return Parts(halves(p, word), *six_bit_scales(p, ldw, 8))
+    return Parts(halves(p, word), **six_bit_scales(p, ldw, 8))
 
 
 def q5_k(p, ldw, ld4, ld2):
@@ -106,7 +114,7 @@ def q5_k(p, ldw, ld4, ld2):
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES | (shr(ldw(t, 8 + h, q), j) & ONES) << u32(4))
 
-    return Parts(halves(p, word), *six_bit_scales(p, ldw, 10))
+    return Parts(halves(p, word), **six_bit_scales(p, ldw, 10))
 
 
 def q6_k(p, ldw, ld4, ld2):
@@ -123,4 +131,8 @@ def q6_k(p, ldw, ld4, ld2):
     def sub(t, i):
         return i32(i32(byte(ldw(t, 12, i >> 2), i & 3) ^ u32(128)) - i32(128)), i32(0)
 
-    return Parts(halves(p, word), sub, half_scale(p, ld2))
+    @p.jit
+    def packed(t):
+        return u32(ldw(t, 12, 0)), u32(ldw(t, 12, 1)), u32(ldw(t, 12, 2)), u32(ldw(t, 12, 3))
+
+    return Parts(halves(p, word), sub, half_scale(p, ld2), packed=packed)

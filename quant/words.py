@@ -55,6 +55,8 @@ class Parts(NamedTuple):
     group: Callable      # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
     pairs: bool = False  # the columns of a quarter: 8q..8q+3 and 8q+4..8q+7, else 4q..4q+3 and 16+4q..16+4q+3
     shift: Callable | None = None  # (t, i) -> int32, no less than 0: what is added to each level of the i-th sub-block
+    # (t) -> uint32 words of the bytes isc of all sub-blocks, then of the bytes imin, if that is less work than `sub` of each
+    packed: Callable | None = None
 
 
 class Unpacker(NamedTuple):
@@ -71,6 +73,7 @@ class Unpacker(NamedTuple):
     unshifted: Callable                 # a quarter before the shift
     source: Callable | Looked | Summed | Paired  # shift, source: see `Parts`; what a quarter is made of before the shift
     shift: Callable | None
+    packed: Callable | None             # see `Parts`
 
 
 class Cubic(NamedTuple):
@@ -340,7 +343,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
         g, h = quarter(t, j, 3)
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
-    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift)
+    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed)
 
 
 def halves(p, word):

@@ -15,7 +15,7 @@ blocks of a chunk follow each other without a loop.
 from typing import NamedTuple
 
 from ...quant.formats import CHUNK, Format, format_of
-from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, shuffle, syncwarp
+from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, prmt, shuffle, syncwarp, u32
 from .tile_product import (Factors, Form, TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum,
                            splitter, token_limbs)
 from .weights import shared_unpacker
@@ -115,21 +115,93 @@ def load_factors(lane, half, shared, scratch, plane):
     return i32(a), i32(b)
 
 
-# Integer scales, multiplied to the levels
+# Integer scales, multiplied to the levels. scales: the word `scratch`, or, of a format that has them packed, these of the lane's
+# two rows
+
+def holds_scales(fmt: Format, unpack) -> bool:
+    """Whether a lane holds the scales of its rows in registers, and there are no `Factors` in shared memory."""
+    return unpack.packed is not None and form(fmt).integer
+
+
+def scale_holder(const: Constants):
+    """(lane, half, shared, tile, scratch) -> scales."""
+    packed, prepare = const.unpack.packed, preparer(const.fmt, const.unpack, MOST_QUADS)
+
+    @device
+    def prepared(lane, half, shared, tile, scratch):
+        prepare(lane, shared, tile, scratch)
+        syncwarp()  # the factors are there
+        return scratch
+
+    @device
+    def held(lane, half, shared, tile, scratch):
+        row = (half << 4) + (lane >> 2)
+        return packed((shared, tile, row)), packed((shared, tile, row + 8))
+    return held if holds_scales(const.fmt, const.unpack) else prepared
+
+
+def scale_loader(const: Constants):
+    """(lane, half, shared, scales, i) -> the scales of sub-block i of both rows, int32."""
+    signed = not const.fmt.has_min
+
+    @device
+    def byte(words, i):
+        w, s = words[i >> 2], 8 * (i & 3)
+        return i32(i32(u32(w) << u32(24 - s)) >> 24) if signed else i32((u32(w) >> u32(s)) & u32(255))
+
+    @device
+    def held(lane, half, shared, scales, i):
+        return byte(scales[0], i), byte(scales[1], i)
+    return held if holds_scales(const.fmt, const.unpack) else load_factors
+
+
+def chunk_scales(const: Constants):
+    """(lane, half, shared, tile, scratch, scales) -> float32 d and -m of both rows, and imin of every 16 columns, of which the
+    lane has those of word l % 4, as int32 words of A."""
+    late, has_min, n_isc = const.late, const.fmt.has_min, CHUNK // const.fmt.sub // 4
+    (d_plane, m_plane, imin_plane, _), group, z = const.planes, const.unpack.group, i32(0)
+
+    @device
+    def prepared(lane, half, shared, tile, scratch, scales):
+        d = m = load_factors(lane, half, shared, scratch, d_plane)
+        i0 = i1 = z
+        if has_min:
+            m = load_factors(lane, half, shared, scratch, m_plane)
+        if late:
+            i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
+            i0, i1 = i[2] if half else i[0], i[3] if half else i[1]
+        return as_f32(d[0]), as_f32(d[1]), as_f32(m[0]), as_f32(m[1]), i0, i1
+
+    @device
+    def two_sub_blocks(words, q):
+        """imin of sub-blocks 2 q and 2 q + 1, each twice."""
+        w = words[n_isc + 1] if q & 2 else words[n_isc]
+        return i32(prmt(w, w, u32(0x3322 if q & 1 else 0x1100)))
+
+    @device
+    def held(lane, half, shared, tile, scratch, scales):
+        row, q = (half << 4) + (lane >> 2), lane & 3
+        (d0, m0), (d1, m1) = group((shared, tile, row), 0), group((shared, tile, row + 8), 0)
+        if late:
+            return d0, d1, -m0, -m1, two_sub_blocks(scales[0], q), two_sub_blocks(scales[1], q)
+        return d0, d1, m0, m1, z, z
+    assert not late or const.fmt.sub == 32 or not holds_scales(const.fmt, const.unpack), const.fmt.name
+    return held if holds_scales(const.fmt, const.unpack) else prepared
 
 def split_multiplier(const: Constants):
-    """(load_split, multiply_blocks). load_split: (lane, half, shared, tile, scratch, j) -> of block j the words of A and the
-    scales of both rows, of their first and of their last 16 columns. multiply_blocks: (lane, half, shared, tile, b, scratch, j,
+    """(load_split, multiply_blocks). load_split: (lane, half, shared, tile, scales, j) -> of block j the words of A and the
+    scales of both rows, of their first and of their last 16 columns. multiply_blocks: (lane, half, shared, tile, b, scales, j,
     w, high, low) -> that of block j + 2: starts the products of blocks j and j + 1; w: what was loaded for block j. What is
     loaded for a block is used in the next. high, low: d and e, sums of h and of l, of levels split as 256 h + l."""
     n_parts, start, start_u = const.n_parts, const.wgmma.start, const.wgmma.start_u
     unpack_rows, block_at, four_limbs = row_unpacker(const), block_placer(const), splitter(const.fmt)
+    load_scales = scale_loader(const)
 
     @device
-    def load_split(lane, half, shared, tile, scratch, j):
+    def load_split(lane, half, shared, tile, scales, j):
         w = unpack_rows(lane, half, shared, tile, j)
-        f = load_factors(lane, half, shared, scratch, n_parts * j)
-        e = load_factors(lane, half, shared, scratch, n_parts * j + 1) if n_parts == 2 else f
+        f = load_scales(lane, half, shared, scales, n_parts * j)
+        e = load_scales(lane, half, shared, scales, n_parts * j + 1) if n_parts == 2 else f
         return w + f + e
 
     @device
@@ -141,60 +213,51 @@ def split_multiplier(const: Constants):
         wait_for_all_but_two()  # the registers of the block before are free
 
     @device
-    def multiply_blocks(lane, half, shared, tile, b, scratch, j, w, high, low):
-        v = load_split(lane, half, shared, tile, scratch, i32(j + 1))
+    def multiply_blocks(lane, half, shared, tile, b, scales, j, w, high, low):
+        v = load_split(lane, half, shared, tile, scales, i32(j + 1))
         start_block(shared, b, j, w, high, low)
-        w = load_split(lane, half, shared, tile, scratch, i32((j + 2) & 7))
+        w = load_split(lane, half, shared, tile, scales, i32((j + 2) & 7))
         start_block(shared, b, i32(j + 1), v, high, low)
         return w
     return load_split, multiply_blocks
 
 
 def chunk_folder(const: Constants):
-    """(lane, half, shared, limbs, scratch, acc, high, low): waits for the last products; acc = fma(RN(S), d, +0), then acc =
-    fma(-m, RN(M), acc) with M = the product of imin with the limbs of the sums of q."""
-    n_quads, has_min, late, wait, z = const.n_quads, const.fmt.has_min, const.late, const.wgmma.wait, i32(0)
-    d_plane, m_plane, imin_plane, _ = const.planes
+    """(lane, half, shared, tile, limbs, scratch, scales, acc, high, low): waits for the last products; acc = fma(RN(S), d, +0),
+    then acc = fma(-m, RN(M), acc) with M = the product of imin with the limbs of the sums of q."""
+    n_quads, late, wait, scales_of = const.n_quads, const.late, const.wgmma.wait, chunk_scales(const)
 
     @device
-    def fold(lane, half, shared, limbs, scratch, acc, high, low):
+    def fold(lane, half, shared, tile, limbs, scratch, scales, acc, high, low):
         wait(high)
         wait(low)
-        d = m = load_factors(lane, half, shared, scratch, d_plane)
-        i0 = i1 = z
-        if has_min:
-            m = load_factors(lane, half, shared, scratch, m_plane)
-        if late:
-            i = ldmatrix4(shared, scratch + 32 * imin_plane + 4 * lane)
-            i0, i1 = i[2] if half else i[0], i[3] if half else i[1]
+        d0, d1, m0, m1, i0, i1 = scales_of(lane, half, shared, tile, scratch, scales)
         for quad in range(n_quads):
             s = 4 * quad
-            acc[2 * quad] = fma(split_sum(high[s], high[s + 1], low[s], low[s + 1]), as_f32(d[0]), f32(0))
-            acc[2 * quad + 1] = fma(split_sum(high[s + 2], high[s + 3], low[s + 2], low[s + 3]), as_f32(d[1]), f32(0))
+            acc[2 * quad] = fma(split_sum(high[s], high[s + 1], low[s], low[s + 1]), d0, f32(0))
+            acc[2 * quad + 1] = fma(split_sum(high[s + 2], high[s + 3], low[s + 2], low[s + 3]), d1, f32(0))
             if late:
                 first, rest = token_limbs(lane, shared, limbs, quad)
-                m0, m1 = limb_product(i0, i1, first, rest)
-                acc[2 * quad] = fma(as_f32(m[0]), i2f(m0), acc[2 * quad])
-                acc[2 * quad + 1] = fma(as_f32(m[1]), i2f(m1), acc[2 * quad + 1])
+                sum0, sum1 = limb_product(i0, i1, first, rest)
+                acc[2 * quad] = fma(m0, i2f(sum0), acc[2 * quad])
+                acc[2 * quad + 1] = fma(m1, i2f(sum1), acc[2 * quad + 1])
     return fold
 
 
 def integer_multiplier(const: Constants):
     """`group_product`'s multiply of a format with integer scales."""
-    prepare, fold = preparer(const.fmt, const.unpack, MOST_QUADS), chunk_folder(const)
+    hold_scales, fold = scale_holder(const), chunk_folder(const)
     load_split, multiply_blocks = split_multiplier(const)
 
     @device
     def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e):
-        i, b = i32(0), place(shared, act)
-        prepare(lane, shared, tile, scratch)
-        syncwarp()  # the factors are there
-        w = load_split(lane, half, shared, tile, scratch, i)
-        w = multiply_blocks(lane, half, shared, tile, b, scratch, i32(0), w, d, e)
-        w = multiply_blocks(lane, half, shared, tile, b, scratch, i32(2), w, d, e)
-        w = multiply_blocks(lane, half, shared, tile, b, scratch, i32(4), w, d, e)
-        multiply_blocks(lane, half, shared, tile, b, scratch, i32(6), w, d, e)
-        fold(lane, half, shared, limbs, scratch, acc, d, e)
+        b, scales = place(shared, act), hold_scales(lane, half, shared, tile, scratch)
+        w = load_split(lane, half, shared, tile, scales, 0)
+        w = multiply_blocks(lane, half, shared, tile, b, scales, 0, w, d, e)
+        w = multiply_blocks(lane, half, shared, tile, b, scales, 2, w, d, e)
+        w = multiply_blocks(lane, half, shared, tile, b, scales, 4, w, d, e)
+        multiply_blocks(lane, half, shared, tile, b, scales, 6, w, d, e)
+        fold(lane, half, shared, tile, limbs, scratch, scales, acc, d, e)
     return multiply
 
 

@@ -25,6 +25,7 @@ from .ptx import (afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_bu
 from .quantize import plane_words
 from .tile_product import (QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle,
                            table_words, tile_product)
+from .weights import unpacker
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def chunk_slot(fmt: Format, block: Block) -> Slot:
 
 
 def scratch_words(fmt: Format, block: Block) -> int:
-    return factors(fmt, block.prepared_quads).n_words
+    held = block.warpgroups and group_product.holds_scales(fmt, unpacker(fmt.name))
+    return 0 if held else factors(fmt, block.prepared_quads).n_words
 
 
 def first_slot(fmt: Format, block: Block) -> int:

@@ -44,6 +44,10 @@ def simulate_shared_unpacker(name):
                 assert device.quarter(ours, j, q) == portable.quarter(t, j, q), (row, j, q)
         for i in range(CHUNK // fmt.sub):
             assert device.sub(ours, i) == portable.sub(t, i), (row, i)
+        if device.packed:
+            pairs = np.array([portable.sub(t, i) for i in range(CHUNK // fmt.sub)]).T[:2 if fmt.has_min else 1]
+            assert pairs.astype(np.uint8).tobytes() == np.array(device.packed(ours)).tobytes(), row
+            assert device.packed(ours) == portable.packed(t), row
         for g in range(CHUNK // fmt.group):
             a, b = device.group(ours, g), portable.group(t, g)
             assert np.array_equal(np.array(a), np.array(b), equal_nan=True), (row, g)
