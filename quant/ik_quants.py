@@ -7,8 +7,8 @@ Types with a header have one float scale a row (`Format.header`); a tile has it 
 import numpy as np
 
 from .legacy import IQ4_LEVELS
-from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, Looked, Paired, Parts, Summed, byte_sums, f32, halves, i32, u32, u64,
-                    unit_scales)
+from .words import (NIBBLES, ONES, TOPS, TWOS, ZERO, Cubic, FiveBits, Looked, Paired, Parts, Scales, Summed, byte_sums, f32,
+                    halves, i32, u32, u64, unit_scales)
 
 # Levels by code; where a sub-block's bit is set, so much is added to each
 TWO_BIT_LEVELS, TWO_BIT_SHIFT = (-31, -13, 1, 17), 5
@@ -27,6 +27,7 @@ PAIR_LEVELS = ((-63, -23), (-63, 13), (-40, -63), (-40, -10), (-40, 13), (-40, 4
                (1, -10), (1, 1), (1, 13), (1, 28), (13, -40), (13, -23), (13, -10), (13, 1),
                (13, 13), (28, -63), (28, -23), (28, 1), (28, 28), (28, 47), (47, -23), (47, 13))
 MULTIPLIER = 0xCBAC1FED  # of the trellis
+HIGH_NIBBLES = u32(0xf0f0f0f0)
 
 
 def q6_0(p, ldw, ld4, ld2):
@@ -74,8 +75,9 @@ def three_bit_fields(p, ldw):
 
     @p.jit
     def blocks(t, j, h, q):
-        third = u32(shr(ldw(t, 4 + h, q), j) & u32(0x05050505))  # bits 0 and 2, to be bits 2 and 6: 20 = 4 + 16
-        return u32(two_blocks(t, j, h, q) | u32(third * u32(20)) & u32(0x44444444))
+        third = u32(shr(ldw(t, 4 + h, q), j & 4) & (u32(0x05050505) << u32(j & 1)))
+        # bits 0 and 2, or 1 and 3, to be bits 2 and 6: 20 = 4 + 16
+        return u32(two_blocks(t, j, h, q) | u32(third * (u32(20) >> u32(j & 1))) & u32(0x44444444))
     return word, blocks
 
 
@@ -103,6 +105,24 @@ def fifth_bits(p, ldw):
     return upper
 
 
+def fifths_of_two(p):
+    """(w, j) -> `fifths` of `Paired` and `FiveBits` from a word whose bytes have block j's bit in bit j: bits j and j + 1 to be
+    bits 3 and 7, 72 = 8 + 64."""
+    shr = p.shr
+
+    @p.jit
+    def fifths(w, j):
+        return u32(u32(shr(w, j & 4) & (TWOS << u32(j & 2))) * (u32(72) >> u32(j & 2)))
+    return fifths
+
+
+def five_bit_codes(p, ldw):
+    """IQ5_K's and IQ5_KS's levels."""
+    quarter, two = upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_CUBIC), fifths_of_two(p)
+    nibbles = p.jit(lambda t, j, h, q: u32(ldw(t, j + h, q)))
+    return FiveBits(FIVE_BIT_LEVELS, quarter, nibbles, p.jit(lambda t, j, h, q: two(ldw(t, 8 + h, q), j)))
+
+
 def of_bits(p, x, amount, first=0):
     """`shift` by `amount` where the sub-block's bit of x(t), from bit `first` on, is set."""
     shr = p.shr
@@ -111,6 +131,25 @@ def of_bits(p, x, amount, first=0):
     def shift(t, i):
         return i32(u32(shr(x(t), first + i) & u32(1)) * u32(amount))
     return shift
+
+
+# Several scales of a row at once, as of `Scales`
+
+def four_nibbles(p, far):
+    """(v, w, i) -> bytes, of the nibbles of v, then of those of w: i and i + 4 or, far, i + 2 of each."""
+    shr, bytes_of, s = p.shr, p.bytes_of, u32(0x5410 if far else 0x6420)
+    return p.jit(lambda v, w, i: u32(bytes_of(shr(v, 4 * i), shr(w, 4 * i), s) & NIBBLES))
+
+
+def four_bits(p, far, amount):
+    """(split, shift). split: (w) -> two words: in bytes bits 0 and 8, 16, 24 of w, and bits 4 or, far, 2 behind these. shift: (a,
+    b, n) -> `amount` where the n-th of bits 0, 4, 8, 12 or 0, 2, 8, 10 is set."""
+    weighed, behind = p.weighed, u32(2 if far else 4)
+
+    @p.jit
+    def split(w):
+        return u32(u32(w) & ONES), u32((u32(w) >> behind) & ONES)
+    return split, p.jit(lambda a, b, n: weighed(b if n & 1 else a, n >> 1, amount, 0))
 
 
 # Sub-blocks of 16 columns, a float16 scale d a block; x has a bit for each sub-block
@@ -139,7 +178,19 @@ def iq2_k(p, ldw, ld4, ld2):
     def sub(t, i):
         return i32(i32(shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)) - i32(8)), i32(0)
 
-    return Parts(Looked(TWO_BIT_LEVELS, *two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
+    nibbles, (split, bit), weighed = four_nibbles(p, True), four_bits(p, True, TWO_BIT_SHIFT), p.weighed
+
+    @p.jit
+    def load(t, i):
+        a, b = split(shr(ld4(t, 2), 16 + i))
+        return nibbles(ld4(t, 0), ld4(t, 1), i), a, b
+
+    @p.jit
+    def take(w, n):
+        return weighed(w[0], n, 1, -8), bit(w[1], w[2], n)
+
+    return Parts(Looked(TWO_BIT_LEVELS, *two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT),
+                 scales=Scales(load, take))
 
 
 def iq3_k(p, ldw, ld4, ld2):
@@ -152,30 +203,53 @@ def iq3_k(p, ldw, ld4, ld2):
         scale, sign = i32(shr(ld4(t, i >> 3), 4 * (i & 7)) & u32(15)), i32(shr(ld2(t, 0), i) & u32(1))
         return i32(i32(2 * scale + 1) * i32(1 - 2 * sign)), i32(0)
 
-    return Parts(Looked(THREE_BIT_LEVELS, *three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT))
+    nibbles, (split, bit) = four_nibbles(p, True), four_bits(p, True, THREE_BIT_SHIFT)
+    signed_byte, bytes_of = p.signed_byte, p.bytes_of
+
+    @p.jit
+    def load(t, i):
+        a, b = split(shr(bytes_of(ld4(t, 2), ld2(t, 0), u32(0x5432)), i))  # of x, and of sh above it
+        scales, signs = u32(nibbles(ld4(t, 0), ld4(t, 1), i) * u32(2) + ONES), u32(bytes_of(a, b, u32(0x7362)))
+        return u32(u32(scales ^ u32(signs * u32(255))) + signs), a, b  # -s = ~s + 1: without carry, since s > 0
+
+    @p.jit
+    def take(w, n):
+        return signed_byte(w[0], n), bit(w[1], w[2], n)
+
+    return Parts(Looked(THREE_BIT_LEVELS, *three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT),
+                 scales=Scales(load, take))
 
 
-def six_bit_scales(p, ldw, header):
-    """(sub, group, x) of a piece of d and x, the upper two bits of 16 scales (sh), their nibbles (sl); minus 32."""
-    shr = p.shr
+def six_bit_scales(p, ldw, header, amount):
+    """(sub, group, shift, scales) of a piece of d and x, the upper two bits of 16 scales (sh), their nibbles (sl); minus 32."""
+    shr, weighed, nibbles, (split, bit) = p.shr, p.weighed, four_nibbles(p, False), four_bits(p, False, amount)
     group, x = scale_and_bits(p, p.jit(lambda t: ldw(t, header, 0)))
 
     @p.jit
     def sub(t, i):
         low, high = shr(ldw(t, header, 2 + (i >> 3)), 4 * (i & 7)) & u32(15), shr(ldw(t, header, 1), 2 * i) & u32(3)
         return i32(i32(low | high << u32(4)) - i32(32)), i32(0)
-    return sub, group, x
+
+    @p.jit
+    def load(t, i):
+        high = u32(shr(ldw(t, header, 1), 2 * i) & TWOS)
+        a, b = split(shr(ldw(t, header, 0), 16 + i))
+        return u32(high * u32(16) + nibbles(ldw(t, header, 2), ldw(t, header, 3), i)), a, b
+
+    @p.jit
+    def take(w, n):
+        return weighed(w[0], n, 1, -32), bit(w[1], w[2], n)
+    return sub, group, of_bits(p, x, amount), Scales(load, take)
 
 
 def iq4_k(p, ldw, ld4, ld2):
-    sub, group, x = six_bit_scales(p, ldw, 8)
-    return Parts(Looked(IQ4_LEVELS, ldw), sub, group, shift=of_bits(p, x, FOUR_BIT_SHIFT))
+    sub, group, shift, scales = six_bit_scales(p, ldw, 8, FOUR_BIT_SHIFT)
+    return Parts(Looked(IQ4_LEVELS, ldw), sub, group, shift=shift, scales=scales)
 
 
 def iq5_k(p, ldw, ld4, ld2):
-    sub, group, x = six_bit_scales(p, ldw, 10)
-    quarter = upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_CUBIC)
-    return Parts(quarter, sub, group, shift=of_bits(p, x, FIVE_BIT_SHIFT))
+    sub, group, shift, scales = six_bit_scales(p, ldw, 10, FIVE_BIT_SHIFT)
+    return Parts(five_bit_codes(p, ldw), sub, group, shift=shift, scales=scales)
 
 
 def iq6_k(p, ldw, ld4, ld2):
@@ -195,6 +269,17 @@ def iq6_k(p, ldw, ld4, ld2):
 
 
 # Sub-blocks of 32 columns, one scale a row
+
+def two_nibbles(p):
+    """(w, i) -> nibbles of scales i and i + 4 of `nibble_of_four`."""
+    shr = p.shr
+
+    @p.jit
+    def two(w, i):
+        w = u32(shr(w, 8 * i))
+        return u32(w & u32(15)), u32((w >> u32(4)) & u32(15))
+    return two
+
 
 def nibble_of_four(p, word):
     """(t, i) -> nibble of scale i of eight: the bytes of word(t) have those of i and i + 4."""
@@ -216,7 +301,19 @@ def iq2_ks(p, ldw, ld4, ld2):
         fifth = u32(shr(x(t), 8 + i) & u32(1))
         return i32(i32(shr(ld4(t, 0), 4 * i) & u32(15) | fifth << u32(4)) - i32(16)), i32(0)
 
-    return Parts(Looked(TWO_BIT_LEVELS, *two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT))
+    (split, bit), weighed = four_bits(p, False, TWO_BIT_SHIFT), p.weighed
+
+    @p.jit
+    def load(t, i):
+        a, b = split(shr(ld4(t, 1), 16 + i))
+        return u32(shr(ld4(t, 0), 4 * i) & u32(0x000f000f)), a, b
+
+    @p.jit
+    def take(w, n):
+        return weighed(w[2] if n else w[1], 1, 16, weighed(w[0], 2 * n, 1, -16)), bit(w[1], w[2], n)
+
+    return Parts(Looked(TWO_BIT_LEVELS, *two_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, TWO_BIT_SHIFT),
+                 scales=Scales(load, take))
 
 
 def iq3_ks(p, ldw, ld4, ld2):
@@ -229,7 +326,20 @@ def iq3_ks(p, ldw, ld4, ld2):
         fifth = u32(shr(x(t), i) & u32(1))
         return i32(i32(nibble(t, i) | fifth << u32(4)) - i32(16)), i32(0)
 
-    return Parts(Looked(THREE_BIT_LEVELS, *three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT, 8))
+    (split, _), nibbles, weighed = four_bits(p, False, THREE_BIT_SHIFT), two_nibbles(p), p.weighed
+
+    @p.jit
+    def load(t, i):
+        (low, high), (a, b) = nibbles(ld4(t, 0), i), split(shr(ld4(t, 1), 16 + i))
+        return low, high, a, b
+
+    @p.jit
+    def take(w, n):
+        low, bits = (w[1], w[3]) if n else (w[0], w[2])
+        return weighed(bits, 0, 16, i32(i32(low) - i32(16))), weighed(bits, 1, THREE_BIT_SHIFT, 0)
+
+    return Parts(Looked(THREE_BIT_LEVELS, *three_bit_fields(p, ldw)), sub, group, shift=of_bits(p, x, THREE_BIT_SHIFT, 8),
+                 scales=Scales(load, take))
 
 
 def iq2_kl(p, ldw, ld4, ld2):
@@ -247,19 +357,23 @@ def iq2_kl(p, ldw, ld4, ld2):
         return i32(u32(a | b << u32(16))), i32(u32(c | d << u32(16)))
 
     @p.jit
-    def nibbles(t, j, q):
-        return u32(ldw(t, j >> 1, q))
-
-    @p.jit
-    def fifths(t, j, q):
-        return u32((shr(ldw(t, 4, q), j) & TWOS) * u32(72))  # bits 0 and 1 to 3 and 7, and to others: 72 = 8 + 64
-
-    @p.jit
     def sub(t, i):
         low, high = nibble(t, i), shr(x(t), 2 * i) & u32(3)
         return i32(i32(low | high << u32(4)) - i32(32)), i32(0)
 
-    return Parts(Paired(PAIR_LEVELS, quarter, nibbles, fifths), sub, group, pairs=True)
+    two_fifths, two, weighed = fifths_of_two(p), two_nibbles(p), p.weighed
+    nibbles, fifths = p.jit(lambda t, j, q: u32(ldw(t, j >> 1, q))), p.jit(lambda t, j, q: two_fifths(ldw(t, 4, q), j))
+
+    @p.jit
+    def load(t, i):
+        low, high = two(ld4(t, 0), i)
+        return low, high, u32(shr(ld4(t, 1), 16 + 2 * i) & TWOS)
+
+    @p.jit
+    def take(w, n):
+        return weighed(w[2], n, 16, i32(i32(w[1] if n else w[0]) - i32(32))), i32(0)
+
+    return Parts(Paired(PAIR_LEVELS, quarter, nibbles, fifths), sub, group, pairs=True, scales=Scales(load, take))
 
 
 def float_scale(p, ld4, k, factor=1.0):
@@ -277,52 +391,59 @@ def float_scale(p, ld4, k, factor=1.0):
     return group
 
 
-def byte_scales(p, scale, amount):
-    """(sub, shift) of a byte scale(t, i) for each 32 columns: seven bits of an odd scale, and the selecting bit."""
+def byte_scales(p, ld4, amount):
+    """(sub, shift, scales) of a byte for each 32 columns in words 0 and 1: seven bits of an odd scale, and the selecting bit."""
+    weighed, bytes_of, sevens = p.weighed, p.bytes_of, u32(0xfefefefe)
+
     @p.jit
     def sub(t, i):
-        return i32(i32(scale(t, i) & u32(254)) - i32(127)), i32(0)
+        return weighed(ld4(t, i >> 2) & sevens, i & 3, 1, -127), i32(0)
 
     @p.jit
     def shift(t, i):
-        return i32(u32(scale(t, i) & u32(1)) * u32(amount))
-    return sub, shift
+        return weighed(ld4(t, i >> 2) & ONES, i & 3, amount, 0)
 
+    @p.jit
+    def load(t, i):
+        w = bytes_of(ld4(t, 0), ld4(t, 1), u32(0x40 + 0x11 * i))
+        return u32(w & sevens), u32(w & ONES)
 
-def bytes_of_words(p, ld4):
-    """(t, i) -> byte i of words 0 and 1."""
-    byte = p.byte
-    return p.jit(lambda t, i: byte(ld4(t, i >> 2), i & 3))
+    @p.jit
+    def take(w, n):
+        return weighed(w[0], n, 1, -127), weighed(w[1], n, amount, 0)
+    return sub, shift, Scales(load, take)
 
 
 def iq4_ks(p, ldw, ld4, ld2):
-    sub, shift = byte_scales(p, bytes_of_words(p, ld4), FOUR_BIT_SHIFT)
-    return Parts(Looked(IQ4_LEVELS, ldw), sub, float_scale(p, ld4, 2), shift=shift)
+    sub, shift, scales = byte_scales(p, ld4, FOUR_BIT_SHIFT)
+    return Parts(Looked(IQ4_LEVELS, ldw), sub, float_scale(p, ld4, 2), shift=shift, scales=scales)
 
 
 def iq5_ks(p, ldw, ld4, ld2):
-    sub, shift = byte_scales(p, bytes_of_words(p, ld4), FIVE_BIT_SHIFT)
-    quarter = upper_codes(p, ldw, fifth_bits(p, ldw), FIVE_BIT_LEVELS, FIVE_BIT_CUBIC)
-    return Parts(quarter, sub, float_scale(p, ld4, 2), shift=shift)
+    sub, shift, scales = byte_scales(p, ld4, FIVE_BIT_SHIFT)
+    return Parts(five_bit_codes(p, ldw), sub, float_scale(p, ld4, 2), shift=shift, scales=scales)
 
 
 def iq4_kss(p, ldw, ld4, ld2):
-    """Piece j: eight 16-bit words of 32 columns. Their lowest bits together are the byte of the scale; each word v without that
-    bit stands for v ^ v >> 1, nibbles as in the legacy formats."""
-    lowest, others = u32(0x00010001), u32(0xfffefffe)
+    """Piece j: eight 16-bit words of 32 columns. Their lowest bits together are the byte of the scale, as of `byte_scales`; each
+    word v without that bit stands for v ^ v >> 1, nibbles as in the legacy formats."""
+    lowest, others, weighed = u32(0x00010001), u32(0xfffefffe), p.weighed
 
     @p.jit
     def word(t, j, q):
         v = u32(ldw(t, j, q) & others)
-        return u32(v ^ (v >> u32(1)) & u32(0x7fff7fff))
+        return u32(v ^ v >> u32(1))
 
     @p.jit
-    def scale(t, i):
-        a, b, c, d = ldw(t, i, 0) & lowest, ldw(t, i, 1) & lowest, ldw(t, i, 2) & lowest, ldw(t, i, 3) & lowest
-        bits = u32(u32(a | b << u32(2)) | u32(c << u32(4) | d << u32(6)))
-        return u32((bits | bits >> u32(15)) & u32(255))
+    def sub(t, i):
+        a, b, c, d = ldw(t, i, 0), ldw(t, i, 1) & lowest, ldw(t, i, 2) & lowest, ldw(t, i, 3) & lowest
+        scale = weighed(a & (lowest ^ u32(1)), 2, 2, weighed(b, 0, 4, weighed(b, 2, 8, -127)))
+        return weighed(c, 0, 16, weighed(c, 2, 32, weighed(d, 0, 64, weighed(d, 2, 128, scale)))), i32(0)
 
-    sub, shift = byte_scales(p, scale, FOUR_BIT_SHIFT)
+    @p.jit
+    def shift(t, i):
+        return i32(u32(ldw(t, i, 0) & u32(1)) * u32(FOUR_BIT_SHIFT))
+
     return Parts(Looked(IQ4_LEVELS, word), sub, float_scale(p, ld4, 0), shift=shift)
 
 
@@ -363,13 +484,14 @@ def table_scale(p):
 
 def iq1_kt(p, ldw, ld4, ld2):
     """Indices of 13 bits: bytes in pieces 0 and 1, nibbles in piece 2, the last bits above the scales' nibbles in words 0, 1."""
-    shr, byte, scale = p.shr, p.byte, table_scale(p)
+    byte, field, weighed, scale = p.byte, p.field, p.weighed, table_scale(p)
 
     @p.jit
     def start(t, g):
-        low, high = byte(ldw(t, g >> 4, (g >> 2) & 3), g & 3), byte(ldw(t, 2, (g >> 2) & 3), g & 3)
-        top = shr(byte(ld4(t, g >> 4), (g >> 2) & 3), 4 + (g & 3)) & u32(1)
-        return u32((low | (shr(high, 4 * (g >> 4)) & u32(15)) << u32(8) | top << u32(12)) + u32(4096))
+        part, word, i = g >> 4, (g >> 2) & 3, g & 3
+        low, highs = ldw(t, part, word), u32(u32(ldw(t, 2, word) << u32(4 - 4 * part)) & HIGH_NIBBLES)
+        top = field(ld4(t, part), 4 + i, ONES, 5)  # 4096 = 32 * 128
+        return u32(weighed(top, word, 128, weighed(highs, i, 16, weighed(low, i, 1, 4096))))
 
     @p.jit
     def sub(t, i):
@@ -380,11 +502,11 @@ def iq1_kt(p, ldw, ld4, ld2):
 
 def sixteen_bit_start(p, ldw):
     """`start` of indices of 16 bits in pieces 0..3."""
-    half = p.half
+    half_plus = p.half_plus
 
     @p.jit
     def start(t, g):
-        return u32(half(ldw(t, g >> 3, (g >> 1) & 3), g & 1) + u32(4096))
+        return half_plus(ldw(t, g >> 3, (g >> 1) & 3), g & 1, 4096)
     return start
 
 
@@ -426,15 +548,16 @@ def iq3_kt(p, ldw, ld4, ld2):
 def iq4_kt(p, ldw, ld4, ld2):
     """Groups of four columns, indices of 15 bits and one of the sub-block: bytes in pieces 0..3, nibbles in 4 and 5, three bits
     in the sub-block's word in 6 and 7, whose lowest byte has the sub-block's bit and the scale."""
-    shr, byte, columns = p.shr, p.byte, four_columns(p, 0)
+    shr, weighed, columns = p.shr, p.weighed, four_columns(p, 0)
 
     @p.jit
     def words(t, j, q):
         w, word, first = ldw(t, 6 + (j >> 2), j & 3), 2 * (j & 1) + (q >> 1), 2 * (q & 1)
-        lows, highs = ldw(t, j >> 1, word), u32(shr(ldw(t, 4 + ((j >> 1) & 1), word), 4 * (j >> 2)) & NIBBLES)
+        lows, highs = ldw(t, j >> 1, word), u32(u32(ldw(t, 4 + ((j >> 1) & 1), word) << u32(4 - 4 * (j >> 2))) & HIGH_NIBBLES)
         tops, more = shr(w, 8 + 6 * q), u32(u32(w & u32(1)) * u32(32768) + u32(4096))
-        a = u32(byte(lows, first) + byte(highs, first) * u32(256)) + u32(u32(tops & u32(7)) * u32(4096) + more)
-        b = u32(byte(lows, first + 1) + byte(highs, first + 1) * u32(256)) + u32(u32(tops & u32(56)) * u32(512) + more)
+        a, b = u32(u32(tops & u32(7)) * u32(4096) + more), u32(u32(tops & u32(56)) * u32(512) + more)
+        a = weighed(lows, first, 1, weighed(highs, first, 16, i32(a)))
+        b = weighed(lows, first + 1, 1, weighed(highs, first + 1, 16, i32(b)))
         return columns(u32(a)) + columns(u32(b))
 
     @p.jit

@@ -46,17 +46,35 @@ class Paired(NamedTuple):
     fifths: Callable   # the same -> uint32: the codes' fifth bits, in the uppermost bits of their nibbles
 
 
+class FiveBits(NamedTuple):
+    """A quarter of codes of five bits that count levels."""
+    levels: tuple[int, ...]  # 32, int8, ascending: 16 negative ones
+    quarter: Callable        # as of `Parts`
+    # (t, j, h, q), j even -> uint32: low nibbles are those of the codes of columns 32j + 16h + 4q .., high ones those of columns
+    # that are 32 behind them
+    nibbles: Callable
+    fifths: Callable   # the same -> uint32: the codes' fifth bits, in the uppermost bits of their nibbles
+
+
+class Scales(NamedTuple):
+    """Of several sub-blocks of a row, for a lane that takes them: sub-blocks p and p + 4 of 32 columns; p, p + 4, p + 8 and
+    p + 12 of 16 columns, or, where these have `Looked.blocks`, b, b + 2, b + 8 and b + 10, b = 4 (p % 2) + p // 2. p is 0..3."""
+    load: Callable  # (t, first sub-block) -> words
+    take: Callable  # (words, n) -> int32 of the n-th of them: isc, and the shift as of `Parts`
+
+
 class Parts(NamedTuple):
     """What a format states of its unpacking; the rest of an `Unpacker` follows. t names the chunk, as the loads understand it."""
     # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first; or what they are
     # made of
-    quarter: Callable | Looked | Summed | Paired
+    quarter: Callable | Looked | Summed | Paired | FiveBits
     sub: Callable        # (t, i) -> (isc, imin) int32 of the i-th sub-block (`Format.sub` columns)
     group: Callable      # (t, g) -> (d, m) float32 of the g-th group (`Format.group` columns)
     pairs: bool = False  # the columns of a quarter: 8q..8q+3 and 8q+4..8q+7, else 4q..4q+3 and 16+4q..16+4q+3
     shift: Callable | None = None  # (t, i) -> int32, no less than 0: what is added to each level of the i-th sub-block
     # (t) -> uint32 words of the bytes isc of all sub-blocks, then of the bytes imin, if that is less work than `sub` of each
     packed: Callable | None = None
+    scales: Scales | None = None   # what sub and shift give, where there is a shorter way for several
 
 
 class Unpacker(NamedTuple):
@@ -71,9 +89,10 @@ class Unpacker(NamedTuple):
     quarter: Callable
     pairs: bool
     unshifted: Callable                 # a quarter before the shift
-    source: Callable | Looked | Summed | Paired  # shift, source: see `Parts`; what a quarter is made of before the shift
+    source: Callable | Looked | Summed | Paired | FiveBits  # shift, source: see `Parts`; of what a quarter is before the shift
     shift: Callable | None
     packed: Callable | None             # see `Parts`
+    scales: Scales | None
 
 
 class Cubic(NamedTuple):
@@ -95,6 +114,10 @@ class Primitives(NamedTuple):
     shr: Callable       # (w, s) -> w >> s, s in 0..31
     half: Callable      # (w, i) -> 16-bit half i of the word, 0 or 1
     byte: Callable      # (w, i) -> byte i of the word, 0..3
+    weighed: Callable   # (w, i, factor, more) -> int32 factor * byte i of the word + more; factor 0..255
+    signed_byte: Callable  # (w, i) -> byte i of the word as int8, int32
+    half_plus: Callable  # (w, i, more) -> 16-bit half i of the word + more
+    bytes_of: Callable  # (v, w, s) -> of the bytes 0..3 of v, 4..7 of w those that the low four nibbles of s count
     field: Callable     # (w, s, mask, up) -> (w >> s & mask) << up, s and up in 0..31
     odd_bytes: Callable  # (v, w) -> bytes 1 and 3 of v and of w, in the order v, w, v, w
     top_bytes: Callable  # (a, b, c, d) -> the highest byte of each, the lowest first
@@ -153,6 +176,25 @@ def primitives(jit, **native):
         return u32(shr(w, i << 3) & u32(0xff))
 
     @jit
+    def weighed(w, i, factor, more):
+        return i32(i32(byte(w, i)) * i32(factor) + i32(more))
+
+    @jit
+    def signed_byte(w, i):
+        return i32(i32(byte(w, i) ^ u32(128)) - i32(128))
+
+    @jit
+    def half_plus(w, i, more):
+        return u32(half(w, i) + u32(more))
+
+    @jit
+    def bytes_of(v, w, s):
+        both, found = u64(v) | u64(w) << u64(32), u64(0)
+        for k in range(4):
+            found |= (both >> (u64(8) * (u64(s) >> u64(4 * k) & u64(7))) & u64(255)) << u64(8 * k)
+        return u32(found)
+
+    @jit
     def field(w, s, mask, up):
         return u32((shr(w, s) & mask) << u32(up))
 
@@ -201,8 +243,8 @@ def primitives(jit, **native):
         return lookup
 
     table, lookup_nibbles = native.get("table", table), native.get("lookup_nibbles", lookup_nibbles)
-    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, field, odd_bytes, top_bytes, distances, spread, table,
-                          lookup_nibbles,
+    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, weighed, signed_byte, half_plus, bytes_of, field, odd_bytes,
+                          top_bytes, distances, spread, table, lookup_nibbles,
                           lookup_codes=lambda levels, cubic: _lookup_codes(portable, levels),
                           signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)
@@ -288,8 +330,8 @@ def byte_sums(p):
 
 
 def quarter_of(p, source):
-    """`quarter` of a `Looked`, `Summed` or `Paired`."""
-    if isinstance(source, Paired):
+    """`quarter` of a `Looked`, `Summed`, `Paired` or `FiveBits`."""
+    if isinstance(source, Paired | FiveBits):
         return source.quarter
     if isinstance(source, Looked):
         lookup, word = p.lookup_nibbles(source.levels), source.word
@@ -327,7 +369,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
     its sub-blocks."""
     source, shift, pairs, offset = parts.quarter, parts.shift, parts.pairs, TOPS - u32(zero) * ONES
     assert not shift or (not zero and not (pairs and sub == 16))
-    unshifted = quarter_of(p, source) if isinstance(source, Looked | Summed | Paired) else source
+    unshifted = quarter_of(p, source) if isinstance(source, Looked | Summed | Paired | FiveBits) else source
     quarter = shifted(p, unshifted, shift, sub) if shift else unshifted
 
     @p.jit
@@ -343,7 +385,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
         g, h = quarter(t, j, 3)
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
-    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed)
+    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed, parts.scales)
 
 
 def halves(p, word):

@@ -139,6 +139,12 @@ f16_to_f32 = _instruction("f16_to_f32", "{.reg .b16 h, z; mov.b32 {h, z}, $1; cv
 f16_high_to_f32 = _instruction("f16_high_to_f32", "{.reg .b16 z, h; mov.b32 {z, h}, $1; cvt.f32.f16 $0, h;}", "f", "u")
 f32_to_f16 = _instruction("f32_to_f16", "{.reg .b16 h, z; cvt.rn.f16.f32 h, $1; mov.b16 z, 0; mov.b32 $0, {h, z};}", "u", "f")
 dp4a = _instruction("dp4a", "dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")  # c + the products of the four signed bytes of a and b
+# c + the products of the four bytes of a and b; of the 16-bit halves of a and the signed bytes 0 and 1 of b; a b + c. The pipe of
+# products has room where logic, shifts and prmt fill theirs (docs/kernels-log.md)
+dot4 = _instruction("dot4", "dp4a.u32.u32 $0, $1, $2, $3;", "r", "uur")
+dot2 = _instruction("dot2", "dp2a.lo.u32.s32 $0, $1, $2, $3;", "u", "uuu")
+mad = _instruction("mad", "mad.lo.s32 $0, $1, $2, $3;", "r", "rrr")
+implied = _instruction("implied", "lop3.b32 $0, $1, $2, $3, 0xda;", "u", "uuu")  # ~a | b where c is set, else a
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte i is byte s & 7 of the eight bytes a, b, or
                                                                          # its sign eight times where s & 8; s = c >> 4i
 amax2 = _instruction("amax2", "{.reg .b32 m; abs.f16x2 m, $2; max.NaN.f16x2 $0, $1, m;}", "u", "uu")  # of two float16 each: the

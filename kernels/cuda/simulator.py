@@ -50,6 +50,29 @@ def dp4a(a, b, c):
 
 
 @jit
+def dot4(a, b, c):
+    for s in range(0, 32, 8):
+        c = c + i32(a >> u32(s) & u32(255)) * i32(b >> u32(s) & u32(255))
+    return i32(c)
+
+
+@jit
+def dot2(a, b, c):
+    low, high = i32(np.int8(b & u32(255))), i32(np.int8(b >> u32(8) & u32(255)))
+    return u32(i32(c) + i32(a & u32(0xffff)) * low + i32(a >> u32(16)) * high)
+
+
+@jit
+def mad(a, b, c):
+    return i32(a * b + c)
+
+
+@jit
+def implied(a, b, c):
+    return u32((~a | b) & c | a & ~c)
+
+
+@jit
 def prmt(a, b, c):
     both = np.uint64(b) << np.uint64(32) | np.uint64(a)
     result = np.uint64(0)
@@ -149,8 +172,9 @@ _MEANING = {
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
     "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
-    "f2i": f2i, "dp4a": dp4a, "prmt": prmt, "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan,
-    "add2": add2, "fma2": fma2, "rotate": rotate, "shr": shr, "popc": popc,
+    "f2i": f2i, "dp4a": dp4a, "dot4": dot4, "dot2": dot2, "mad": mad, "implied": implied, "prmt": prmt,
+    "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan, "add2": add2, "fma2": fma2,
+    "rotate": rotate, "shr": shr, "popc": popc,
 }
 
 

@@ -25,12 +25,12 @@ from numba import cuda
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
-from ...quant.words import EVEN, ONES, SUMMED, TOPS, Looked, Paired, Summed
+from ...quant.words import EVEN, ONES, SUMMED, TOPS, FiveBits, Looked, Paired, Summed
 from .glu import gated_unit
 from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc,
                   ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, nothing, prmt, shuffle, st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
-from .weights import pair_terms, shared_unpacker, terms, unpacker
+from .weights import five_bit_terms, pairs_of_codes, shared_unpacker, terms, unpacker
 
 QUAD = 4                  # tokens
 QUAD_WORDS = 2 * QUAD * CHUNK // 4
@@ -113,7 +113,7 @@ def shift_of(fmt: Format, unpack):
     them; None for nothing."""
     source, shift = unpack.source, unpack.shift
     more = i32(-SUMMED if isinstance(source, Summed) else terms(source.levels).constant if isinstance(source, Looked)
-               else pair_terms(source.levels).constant if isinstance(source, Paired) else -fmt.zero if form(fmt).integer else 0)
+               else -fmt.zero if form(fmt).integer else 0)
     if shift and more:
         return device(lambda t, i: i32(shift(t, i) + more))
     return device(lambda t, i: more) if more else shift
@@ -731,7 +731,7 @@ def in_columns(const: Constants) -> bool:
     (docs/kernels-log.md)."""
     source = const.unpack.source
     return const.form.integer and (const.form.step == 16 or const.fmt.zero > 0 or in_blocks(const)
-                                   or isinstance(source, Summed | Paired))
+                                   or isinstance(source, Summed | Paired | FiveBits))
 
 
 @lru_cache(None)
@@ -793,26 +793,46 @@ def token_columns(const: Constants):
 
 
 def paired_multiplier(const: Constants):
-    """`Turn.multiply` of codes of pairs, of both blocks: the first levels are the even columns, the second ones the odd ones."""
+    """`Turn.multiply` of codes of pairs, of both blocks by turns, and so are the halves of the words of B."""
     _, _, nibbles, fifths = const.unpack.source
-    of_codes = pair_terms(const.unpack.source.levels).of_codes
+    of_codes = pairs_of_codes(const.unpack.source.levels)
     assert const.unpack.pairs and const.form.step == 32
 
     @device
-    def rows(shared, tile, row, j, q, even, odd, c):
+    def rows(shared, tile, row, j, q, b, c):
         t, s = (shared, tile, row), (shared, tile, row + 8)
         w, v = of_codes(nibbles(t, j, q), fifths(t, j, q)), of_codes(nibbles(s, j, q), fifths(s, j, q))
-        for k in range(4):
-            c = mma32(w[2 * k], v[2 * k], w[2 * k + 1], v[2 * k + 1], even[0], even[1], c[0], c[1], c[2], c[3])
-            c = mma32(w[2 * k + 8], v[2 * k + 8], w[2 * k + 9], v[2 * k + 9], odd[0], odd[1], c[0], c[1], c[2], c[3])
-        return c
+        c = mma32(w[0], v[0], w[1], v[1], b[0], b[1], c[0], c[1], c[2], c[3])
+        return mma32(w[2], v[2], w[3], v[3], b[2], b[3], c[0], c[1], c[2], c[3])
 
     @device
     def multiply(lane, shared, tile, j, b, x, y):
         g, q, b0, b1, b2, b3 = lane >> 2, lane & 3, u32(b[0]), u32(b[1]), u32(b[2]), u32(b[3])
-        even = i32(prmt(b0, b2, u32(0x6240))), i32(prmt(b1, b3, u32(0x6240)))
-        odd = i32(prmt(b0, b2, u32(0x7351))), i32(prmt(b1, b3, u32(0x7351)))
-        return rows(shared, tile, g, j, q, even, odd, x), rows(shared, tile, g + 16, j, q, even, odd, y)
+        halves = (i32(prmt(b0, b2, u32(0x5410))), i32(prmt(b0, b2, u32(0x7632))),
+                  i32(prmt(b1, b3, u32(0x5410))), i32(prmt(b1, b3, u32(0x7632))))
+        return rows(shared, tile, g, j, q, halves, x), rows(shared, tile, g + 16, j, q, halves, y)
+    return multiply
+
+
+def five_bit_multiplier(const: Constants):
+    """`Turn.multiply` of codes of five bits, of both blocks by turns, and so are the words of B."""
+    _, _, nibbles, fifths = const.unpack.source
+    of_codes = five_bit_terms(const.unpack.source.levels)
+
+    @device
+    def rows(shared, tile, row, j, h, q, b, c):
+        t, s = (shared, tile, row), (shared, tile, row + 8)
+        (w, x), (v, y) = of_codes(nibbles(t, j, h, q), fifths(t, j, h, q)), of_codes(nibbles(s, j, h, q), fifths(s, j, h, q))
+        c = mma32(w[0], v[0], x[0], y[0], b[0], b[1], c[0], c[1], c[2], c[3])
+        c = mma32(w[1], v[1], x[1], y[1], b[0], b[1], c[0], c[1], c[2], c[3])
+        c = mma32(w[2], v[2], x[2], y[2], b[0], b[1], c[0], c[1], c[2], c[3])
+        return mma32(w[3], v[3], x[3], y[3], b[0], b[1], c[0], c[1], c[2], c[3])
+
+    @device
+    def multiply(lane, shared, tile, j, b, x, y):
+        g, q, c, d = lane >> 2, lane & 3, by_turns_of_bytes(b[0], b[2]), by_turns_of_bytes(b[1], b[3])
+        x, y = rows(shared, tile, g, j, 0, q, c, x), rows(shared, tile, g + 16, j, 0, q, c, y)
+        return rows(shared, tile, g, j, 1, q, d, x), rows(shared, tile, g + 16, j, 1, q, d, y)
     return multiply
 
 
@@ -855,7 +875,9 @@ def far_multiplier(const: Constants):
 
 def turn(const: Constants) -> Turn:
     far, sixteens = in_blocks(const), const.form.step == 16
-    multiplier = (paired_multiplier if isinstance(const.unpack.source, Paired) else far_multiplier if far else near_multiplier)
+    source = const.unpack.source
+    multiplier = (paired_multiplier if isinstance(source, Paired) else five_bit_multiplier if isinstance(source, FiveBits)
+                  else far_multiplier if far else near_multiplier)
 
     @device
     def sub_block(lane, j):
@@ -874,39 +896,61 @@ class ColumnSums(NamedTuple):
     minima: object
 
 
-def sub_block_follower(const: Constants):
-    """(lane, shared, tile, sums_at, i, x, y, sums): adds what the sums x, y of rows 0 .. 15 and 16 .. 31 of sub-block i, (hi, lo)
-    of two rows each, and its minimum contribute. sums_at: word at which the sums of q of each 16 columns begin."""
-    sub, shift, wide, has_min = const.unpack.sub, shift_of(const.fmt, const.unpack), const.form.wide, const.fmt.has_min
-    shifted, n_sixteenths, shift, z = shift is not None, const.form.step // 16, shift or nothing, i32(0)
+def scale_taker(const: Constants):
+    """(load, take). load: (t, i) -> what `take` takes of a row, i the lane's first sub-block. take: (words, t, i, n) -> isc, imin
+    and the shift of sub-block i, the lane's n-th."""
+    sub, shift, scales, z = const.unpack.sub, shift_of(const.fmt, const.unpack) or nothing, const.unpack.scales, i32(0)
+    shifted, rest = shift is not nothing, 0
+    if not scales:
+        @device
+        def take_one(words, t, i, n):
+            isc, imin = sub(t, i)
+            return isc, imin, shift(t, i) if shifted else z
+        return device(lambda t, i: z), take_one
+    load, take = scales
+    rest = i32(terms(const.unpack.source.levels).constant if isinstance(const.unpack.source, Looked) else 0)
+    assert not const.fmt.has_min and not const.fmt.zero
 
     @device
-    def follow_row(t, i, k, hi, lo, q_sum, sums):
-        isc, imin = sub(t, i)
+    def take_of_words(words, t, i, n):
+        isc, more = take(words, n)
+        return isc, z, i32(more + rest) if rest else more
+    return load, take_of_words
+
+
+def sub_block_follower(const: Constants):
+    """(words, shared, tile, g, sums_at, i, n, x, y, sums): adds what the sums x, y of rows 0 .. 15 and 16 .. 31 of sub-block i,
+    the lane's n-th, (hi, lo) of two rows each, and its minimum contribute. words: what `scale_taker` loaded of the lane's four
+    rows. sums_at: word at which the sums of q of each 16 columns begin."""
+    wide, has_min, n_sixteenths, z = const.form.wide, const.fmt.has_min, const.form.step // 16, i32(0)
+    shifted, (_, take) = shift_of(const.fmt, const.unpack) is not None, scale_taker(const)
+
+    @device
+    def follow_row(words, t, i, n, k, hi, lo, q_sum, sums):
+        isc, imin, more = take(words, t, i, n)
         if wide:
             if shifted:
-                more = shift(t, i)
                 hi, lo = i32(hi + more * (q_sum >> 7)), i32(lo + more * (q_sum & 127))
             sums.high[k], sums.low[k] = i32(sums.high[k] + isc * hi), i32(sums.low[k] + isc * lo)
         else:
             both = i32((hi << 7) + lo)
             if shifted:
-                both = i32(both + shift(t, i) * q_sum)
+                both = i32(both + more * q_sum)
             sums.low[k] = i32(sums.low[k] + isc * both)
         if has_min:
             sums.minima[k] = i32(sums.minima[k] + imin * q_sum)
 
     @device
-    def follow(lane, shared, tile, sums_at, i, x, y, sums):
-        g, q_sum = i32(lane >> 2), z
+    def follow(words, shared, tile, g, sums_at, i, n, x, y, sums):
+        q_sum = z
         if shifted or has_min:
             q_sum = i32(lds(shared, sums_at + i * n_sixteenths))
             if n_sixteenths == 2:
                 q_sum = i32(q_sum + i32(lds(shared, sums_at + i * n_sixteenths + 1)))
-        follow_row((shared, tile, g), i, 0, x[0], x[1], q_sum, sums)
-        follow_row((shared, tile, i32(g + 8)), i, 1, x[2], x[3], q_sum, sums)
-        follow_row((shared, tile, i32(g + 16)), i, 2, y[0], y[1], q_sum, sums)
-        follow_row((shared, tile, i32(g + 24)), i, 3, y[2], y[3], q_sum, sums)
+        follow_row(words[0], (shared, tile, g), i, n, 0, x[0], x[1], q_sum, sums)
+        follow_row(words[1], (shared, tile, i32(g + 8)), i, n, 1, x[2], x[3], q_sum, sums)
+        follow_row(words[2], (shared, tile, i32(g + 16)), i, n, 2, y[0], y[1], q_sum, sums)
+        follow_row(words[3], (shared, tile, i32(g + 24)), i, n, 3, y[2], y[3], q_sum, sums)
     return follow
 
 
@@ -925,6 +969,7 @@ def column_token_multiplier(const: Constants):
     """`TileProduct.multiply` of a single token and integer scales."""
     (columns, load, multiply, sub_block), follow, group = turn(const), sub_block_follower(const), const.unpack.group
     wide, has_min, sixteens, z = const.form.wide, const.fmt.has_min, const.form.step == 16, i32(0)
+    load_scales, _ = scale_taker(const)
     second = 1 if in_blocks(const) else 2  # block of the second turn
     begin = syncwarp if isinstance(const.unpack.source, Summed) else apart  # a word a level: registers for one turn
     assert const.whole
@@ -935,23 +980,25 @@ def column_token_multiplier(const: Constants):
         return multiply(lane, shared, tile, j, load(shared, at, k, j), x, y)
 
     @device
-    def multiply_half(lane, shared, tile, at, limbs, j, sums):
-        none = z, z, z, z
+    def multiply_half(lane, shared, tile, at, limbs, words, half, sums):
+        none, g, j = (z, z, z, z), i32(lane >> 2), 4 * half
         x, y = multiply_turn(lane, shared, tile, at, 0, j, none, none)
         if sixteens:
-            follow(lane, shared, tile, limbs, sub_block(lane, j), x, y, sums)
+            follow(words, shared, tile, g, limbs, sub_block(lane, j), 2 * half, x, y, sums)
             x, y = none, none
         x, y = multiply_turn(lane, shared, tile, at, 1, j + second, x, y)
-        follow(lane, shared, tile, limbs, sub_block(lane, j + second), x, y, sums)
+        follow(words, shared, tile, g, limbs, sub_block(lane, j + second), 2 * half + 1 if sixteens else half, x, y, sums)
 
     @device
     def multiply_token(lane, shared, tile, act, limbs, scratch, acc):
         sums = ColumnSums(cuda.local.array(4, i32), cuda.local.array(4, i32), cuda.local.array(4, i32))
         for k in range(4):
             sums.high[k], sums.low[k], sums.minima[k] = z, z, z
-        at = columns(lane, act, scratch)
-        multiply_half(lane, shared, tile, at, limbs, 0, sums)
-        multiply_half(lane, shared, tile, at, limbs, 4, sums)
+        at, g, i = columns(lane, act, scratch), i32(lane >> 2), sub_block(lane, 0)
+        words = (load_scales((shared, tile, g), i), load_scales((shared, tile, i32(g + 8)), i),
+                 load_scales((shared, tile, i32(g + 16)), i), load_scales((shared, tile, i32(g + 24)), i))
+        multiply_half(lane, shared, tile, at, limbs, words, 0, sums)
+        multiply_half(lane, shared, tile, at, limbs, words, 1, sums)
         low = over_lanes(lane, sums.low)
         d, m = group((shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), 0)
         acc[0] = fma(l2f(i64(over_lanes(lane, sums.high)) * 128 + low) if wide else i2f(low), d, f32(0))

@@ -9,8 +9,8 @@ import numpy as np
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
 from ...quant.words import ONES, SUMMED, u64
-from .ptx import (add2, as_f32, constant, device, distances4, f16_to_f32, fma2, i32, ldc, ldc4, lds, lds4, mul, prmt, rotate, shr,
-                  u32)
+from .ptx import (add2, as_f32, before_blackwell, constant, device, distances4, dot2, dot4, dp4a, f16_to_f32, fma2, i32, implied,
+                  ldc, ldc4, lds, lds4, mad, mul, prmt, rotate, shr, u32)
 
 
 @device
@@ -70,6 +70,12 @@ def field(w, s, mask, up):
     return u32(rotate(w, i32(s) - i32(up)) & u32(u32(mask) << u32(up)))
 
 
+@device
+def upper(w):
+    """w >> 16, as a product."""
+    return dot2(w, u32(0x0100), u32(0))
+
+
 def lookup_nibbles(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the
     table by prmt, then a choice by the nibbles' bit 3; of up to eight levels by one prmt. Of two constants of an instruction one
@@ -80,7 +86,7 @@ def lookup_nibbles(levels):
     @device
     def few(w):
         w, t0 = u32(w), loaded(0)
-        a, c = prmt(t0, t1, w), prmt(t0, t1, u32(w >> u32(16)))
+        a, c = prmt(t0, t1, w), prmt(t0, t1, upper(w))
         return i32(prmt(a, c, u32(0x6420))), i32(prmt(a, c, u32(0x7531)))
 
     @device
@@ -127,7 +133,7 @@ class Terms(NamedTuple):
 
 def terms(levels) -> Terms:
     """Of 4, 8 or 16 int8 levels."""
-    levels, eights = np.array(levels), u32(0x88888888)
+    levels, ones = np.array(levels), u32(0xffffffff)
     halves = (np.resize(levels, 8),) if len(levels) <= 8 else (levels[:8], levels[8:])
     if len(halves) == 1:
         signs, rest = (0,), 0
@@ -138,7 +144,8 @@ def terms(levels) -> Terms:
     tables = [half - rest - (sum(signs) - sign) for half, sign in zip(halves, signs)]
     assert all(len(tables) == 1 or (((table < 0) == (sign < 0)).all() and abs(table).max() < 128)
                for table, sign in zip(tables, signs)), levels
-    tables = [table.astype(np.int8).view(np.uint32) for table in tables]
+    # The nibbles of ~w count the last half from its end, and their bit 3 is set where those of w do not
+    tables = [table.astype(np.int8)[::1 - 2 * i].copy().view(np.uint32) for i, table in enumerate(tables)]
     # Of two constants of a prmt one is loaded, as in lookup_nibbles
     loaded = constant(np.array([table[0] for table in tables], np.uint32))
     first, last = u32(tables[0][1]), u32(tables[-1][1])
@@ -146,45 +153,71 @@ def terms(levels) -> Terms:
     @device
     def one(w):
         w, t = u32(w), loaded(0)
-        return i32(prmt(t, first, w)), i32(prmt(t, first, u32(w >> u32(16))))
+        return i32(prmt(t, first, w)), i32(prmt(t, first, upper(w)))
 
     @device
     def two(w):
-        v = u32(w ^ eights)
         x, y = one(w)
         t = loaded(1)
-        return x, y, i32(prmt(t, last, v)), i32(prmt(t, last, u32(v >> u32(16))))
+        if before_blackwell():
+            v, u = dot2(w, u32(0x00ff), ones), dot2(w, u32(0xff00), ones)
+        else:  # a register less
+            v = u32(~u32(w))
+            u = upper(v)
+        return x, y, i32(prmt(t, last, v)), i32(prmt(t, last, u))
     return Terms(len(tables), rest, one if len(tables) == 1 else two)
 
 
-class PairTerms(NamedTuple):
-    """Pairs of levels of codes of five bits as sums of four terms and a constant: the quarters of the table, as in `Terms`."""
-    constant: int
-    of_codes: object  # (nibbles, fifths) -> of the first, then of the second levels: for each term two int32 words, of the codes
-                      # in the low half and in the high half
+@device
+def quarters(w, v):
+    """Selectors of prmt, one for each quarter of a table of 32: codes are the nibbles of w and, in the uppermost bits of the
+    nibbles of v, their fifth bits. A selector's uppermost bit is set where the code is another quarter's."""
+    eights = u32(0x88888888)
+    return u32(w | (v & eights)), implied(w, v, eights), u32(w | (~v & eights)), u32(w ^ ((~w | v) & eights))
 
 
-def pair_terms(levels) -> PairTerms:
-    """Of 32 pairs of int8 levels. All terms are negative: where a code is another quarter's, a term is -1."""
-    rest = int(np.max(levels)) + 4
-    tables = (np.array(levels) - rest + 3).reshape(4, 8, 2)
-    assert tables.min() >= -128 and tables.max() < 0, levels
-    words_ = np.ascontiguousarray(tables.transpose(2, 0, 1)).astype(np.int8).view(np.uint32)  # [level][quarter][half]
-    eights, loaded = u32(0x88888888), constant(words_[..., 0].reshape(-1).copy())  # as in lookup_nibbles
+def five_bit_terms(levels):
+    """(w, v) as of `quarters` -> for each of four terms, whose sum is the level, int32 words of the codes in the low half and in
+    the high half. Where the code is another quarter's, a term is the sign of its quarter's: -1 of the first two."""
+    tables = np.array(levels) + np.repeat([1, 2], 16)
+    assert tables.min() >= -128 and tables[:16].max() < 0 <= tables[16:].min(), levels
+    tables = tables.astype(np.int8).view(np.uint32).reshape(4, 2)
+    loaded, (first, second, third, fourth) = constant(tables[:, 0].copy()), map(u32, tables[:, 1])  # as in lookup_nibbles
 
-    def look(k, table):
-        """Both words of term k % 4 of a pair's level k // 4, by its selector."""
-        return device(lambda s: (i32(prmt(loaded(k), table, s)), i32(prmt(loaded(k), table, u32(s >> u32(16))))))
-    first0, first1, first2, first3, second0, second1, second2, second3 = map(look, range(8), words_[..., 1].reshape(-1))
+    @device
+    def terms_of(a, b, c, d):
+        return (i32(prmt(loaded(0), first, a)), i32(prmt(loaded(1), second, b)), i32(prmt(loaded(2), third, c)),
+                i32(prmt(loaded(3), fourth, d)))
 
     @device
     def of_codes(w, v):
-        # Selectors: the uppermost bit of a nibble is set where the code is another quarter's
-        s0, s1 = u32(w | (v & eights)), u32(w ^ (~(w & v) & eights))
-        s2, s3 = u32(w | (~v & eights)), u32(w ^ ((~w | v) & eights))
-        return (first0(s0) + first1(s1) + first2(s2) + first3(s3)
-                + second0(s0) + second1(s1) + second2(s2) + second3(s3))
-    return PairTerms(rest, of_codes)
+        a, b, c, d = quarters(w, v)
+        return terms_of(a, b, c, d), terms_of(upper(a), upper(b), upper(c), upper(d))
+    return of_codes
+
+
+def pairs_of_codes(levels):
+    """(w, v) as of `quarters` -> int32 words of pairs of levels, of two codes each. levels: 32 pairs of eight int8 levels: a code
+    is first looked up as two counts of three bits, of which one word is that of four quarters which is not 0."""
+    eight, counts = np.unique(levels, return_inverse=True)
+    counts = counts.reshape(4, 8, 2).astype(np.uint8)
+    tables, eight = (counts[..., 0] | counts[..., 1] << 4).view(np.uint32), eight.astype(np.int8).view(np.uint32)
+    # as in lookup_nibbles; a sum with a loaded 1 as a factor is made by the pipe of products
+    loaded = constant(np.array([*tables[:, 0], eight[0], 1], np.uint32))
+    (first, second, third, fourth), last = map(u32, tables[:, 1]), u32(eight[1])
+
+    @device
+    def pairs(a, b, c, d):
+        a, b = i32(prmt(loaded(0), first, a)), i32(prmt(loaded(1), second, b))
+        c, d, one = i32(prmt(loaded(2), third, c)), i32(prmt(loaded(3), fourth, d)), i32(loaded(5))
+        w = u32(mad(a, one, mad(b, one, mad(c, one, d))))
+        return i32(prmt(loaded(4), last, w)), i32(prmt(loaded(4), last, upper(w)))
+
+    @device
+    def of_codes(w, v):
+        a, b, c, d = quarters(w, v)
+        return pairs(a, b, c, d) + pairs(upper(a), upper(b), upper(c), upper(d))
+    return of_codes
 
 
 def signed8(table):
@@ -209,7 +242,7 @@ def signed8(table):
             else:
                 w = u32(u32(entry(t, i32(i)) ^ even_bits) ^ odd_bits)
             a = loaded(0)
-            return i32(prmt(a, b, w)), i32(prmt(a, b, u32(w >> u32(16))))
+            return i32(prmt(a, b, w)), i32(prmt(a, b, upper(w)))
         return eight
     return make
 
@@ -219,7 +252,12 @@ def primitives(table=None):
     native = {"table": table} if table else {}
     portable = words.primitives(device, f16=f16_to_f32, f32=as_f32, mul=mul, shr=shr,
                                 byte=device(lambda w, i: prmt(w, u32(0), u32(i) | u32(0x4440))),
-                                field=field, half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
+                                weighed=device(lambda w, i, factor, more: dot4(w, u32(u32(factor) << u32(8 * i)),
+                                                                               i32(more))),
+                                signed_byte=device(lambda w, i: dp4a(i32(w), i32(u32(1) << u32(8 * i)), i32(0))),
+                                half_plus=device(lambda w, i, more: dot2(w, u32(u32(1) << u32(8 * i)), u32(more))),
+                                bytes_of=prmt, field=field,
+                                half=device(lambda w, i: prmt(w, u32(0), u32(i) * u32(0x22) + u32(0x4410))),
                                 odd_bytes=device(lambda v, w: prmt(u32(v), u32(w), u32(0x7351))),
                                 top_bytes=device(lambda a, b, c, d: prmt(prmt(a, b, u32(0x73)), prmt(c, d, u32(0x73)),
                                                                          u32(0x5410))),

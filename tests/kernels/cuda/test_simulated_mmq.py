@@ -136,7 +136,10 @@ TERMS = [
     ("IQ4_KS", 2, 256),   # and a shift, 32 bits are too few
     ("IQ4_K", 2, 256),    # for 16 columns
     ("IQ3_K", 1, 256),    # one
-    ("IQ5_K", 1, 256),    # a level and a shift
+    ("IQ5_K", 1, 256),    # four
+    ("IQ6_K", 1, 256),    # a level and a shift
+    ("IQ2_KS", 2, 256),   # one, for 32 columns
+    ("IQ2_KL", 2, 256),   # levels of pairs
     ("IQ2_KT", 2, 256)]   # four bytes
 
 

@@ -87,18 +87,58 @@ def simulate_codes(levels, cubic):
                 assert np.array([word], np.int32).view(np.int8).tolist() == [levels[i] for i in codes]
 
 
+def five_bit_codes(code, k):
+    """Eight codes, this one in place k: (they, their nibbles, their fifth bits beside other bits)."""
+    codes = [(code + 11 * (i - k)) % 32 for i in range(8)]
+    pairs = list(zip(codes[::2], codes[1::2]))
+    return (codes, of_bytes(*((a & 15) | (b & 15) << 4 for a, b in pairs)),
+            of_bytes(*(0x37 | (a >> 4) << 3 | (b >> 4) << 7 for a, b in pairs)))
+
+
 def simulate_pairs():
-    """Each code of pairs, in each place: terms and a constant are its levels."""
-    from ggml_py.kernels.cuda.weights import pair_terms
-    found = pair_terms(PAIR_LEVELS)
+    """Each code of pairs, in each place: its levels."""
+    from ggml_py.kernels.cuda.weights import pairs_of_codes
+    of_codes = pairs_of_codes(PAIR_LEVELS)
     for code in range(32):
         for k in range(8):
-            codes = [(code + 11 * (i - k)) % 32 for i in range(8)]
-            nibbles = of_bytes(*((a & 15) | (b & 15) << 4 for a, b in zip(codes[::2], codes[1::2])))
-            fifths = of_bytes(*(0x37 | (a >> 4) << 3 | (b >> 4) << 7 for a, b in zip(codes[::2], codes[1::2])))
-            words = np.array(found.of_codes(nibbles, fifths), np.int32).view(np.int8).reshape(2, 4, 8)
-            levels = words.sum(axis=1, dtype=int) + found.constant
-            assert levels.T.tolist() == [list(PAIR_LEVELS[i]) for i in codes]
+            codes, nibbles, fifths = five_bit_codes(code, k)
+            levels = np.array(of_codes(nibbles, fifths), np.int32).view(np.int8).reshape(8, 2)
+            assert levels.tolist() == [list(PAIR_LEVELS[i]) for i in codes]
+
+
+def simulate_five_bits():
+    """Each code of five bits, in each place: the sum of the terms is its level."""
+    from ggml_py.kernels.cuda.weights import five_bit_terms
+    of_codes = five_bit_terms(FIVE_BIT_LEVELS)
+    for code in range(32):
+        for k in range(8):
+            codes, nibbles, fifths = five_bit_codes(code, k)
+            low, high = np.array(of_codes(nibbles, fifths), np.int32).view(np.int8).reshape(2, 4, 4).sum(axis=1, dtype=int)
+            assert [*low, *high] == [FIVE_BIT_LEVELS[i] for i in codes]
+
+
+WITH_SCALES = [name for name in QUANTIZED
+               if FORMATS[name].unpack(primitives(lambda f: f), *tile.loads(FORMATS[name], lambda f: f)).scales]
+
+
+@pytest.mark.parametrize("name", WITH_SCALES)
+def simulate_scales(name):
+    """Several scales at once are what the sub-blocks' own functions say, on the device and by the portable primitives."""
+    from ggml_py.kernels.cuda.weights import shared_unpacker
+    fmt, words = FORMATS[name], random_tile(FORMATS[name])
+    portable = fmt.unpack(primitives(lambda function: function), *tile.loads(fmt, lambda function: function))
+    device, n_entries, _ = shared_unpacker(name)
+    far = getattr(portable.source, "blocks", None) is not None and fmt.sub == 16
+    shared = np.concatenate([np.zeros(n_entries + 4, np.uint32), words])
+    for row in (0, 5, 31):
+        for p in range(4):
+            first = 4 * (p % 2) + p // 2 if far else p
+            behind = (0, 2, 8, 10) if far else range(0, CHUNK // fmt.sub, 4)
+            for unpack, t in (portable, (words, 0, row)), (device, (shared, n_entries + 4, row)):
+                loaded = unpack.scales.load(t, first)
+                for n, i in enumerate(first + each for each in behind):
+                    shift = portable.shift((words, 0, row), i) if portable.shift else 0
+                    assert unpack.scales.take(loaded, n) == (portable.sub((words, 0, row), i)[0], shift), (row, i)
 
 
 def simulate_bytes():
@@ -109,6 +149,14 @@ def simulate_bytes():
         assert PRIMITIVES.top_bytes(a, b, c, d) == portable.top_bytes(a, b, c, d)
         for s in range(8):
             assert PRIMITIVES.field(a, s, ONES, 4) == portable.field(a, s, ONES, 4)
+        assert PRIMITIVES.bytes_of(a, b, c & 0x77777777) == portable.bytes_of(a, b, c & 0x77777777)
+        for i in range(4):
+            assert PRIMITIVES.signed_byte(a, i) == portable.signed_byte(a, i) == np.array([a]).view(np.int8)[i]
+            for factor in 1, 16, 128, 255:
+                expected = factor * int(np.array([a]).view(np.uint8)[i]) - 127
+                assert PRIMITIVES.weighed(a, i, factor, -127) == portable.weighed(a, i, factor, -127) == expected
+        for i, half in enumerate(np.array([a]).view(np.uint16).tolist()):
+            assert PRIMITIVES.half_plus(a, i, 4096) == portable.half_plus(a, i, 4096) == half + 4096
     for first in range(0, 2 * SUMMED + 1, 4):
         sums = [min(first + i, 2 * SUMMED) for i in range(4)]
         for p in portable, PRIMITIVES:
