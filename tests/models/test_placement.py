@@ -68,11 +68,21 @@ def expected(kind: str) -> np.ndarray:
         return decoded(model)
 
 
+RECORDED = json.loads(Path(__file__).with_name("small_models.json").read_text())["digests"]
+
+
 @pytest.mark.parametrize("kind", WRITERS)
 def test_one_device_gives_the_bits_that_a_gpu_gave(kind):
     """Recorded when they were computed on both."""
-    recorded = json.loads(Path(__file__).with_name("small_models.json").read_text())["digests"]
-    assert digest(expected(kind))[:24] == recorded[kind]
+    assert digest(expected(kind))[:24] == RECORDED[kind]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"no_fuse": "all"}], ids=["graphs", "eager", "unfused"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_gpu_gives_the_bits_that_were_recorded(kind, settings):
+    with Model.load(file_of(kind), device="cuda:0") as model:
+        assert digest(decoded(model, **settings))[:24] == RECORDED[kind]
 
 
 def on_several(kind: str, options: PlacementOptions, **context_settings) -> np.ndarray:
