@@ -76,7 +76,7 @@ class Kernel:
     n_threads: int             # in a block at most
     n_blocks: int = 1          # on a multiprocessor at least; without a number ptxas leaves room for more, and spills registers
     arch: tuple | None = None  # the only compute capability that it is for
-    n_cluster: int = 1         # blocks of a cluster
+    n_cluster: int = 1         # blocks of a cluster, next to each other in the grid's first dimension
     name: str = ""             # given by `factory`: the factory's name and its arguments,
     source: tuple = ()         # and (module, factory, arguments), with which another process makes the kernel
 
@@ -348,7 +348,10 @@ class Target:
             if code.handle is not None:
                 self._allow_shared(code.handle, shared)
         n = kernel.n_cluster
-        config = LaunchConfig(grid=grid // n if n > 1 else grid, cluster=n if n > 1 else None, block=block, shmem_size=shared,
+        if n > 1:
+            first, *others = (grid,) if isinstance(grid, int) else grid
+            grid = (first // n, *others)  # of clusters
+        config = LaunchConfig(grid=grid, cluster=n if n > 1 else None, block=block, shmem_size=shared,
                               programmatic_stream_serialization=self.cc >= OVERLAPPING)
         return Launch(code, config, arguments(kernel, args))
 

@@ -43,7 +43,7 @@ arrive_behind_copies = _operation("arrive_behind_copies", "cp.async.mbarrier.arr
 wait = _operation("wait",
                   "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; bra AGAIN; "
                   "OVER: }", 1)
-# (.., n_bytes): arrives, and lets the phase wait for as many bytes of bulk copies
+# (.., n_bytes): arrives, and lets the phase wait for as many bytes of bulk copies, or that other blocks of the cluster send
 expect = _operation("expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", 1)
 
 

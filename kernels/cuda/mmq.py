@@ -15,10 +15,10 @@ from numba import cuda, types
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
-from . import group_product, mbarrier, wgmma
+from . import cluster, group_product, mbarrier, wgmma
 from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, factory, need
-from .operands import Pairs, addresses, constants_of, gated_of, pairs_of
+from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of
 from .ptx import (afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld,
                   ld4, lds, lds2, lds4, shuffle, stage, sts, sts4,
                   syncwarp, wait_for_previous)
@@ -32,14 +32,20 @@ from .weights import unpacker
 class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each
     tile and group. With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in
-    shared memory. teams: so many times as many warps share the chunks of the rows and tokens, each with slots of its own; all
-    else is of one team."""
+    shared memory. teams: so many times as many warps share the chunks of the rows and tokens, by turns, and all else is of one
+    team. blocks: of a cluster, whose teams share them."""
     row_tiles: int
     groups: int
     quads: int
     warpgroups: bool = False
     slots: int = 2
     teams: int = 1
+    blocks: int = 1
+
+    @property
+    def n_teams(self) -> int:
+        """Of a cluster."""
+        return self.teams * self.blocks
 
     @property
     def n_warps(self) -> int:
@@ -70,24 +76,29 @@ class Block:
 
     @property
     def n_own(self) -> int:
-        """Of them, those whose totals it has: the teams each have a part, but for the last."""
-        return self.n_sums if self.teams == 1 else 2 * -(-self.n_sums // (2 * self.teams))
+        """Of them, those whose totals it has: the teams each have a part, but for the last ones."""
+        return self.n_sums if self.n_teams == 1 else 2 * -(-self.n_sums // (2 * self.n_teams))
+
+    @property
+    def sides(self) -> int:
+        """Turns for whose sums there is room: blocks that have a team each must not wait for those of the other."""
+        return 2 if self.blocks > 1 and self.teams == 1 else 1
 
     @property
     def n_threads(self) -> int:
-        """Of all teams."""
+        """Of all teams of a block."""
         return 32 * self.n_warps * self.teams
 
     def __str__(self) -> str:
         teams = f", {self.teams} teams" if self.teams > 1 else ""
-        return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}{teams}"
+        blocks = f", {self.blocks} blocks" if self.blocks > 1 else ""
+        return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}{teams}{blocks}"
 
 
 N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done with it
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
-TEAM_BLOCKS = tuple(Block(2, 1, quads, True, 2, teams)  # of few tokens; as many teams as registers hold
-                    for quads, most in ((4, 4), (8, 3)) for teams in range(1, most + 1))
+TEAMS = {4: 4, 8: 3, 16: 2}  # by quads: of few tokens as many teams as registers hold
 
 
 def most_quads(fmt: Format) -> int:
@@ -99,7 +110,7 @@ def most_quads(fmt: Format) -> int:
 def is_paced(fmt: Format, block: Block) -> bool:
     """Whether two warpgroups go each at its own pace, by barriers of the slots. With integer scales that is no faster, gate and
     up are slower. Teams always do."""
-    return block.teams > 1 or (block.warpgroups and block.row_tiles > 2 and not form(fmt).integer)
+    return block.n_teams > 1 or (block.warpgroups and block.row_tiles > 2 and not form(fmt).integer)
 
 
 def chunk_slot(fmt: Format, block: Block) -> Slot:
@@ -123,9 +134,9 @@ def first_slot(fmt: Format, block: Block) -> int:
 
 
 class Exchange(NamedTuple):
-    """Words of shared memory by which teams give each other sums: sums [team][warp][vector][lane][width], the scales of their
-    tokens [team][warp][token], as in a slot, and the barriers of the warps in the same place of all teams: sums are there; all
-    are done with them."""
+    """Words of shared memory by which teams give each other sums: sums [side][team of the cluster][warp][vector][lane][width], of
+    those whose totals the block has, the scales of their tokens [side][team][warp][token], as in a slot, and the barriers of the
+    warps in the same place of all teams [warp][side][2]: sums are there; all are done with them."""
     sums: int
     width: int     # sums that are written together
     scales: int
@@ -133,18 +144,23 @@ class Exchange(NamedTuple):
     n_words: int   # with all that lies before
 
 
+def kept_sums(block: Block) -> int:
+    """Sums of a lane whose totals a block has, and places behind them that the last teams read for nothing."""
+    return block.teams * block.n_own
+
+
 def exchange(fmt: Format, block: Block) -> Exchange:
-    n_warps = block.teams * block.n_warps
-    sums = first_slot(fmt, block) + block.teams * block.slots * chunk_slot(fmt, block).n_words
-    scales = sums + n_warps * 32 * block.n_sums
+    n_warps = block.sides * block.n_teams * block.n_warps
+    sums = first_slot(fmt, block) + block.slots * chunk_slot(fmt, block).n_words
+    scales = sums + n_warps * 32 * kept_sums(block)
     barriers = scales + n_warps * block.tokens
     return Exchange(sums, 2 if block.n_own % 4 else 4, scales, barriers,
-                    barriers + block.n_warps * N_BARRIERS * mbarrier.WORDS)
+                    barriers + block.n_warps * block.sides * N_BARRIERS * mbarrier.WORDS)
 
 
 def n_words(fmt: Format, block: Block) -> int:
     at = exchange(fmt, block)
-    return at.n_words if block.teams > 1 else at.sums
+    return at.n_words if block.n_teams > 1 else at.sums
 
 
 def shared_bytes(names: tuple[str, ...], block: Block) -> int:
@@ -172,10 +188,22 @@ def hopper_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...
     return fitting if all(warpgroups_pay(format_of(name)) for name in names) else ()
 
 
+def is_team(block: Block) -> bool:
+    """Whether it is one of `team_blocks`."""
+    return block.warpgroups and block not in HOPPER_BLOCKS
+
+
 @lru_cache(None)
 def team_blocks(name: str, shared_limit: int) -> tuple[Block, ...]:
-    """The blocks for few tokens of one matrix, of any format."""
-    return tuple(block for block in TEAM_BLOCKS if shared_bytes((name,), block) <= shared_limit)
+    """The blocks for few tokens of one matrix, of any format: with two slots of a team, and of those in clusters of two the one
+    of most teams for each number of tokens."""
+    def fitting(quads, slots, teams, blocks=1):
+        block = Block(2, 1, quads, True, slots, teams, blocks)
+        return [block] if shared_bytes((name,), block) <= shared_limit else []
+    alone = [block for quads in (4, 8) for teams in range(1, TEAMS[quads] + 1) for block in fitting(quads, 2 * teams, teams)]
+    return (*alone, *(block for quads in (4, 8)
+                      for block in [b for teams in range(TEAMS[quads], 1, -1) for b in fitting(quads, 2 * teams, teams, 2)][:1]),
+            *fitting(16, 3, 2, 2))
 
 
 class Sources(NamedTuple):
@@ -209,14 +237,20 @@ class Part(NamedTuple):
 
 def dense(block: Block) -> Part:
     """Rows from blockIdx.x * rows and tokens from blockIdx.y * tokens of one matrix."""
-    tokens = block.tokens
+    tokens, blocks = block.tokens, block.blocks
     first = device(lambda shared: i32(cuda.blockIdx.y * tokens))
-    return Part(row_block=device(lambda shared: cuda.blockIdx.x),
+    return Part(row_block=device(lambda shared: cuda.blockIdx.x // blocks if blocks > 1 else cuda.blockIdx.x),
                 matrix=device(lambda shared: i32(0)),
                 sources=first,
                 source=device(lambda shared, number, last: i32(min(number, last))),
                 targets=first,
                 target=device(lambda shared, number: number))
+
+
+def in_a_row(block: Block, at: int) -> Part:
+    """As `dense`, of a matrix whose blocks of rows lie behind those of others: which of its own lies at word `at` of shared
+    memory."""
+    return dense(block)._replace(row_block=device(lambda shared: i32(lds(shared, at))))
 
 
 def grouped(block: Block, at: int) -> Part:
@@ -483,7 +517,7 @@ def chunk_folder(fmt: Format, block: Block, multiply):
     act_at, d_at, limbs_at, _, tiles_at = chunk_slot(fmt, block)
     warpgroups, quads, n_rows_lane, place_of = block.warpgroups, block.quads, block.n_rows_lane, warp_placer(block)
     tile_words, own_words, first_warp = tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(fmt.name)
-    alone, n_warps = block.teams == 1, block.n_warps
+    alone, n_warps = block.n_teams == 1, block.n_warps
 
     @stage
     def fold_chunk(lane, warp, team, shared, now, total, acc, d, e):
@@ -511,84 +545,153 @@ def chunk_folder(fmt: Format, block: Block, multiply):
 
 
 class Exchanger(NamedTuple):
-    """Device functions by which a warp of a team and those in its place in the other teams give each other sums, by turns. turn:
-    the number of it, from 0."""
-    begin: object  # (tid, team, shared): makes the barriers. A barrier of the block goes between it and all else,
+    """Device functions by which a warp of a team and those in its place in the other teams of the cluster give each other sums,
+    by turns. team: of the block; rank: of the block in its cluster; turn: the number of it, from 0."""
+    begin: object  # (tid, team, shared): makes the barriers. A barrier of the cluster goes between it and all else,
     end: object    # and between all else and this, which ends them
-    send: object   # (tid, team, shared, now, turn, acc): a lane's acc of the chunk in the slot, and the scales of its tokens,
-                   # when all are done with those of the turn before
-    skip: object   # (tid, team, shared, turn): in the place of `send`, where there is no chunk
-    fold: object   # (tid, team, shared, turn, n, total): total = fma(acc, d, total) over the chunks of the first n teams, which
-                   # are in their order, when they are there; total: the lane's own, which are sums team * n_own .. of all
+    send: object   # (tid, team, rank, shared, now, turn, n_chunks, acc): a lane's acc of the chunk in the slot, and the scales of
+                   # its tokens, when all are done with those that lie in their places
+    skip: object   # (tid, team, rank, shared, turn, n_chunks): in the place of `send`, where there is no chunk
+    fold: object   # (tid, team, rank, shared, turn, n_chunks, total): total = fma(acc, d, total) over the chunks of the turn,
+                   # which are in the order of the teams, when they are there; total: the lane's own, which are sums
+                   # number of its team * n_own .. of all
+
+
+def exchange_places(fmt: Format, block: Block):
+    """(there, done, parity, place). there, done: (warp, turn) -> word of the barrier: all sums of a turn are there; all are done
+    with them. parity: (turn) -> that of the phase. place: (number of a team, warp, turn) -> that of what a warp sends."""
+    barriers, barrier_words = exchange(fmt, block).barriers, N_BARRIERS * mbarrier.WORDS
+    sides, n_teams, n_warps = block.sides, block.n_teams, block.n_warps
+
+    @device
+    def there(warp, turn):
+        return i32(barriers + (warp * sides + (turn & 1) if sides > 1 else warp) * barrier_words)
+
+    @device
+    def done(warp, turn):
+        return i32(there(warp, turn) + mbarrier.WORDS)
+
+    @device
+    def parity(turn):
+        return i32((turn >> 1 if sides > 1 else turn) & 1)
+
+    @device
+    def place(team_number, warp, turn):
+        return i32((team_number + (turn & 1) * n_teams if sides > 1 else team_number) * n_warps + warp)
+    return there, done, parity, place
+
+
+def sum_senders(fmt: Format, block: Block):
+    """Of the blocks of rank 0 and 1: (tid, team, shared, now, turn, acc), what a lane sends of the chunk in the slot."""
+    (sums, width, scales, *_), (there, _, _, place) = exchange(fmt, block), exchange_places(fmt, block)
+    d_at, blocks, tokens, kept = chunk_slot(fmt, block).d, block.blocks, block.tokens, kept_sums(block)
+    n_vectors, own_vectors, n_rounds = block.n_sums // width, block.n_own // width, -(-tokens // 32)
+    assert blocks in (1, 2), block
+
+    @device
+    def keep(shared, at, acc, o):
+        if width == 4:
+            sts4(shared, at, as_u32(acc[o]), as_u32(acc[o + 1]), as_u32(acc[o + 2]), as_u32(acc[o + 3]))
+        else:
+            sts(shared, at, as_u32(acc[o]))
+            sts(shared, at + 1, as_u32(acc[o + 1]))
+
+    @device
+    def give(far, barrier, acc, o):
+        if width == 4:
+            cluster.send4(far, barrier, as_u32(acc[o]), as_u32(acc[o + 1]), as_u32(acc[o + 2]), as_u32(acc[o + 3]))
+        else:
+            cluster.send2(far, barrier, as_u32(acc[o]), as_u32(acc[o + 1]))
+
+    def sender(rank):
+        @stage
+        def send(tid, team, shared, now, turn, acc):
+            lane, warp = i32(tid & 31), i32(tid >> 5)
+            words = place(i32(team * blocks + rank), warp, turn)
+            at, scales_at = i32(sums + words * (32 * kept) + lane * width), i32(scales + words * tokens + lane)
+            far = far_scales = barrier = i32(0)
+            if blocks > 1:
+                far, far_scales = cluster.address(shared, at, 1 - rank), cluster.address(shared, scales_at, 1 - rank)
+                barrier = cluster.address(shared, there(warp, turn), 1 - rank)
+            for v in range(n_vectors):
+                owner = v // own_vectors
+                vector = owner // blocks * own_vectors + v % own_vectors
+                if owner % blocks == rank:
+                    keep(shared, i32(at + vector * 32 * width), acc, v * width)
+                else:
+                    give(i32(far + vector * 128 * width), barrier, acc, v * width)
+            for i in range(n_rounds):
+                if lane + 32 * i < tokens:
+                    scale = lds(shared, now + d_at + lane + 32 * i)
+                    sts(shared, scales_at + 32 * i, scale)
+                    if blocks > 1:
+                        cluster.send1(i32(far_scales + 128 * i), barrier, scale)
+        return send
+    return sender(0), sender(blocks - 1)
 
 
 def exchanger(fmt: Format, block: Block) -> Exchanger:
-    (sums, width, scales, barriers, _), d_at = exchange(fmt, block), chunk_slot(fmt, block).d
-    teams, n_warps, n_own, n_sums, quads, tokens = (block.teams, block.n_warps, block.n_own, block.n_sums, block.quads,
-                                                    block.tokens)
-    n_vectors, n_rounds, barrier_words = n_sums // width, -(-tokens // 32), N_BARRIERS * mbarrier.WORDS
-
-    @device
-    def there(warp):
-        return i32(barriers + warp * barrier_words)
-
-    @device
-    def done(warp):
-        return i32(barriers + warp * barrier_words + mbarrier.WORDS)
+    """Teams are numbered team * blocks + rank. What goes to another block of the cluster is stored there by `cluster.send4`, and
+    counts in bytes at its barrier."""
+    (sums, width, scales, *_), (there, done, parity, place) = exchange(fmt, block), exchange_places(fmt, block)
+    teams, blocks, n_teams, n_warps, sides = block.teams, block.blocks, block.n_teams, block.n_warps, block.sides
+    n_own, n_sums, quads, tokens, kept = block.n_own, block.n_sums, block.quads, block.tokens, kept_sums(block)
+    far_bytes = tuple(4 * (tokens + 32 * sum(o // n_own % blocks == rank for o in range(n_sums))) for rank in range(blocks))
+    send_first, send_second = sum_senders(fmt, block)
 
     @device
     def begin(tid, team, shared):
         if team == 0 and tid & 31 == 0:
-            mbarrier.begin(shared, there(tid >> 5), teams)
-            mbarrier.begin(shared, done(tid >> 5), teams)
+            for side in range(sides):
+                mbarrier.begin(shared, there(tid >> 5, side), teams)
+                mbarrier.begin(shared, done(tid >> 5, side), n_teams)
 
     @device
     def end(tid, team, shared):
         if team == 0 and tid & 31 == 0:
-            mbarrier.end(shared, there(tid >> 5))
-            mbarrier.end(shared, done(tid >> 5))
+            for side in range(sides):
+                mbarrier.end(shared, there(tid >> 5, side))
+                mbarrier.end(shared, done(tid >> 5, side))
 
     @device
     def await_others(tid, shared, turn):
-        if turn > 0:
-            mbarrier.wait(shared, done(tid >> 5), i32((turn - 1) & 1))
+        if turn >= sides:
+            mbarrier.wait(shared, done(tid >> 5, turn), i32(parity(turn) ^ 1))
 
     @device
-    def arrive(tid, shared, barrier):
-        syncwarp()  # all lanes have written, or read
+    def arrive_there(tid, team, rank, shared, turn, n_chunks):
+        """All lanes have written. The team in the same place of the other block sends as well, if it has a chunk."""
+        syncwarp()
         if tid & 31 == 0:
-            mbarrier.arrive(shared, barrier)
+            if blocks > 1:
+                n_bytes = far_bytes[0] if rank == 0 else far_bytes[1]
+                sends = turn * n_teams + team * blocks + (1 - rank) < n_chunks
+                mbarrier.expect(shared, there(tid >> 5, turn), i32(n_bytes if sends else 0))
+            else:
+                mbarrier.arrive(shared, there(tid >> 5, turn))
 
     @device
-    def skip(tid, team, shared, turn):
+    def skip(tid, team, rank, shared, turn, n_chunks):
         await_others(tid, shared, turn)
-        arrive(tid, shared, there(tid >> 5))
+        arrive_there(tid, team, rank, shared, turn, n_chunks)
 
     @stage
-    def send(tid, team, shared, now, turn, acc):
-        lane, warp = i32(tid & 31), i32(tid >> 5)
+    def send(tid, team, rank, shared, now, turn, n_chunks, acc):
         await_others(tid, shared, turn)
-        place = i32(team * n_warps + warp)
-        at = i32(sums + place * (32 * n_sums) + lane * width)
-        for v in range(n_vectors):
-            o = v * width
-            if width == 4:
-                sts4(shared, at + v * 128, as_u32(acc[o]), as_u32(acc[o + 1]), as_u32(acc[o + 2]), as_u32(acc[o + 3]))
-            else:
-                sts(shared, at + v * 64, as_u32(acc[o]))
-                sts(shared, at + v * 64 + 1, as_u32(acc[o + 1]))
-        for i in range(n_rounds):
-            if lane + 32 * i < tokens:
-                sts(shared, scales + place * tokens + lane + 32 * i, lds(shared, now + d_at + lane + 32 * i))
-        arrive(tid, shared, there(warp))
+        if blocks == 1 or rank == 0:
+            send_first(tid, team, shared, now, turn, acc)
+        else:
+            send_second(tid, team, shared, now, turn, acc)
+        arrive_there(tid, team, rank, shared, turn, n_chunks)
 
     @stage
-    def fold(tid, team, shared, turn, n, total):
-        lane, warp = i32(tid & 31), i32(tid >> 5)
-        mbarrier.wait(shared, there(warp), i32(turn & 1))
-        at = i32(sums + warp * (32 * n_sums) + team * (32 * n_own) + lane * width)
-        d_of = i32(scales + warp * tokens + (lane & 3) * quads + team * (n_own // 2))
-        for source in range(teams):
+    def fold(tid, team, rank, shared, turn, n_chunks, total):
+        lane, warp, n = i32(tid & 31), i32(tid >> 5), i32(n_chunks - turn * n_teams)
+        mbarrier.wait(shared, there(warp, turn), parity(turn))
+        words = place(i32(0), warp, turn)
+        at = i32(sums + words * (32 * kept) + team * (32 * n_own) + lane * width)
+        d_of = i32(scales + words * tokens + (lane & 3) * quads + (team * blocks + rank) * (n_own // 2))
+        for source in range(n_teams):
             if source < n:
                 for v in range(n_own // width):
                     o = v * width
@@ -600,8 +703,12 @@ def exchanger(fmt: Format, block: Block) -> Exchanger:
                     else:
                         (a, b), d0 = lds2(shared, at + v * 64), lds(shared, d_of + v)
                         total[o], total[o + 1] = fma(as_f32(a), as_f32(d0), total[o]), fma(as_f32(b), as_f32(d0), total[o + 1])
-                at, d_of = i32(at + n_warps * 32 * n_sums), i32(d_of + n_warps * tokens)
-        arrive(tid, shared, done(warp))
+                at, d_of = i32(at + n_warps * 32 * kept), i32(d_of + n_warps * tokens)
+        syncwarp()  # all lanes have read
+        if lane == 0:
+            mbarrier.arrive(shared, done(warp, turn))
+            if blocks > 1:
+                cluster.arrive_at(cluster.address(shared, done(warp, turn), 1 - rank))
     return Exchanger(begin, end, send, skip, fold)
 
 
@@ -657,18 +764,21 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     store_totals = totals_writer(block, ending, part)
     (begin_barriers, end_barriers), (there, done) = slot_barriers(fmt, block), barrier_places(fmt, block)
     n_offsets, n_scales, n_limbs, n_places = sources(fmt, block)
-    all_slots, slot_words, n_threads = first_slot(fmt, block), chunk_slot(fmt, block).n_words, block.n_threads
+    first, slot_words, n_threads = first_slot(fmt, block), chunk_slot(fmt, block).n_words, block.n_threads
     n_found, n_sums, n_own, n_products = n_scales + n_limbs, block.n_sums, block.n_own, 4 * block.quads
-    teams, (begin_exchange, end_exchange, send, skip, fold) = block.teams, exchanger(fmt, block)
+    blocks, (begin_exchange, end_exchange, send, skip, fold) = block.blocks, exchanger(fmt, block)
+    teams, n_teams, behind = block.teams, block.n_teams, block.sides > 1  # sums of a turn are added behind the next products
     early = warpgroups and part.n_tokens is None  # weights are on their way before the kernel before has ended
-    ring_words, team_threads = slots * slot_words, 32 * block.n_warps
-    wait = copies_wait_but(slots - 2)
+    team_threads, ahead = 32 * block.n_warps, (slots - 1) // teams  # chunks of a team that are on their way
+    step, ring_words, last_step = teams * slot_words, slots * slot_words, first + (slots - teams) * slot_words
+    wait, meet = copies_wait_but(slots - 2), cluster.meet if blocks > 1 else cuda.syncthreads
 
     @device
     def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):  # noqa: PLR0915 (a kernel: its steps in order)
         shared = cuda.shared.array(0, types.uint32)
         total, acc = cuda.local.array(n_own, f32), cuda.local.array(n_sums, f32)
         tid, n_chunks, team, turn_of = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8), i32(0), i32(0)
+        rank = i32(cuda.blockIdx.x % blocks)
         if n_entries:
             p = tid
             while p < n_entries:
@@ -685,30 +795,34 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         if teams > 1:
             team = shuffle(i32(tid // team_threads), i32(0))  # known to be the same for all lanes
             tid = i32(tid - team * team_threads)
-        first = i32(all_slots + team * ring_words)
-        last_slot = i32(first + (slots - 1) * slot_words)
         if warpgroups:
             find(tid, shared, n_chunks, n, found)
-        chunk, copied, now, free, turn, free_turn = team, team, first, first, i32(0), i32(0)
-        if teams > 1:
+        number = i32(team * blocks + rank)
+        own = i32(first + team * slot_words)  # its first slot
+        chunk, copied, now, free, turn, free_turn = number, number, own, own, i32(0), i32(0)
+        if n_teams > 1:
             begin_exchange(tid, team, shared)
         if paced:
-            begin_barriers(tid, shared, first)
-            cuda.syncthreads()
+            if team == 0:
+                begin_barriers(tid, shared, first)
+            meet()
         if early:
-            while copied < (slots - 1) * teams:  # the copies run ahead by so many chunks
+            while copied < ahead * n_teams:  # the copies run ahead by so many chunks
                 fill_tile(tid, shared, free, copied, operands, found)
-                copied, free = i32(copied + teams), i32(free + slot_words)
+                copied, free = i32(copied + n_teams), i32(free + step)
             wait_for_previous()
-            copied, free = team, first
-        while copied < (slots - 1) * teams:
+            copied, free = number, own
+        while copied < ahead * n_teams:
             if early:
                 fill_tokens(tid, shared, free, copied, operands, found)
             else:
                 fill(tid, shared, free, free_turn, copied, operands, found)
-            copied, free = i32(copied + teams), i32(free + slot_words)
-        # These warps fill slots behind their products, so that two warps of a scheduler are not at the same work
-        later = (team & 1 == 1) if teams > 1 else warpgroups and tid >= 128
+            copied, free = i32(copied + n_teams), i32(free + step)
+        if teams > 1 and free > last_step + step - slot_words:
+            free, free_turn = i32(free - ring_words), i32(1)
+        # These warps fill slots behind their products, so that two warps of a scheduler are not at the same work; and those
+        # whose slot another team multiplies in the same turn, for which all must first have added the sums of the turn before
+        later = (team & 1 == 1 or team >= slots - teams) if teams > 1 else warpgroups and tid >= 128
         while chunk < n_chunks:
             if paced:
                 mbarrier.wait(shared, now + there, turn)
@@ -720,39 +834,46 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                 cuda.syncthreads()  # the chunk is there; all are done with the one before, whose slot is filled anew
             if not later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
-            if teams > 1 and turn_of > 0:
-                fold(tid, team, shared, turn_of - 1, teams, total)
+            if n_teams > 1 and not behind and turn_of > 0:
+                fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
             if not warpgroups:
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
             fold_chunk(lane, warp, team, shared, now, total, acc, d, e)
-            if teams > 1:
-                send(tid, team, shared, now, turn_of, acc)
+            if n_teams > 1:
+                send(tid, team, rank, shared, now, turn_of, n_chunks, acc)
             if paced:
                 syncwarp()
                 if lane == 0:
                     mbarrier.arrive(shared, now + done)
+            if behind and turn_of > 0:
+                fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
             turn_of = i32(turn_of + 1)
             if later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
-            if free == last_slot:
+            if free >= last_step:
                 free_turn = i32(free_turn ^ 1)
-            if now == last_slot:
+            if now >= last_step:
                 turn = i32(turn ^ 1)
-            copied, free = i32(copied + teams), i32(free + slot_words if free < last_slot else first)
-            chunk, now = i32(chunk + teams), i32(now + slot_words if now < last_slot else first)
-        if teams > 1:
-            n_turns = i32((n_chunks + (teams - 1)) // teams)
+            copied, free = i32(copied + n_teams), i32(free + step if free < last_step else free + (step - ring_words))
+            chunk, now = i32(chunk + n_teams), i32(now + step if now < last_step else now + (step - ring_words))
+        if n_teams > 1:
+            n_turns = i32((n_chunks + (n_teams - 1)) // n_teams)
             if turn_of < n_turns:  # there are no chunks for all in the last turn, and none for this team
-                if turn_of > 0:
-                    fold(tid, team, shared, turn_of - 1, teams, total)
-                skip(tid, team, shared, turn_of)
-            fold(tid, team, shared, n_turns - 1, i32(n_chunks - (n_turns - 1) * teams), total)
-        store_totals(tid, shared, now, total, team * n_own, out, n_rows, n_out, last, bias, other_bias)
+                if turn_of > 0 and not behind:
+                    fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
+                skip(tid, team, rank, shared, turn_of, n_chunks)
+                if turn_of > 0 and behind:
+                    fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
+            fold(tid, team, rank, shared, n_turns - 1, n_chunks, total)
+        if slots % teams:
+            cuda.syncthreads()  # all are done with the slot, which is not the team's alone
+        store_totals(tid, shared, now, total, number * n_own, out, n_rows, n_out, last, bias, other_bias)
         if paced:
-            cuda.syncthreads()  # none waits any more
-            end_barriers(tid, shared, first)
-            if teams > 1:
+            meet()  # none waits any more
+            if team == 0:
+                end_barriers(tid, shared, first)
+            if n_teams > 1:
                 end_exchange(tid, team, shared)
     return run
 
@@ -785,8 +906,9 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
 SMALL_TESTED = [(name, *astuple(block)) for name, block in zip(("Q4_0", "Q5_1", "Q4_K"), BLOCKS[2:])]
 QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
 TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED
-                for block in (Block(2, 1, 4, True, 2, 4), Block(2, 1, 8, True, 2, 3))]
-TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in TEAM_BLOCKS]
+                for block in (Block(2, 1, 4, True, 8, 4), Block(2, 1, 8, True, 6, 3), Block(2, 1, 16, True, 3, 2, 2))]
+TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in (
+    Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3, 2), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2))]
 
 
 @factory(SMALL_TESTED[:1] + TEAMS_TESTED
@@ -798,8 +920,8 @@ def mmq_kernel(name, *block):
 
     def kernel(words, act, out, n_rows, n_cols, n):  # block: rows from blockIdx.x * rows, tokens from blockIdx.y * tokens
         run(words, out, out, act, out, True, n_rows, n_cols, n, n)
-    return Kernel(kernel, (U32, U32, F32, N, N, N), block.n_threads, resident(block) if block in TEAM_BLOCKS else 1,
-                  HOPPER if block.warpgroups else None)
+    return Kernel(kernel, (U32, U32, F32, N, N, N), block.n_threads, resident(block) if is_team(block) else 1,
+                  HOPPER if block.warpgroups else None, block.blocks)
 
 
 @factory([("relu", "IQ4_XS", "Q5_0", False, *astuple(BLOCKS[2])), ("silu", "Q8_0", "Q8_0", False, *astuple(BLOCKS[0])),
@@ -813,6 +935,50 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
     def kernel(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n):  # blocks as in mmq_kernel
         run(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n, n)
     return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N), 32 * block.n_warps, arch=HOPPER if block.warpgroups else None)
+
+
+# Matrices behind each other, of one input: blocks of rows of the first, then of the second and the third
+
+QKV_TESTED = [("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 4, True, 8, 4))),
+              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 4, 2, 2))),
+              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2)))]
+
+
+def qkv_bytes(names: tuple[str, ...], block: Block) -> int:
+    """Bytes of shared memory: the number of the block of rows lies behind all else."""
+    return shared_bytes(names, block) + 16
+
+
+@factory(QKV_TESTED)
+def mmq_qkv_kernel(q, k, v, *block):
+    block, names = Block(*block), (q, k, v)
+    at, rows, blocks = shared_bytes(names, block) // 4, block.rows, block.blocks
+    of_kinds = {name: products(name, block, STORE, in_a_row(block, at)) for name in names}
+    run_q, run_k, run_v = (of_kinds[name] for name in names)
+    one_kind = len(of_kinds) == 1
+
+    def kernel(q_words, k_words, v_words, act, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n):
+        # block: of the matrices' blocks of rows the one of number blockIdx.x / blocks; tokens from blockIdx.y * tokens
+        row_block, matrix, n_rows = i32(cuda.blockIdx.x // blocks), i32(0), q_rows
+        n_blocks = i32((q_rows + (rows - 1)) // rows)
+        if row_block >= n_blocks:
+            row_block, matrix, n_rows = i32(row_block - n_blocks), i32(1), k_rows
+            n_blocks = i32((k_rows + (rows - 1)) // rows)
+            if row_block >= n_blocks:
+                row_block, matrix, n_rows = i32(row_block - n_blocks), i32(2), v_rows
+        if cuda.threadIdx.x == 0:
+            sts(cuda.shared.array(0, types.uint32), at, row_block)
+        if one_kind:
+            words = q_words if matrix == 0 else k_words if matrix == 1 else v_words
+            out = q_out if matrix == 0 else k_out if matrix == 1 else v_out
+            run_q(words, out, out, act, out, True, n_rows, n_cols, n, n)
+        elif matrix == 0:
+            run_q(q_words, q_out, q_out, act, q_out, True, n_rows, n_cols, n, n)
+        elif matrix == 1:
+            run_k(k_words, k_out, k_out, act, k_out, True, n_rows, n_cols, n, n)
+        else:
+            run_v(v_words, v_out, v_out, act, v_out, True, n_rows, n_cols, n, n)
+    return Kernel(kernel, (*[U32] * 4, *[F32] * 3, *[N] * 5), block.n_threads, resident(block), HOPPER, blocks)
 
 
 # Matrices of experts, or of heads: blocks take items of work one after the other
@@ -891,7 +1057,7 @@ def launch_grid(block: Block, n_rows: int, n_cols: int, n: int) -> tuple[int, in
     """Blocks over the rows of a matrix and over n tokens."""
     most = min(65535 * block.tokens, (1 << 31) // (160 * -(-n_cols // CHUNK)))  # blocks of a grid; words of activations
     need(n <= most, "n", n, f"1..{most}")
-    return -(-n_rows // block.rows), -(-n // block.tokens)
+    return -(-n_rows // block.rows) * block.blocks, -(-n // block.tokens)
 
 
 def mmq(call: Call):
@@ -899,6 +1065,15 @@ def mmq(call: Call):
     names, block, sizes = (call.w.dtype,), call.plan, (*call.w.shape, call.x.shape[0])
     kernel, args = mmq_kernel(*names, *astuple(block)), (*addresses(call.w, call.x, call.out), *sizes)
     return call.device.launch(kernel, launch_grid(block, *sizes), block.n_threads, args, shared_bytes(names, block))
+
+
+def mmq_qkv(call: Call):
+    """q_out, k_out, v_out = q x, k x, v x, all quantized. plan: `Block` of teams, which is paced."""
+    names, n_rows, _, words, _, outs = qkv_of(call)
+    block, (n, n_cols) = call.plan, call.x.shape
+    grids = [launch_grid(block, rows, n_cols, n) for rows in n_rows]
+    kernel, args = mmq_qkv_kernel(*names, *astuple(block)), (*words, call.x.data, *outs, *n_rows, n_cols, n)
+    return call.device.launch(kernel, (sum(x for x, _ in grids), grids[0][1]), block.n_threads, args, qkv_bytes(names, block))
 
 
 def mmq_glu(call: Call):

@@ -5,14 +5,15 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call, Operand
 from .launch import need
-from .mmq import TEAM_BLOCKS, Block, block_shape, hopper_blocks, mmq, resident, shared_bytes, team_blocks
+from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, RESERVED, FewShape, few_shape, mmq_few
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
 # us of a chunk of Q4_K (docs/kernels-log.md): a row tile with 16 tokens in mmq_few; of warpgroups, by their quads, of the only
 # one of a multiprocessor, and of each further one
-FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.45), 8: (1.5, 0.55), 16: (1.75, 0.85)}
+FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
+CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.45, 8: 0.2, 16: 1.35}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
@@ -27,18 +28,33 @@ def fills(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> bool:
 def n_resident(names: tuple[str, ...], block: Block, shared_limit: int) -> int:
     """Blocks of warpgroups that a multiprocessor holds."""
     by_memory = (shared_limit + RESERVED) // (shared_bytes(names, block) + RESERVED)
-    return min(resident(block), by_memory) if block in TEAM_BLOCKS else 1
+    return min(resident(block), by_memory) if is_team(block) else 1
 
 
 def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
              shared_limit: int) -> float:
     """What a matrix takes in blocks of warpgroups."""
-    n_blocks, held = -(-n_rows // block.rows) * -(-n // block.tokens), n_resident(names, block, shared_limit)
+    n_blocks, held = -(-n_rows // block.rows) * block.blocks * -(-n // block.tokens), n_resident(names, block, shared_limit)
     together = min(held, -(-n_blocks // n_multiprocessors)) * block.n_warps * block.teams // 4
     first_us, further_us = WARPGROUP_US[block.quads]
     n_chunks = -(-n_cols // CHUNK)
-    n_turns = -(-n_blocks // (held * n_multiprocessors)) * -(-n_chunks // block.teams)
-    return START_US + n_turns * (first_us + further_us * (together - 1))
+    n_turns = -(-n_blocks // (held * n_multiprocessors)) * -(-n_chunks // block.n_teams)
+    us = START_US + n_turns * (first_us + further_us * (together - 1))
+    return us + CLUSTER_START_US + n_turns * CLUSTER_US[block.quads] if block.blocks > 1 else us
+
+
+def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
+    """What a matrix takes by mmq_few."""
+    n_blocks = -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW)
+    return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
+
+
+def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
+            shared_limit: int) -> tuple[float, Block]:
+    """(us, block) of the block that `block_us` finds the fastest."""
+    us = {block: block_us(names, block, n_rows, n_cols, n, n_multiprocessors, shared_limit) for block in blocks}
+    block = min(us, key=us.get)
+    return us[block], block
 
 
 @lru_cache(None)
@@ -55,10 +71,8 @@ def many_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multi
         blocks += team_blocks(names[0], shared_limit)
     if not blocks:
         return None
-    us = {block: block_us(names, block, n_rows, n_cols, n, n_multiprocessors, shared_limit) for block in blocks}
-    few_us = START_US + FEW_US * -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW) * -(-n_cols // CHUNK) / n_multiprocessors
-    block = min(us, key=us.get)
-    return block if n > FEWEST_OF_WARPGROUPS and us[block] < few_us else None
+    us, block = fastest(names, blocks, n_rows, n_cols, n, n_multiprocessors, shared_limit)
+    return block if n > FEWEST_OF_WARPGROUPS and us < few_us(n_rows, n_cols, n, n_multiprocessors) else None
 
 
 def quantized_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,

@@ -1,10 +1,15 @@
-"""The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few takes all
-of them, else one after the other."""
+"""The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few or teams
+of mmq take all of them, else one after the other."""
+from dataclasses import astuple
+from functools import lru_cache
+
+from ...quant.formats import format_of
 from ..call import Call
 from .elementwise import add, check_grid
 from .launch import Launches
+from .mmq import Block, mmq_qkv, qkv_bytes, team_blocks
 from .mmq_few import FewShape, mmq_few_qkv, qkv_shape
-from .mul_mat import check_sizes, limits, mul_mat_shape, product
+from .mul_mat import FEWEST_OF_WARPGROUPS, block_us, check_sizes, fastest, few_us, limits, mul_mat_shape, product
 from .operands import is_quantized, qkv_of
 
 
@@ -15,10 +20,34 @@ def check(call: Call) -> None:
         check_sizes(rows, call.x.n_cols, call.x.n_rows)
 
 
-def plan(call: Call) -> FewShape | None:
+@lru_cache(None)
+def team_shape(names: tuple[str, ...], n_rows: tuple[int, ...], n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
+               warpgroups: bool) -> Block | None:
+    """The block of mmq_qkv where one launch is faster than others. names: formats of the matrices, of so many rows."""
+    all_have = set.intersection(*(set(team_blocks(name, shared_limit)) for name in names)) if warpgroups else ()
+    blocks = tuple(block for block in sorted(all_have, key=astuple)
+                   if block.n_teams > 1 and qkv_bytes(names, block) <= shared_limit)
+    if n <= FEWEST_OF_WARPGROUPS or not blocks:
+        return None
+    device, together = (n_multiprocessors, shared_limit), 64 * sum(-(-rows // 64) for rows in n_rows)
+    us, block = fastest(names, blocks, together, n_cols, n, *device)
+    apart = [(name, rows, mul_mat_shape(name, rows, n_cols, n, *device, warpgroups)) for name, rows in zip(names, n_rows)]
+    if all(isinstance(shape, FewShape) for *_, shape in apart):
+        return block if us < few_us(together, n_cols, n, n_multiprocessors) else None
+    others_us = sum(block_us((name,), shape, rows, n_cols, n, *device) if isinstance(shape, Block) and shape.warpgroups
+                    else few_us(rows, n_cols, n, n_multiprocessors) for name, rows, shape in apart)
+    return block if us < others_us else None
+
+
+def plan(call: Call) -> FewShape | Block | None:
     """Of the one kernel; None where the products are computed one after the other."""
     names, n_rows, *_ = qkv_of(call)
     (n, n_cols), device = call.x.shape, limits(call.device)
+    block = team_shape(names, n_rows, n_cols, n, *device) if all(format_of(name).is_quantized for name in names) else None
+    if block is not None:
+        for out in (call.q_out, call.k_out, call.v_out):
+            check_grid(out)  # of the biases' additions
+        return block
     if all(isinstance(mul_mat_shape(name, rows, n_cols, n, *device), FewShape) for name, rows in zip(names, n_rows)):
         return qkv_shape(names, n_rows, n_cols, n, *device[:2])
     for out in (call.q_out, call.k_out, call.v_out):
@@ -31,8 +60,8 @@ def mul_mat_qkv(call: Call):
 
     q, k, v: tiles of weights [m, k], each of its own m, on 16 bytes, all quantized or all float; x: as of `mul_mat`; biases:
     f32 [m], or none is there; results: f32 [n, m]."""
-    if call.plan is not None:
+    if isinstance(call.plan, FewShape):
         return mmq_few_qkv(call)
     parts = (call.q, call.q_bias, call.q_out), (call.k, call.k_bias, call.k_out), (call.v, call.v_bias, call.v_out)
-    products = [product(call, w, out) for w, _, out in parts]
+    products = [mmq_qkv(call)] if call.plan else [product(call, w, out) for w, _, out in parts]
     return Launches((*products, *(add(call.part("add", x=out, y=bias, out=out)) for _, bias, out in parts if bias is not None)))

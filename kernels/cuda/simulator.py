@@ -495,11 +495,11 @@ def match(value):
 
 
 class _Phases:
-    """A barrier of `mbarrier`: one phase after the other, each of n arrivals."""
+    """A barrier of `mbarrier`: one phase after the other, each of n arrivals and of the bytes that are expected."""
 
     def __init__(self, n):
         self.n, self.n_arrived, self.phase, self.waiting, self.copies = n, 0, 0, [], []
-        self.n_bytes = 0  # that bulk copies have still to bring
+        self.n_bytes = 0  # that bulk copies, or other blocks, have still to bring
 
 
 def barrier_begin(array, index, n):
@@ -512,12 +512,16 @@ def barrier_begin(array, index, n):
 
 def barrier_end(array, index):
     barrier = getcurrent().block.barriers.pop(int(index))
-    if barrier.n_arrived:
-        raise RuntimeError(f"mbarrier: word {index} ends with {barrier.n_arrived} arrivals of {barrier.n}")
+    if barrier.n_arrived or barrier.n_bytes:
+        raise RuntimeError(f"mbarrier: word {index} ends with {barrier.n_arrived} arrivals of {barrier.n}, {barrier.n_bytes} "
+                           "bytes to come")
 
 
 def barrier_arrive(array, index):
-    barrier = getcurrent().block.barriers[int(index)]
+    _arrive(getcurrent().block.barriers[int(index)])
+
+
+def _arrive(barrier):
     barrier.n_arrived += 1
     _end_phase(barrier)
 
@@ -537,12 +541,17 @@ def barrier_bring(array, index, pointer, first, n_words, barrier_index):
     to, value = array[index:index + n], pointer.elements[int(first):int(first) + n].view(array.dtype)
     if len(value) != n:
         raise IndexError(f"bring: elements {first}..{first + n - 1} of {len(pointer.elements)}")
+    _receive(block, barrier, to, value)
+
+
+def _receive(block, barrier, to, value):
+    """What comes by itself: at once, or when the phase ends."""
     if block.random.getrandbits(1):
         to[:] = value
     else:
-        to[:] = _unwritten(n, array.dtype)
+        to[:] = _unwritten(len(to), to.dtype)
         barrier.copies.append((to, value))
-    barrier.n_bytes -= 4 * n
+    barrier.n_bytes -= to.nbytes
     _end_phase(barrier)
 
 
@@ -601,24 +610,49 @@ def cluster_wait():
     thread.waited = thread.phases
 
 
+def cluster_address(array, index, number):
+    """array: all of the dynamic shared memory, as words. Of an address the upper byte is the block, the others a byte there."""
+    dynamic = getcurrent().block.dynamic
+    if array.base is None or array.nbytes != dynamic.nbytes:
+        raise TypeError("address: the array must be the dynamic shared memory")
+    return i32(int(number) << 24 | 4 * int(index))
+
+
+def _far(address):
+    """(block, word) of an address."""
+    return getcurrent().block.cluster.blocks[int(address) >> 24], (int(address) & 0xffffff) // 4
+
+
+def _far_barrier(address):
+    """(block, barrier) of an address."""
+    (block, at), number = _far(address), int(address) >> 24
+    if not block.begun or not block.n_live:
+        raise RuntimeError(f"block {number} of the cluster has {'ended' if block.begun else 'not begun'}")
+    if at not in block.barriers:
+        raise RuntimeError(f"block {number} of the cluster has no mbarrier at word {at}")
+    return block, block.barriers[at]
+
+
+def _send(n):
+    def send(address, barrier, *words):
+        (block, word), (same, barrier) = _far(address), _far_barrier(barrier)
+        if same is not block:
+            raise RuntimeError("send: the mbarrier is in another block")
+        array = block.dynamic.view(u32)
+        check_elements("send", array, word, n)
+        _receive(block, barrier, array[word:word + n], np.array([_as_int(u32)(w) for w in words], u32))
+    return send
+
+
+cluster_send1, cluster_send2, cluster_send4 = map(_send, (1, 2, 4))
+
+
 def cluster_send(array, index, number, word, barrier):
-    """array: all of the dynamic shared memory, as words. The word is there at once, or as late as it may be."""
-    block = getcurrent().block
-    to = block.cluster.blocks[int(number)]
-    if not to.begun or not to.n_live:
-        raise RuntimeError(f"block {int(number)} of the cluster has {'ended' if to.begun else 'not begun'}")
-    check_elements("send", array, index, 1)
-    if array.base is None or array.nbytes != block.dynamic.nbytes:
-        raise TypeError("send: the array must be the dynamic shared memory")
-    if int(barrier) not in to.barriers:
-        raise RuntimeError(f"block {int(number)} of the cluster has no mbarrier at word {int(barrier)}")
-    barrier, there, word = to.barriers[int(barrier)], to.dynamic.view(array.dtype)[index:index + 1], _as_int(u32)(word)
-    if block.random.getrandbits(1):
-        barrier.copies.append((there, word))
-    else:
-        there[:] = word
-    barrier.n_bytes -= 4
-    _end_phase(barrier)
+    cluster_send1(cluster_address(array, index, number), cluster_address(array, barrier, number), word)
+
+
+def cluster_arrive_at(barrier):
+    _arrive(_far_barrier(barrier)[1])
 
 
 def _words(dtype, rows):

@@ -2,10 +2,10 @@
 
     python tests/scripts/barriers.py [-n PROCESSES] [NAME of a kernels' file ...]
 
-Barriers are what one line calls: syncthreads, syncwarp, `apart`, the waits for copies and for a phase of `mbarrier` (not those
-for `wgmma` and for the kernel before, which do nothing in the simulator). Prints a line each; exits with 1 if one is not missed,
-or a syncthreads, syncwarp or `apart` not reached, and ALLOWED does not say why. Takes half an hour of one core. (pytest has this
-file as a plugin.)
+Barriers are what one line calls: syncthreads, syncwarp, `apart`, `cluster.meet`, the waits for copies and for a phase of
+`mbarrier` (not those for `wgmma` and for the kernel before, which do nothing in the simulator). Prints a line each; exits with 1
+if one is not missed, or a syncthreads, syncwarp or `apart` not reached, and ALLOWED does not say why. Takes half an hour of one
+core. (pytest has this file as a plugin.)
 """
 import argparse
 import os
@@ -46,9 +46,9 @@ def pytest_configure(config):
     """Puts a function that can leave itself out around each barrier, before kernels' modules take it."""
     from numba import cuda
 
-    from ggml_py.kernels.cuda import mbarrier, ptx, simulator
+    from ggml_py.kernels.cuda import cluster, mbarrier, ptx, simulator
     left_out, seen = os.environ.get(LEFT_OUT), set()
-    own = {module.__file__ for module in (mbarrier, ptx, simulator)} | {__file__}
+    own = {module.__file__ for module in (cluster, mbarrier, ptx, simulator)} | {__file__}
 
     def watched(barrier):
         def call(*args):
@@ -60,7 +60,7 @@ def pytest_configure(config):
             if name != left_out:
                 barrier(*args)
         return call
-    for module, name in (cuda, "syncthreads"), (ptx, "syncwarp"), (ptx, "copies_wait"), (mbarrier, "wait"):
+    for module, name in (cuda, "syncthreads"), (ptx, "syncwarp"), (ptx, "copies_wait"), (mbarrier, "wait"), (cluster, "meet"):
         setattr(module, name, watched(getattr(module, name)))
     wait_but = ptx.copies_wait_but
     ptx.copies_wait_but = lambda n: watched(wait_but(n))

@@ -65,8 +65,9 @@ def test_products_of_warpgroups_are_not_held_up(tmp_path):
 
 
 def test_kernels_of_one_architecture():
-    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3, 1]"]
-    with pytest.raises(ValueError, match=r"mmq\[Q8_0, 4, 1, 16, True, 3, 1\]: compute capability is \(8, 0\), allowed: \(9, 0\)"):
+    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3, 1, 1]"]
+    with pytest.raises(ValueError,
+                       match=r"mmq\[Q8_0, 4, 1, 16, True, 3, 1, 1\]: compute capability is \(8, 0\), allowed: \(9, 0\)"):
         compile_ptx(make(*args), (8, 0))
 
 
@@ -315,6 +316,18 @@ def test_workers_end_where_there_are_none(monkeypatch, cache):
     monkeypatch.setattr(compile_workers.sys, "executable", "/bin/false")
     kernel = KERNELS["by_number[scale]"][0]("scale")
     assert not compile_with([kernel] * 3, 2) and launch.kept_ptx(kernel, (9, 0)) is None
+
+
+def test_a_grid_of_clusters(monkeypatch):
+    """Its first dimension, in which the blocks of a cluster are next to each other, counts clusters."""
+    monkeypatch.setattr(launch, "LaunchConfig", lambda **given: given)
+    target = object.__new__(launch.Target)
+    target.cc, target._codes, target._waiting = (9, 0), {}, []
+
+    def config(n_cluster, grid):
+        given = target.launch(Kernel(lambda: None, (), 32, n_cluster=n_cluster, name="kernel"), grid, 32, ()).config
+        return given["grid"], given["cluster"]
+    assert config(1, (6, 5)) == ((6, 5), None) and config(2, (6, 5)) == ((3, 5), 2) and config(16, 32) == ((2,), 16)
 
 
 def test_launches_load_together(cache, monkeypatch):

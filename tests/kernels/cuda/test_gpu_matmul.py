@@ -4,7 +4,7 @@ import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.call import Call, Operand
-from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, block_shape, most_quads, shared_bytes
+from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
@@ -68,6 +68,19 @@ def test_mmq(machine, name, n):
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_mmq_without_warpgroups(machine, name, n):
     check_mul_mat(machine, name, 289, 768, n, block_shape((name,), machine.target.shared_limit))
+
+
+@pytest.mark.parametrize("quads, teams", [(quads, teams) for quads, most in TEAMS.items() for teams in range(1, most + 1)])
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ2_XXS", "TQ2_0", "Q8_0", "MXFP4"])
+def test_teams(machine, name, quads, teams, blocks):
+    """Of a block or of a cluster of two; chunks for all in each turn or not, one chunk only."""
+    found = [block for block in team_blocks(name, machine.target.shared_limit)
+             if (block.quads, block.teams, block.blocks) == (quads, teams, blocks)]
+    if not machine.target.warpgroups or not found:
+        pytest.skip("no such block")
+    for n_rows, n_cols, n in (289, 256 * 11, 4 * quads + 1), (33, 256, 3), (4096, 4096, 4 * quads):
+        check_mul_mat(machine, name, n_rows, n_cols, n, found[0])
 
 
 @pytest.mark.parametrize("block", BLOCKS + HOPPER_BLOCKS, ids=str)

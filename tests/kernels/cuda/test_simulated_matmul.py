@@ -61,14 +61,13 @@ def test_blocks_of_one_token_are_alone(kib):
 
 
 @pytest.mark.parametrize("type_, n_rows, n, expected", [
-    ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, FewShape), ("Q4_K", 14336, 16, Block(2, 1, 4, True, 2, 2)),
-    ("Q4_K", 4096, 32, Block(2, 1, 4, True, 2, 4)), ("Q4_K", 4096, 64, Block(2, 1, 8, True, 2, 3)),
-    ("Q8_0", 4096, 64, Block(2, 1, 8, True, 2, 2)), ("Q4_1", 4096, 64, Block(2, 1, 8, True, 2, 3)),
-    ("Q4_1", 4096, 16, FewShape), ("NVFP4", 4096, 128, Block(2, 1, 8, True, 2, 3)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
-    ("Q4_K", 4096, 128, HOPPER_BLOCKS[1]),
-    ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]), ("Q6_K", 128256, 32, Block(2, 1, 8, True, 2)),
-    ("Q6_K", 128256, 33, HOPPER_BLOCKS[0]), ("Q4_K", 576, 512, HOPPER_BLOCKS[1]),
-    ("Q4_K", 32, 16, FewShape)])
+    ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, Block(2, 1, 4, True, 8, 4, 2)),
+    ("Q4_K", 14336, 16, Block(2, 1, 4, True, 4, 2)),
+    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 6, 3, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
+    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 6, 3)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
+    ("Q4_1", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
+    ("Q4_K", 4096, 128, HOPPER_BLOCKS[1]), ("Q4_K", 14336, 64, HOPPER_BLOCKS[0]),
+    ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]), ("Q6_K", 128256, 33, HOPPER_BLOCKS[0]), ("Q4_K", 32, 8, FewShape)])
 def test_mul_mat_shape_with_warpgroups(type_, n_rows, n, expected):
     found = mul_mat_shape(type_, n_rows, 4096, n, 132, 227 << 10, True)
     assert found == expected or type(found) is expected

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda.mmq import Block
-from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_glu, seeded
+from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_glu, check_mul_mat_qkv, seeded
 
 HALF = Block(1, 1, 16, True)  # half a warpgroup, of which the simulator asks for warps only
 TWO_WARPGROUPS = Block(4, 1, 16, True, 3)
@@ -46,16 +46,34 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
-    ("Q4_K", 31, 1024, 9, Block(1, 1, 16, True, 2, 2)),   # each team half of the chunks
-    ("Q8_0", 31, 544, 3, Block(1, 1, 4, True, 2, 4)),     # the last team has none
-    ("Q6_K", 33, 2304, 5, Block(2, 1, 4, True, 2, 4)),    # one chunk in the last turn
-    ("Q4_0", 31, 1408, 9, Block(1, 1, 8, True, 3, 3)),    # parts of the sums that are not equal
-    ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 2, 2)),
-    ("Q5_1", 31, 832, 9, Block(1, 1, 4, True, 2, 2)),     # sums followed by minima
-    ("NVFP4", 31, 576, 9, Block(1, 1, 8, True, 2, 2))])   # and by scales for 16 columns
+    ("Q4_K", 31, 1024, 9, Block(1, 1, 16, True, 4, 2)),   # each team half of the chunks
+    ("Q4_K", 31, 1792, 9, Block(1, 1, 16, True, 3, 2)),   # by turns in the same slots
+    ("Q8_0", 31, 544, 3, Block(1, 1, 4, True, 8, 4)),     # the last team has none
+    ("Q6_K", 33, 2304, 5, Block(2, 1, 4, True, 8, 4)),    # one chunk in the last turn
+    ("Q4_0", 31, 1408, 9, Block(1, 1, 8, True, 9, 3)),    # parts of the sums that are not equal
+    ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 4, 2)),
+    ("Q4_K", 33, 1280, 9, Block(1, 1, 16, True, 2, 1, 2)),            # a team in each block of a cluster
+    ("Q8_0", 65, 1568, 17, Block(2, 1, 4, True, 4, 2, 2)),
+    ("Q6_K", 31, 1536, 40, Block(1, 1, 8, True, 4, 2, 2)),
+    ("Q4_0", 31, 2304, 9, Block(1, 1, 8, True, 5, 3, 2)),
+    ("IQ4_XS", 31, 256, 9, Block(1, 1, 16, True, 3, 2, 2)),           # of four teams one has a chunk
+    ("Q8_0", 31, 3328, 3, Block(1, 1, 4, True, 5, 3)),     # slots that are filled anew behind the products of another team
+    ("Q8_0", 31, 3584, 3, Block(1, 1, 4, True, 6, 4)),
+    ("Q4_0", 31, 7680, 3, Block(1, 1, 4, True, 5, 4, 2)),
+    ("Q5_1", 31, 832, 9, Block(1, 1, 4, True, 4, 2)),     # sums followed by minima
+    ("NVFP4", 31, 576, 9, Block(1, 1, 8, True, 4, 2))])   # and by scales for 16 columns
 def simulate_teams(machine, name, n_rows, n_cols, n, block):
     """Teams give each other the sums of their chunks."""
     check_mul_mat(machine, name, n_rows, n_cols, n, block)
+
+
+@pytest.mark.parametrize("names, n_rows, n, block", [
+    (("Q4_K",) * 3, (33, 31, 65), 9, Block(1, 1, 4, True, 4, 2, 2)),
+    (("Q8_0", "Q8_0", "Q6_K"), (31, 33, 1), 3, Block(1, 1, 4, True, 3, 2))])
+@pytest.mark.parametrize("biased", [False, True])
+def simulate_three_matrices(machine, names, n_rows, n, block, biased):
+    """In one launch, of one format or of several."""
+    check_mul_mat_qkv(machine, names, n_rows, 768, n, biased, block)
 
 
 def simulate_glu_slots(machine):

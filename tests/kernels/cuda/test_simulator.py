@@ -89,7 +89,21 @@ MESSAGES = N_THREADS  # word of the mbarrier behind what is sent
 ROOM = 4 * (N_THREADS + mbarrier.WORDS)
 
 
-def sent_by(begin, end, n_bytes=4 * N_THREADS):
+def send(shared, i, rank, word):
+    cluster.send(shared, i, rank, word, MESSAGES)
+
+
+def sender(n):
+    """The same by one of n threads, to an address."""
+    def send_words(shared, i, rank, word):
+        if i % n == 0:
+            there, barrier = (cluster.address(shared, index, rank) for index in (0, MESSAGES))
+            by_number = {1: cluster.send1, 2: cluster.send2, 4: cluster.send4}
+            by_number[n](there + 4 * i, barrier, *(u32(word + k) for k in range(n)))
+    return send_words
+
+
+def sent_by(begin, end, n_bytes=4 * N_THREADS, send=send):
     """What each of four blocks, two clusters, gets of the other one. begin, end: before and behind what is sent. n_bytes: that
     each expects."""
     def kernel(x, out):
@@ -98,38 +112,81 @@ def sent_by(begin, end, n_bytes=4 * N_THREADS):
             mbarrier.begin(shared, MESSAGES, 1)
             mbarrier.expect(shared, MESSAGES, n_bytes)
         begin()
-        cluster.send(shared, i, 1 - rank, u32(N_THREADS * cuda.blockIdx.x + i), MESSAGES)
+        send(shared, i, 1 - rank, u32(N_THREADS * cuda.blockIdx.x + i))
         end(shared)
         st(out, N_THREADS * cuda.blockIdx.x + i, i32(lds(shared, N_THREADS - 1 - i)))
-        met()
+        cluster.meet()
     return ran(kernel, n_blocks=4, n_cluster=2, shared=ROOM)
-
-
-def met():
-    cluster.arrive()
-    cluster.wait()
 
 
 def messages(shared):
     mbarrier.wait(shared, MESSAGES, 0)
 
 
-def simulate_clusters():
+@pytest.mark.parametrize("send", [send, *map(sender, (1, 2, 4))], ids=["place", "1", "2", "4"])
+def simulate_clusters(send):
     """Words of the other block of the cluster. Those whose arrival nothing waits for are there or not: behind a barrier of the
     cluster as well."""
     right = [N_THREADS * (block ^ 1) + i for block in range(4) for i in reversed(range(N_THREADS))]
-    assert sent_by(met, messages) == right
-    assert sent_by(met, lambda shared: None) != right
-    assert sent_by(met, lambda shared: met(), 4 * N_THREADS + 4) != right
+    assert sent_by(cluster.meet, messages, send=send) == right
+    assert sent_by(cluster.meet, lambda shared: None, send=send) != right
+    assert sent_by(cluster.meet, lambda shared: cluster.meet(), 4 * N_THREADS + 4, send) != right
     with pytest.raises(RuntimeError, match="threads wait for ever: 256 at|threads wait for ever: 128 at"):
-        sent_by(met, messages, 4 * N_THREADS + 4)
+        sent_by(cluster.meet, messages, 4 * N_THREADS + 4, send)
+
+
+def simulate_bytes_that_nobody_expects():
+    def end(shared):
+        messages(shared)
+        cluster.meet()
+        if cuda.threadIdx.x == 0:
+            mbarrier.end(shared, MESSAGES)
+    with pytest.raises(RuntimeError, match="-4 bytes to come"):
+        sent_by(cluster.meet, end, 4 * N_THREADS - 4)
+
+
+def overwritten(arrive):
+    """Words that the first block reads before and behind those that the second one sends in their place."""
+    def kernel(x, out):
+        shared, i = cuda.shared.array(0, u32), cuda.threadIdx.x
+        if i == 0:
+            mbarrier.begin(shared, MESSAGES, 1)
+        sts(shared, i, u32(ld(x, i)))
+        cluster.meet()
+        if cluster.rank() == 0:
+            st(out, i, i32(lds(shared, N_THREADS - 1 - i)))
+            cuda.syncthreads()
+            if i == 0:
+                mbarrier.expect(shared, MESSAGES, 4 * N_THREADS)
+                arrive(shared)
+            messages(shared)
+            st(out, N_THREADS + i, i32(lds(shared, N_THREADS - 1 - i)))
+        else:
+            messages(shared)
+            cluster.send(shared, i, 0, u32(100 + i), MESSAGES)
+        cluster.meet()
+    return ran(kernel, n_blocks=2, n_cluster=2, shared=ROOM)
+
+
+def simulate_an_arrival_at_another_block():
+    found = overwritten(lambda shared: cluster.arrive_at(cluster.address(shared, MESSAGES, 1)))
+    assert found == [*reversed(range(N_THREADS)), *reversed(range(100, 100 + N_THREADS))]
+    with pytest.raises(RuntimeError, match="threads wait for ever"):
+        overwritten(lambda shared: None)
+
+
+def simulate_a_message_and_its_barrier_in_two_blocks():
+    def send(shared, i, rank, word):
+        cluster.send1(cluster.address(shared, i, rank), cluster.address(shared, MESSAGES, 1 - rank), word)
+    with pytest.raises(RuntimeError, match="the mbarrier is in another block"):
+        sent_by(cluster.meet, messages, send=send)
 
 
 def simulate_clusters_that_do_not_meet():
     with pytest.raises(RuntimeError, match="block [01] of the cluster has (not begun|no mbarrier at word 64)"):
         sent_by(lambda: None, messages)
     with pytest.raises(RuntimeError, match="block [01] of the cluster has no mbarrier at word 64"):
-        sent_by(met, messages, 0)
+        sent_by(cluster.meet, messages, 0)
     with pytest.raises(RuntimeError, match="block 1 of the cluster has ended"):
         ends_early()
     with pytest.raises(RuntimeError, match="a thread waits that has not arrived"):
@@ -144,7 +201,7 @@ def sends_behind_the_end():
     def kernel(x, out):
         shared = cuda.shared.array(0, u32)
         mbarrier.begin(shared, MESSAGES, 1)
-        met()
+        cluster.meet()
         cluster.send(shared, 66, 0, u32(1), MESSAGES)
     ran(kernel, n_threads=1, n_blocks=2, n_cluster=2, shared=ROOM)
 
@@ -152,9 +209,9 @@ def sends_behind_the_end():
 def ends_early():
     """The second block, before the first one sends."""
     def kernel(x, out):
-        met()
+        cluster.meet()
         if cluster.rank() == 0:
-            met()
+            cluster.meet()
             cluster.send(cuda.shared.array(0, u32), cuda.threadIdx.x, 1, u32(1), MESSAGES)
     ran(kernel, n_blocks=2, n_cluster=2, shared=ROOM)
 
