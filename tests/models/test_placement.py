@@ -21,6 +21,7 @@ from ggml_py.graph import columns, split
 from ggml_py.models import command_r, exaone4, hot_experts
 from ggml_py.base.placement import ExpertsOnHost, Override, PlacementOptions
 from ggml_py.testing import assert_bitwise_equal, digest
+from cuda_simulator import no_gpu
 from guarded_cpu import guarded_devices
 from tiny_delta_net_models import KINDS, write_delta_net_model
 from tiny_hybrid_models import KINDS as HYBRID, write_hybrid_model
@@ -81,6 +82,8 @@ def test_one_device_gives_the_bits_that_a_gpu_gave(kind):
 @pytest.mark.parametrize("settings", [{}, {"graphs": False}, {"no_fuse": "all"}], ids=["graphs", "eager", "unfused"])
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_gpu_gives_the_bits_that_were_recorded(kind, settings):
+    if reason := no_gpu():
+        pytest.skip(reason)
     with Model.load(file_of(kind), device="cuda:0") as model:
         assert digest(decoded(model, **settings))[:24] == RECORDED[kind]
 
