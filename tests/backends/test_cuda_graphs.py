@@ -192,8 +192,12 @@ def test_launches_of_a_layer(files, tmp_path):
     """In generation, with the passes: products of one x and the norm before them are one kernel,
     as is what comes before attention."""
     path = write_model(tmp_path / "m.gguf", "llama", ("Q8_0",), n_layer=3)
-    with Model(GGUFFile.open(path), RecordingBackend()) as model, model.new_context(n_ctx=256) as context:
-        names = [each.name.split("[")[0] for each in launched(context, [(0, [1])])]
+
+    def names_of(**settings) -> list[str]:
+        with Model(GGUFFile.open(path), RecordingBackend()) as model, model.new_context(n_ctx=256, **settings) as context:
+            return [each.name.split("[")[0] for each in launched(context, [(0, [1])])]
+    assert Counter(names_of())["dense_layer"] == 2  # the first layer has no sum before its norm
+    names = names_of(no_fuse="dense_layer")
     # embedding, before the first sum, output
     per_layer = Counter(names) - Counter(("get_rows", "rms_norm_act", "mmq_few_qkv", "add_rms_norm_act", "mmq_few"))
     assert per_layer["add_rms_norm_mmq_few_qkv"] == 2 and per_layer["mmq_few"] == 6
