@@ -103,7 +103,7 @@ def test_every_format_is_timed(cuda_cases):
 def test_selection(cuda_cases):
     cases = cuda_cases.selected("mmvq,flash_attn_ext", "q4_K,f16")
     assert {(case.kernel, case.type) for case in cases} == {("mmvq", "Q4_K"), ("mmvq", "F16"), ("flash_attn_ext", "f16")}
-    for arguments, message in ((("mmv", None), "unknown suite mmv; known: dequantize, flash_attn_ext"),
+    for arguments, message in ((("mmv", None), "unknown suite mmv; known: dense_layer, dequantize, flash_attn_ext"),
                                ((None, "Q4_9"), "unknown type q4_9; known: bf16")):
         with pytest.raises(ValueError, match=message):
             cuda_cases.selected(*arguments)
