@@ -4,10 +4,8 @@ A prompt of 512 tokens, one of 2048, and generation, for each placement of the t
 most (`read_GB_s`). The last logits of each placement must be those of the model that is on the GPU as a whole.
 """
 import argparse
-import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +17,7 @@ from ggml_py.engine.model import Context, Model
 from ggml_py.kernels import threads
 from ggml_py.kernels.compile import jit
 from records import dump
-from whole_models import begun_record, chosen, verdict, written
+from whole_models import begun_record, chosen, median_seconds, verdict, written
 
 N_PROMPTS, N_CTX, N_UBATCH = (512, 2048), 4096, 2048
 
@@ -80,25 +78,15 @@ def read_GB_s(n_bytes: int = 1 << 30) -> float:
     return n_bytes / min(seconds) / 1e9
 
 
-def median_seconds(action: Callable, n_repetitions: int) -> float:
-    """The first two times compile and capture."""
-    seconds = []
-    for _ in range(n_repetitions + 2):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
-
-
 def speeds(context: Context, prompts: list[np.ndarray], n: int, n_repetitions: int) -> list[float]:
     """Tokens a second of each prompt, and of n generated ones behind 16."""
     def prompt(tokens):
         context.clear()
         context.decode(tokens, logits="argmax")
 
-    found = [len(tokens) / median_seconds(lambda tokens=tokens: prompt(tokens), n_repetitions) for tokens in prompts]
+    found = [len(tokens) / median_seconds(lambda tokens=tokens: prompt(tokens), n_repetitions, 2) for tokens in prompts]
     prompt(prompts[0][:16])
-    return [*found, n / median_seconds(lambda: list(context.greedy(1, n)), n_repetitions)]
+    return [*found, n / median_seconds(lambda: list(context.greedy(1, n)), n_repetitions, 2)]
 
 
 def main() -> int:

@@ -7,7 +7,6 @@ each other from within their kernels and by copies.
 """
 import argparse
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.model import Context, Model
 from ggml_py.testing import digest
 from records import dump
-from whole_models import begun_record, written
+from whole_models import begun_record, median_seconds, written
 
 DEVICES = "cuda:0", "cuda:1"
 PROMPTS, N_GENERATED = (4096, 16384), 128
@@ -54,21 +53,11 @@ TABLE = {
 }
 
 
-def seconds(action, n: int) -> float:
-    """The median behind a first time, which compiles, and captures graphs."""
-    found = []
-    for _ in range(n + 1):
-        start = time.perf_counter()
-        action()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
-
-
 def prompt_speed(context: Context, tokens: np.ndarray, n_repetitions: int) -> float:
     def prompt():
         context.clear()
         context.decode(tokens, logits="argmax")
-    return len(tokens) / seconds(prompt, n_repetitions)
+    return len(tokens) / median_seconds(prompt, n_repetitions, 1)
 
 
 def logits_digest(context: Context, tokens: np.ndarray) -> str:
@@ -87,7 +76,7 @@ def measured(path: Path, row: Row, n_repetitions: int, prompts: tuple[int, ...])
         found["seconds to load"] = round(found["seconds to load"] + time.perf_counter(), 1)
         with model.new_context(4096, letters=row.letters) as context:
             context.decode(tokens[:16])
-            speed = N_GENERATED / seconds(lambda: [*context.greedy(1, N_GENERATED)], 3)
+            speed = N_GENERATED / median_seconds(lambda: [*context.greedy(1, N_GENERATED)], 3, 1)
             found |= {"tg": round(speed, 1), "digest": logits_digest(context, tokens)}
             print(f"{row.name}: generation {speed:.1f}, loaded in {found['seconds to load']} s, {found['digest'][:12]}",
                   flush=True)
@@ -149,7 +138,7 @@ def hand_overs(n: int = 64) -> list[dict]:
                         cache.replay(graph)
                 for backend in backends:
                     backend.stream.sync()
-            row[kind] = round(1e6 * seconds(replay, 5) / n / 10, 2)
+            row[kind] = round(1e6 * median_seconds(replay, 5, 1) / n / 10, 2)
             for i, backend in enumerate(backends):
                 fault = backend.read(mailboxes[i], 4 * FAULT, 12).result().view(np.int32)
                 assert not fault.any(), fault
@@ -162,7 +151,7 @@ def hand_overs(n: int = 64) -> list[dict]:
             for _ in range(20):
                 backends[1].copy(to, 0, backends[0], source, 0, size)
             backends[1].stream.sync()
-        us = 1e6 * seconds(copy, 3) / 20
+        us = 1e6 * median_seconds(copy, 3, 1) / 20
         rows.append({"bytes": size, "copy": round(us, 1), "GB/s": round(size / us / 1e3, 1)})
         print(f"copies of {size >> 10} KiB: {us:.1f} us, {size / us / 1e3:.1f} GB/s", flush=True)
     for backend in backends:

@@ -1,7 +1,9 @@
 """What the benchmarks of whole models share: the synthetic models of a table, and the beginning of a record."""
 import argparse
+import statistics
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,16 @@ def written(folder: Path, shape: str, type_: str, n_nextn: int = 0) -> Path:
         partial = path.with_suffix(".partial")
         synth.write(partial, replace(synth.SHAPES[shape], n_nextn=n_nextn), type_).rename(path)
     return path
+
+
+def median_seconds(action: Callable, n_repetitions: int, n_before: int) -> float:
+    """Of the repetitions, behind n_before times that do not count: those that compile, and capture graphs."""
+    seconds = []
+    for _ in range(n_before + n_repetitions):
+        start = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[n_before:])
 
 
 def verdict(found: float, figure) -> str:
