@@ -87,6 +87,7 @@ def test_ctrl_c_stops_an_answer_and_then_the_program(argv):
         program.until("\n\n> ")
         program.type("half a line")
         program.until("half a line")
+        program.idle()
         program.type("\x03")
         code, err = program.end()
         assert code == 130 and "Traceback" not in err

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 
 from places import environment
 
@@ -44,6 +45,20 @@ class Program:
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
+
+    def idle(self, seconds: float = 20) -> None:
+        """Waits until it has slept for a tenth of a second. A signal that comes while readline handles a key is seen by Python
+        only when the next key is typed."""
+        end = time.monotonic() + seconds
+        before = None
+        while time.monotonic() < end:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            state, used = fields[0], fields[11:13]  # the ticks of its own and of the system
+            if state == "S" and used == before:
+                return
+            before = used
+            time.sleep(0.1)
+        raise AssertionError(f"it does not wait: {self.said!r}")
 
     def until(self, pattern: str, seconds: float = 20) -> str:
         """What it says until the pattern, with it, since the last call; without what only terminals obey."""
