@@ -15,8 +15,10 @@ bytes.
 
 Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalars that check the types they are given.
 """
+from functools import lru_cache
 from hashlib import sha256
 from inspect import Parameter, Signature
+from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -65,15 +67,52 @@ def stage(function):
 
 if not SIMULATED:
     class _DeviceFunction(CUDADispatcher):
-        """What cuda.jit(device=True) makes, but without asking a GPU for its compute capability: that of the kernel decides."""
+        """What cuda.jit(device=True) makes, but without asking a GPU for its compute capability: that of the kernel decides.
+
+        Factories make their functions anew for every kernel. Of functions that are alike one is compiled."""
 
         def compile_device(self, args, return_type=None):
             if args not in self.overloads:
                 with self._compiling_counter:
-                    compiled = compile_cuda(self.py_func, return_type, args, nvvm_options={"opt": 3}, cc=(8, 0), forceinline=True)
-                    self.overloads[args] = compiled
-                    compiled.target_context.insert_user_function(compiled.entry_point, compiled.fndesc, [compiled.library])
+                    self.overloads[args] = _compiled(_first_alike(self.py_func), args, return_type)
             return self.overloads[args]
+
+    @lru_cache(None)
+    def _compiled(function: FunctionType, args: tuple, return_type):
+        compiled = compile_cuda(function, return_type, args, nvvm_options={"opt": 3}, cc=(8, 0), forceinline=True)
+        compiled.target_context.insert_user_function(compiled.entry_point, compiled.fndesc, [compiled.library])
+        return compiled
+
+
+_first: dict[tuple, FunctionType] = {}  # what a function is made of -> the first one that was made of it
+
+
+@lru_cache(None)
+def _first_alike(function: FunctionType) -> FunctionType:
+    """The first function of this text on these values: those it closes over, its defaults, and the globals that it names. Itself
+    where it has shared memory of its own."""
+    own, names = function.__globals__, function.__code__.co_names
+    if "shared" in names:
+        return function
+    named = [own[name] for name in names if name in own]
+    named += [getattr(module, name) for module in named if isinstance(module, ModuleType)
+              for name in names if hasattr(module, name)]
+    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    made_of = function.__code__, *map(id, (own, *named)), *map(_made_of, (*closed, function.__defaults__))
+    return _first.setdefault(made_of, function)
+
+
+def _made_of(value):
+    """Hashable, and equal for values that a compiled function cannot tell apart. `_first` keeps alive what has an id here."""
+    if isinstance(value, FunctionType):
+        return _first_alike(value)
+    if hasattr(value, "py_func"):
+        return _first_alike(value.py_func), repr(value.targetoptions)
+    if isinstance(value, tuple):
+        return type(value), *map(_made_of, value)
+    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+        return type(value), repr(value)
+    return object() if isinstance(value, (list, dict, set, np.ndarray)) else id(value)  # what can change is like nothing else
 
 
 @device

@@ -164,6 +164,45 @@ def test_a_stage_has_no_code_of_its_own():
     assert codes[0] == codes[1] != codes[2]
 
 
+def test_of_functions_that_are_alike_one_is_compiled():
+    """Also where those that they close over were made anew; not where values, types or defaults differ, or have shared memory."""
+    def made(n, scale, shared=False, default=1):
+        @intrinsics.device
+        def inner(x, m=default):
+            return i32(x + n + m)
+
+        @intrinsics.device
+        def outer(x):
+            return i32(inner(x) + scale[0])
+
+        @intrinsics.device
+        def with_memory(x):
+            s = cuda.shared.array(32, intrinsics.types.int32)
+            s[x] = x
+            return i32(s[0] + inner(x))
+        return with_memory if shared else outer
+
+    i32 = intrinsics.i32
+    code = [made(1, (2, 5)), made(1, (2, 5)), made(1, (2, 6)), made(1, (2.0, 5)), made(True, (2, 5)), made(3, (2, 5)),
+            made(1, (2, 5), default=2), made(1, (2, 5), True), made(1, (2, 5), True), made(1, [2]), made(1, [2])]
+    compiled_functions = [each.compile_device((intrinsics.types.int32,)) for each in code[:9]]
+    assert compiled_functions[0] is compiled_functions[1] and len(set(map(id, compiled_functions))) == 8
+    assert len({intrinsics._first_alike(each.py_func) for each in code}) == 10
+
+
+def test_a_kernel_has_one_code_whatever_was_compiled_before(cache):
+    """In this process, where functions of other kernels are there, and in a new one."""
+    make, args = KERNELS["mmq_few[Q4_1, 1]"]
+    for other in ("mmq_few[Q4_1, 4]", "mmq_few[Q5_1, 1]"):
+        compile_ptx(KERNELS[other][0](*KERNELS[other][1]), (9, 0))
+
+    def code(ptx):
+        return re.sub(r"\$\d+\b|(?<=smem_)\d+", "", ptx.replace(entry_name(ptx), "").split(".entry", 1)[1])
+    with closing(compile_workers.Workers(1)) as workers:
+        assert [kernel.name for kernel in workers.compile([make(*args)], (9, 0))] == ["mmq_few[Q4_1, 1]"]
+    assert code(launch.kept_ptx(make(*args), (9, 0))) == code(compile_ptx(make(*args), (9, 0)))
+
+
 def test_intrinsics_refuse_float64():
     def wide(x, y):
         intrinsics.st(y, 0, intrinsics.add(intrinsics.ld(x, 0), 0.5))
