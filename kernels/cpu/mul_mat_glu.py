@@ -2,10 +2,13 @@
 gate's."""
 from functools import lru_cache, partial
 
+import numpy as np
+
 from ..arith import add, gelu, mul, relu, silu
 from ..compile import jit
-from .mul_mat import Products
+from .mul_mat import limbs_of, products_of
 from .parallel import over_rows, steps
+from .scratch import arrays_in, memory_of
 
 ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu}
 
@@ -32,15 +35,20 @@ def glu_in_place(act, biased):
     return over_rows(biased_rows if biased else plain_rows, (act,))
 
 
+def needed(call) -> list:
+    """What up gives, and the limbs of x."""
+    return [(np.float32, (call.out.n_rows, call.out.n_cols)), limbs_of(call, (call.gate, call.up))]
+
+
 def scratch(call):
-    return "f32", call.out.shape
+    return memory_of(needed(call))
 
 
 def mul_mat_glu(call):
     """out = act(gate x + gate_bias) * (up x + up_bias). gate, up: tiles [m, k]; x: act [n, k], f32 for float weights;
     biases: f32 [m], or none; out: f32 [n, m]."""
-    matrices = (call.gate, call.out), (call.up, call.scratch)
-    products = Products([(w.dtype, w.data, out.data) for w, out in matrices], call.x.factors)
+    up, limbs = arrays_in(call.scratch, needed(call))
+    products = products_of(call, [(call.gate, call.out.data), (call.up, up)], limbs)
     biases = () if call.gate_bias is None else (call.gate_bias.data, call.up_bias.data)
-    unit = partial(glu_in_place(call.act, bool(biases)), call.out.data, call.scratch.data, *biases)
+    unit = partial(glu_in_place(call.act, bool(biases)), call.out.data, up, *biases)
     return steps(products, unit)

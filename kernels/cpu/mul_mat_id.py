@@ -10,19 +10,23 @@ from ..compile import jit
 from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
 from ..threads import sharing
-from .mul_mat import (PAIRS, ROWS, UNPACKING, call as call_unit, compiled_unit, inlined, operands_in, operands_of, parts,
-                      parts_of)
+from . import amx
+from .mul_mat import UNPACKING, call as call_unit, compiled_unit, limbs_of, operands_in, operands_of, parts, parts_of
 from .parallel import PART, over_rows
+from .quantized_products import CHUNK_PAIRS, LIMB_ROW, TILE_COLUMNS, split_activations
+from .scratch import arrays_in, memory_of
+from .unpack import ROWS, inlined
 from .vector import advance
 
 
 @inlined
 def quantized_part(operands, words, first, last):
     """What a unit of `mul_mat` takes: of the matrix from word `words` on, and the rows first..last - 1."""
-    w, q, d, sums, out, _, n_chunks, m = operands
+    w, q, d, sums, limbs, out, chunk_bytes, n_last, _, n_chunks, m = operands
     block = first * n_chunks
-    return (advance(w, words), advance(q, block * PAIRS), advance(d, block), advance(sums, block * (CHUNK // SUM_COLUMNS)),
-            advance(out, first * m), last - first, n_chunks, m)
+    return (advance(w, words), advance(q, block * CHUNK_PAIRS), advance(d, block), advance(sums, block * (CHUNK // SUM_COLUMNS)),
+            advance(limbs, first * LIMB_ROW), advance(out, first * m), chunk_bytes, n_last, last - first,
+            n_chunks, m)
 
 
 @inlined
@@ -33,24 +37,24 @@ def float_part(operands, words, first, last):
 
 @lru_cache(None)
 def runner(is_quantized):
-    """(address of a unit, operands i64 of a unit with the words of all experts and sorted rows, words of an expert, bounds i64
-    [X + 1]): all products, in parallel where that pays."""
+    """(addresses of a unit of few rows and of one of many, operands i64 of a unit with the words of all experts and sorted rows,
+    words of an expert, bounds i64 [X + 1]): all products, in parallel where that pays."""
     part, operands_at = quantized_part if is_quantized else float_part, operands_in(is_quantized)
 
     @inlined
     def units_of_part(i, args):
-        unit, operands, bounds, ends, n_words, n_parts = args
+        few, many, operands, bounds, ends, n_words, n_parts = args
         n_units, expert = ends[ends.shape[0] - 1], 0
         for u in range(i * n_units // n_parts, (i + 1) * n_units // n_parts):
             while u >= ends[expert]:
                 expert += 1
-            first = ends[expert - 1] if expert else 0
+            first, unit = ends[expert - 1] if expert else 0, many if bounds[expert + 1] - bounds[expert] >= TILE_COLUMNS else few
             call_unit(unit, part(operands, expert * n_words, bounds[expert], bounds[expert + 1]), u - first)
 
     each = sharing(units_of_part)
 
     @jit(key=is_quantized, parallel=True)
-    def run(control, unit, words, n_words, bounds):
+    def run(control, few, many, words, n_words, bounds):
         operands = operands_at(words, 0)
         n, k, m = operands[-3], operands[-2] * (CHUNK if is_quantized else 1), operands[-1]
         n_tiles, n_expert = (m + ROWS - 1) // ROWS, bounds.shape[0] - 1
@@ -59,27 +63,25 @@ def runner(is_quantized):
             n_units += parts(bounds[expert + 1] - bounds[expert]) * n_tiles
             ends[expert] = n_units
         n_parts = parts_of(control, n_units, m * k * (n + UNPACKING * (n_units // max(n_tiles, 1))))
-        each(control, n_parts, (unit, operands, bounds, ends, n_words, n_parts))
+        each(control, n_parts, (few, many, operands, bounds, ends, n_words, n_parts))
     return run
 
 
-def sorted_product(format_name: str, n_expert: int, words, x, out, isa: str | None = None):
-    """step(bounds i64 [X + 1]): of sorted rows x, each expert's with its matrix. words: u32, the matrices of all experts; x, out
-    and isa: as of `mul_mat.Products`."""
-    address, fmt, unit = compiled_unit(format_name, isa)
-    words = words.reshape(-1)
-    run, operands, n_words = runner(fmt.is_quantized), np.array(operands_of(fmt, words, x, out)), words.size // n_expert
+def sorted_product(format_name: str, n_expert: int, words, rows: "Sorted", out, isa: str | None = None):
+    """step(bounds i64 [X + 1]): of sorted rows, each expert's with its matrix. words: u32, the matrices of all experts; out and
+    isa: as of `mul_mat.Products`."""
+    units = [compiled_unit(format_name, isa, tiles) for tiles in (None, None if rows.limbs is None else amx.tiles)]
+    fmt, words = units[0][1], words.reshape(-1)
+    run, n_words = runner(fmt.is_quantized), words.size // n_expert
+    (few, *_), (many, *_), operands = *units, np.array(operands_of(fmt, words, rows.x, rows.limbs, out, rows.n_cols))
 
     def product(bounds):
-        run(address, operands, n_words, bounds)
-    product.kept = words, x, out, unit  # the memory and the code that are named by addresses
+        run(few, many, operands, n_words, bounds)
+    product.kept = words, rows, out, units  # the memory and the code that are named by addresses
     return product
 
 
 # Rows of x and of results, sorted by expert, lie in the scratch memory of the node: fresh memory would cost more than moving them
-
-ALIGNMENT = 64
-
 
 @inlined
 def take_part(i, args):
@@ -119,34 +121,22 @@ def put_rows(first, last, x, rows, out):
 put = over_rows(put_rows)  # (x [n, m], rows i64 [n], out [n, m]): out[rows[i]] = x[i]
 
 
-def moved(call, n_results: int) -> list[tuple[type, tuple[int, int]]]:
-    """(dtype, shape) of the arrays that a call needs sorted: those of x, a row for each of out, and n_results like out."""
+def moved(call, weights, n_results: int) -> list:
+    """Arrays that a call needs sorted: those of x, a row for each of out, n_results like out, the limbs of x."""
     n, chunks = call.out.n_rows, -(-call.x.n_cols // CHUNK)
     x = ([(np.int16, (n, chunks * CHUNK)), (np.float32, (n, chunks)), (np.int32, (n, chunks * (CHUNK // SUM_COLUMNS)))]
          if call.x.dtype == "act" else [(np.float32, (n, call.x.n_cols))])
-    return [*x, *[(np.float32, (n, call.out.n_cols))] * n_results]
-
-
-def scratch_for(call, n_results: int) -> tuple[str, tuple[int, ...]]:
-    """What `Sorted` needs, as of kernels/call.py."""
-    return "u8", (sum(_size(*each) for each in moved(call, n_results)),)
-
-
-def _size(dtype, shape) -> int:
-    return -(-np.dtype(dtype).itemsize * shape[0] * shape[1] // ALIGNMENT) * ALIGNMENT
+    return [*x, *[(np.float32, (n, call.out.n_cols))] * n_results, limbs_of(call, weights, n)]
 
 
 class Sorted:
     """The rows of a call in the order of their experts. results: arrays f32 [rows, m] in that order."""
 
-    def __init__(self, call, shape: tuple[int, int], n_results: int = 1):
+    def __init__(self, call, weights, shape: tuple[int, int], n_results: int = 1):
         """shape: of the ids."""
-        at, arrays = 0, []
-        for dtype, size in moved(call, n_results):
-            end = at + np.dtype(dtype).itemsize * size[0] * size[1]
-            arrays.append(call.scratch.data[at:end].view(dtype).reshape(size))
-            at += _size(dtype, size)
+        *arrays, self.limbs = arrays_in(call.scratch, moved(call, weights, n_results))
         self.x, self.results, self.name = tuple(arrays[:-n_results]), arrays[-n_results:], call.name
+        self.n_cols = call.x.n_cols
         self.pairs = rows_of_pairs(len(call.x.factors[0]), *shape)
         self.order = np.empty(len(self.pairs), np.int64)
         self.words = tuple(tuple(array.view(np.uint32) for array in each) for each in (call.x.factors, self.x))
@@ -158,20 +148,22 @@ class Sorted:
         sort_and_take(ids.reshape(-1), -1 if may_skip else 0, bounds, self.order, self.pairs, *self.words)
         if bounds[0] < 0:
             check_ids(ids, n_expert, self.name, may_skip)
+        if self.limbs is not None:
+            split_activations(self.x, self.limbs)
         for result in self.results:
             result[bounds[-1]:] = 0
         return bounds
 
 
 def scratch(call):
-    return scratch_for(call, 1)
+    return memory_of(moved(call, [call.w], 1))
 
 
 def product_with(call, n_expert: int, shape: tuple[int, int], isa: str | None = None, may_skip: bool = False):
     """step(ids i32 `shape`): the products of a call with the matrices w of these experts. isa: as of `mul_mat`. may_skip: ids may
     be -1."""
-    rows, out = Sorted(call, shape), call.out.rows
-    product = sorted_product(call.w.dtype, n_expert, call.w.data, rows.x, rows.results[0], isa)
+    rows, out = Sorted(call, [call.w], shape), call.out.rows
+    product = sorted_product(call.w.dtype, n_expert, call.w.data, rows, rows.results[0], isa)
 
     def step(ids):
         product(rows.sort(ids, n_expert, may_skip))

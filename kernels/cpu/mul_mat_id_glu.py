@@ -4,11 +4,12 @@ from ..arith import f32
 from .experts import add_rows
 from .glu import swiglu_oai_arrays
 from .mul_mat_glu import glu_in_place
-from .mul_mat_id import Sorted, put, scratch_for, sorted_product
+from .mul_mat_id import Sorted, moved, put, sorted_product
+from .scratch import memory_of
 
 
 def scratch(call):
-    return scratch_for(call, 2)
+    return memory_of(moved(call, (call.gate, call.up), 2))
 
 
 def mul_mat_id_glu(call):
@@ -16,9 +17,9 @@ def mul_mat_id_glu(call):
     f32 [n b, k]; ids: i32 [n, u]; biases: f32 [X, m], or none; out: f32 [n u, m]. The step raises IndexError for an id that is
     not an expert; may_skip: for -1 both products are 0, without a bias."""
     ids, n_expert, out = call.ids.data, call.gate.shape[0], call.out.rows
-    rows = Sorted(call, call.ids.shape, 2)
+    rows = Sorted(call, (call.gate, call.up), call.ids.shape, 2)
     gate, up = rows.results
-    products = [sorted_product(w.dtype, n_expert, w.data, rows.x, out) for w, out in ((call.gate, gate), (call.up, up))]
+    products = [sorted_product(w.dtype, n_expert, w.data, rows, out) for w, out in ((call.gate, gate), (call.up, up))]
     biases = () if call.gate_bias is None else (call.gate_bias.data, call.up_bias.data)
     alpha, limit = f32(call.alpha), f32(call.limit)
 

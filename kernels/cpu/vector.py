@@ -193,6 +193,43 @@ def join_limbs(builder, high, low):
 limbs_to_f32 = elementwise(join_limbs, types.float32)  # 128 high + low with one rounding, of any int32
 
 
+def halves_to_i32(builder, high, low):
+    return builder.add(builder.shl(high, constant(high, 8)), low)
+
+
+def thirds_to_i32(builder, high, middle, low):
+    return halves_to_i32(builder, halves_to_i32(builder, high, middle), low)
+
+
+def join_thirds(builder, high, middle, low):
+    carried = builder.add(high, builder.ashr(middle, constant(middle, 8)))
+    return join(builder, carried, halves_to_i32(builder, builder.and_(middle, constant(middle, 255)), low))
+
+
+# 256 high + low and 65536 high + 256 middle + low, below 2^31; and the latter with one rounding where it may be larger:
+# |high| < 2^23, |middle| < 2^31, 0 <= low < 2^24 - 2^16
+halves_to_f32 = elementwise(lambda builder, a, b: builder.sitofp(halves_to_i32(builder, a, b), ir.VectorType(F32, a.type.count)),
+                            types.float32)
+thirds_to_f32 = elementwise(lambda builder, a, b, c: builder.sitofp(thirds_to_i32(builder, a, b, c),
+                                                                    ir.VectorType(F32, a.type.count)), types.float32)
+wide_thirds_to_f32 = elementwise(join_thirds, types.float32)
+
+
+def bytes_of(which):
+    """Byte `which` (0: low, 1: high) of each of four int16, two in a word of one block and two in that of another."""
+    @elementwise
+    def narrow(builder, a, b):
+        n, lanes = 4 * a.type.count, ir.VectorType(I8, 4 * a.type.count)
+        order = [first + half + which for word in range(0, n, 4) for first in (word, n + word) for half in (0, 2)]
+        bytes_ = builder.shuffle_vector(builder.bitcast(a, lanes), builder.bitcast(b, lanes),
+                                        ir.Constant(ir.VectorType(I32, n), order))
+        return builder.bitcast(bytes_, a.type)
+    return narrow
+
+
+low_bytes, high_bytes = bytes_of(0), bytes_of(1)
+
+
 def bytes_as_i16(first):
     """Bytes first and first + 1 of each word, signed, as a pair of int16."""
     @elementwise
@@ -283,7 +320,7 @@ def retyped(element):
     return retype
 
 
-as_int8, as_int16 = retyped(types.int8), retyped(types.int16)
+as_int8, as_int16, as_uint32 = retyped(types.int8), retyped(types.int16), retyped(types.uint32)
 
 
 def element_of(pointer):

@@ -9,7 +9,9 @@ from op_runs import product_input
 from random_weights import random_weight
 
 from ggml_py.kernels import threads
-from ggml_py.kernels.cpu.mul_mat import BLOCK, N_COLUMNS, PARALLEL, form_of, mul_mat_arrays
+from ggml_py.kernels.cpu import amx
+from ggml_py.kernels.cpu.mul_mat import PARALLEL, Products, mul_mat_arrays
+from ggml_py.kernels.cpu.quantized_products import BLOCK, N_COLUMNS, TILE_COLUMNS, form_of, has_tiles, limbs_shape
 from ggml_py.kernels.cpu.vector import ISAS, available_isas
 from ggml_py.kernels.reference.mul_mat import mul_mat_arrays as reference_arrays
 from ggml_py.quant import tile
@@ -20,7 +22,8 @@ from ggml_py.testing import assert_bitwise_equal
 NAMES = [fmt.name for fmt in FORMATS.values() if fmt.planes]
 FORMS = ["Q4_0", "Q5_K", "F16"]  # groups of 32; of 256, in spans of 64, with scales and minima; floats
 ROWS = [1, 31, 32, 33, 65]
-N_TOKENS = [1, 2, 5, 8, 17]   # one block, several, and a rest
+N_TOKENS = [1, 2, 5, 8, 17]   # one block, several, and a rest; the last by tiles, where the CPU has them
+assert N_TOKENS[-2] < TILE_COLUMNS <= N_TOKENS[-1]
 GUARD = 16                    # elements behind out that must stay as they are
 THREADS = [1, 2] if threads.MOST > 1 else [1]
 
@@ -58,7 +61,7 @@ def check(fmt, data, x, rows, n_tokens, isa=None):
     """Weights data [rows, bytes] times activations x [n, k]: the first m of them for m in rows, the first n of those for n in
     n_tokens; the last m with one thread as well."""
     n_cols = x.shape[1]
-    kernel, x = mul_mat_arrays(fmt.name, isa), product_input(fmt.name, x).arrays
+    kernel, x = mul_mat_arrays(fmt.name, isa, n_cols), product_input(fmt.name, x).arrays
     expected = run(reference_arrays(fmt.name), tiles(fmt, data[:max(rows)], n_cols), x, max(n_tokens), max(rows))
     for m in rows:
         words = tiles(fmt, data[:m], n_cols)
@@ -83,10 +86,10 @@ def test_special_values(name):
     fmt, rng = format_of(name), seeded(f"special {name}")
     n_cols = columns_of(fmt)[-2]
     data = rng.integers(0, 256, (65, fmt.row_bytes(n_cols)), dtype=np.uint8)
-    x = activations(7, n_cols, rng)
+    x = activations(17, n_cols, rng)
     x[0, 1], x[1, -1], x[2], x[3] = np.nan, -np.inf, 0, x[3] * np.float32(2.0**-120)
     x[4, :CHUNK // 2] = -0.0
-    expected = check(fmt, data, x, [65], [1, 7])
+    expected = check(fmt, data, x, [65], [1, 7, 17])
     assert np.isnan(expected).any()
 
 
@@ -103,10 +106,10 @@ def test_largest_sums(name):
             data[..., first:first + size] = np.resize(np.repeat(np.uint8([0x00, 0x7f, 0x80, 0xff]), digit), n_rows)[:, None, None]
             digit *= 4
         first += size
-    x = np.ones((3, 2 * CHUNK), np.float32)
+    x = np.ones((17, 2 * CHUNK), np.float32)
     x[1], x[2, ::2] = -1, -1
     assert np.abs(quantize_activations(x)[0]).min() == LIMIT
-    check(fmt, np.concatenate([rows[:, :fmt.header_bytes], data.reshape(n_rows, -1)], axis=1), x, [n_rows], [3])
+    check(fmt, np.concatenate([rows[:, :fmt.header_bytes], data.reshape(n_rows, -1)], axis=1), x, [n_rows], [3, 17])
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -117,6 +120,24 @@ def test_instruction_sets(name, isa):
     fmt, rng = format_of(name), seeded(f"{name} {isa}")
     n_cols = columns_of(fmt)[-1]
     check(fmt, random_weight(fmt, 65, n_cols, rng), activations(9, n_cols, rng), [33, 65], [1, 4, 9], isa)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q2_K", "Q5_K", "IQ1_S"])  # of one limb and two, with minima over 16 and 32
+def test_emulated_tiles(name):
+    """The loops that stand for AMX, on every CPU: with each instruction set for what follows them."""
+    fmt, rng = format_of(name), seeded(f"tiles {name}")
+    data, n_cols = random_weight(fmt, 33, CHUNK + fmt.block_size, rng), CHUNK + fmt.block_size
+    x, words = product_input(name, activations(17, n_cols, rng)).arrays, tiles(fmt, data, n_cols)
+    expected = run(reference_arrays(name), words, x, 17, 33)
+    for isa in available_isas():
+        out = np.full((17, 33), np.nan, np.float32)
+        Products([(name, words, out)], x, n_cols, np.empty(limbs_shape(17, 2), np.uint8), isa, amx.emulated)()
+        assert_bitwise_equal(out, expected, f"mul_mat[{name}, isa={isa}] by emulated tiles")
+
+
+def test_what_has_tiles():
+    assert [name for name in NAMES if format_of(name).is_quantized and not has_tiles(format_of(name))] == ["NVFP4"]
+    assert not has_tiles(format_of("F16"))
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "F32"])

@@ -1,0 +1,395 @@
+"""Products of quantized weights: a tile of 32 rows times columns (rows of activations), docs/numerics.md, section 3.
+
+Per chunk of 256 columns of the weights the tile is unpacked once and multiplied with all columns of the unit, in one of three
+ways: pairs of int16, levels times integer scales, so that one instruction multiplies and adds two columns of 16 rows; bytes,
+for fewer columns than a block; and tiles of AMX, for many.
+"""
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numba import float32, uint32
+
+from ...quant import tile
+from ...quant.activation import LIMIT, SUM_COLUMNS
+from ...quant.formats import CHUNK
+from ...quant.words import f32, i32, u32
+from ..compile import device, jit
+from . import amx
+from .unpack import BYTES, LIMBS, PAIRS, ROWS, inlined, n_limbs, quantized_unpacker
+from .parallel import over_rows
+from .vector import (add, add_i32, advance, as_int8, as_int16, as_uint32, fma, fnma, halves_to_f32, high16, instructions, join16,
+                     limbs_to_f32, limbs_to_i32, low16, mul_i32, stack, store, thirds_to_f32, to_f32, wide_thirds_to_f32)
+
+CHUNK_PAIRS = CHUNK // 2
+BLOCK = 4        # columns that are multiplied at a time
+COLUMN_BLOCK = 32  # columns: the last chunk has so many times that, the others 256
+N_COLUMNS = 128  # columns of a unit
+
+
+@inlined
+def write(total, row_tile, first, last, out, m):
+    """total: float32 [columns][32 rows] -> out: float32 [n, m]; rows beyond m are padding."""
+    for c in range(first, last):
+        for r in range(row_tile * ROWS, min((row_tile + 1) * ROWS, m)):
+            out[c * m + r] = total[(c - first) * ROWS + r % ROWS]
+
+
+# The last chunk of a row may have fewer columns. Of groups of 32 columns those that are not there are left out; their sums would
+# be zeros, all of which together do what one does: acc becomes add(acc, +0).
+
+def group_counter(group):
+    """(n_blocks): how many groups of a chunk are multiplied, of n_blocks that it has."""
+    n_group = CHUNK // group
+
+    @inlined
+    def count(n_blocks):
+        return n_blocks if group == COLUMN_BLOCK else n_group
+    return count
+
+
+@inlined
+def blocks_of(chunk, n_chunks, n_last):
+    return n_last if chunk == n_chunks - 1 else CHUNK // COLUMN_BLOCK
+
+
+class Form(NamedTuple):
+    """What a product needs to know of a format. span: columns of a group whose sum of isc * level * q surely fits 32 bits: all of
+    them or, halving, a part; sub: columns with one minimum, 0 without minima."""
+    group: int
+    span: int
+    sub: int
+
+
+def form_of(fmt):
+    assert fmt.max_level * fmt.max_isc < 2**15 and fmt.group * fmt.max_imin * LIMIT < 2**31, fmt.name
+    span = fmt.group
+    while span * fmt.max_level * fmt.max_isc * LIMIT >= 2**31:
+        span //= 2
+    return Form(fmt.group, span, fmt.sub if fmt.has_min else 0)
+
+
+@device
+def sum_of(sums, i, n):
+    """Of the i-th n sums."""
+    s = i32(0)
+    for h in range(n):
+        s = i32(s + i32(sums[i * n + h]))
+    return s
+
+
+@device
+def split_sum(s):
+    """As a pair of int16, (s mod 128, floor(s / 128))."""
+    return u32(s & i32(127)) | u32(s >> i32(7)) << u32(16)
+
+
+@lru_cache(None)
+def sum_splitter(form):
+    """(sums, block, c, out): the sums of the block of 256 activations over sub-blocks, |s| <= 32 * 127 * 128, as pairs of int16
+    (s mod 128, floor(s / 128)) into column c, uint32 [columns][sub-blocks]."""
+    n_sub, n_sums = CHUNK // form.sub, form.sub // SUM_COLUMNS
+
+    @device
+    def split_sums(sums, block, c, out):
+        for i in range(n_sub):
+            out[c * n_sub + i] = split_sum(sum_of(sums, block * n_sub + i, n_sums))
+    return split_sums
+
+
+@lru_cache(None)
+def quantized_multiplier(form, isa, n_columns):
+    """(weights, x, c, chunk, n_groups, total): total[c + i] = fma(acc, d of the activations, total[c + i]) for the n_columns
+    columns from c. x = (q as pairs, d, split sums, first, n_chunks): c counts from column `first`; total: float32
+    [columns][32]."""
+    n_rows, zeros, load, rows, columns, dot, *_ = instructions(isa, n_columns)
+    n_group, group_pairs, span_pairs = CHUNK // form.group, form.group // 2, form.span // 2
+    wide, has_min = form.span < form.group, form.sub > 0
+    n_sub, group_subs = (CHUNK // form.sub, form.group // form.sub) if has_min else (0, 0)
+
+    @device
+    def multiply(weights, x, c, chunk, n_groups, total):
+        pairs, _, imin, d, m = weights
+        q, dx, sums, first, n_chunks = x
+        block = (first + c) * n_chunks + chunk
+        for r in range(0, ROWS, n_rows):
+            acc = zeros(d)
+            for g in range(n_groups):
+                s = high = low = zeros(pairs)  # S = 65536 high + low where the group is wide
+                for p in range(g * group_pairs, (g + 1) * group_pairs, span_pairs):
+                    s = zeros(pairs)
+                    for k in range(p, p + span_pairs):
+                        s = dot(s, rows(pairs, k * ROWS + r), columns(q, block * CHUNK_PAIRS + k, n_chunks * CHUNK_PAIRS))
+                    if wide:
+                        high, low = add_i32(high, high16(s)), add_i32(low, low16(s))
+                acc = fma(join16(high, low) if wide else to_f32(s), rows(d, g * ROWS + r), acc)
+                if has_min:
+                    s = zeros(pairs)
+                    for i in range(g * group_subs, (g + 1) * group_subs):
+                        s = dot(s, rows(imin, i * ROWS + r), columns(sums, c * n_sub + i, n_sub))
+                    acc = fnma(rows(m, g * ROWS + r), to_f32(s), acc)
+            if n_groups < n_group:
+                acc = add(acc, zeros(d))
+            t = c * ROWS + r
+            store(total, t, ROWS, fma(acc, columns(dx, block, n_chunks), load(total, t, ROWS)))
+    return multiply
+
+
+def pair_product(fmt, isa):
+    """(operands, row_tile, first, last): rows of the tile times the columns first..last - 1, by pairs."""
+    form, has_min = form_of(fmt), fmt.has_min
+    unpack, split_sums = quantized_unpacker(fmt, isa, PAIRS), sum_splitter(form) if has_min else None
+    multiply_one, multiply = quantized_multiplier(form, isa, 1), quantized_multiplier(form, isa, BLOCK)
+    n_sub, n_group, tile_words = CHUNK // fmt.sub, CHUNK // fmt.group, tile.tile_bytes(fmt) // 4
+    pair_words, sub_words, group_words = (stack(uint32, CHUNK_PAIRS * ROWS), stack(uint32, n_sub * ROWS),
+                                          stack(float32, n_group * ROWS))
+    sum_words, total_words, count = stack(uint32, N_COLUMNS * n_sub), stack(float32, N_COLUMNS * ROWS), group_counter(fmt.group)
+
+    @device
+    def product(operands, row_tile, first, last):
+        words, q, d, sums, _, out, _, n_last, _, n_chunks, m = operands
+        weights, split, total = (pair_words(), sub_words(), sub_words(), group_words(), group_words()), sum_words(), total_words()
+        x = q, d, split, first, n_chunks
+        for i in range((last - first) * ROWS):
+            total[i] = f32(0)
+        whole = (last - first) // BLOCK * BLOCK
+        for chunk in range(n_chunks):
+            n_blocks = blocks_of(chunk, n_chunks, n_last)
+            unpack(words, (row_tile * n_chunks + chunk) * tile_words, n_blocks, weights)
+            if has_min:
+                for c in range(last - first):
+                    split_sums(sums, (first + c) * n_chunks + chunk, c, split)
+            for c in range(0, whole, BLOCK):
+                multiply(weights, x, c, chunk, count(n_blocks), total)
+            for c in range(whole, last - first):
+                multiply_one(weights, x, c, chunk, count(n_blocks), total)
+        write(total, row_tile, first, last, out, m)
+    return product
+
+
+# Quantized weights times fewer columns than a block, where the CPU has a dot product of bytes: levels stay bytes, activations are
+# two, q = 128 high + low. That is a third of the work of pairs for one column, and more than pairs for four.
+
+@lru_cache(None)
+def limb_splitter(sub):
+    """(q, sums, block, c, high, low, offsets): the limbs of the block of 256 activations, low >= 0, into column c, int8
+    [columns][256], and minus its sums over sub-blocks, int32 [columns][sub-blocks]."""
+    n_sub, n_sums = CHUNK // sub, sub // SUM_COLUMNS
+
+    @device
+    def split_limbs(q, sums, block, c, high, low, offsets):
+        for i in range(CHUNK):
+            level = q[block * CHUNK + i]
+            high[c * CHUNK + i], low[c * CHUNK + i] = level >> 7, level & 127
+        for i in range(n_sub):
+            offsets[c * n_sub + i] = u32(-sum_of(sums, block * n_sub + i, n_sums))
+    return split_limbs
+
+
+@lru_cache(None)
+def byte_multiplier(form, sub, scaled, isa):
+    """(weights, x, c, chunk, n_groups, total): as that of pairs, of one column. x = (high, low, offsets, d, split sums, first,
+    n_chunks). With w = level + 128, sum level * q = 128 (sum w * high - sum q) + sum w * low: each sum begins with its offset."""
+    n_rows, zeros, load, rows, columns, dot, dot4, _ = instructions(isa, 1)
+    n_group, group_subs, n_sub, n_words, sub_words = CHUNK // form.group, form.group // sub, CHUNK // sub, CHUNK // 4, sub // 4
+    wide, has_min = form.span < form.group, form.sub > 0
+
+    @device
+    def multiply(weights, x, c, chunk, n_groups, total):
+        levels, isc, imin, d, m = weights
+        high, low, offsets, dx, sums, first, n_chunks = x
+        for r in range(0, ROWS, n_rows):
+            acc = zeros(d)
+            for g in range(n_groups):
+                s_high = s_low = s_min = zeros(levels)
+                for i in range(g * group_subs, (g + 1) * group_subs):
+                    h, l = add_i32(zeros(levels), columns(offsets, c * n_sub + i, 0)), zeros(levels)
+                    for k in range(i * sub_words, (i + 1) * sub_words):
+                        four = rows(levels, k * ROWS + r)
+                        h = dot4(h, four, columns(high, c * n_words + k, 0))
+                        l = dot4(l, four, columns(low, c * n_words + k, 0))
+                    if scaled:
+                        scale = rows(isc, i * ROWS + r)
+                        h, l = mul_i32(h, scale), mul_i32(l, scale)
+                    s_high, s_low = add_i32(s_high, h), add_i32(s_low, l)
+                    if has_min:
+                        s_min = dot(s_min, rows(imin, i * ROWS + r), columns(sums, c * n_sub + i, 0))
+                s = limbs_to_f32(s_high, s_low) if wide else to_f32(limbs_to_i32(s_high, s_low))
+                acc = fma(s, rows(d, g * ROWS + r), acc)
+                if has_min:
+                    acc = fnma(rows(m, g * ROWS + r), to_f32(s_min), acc)
+            if n_groups < n_group:
+                acc = add(acc, zeros(d))
+            t = c * ROWS + r
+            store(total, t, ROWS, fma(acc, columns(dx, (first + c) * n_chunks + chunk, 0), load(total, t, ROWS)))
+    return multiply
+
+
+def byte_product(fmt, isa):
+    """As `pair_product`, by bytes: of fewer columns than BLOCK."""
+    form, has_min = form_of(fmt), fmt.has_min
+    assert CHUNK * 255 * 127 * fmt.max_isc < 2**31, fmt.name
+    unpack, split_sums = quantized_unpacker(fmt, isa, BYTES), sum_splitter(form) if has_min else None
+    split_limbs, multiply = limb_splitter(fmt.sub), byte_multiplier(form, fmt.sub, fmt.max_isc > 1, isa)
+    n_sub, n_group, tile_words = CHUNK // fmt.sub, CHUNK // fmt.group, tile.tile_bytes(fmt) // 4
+    level_words, sub_words, group_words = (stack(uint32, CHUNK // 4 * ROWS), stack(uint32, n_sub * ROWS),
+                                           stack(float32, n_group * ROWS))
+    limb_words, sum_words, total_words = (stack(uint32, BLOCK * CHUNK // 4), stack(uint32, BLOCK * n_sub),
+                                          stack(float32, BLOCK * ROWS))
+    count = group_counter(fmt.group)
+
+    @device
+    def product(operands, row_tile, first, last):
+        words, q, d, sums, _, out, _, n_last, _, n_chunks, m = operands
+        weights = level_words(), sub_words(), sub_words(), group_words(), group_words()
+        high, low, offsets, split, total = limb_words(), limb_words(), sum_words(), sum_words(), total_words()
+        x = high, low, offsets, d, split, first, n_chunks
+        for i in range((last - first) * ROWS):
+            total[i] = f32(0)
+        for chunk in range(n_chunks):
+            n_blocks = blocks_of(chunk, n_chunks, n_last)
+            unpack(words, (row_tile * n_chunks + chunk) * tile_words, n_blocks, weights)
+            for c in range(last - first):
+                block = (first + c) * n_chunks + chunk
+                split_limbs(as_int16(q), sums, block, c, as_int8(high), as_int8(low), offsets)
+                if has_min:
+                    split_sums(sums, block, c, split)
+                multiply(weights, x, c, chunk, count(n_blocks), total)
+        write(total, row_tile, first, last, out, m)
+    return product
+
+
+# Quantized weights times many columns, where the CPU has tiles (`amx`): weights of one limb or two, activations of two,
+# q = 256 high + low, which are split once a product
+
+TILE_COLUMNS = 12        # columns from which on this is faster than pairs
+TILE_GROUP = 32          # columns of a group at least: of fewer, tiles would be half empty
+SUMS_16, SUMS_32 = 2 * CHUNK // 4, 2 * CHUNK // 4 + CHUNK // 16  # words of a row at which its sums begin
+LIMB_ROW = 2 * CHUNK + 128  # bytes from row to row
+LIMB_WORDS = LIMB_ROW // 4
+
+
+def has_tiles(fmt) -> bool:
+    return fmt.is_quantized and fmt.group >= TILE_GROUP
+
+
+def limbs_shape(n: int, n_chunks: int) -> tuple[int, int, int]:
+    """Of the limbs of n rows of activations, u8 [chunks][rows][LIMB_ROW]: the high ones of 256 columns, the low ones, sums over
+    16, then over 32 columns as of `split_sum`. Rows behind the last one are read."""
+    return n_chunks, n + amx.COLUMNS - 1, LIMB_ROW
+
+
+@jit
+def split_rows(first, last, q, sums, limbs, words):
+    for row in range(first, last):
+        for chunk in range(limbs.shape[0]):
+            levels, out = q[row, chunk * CHUNK:(chunk + 1) * CHUNK], limbs[chunk, row]
+            for i in range(CHUNK):
+                out[i] = levels[i] >> 8
+            for i in range(CHUNK):
+                out[CHUNK + i] = levels[i] & 255
+            for i in range(CHUNK // 16):
+                words[chunk, row, SUMS_16 + i] = split_sum(sum_of(sums[row], chunk * (CHUNK // 16) + i, 1))
+            for i in range(CHUNK // 32):
+                words[chunk, row, SUMS_32 + i] = split_sum(sum_of(sums[row], chunk * (CHUNK // 32) + i, 2))
+
+
+_split = over_rows(split_rows)
+
+
+def split_activations(x, limbs):
+    """x = (q i16 [n, k], d, sums i32 [n, k / 16]) -> limbs, of `limbs_shape`."""
+    q, _, sums = x
+    _split(q, sums, limbs, limbs.view(np.uint32))
+
+
+@lru_cache(None)
+def tile_finisher(form, limbs, isa, n_columns):
+    """(weights, x, c, chunk, g, n_groups, sums, i, accs, total): what follows the sums of group g, of the columns i.. of 16, c..
+    of the unit. x = (d of the activations, words of limbs, words of a chunk of them, first, n_chunks); accs: float32 [16][32],
+    between groups."""
+    n_rows, zeros, load, rows, columns, dot, *_ = instructions(isa, n_columns)
+    n_group, wide, has_min = CHUNK // form.group, form.span < form.group, form.sub > 0
+    group_subs, of_sub = form.group // form.sub if has_min else 0, SUMS_16 if form.sub == 16 else SUMS_32
+    size = amx.COLUMNS * ROWS
+
+    @inlined
+    def sum_at(sums, t):
+        if limbs == 1:
+            return halves_to_f32(load(sums, t, ROWS), load(sums, size + t, ROWS))
+        high, middle, low = load(sums, t, ROWS), load(sums, size + t, ROWS), load(sums, 2 * size + t, ROWS)
+        return wide_thirds_to_f32(high, middle, low) if wide else thirds_to_f32(high, middle, low)
+
+    @inlined
+    def finish(weights, x, c, chunk, g, n_groups, sums, i, accs, total):
+        _, _, imin, d, m = weights
+        dx, limbs, chunk_words, first, n_chunks = x
+        at = chunk * chunk_words + (first + c) * LIMB_WORDS + of_sub
+        for r in range(0, ROWS, n_rows):
+            t = i * ROWS + r
+            acc = fma(sum_at(sums, t), rows(d, g * ROWS + r), load(accs, t, ROWS) if g > 0 else zeros(d))
+            if has_min:
+                s = zeros(imin)
+                for j in range(g * group_subs, (g + 1) * group_subs):
+                    s = dot(s, rows(imin, j * ROWS + r), columns(limbs, at + j, LIMB_WORDS))
+                acc = fnma(rows(m, g * ROWS + r), to_f32(s), acc)
+            if g < n_groups - 1:
+                store(accs, t, ROWS, acc)
+            else:
+                if n_groups < n_group:
+                    acc = add(acc, zeros(d))
+                t = c * ROWS + r
+                store(total, t, ROWS, fma(acc, columns(dx, (first + c) * n_chunks + chunk, n_chunks), load(total, t, ROWS)))
+    return finish
+
+
+def tile_product(fmt, isa, tiles):
+    """As `pair_product`, by tiles. Sums of the next 16 columns, or of the next group, are on their way while those before are
+    finished."""
+    form, limbs, group = form_of(fmt), n_limbs(fmt), fmt.group
+    assert group * 255**2 + 255 * 256 < 2**24, fmt.name  # of `wide_thirds_to_f32`
+    unpack = quantized_unpacker(fmt, isa, LIMBS)
+    finish_one, finish = tile_finisher(form, limbs, isa, 1), tile_finisher(form, limbs, isa, BLOCK)
+    n_sub, n_group, tile_words, n_bytes = CHUNK // fmt.sub, CHUNK // group, tile.tile_bytes(fmt) // 4, min(group, amx.N_BYTES)
+    begin, multiply, end = tiles(limbs, n_bytes, group // n_bytes)
+    level_words, sub_words, group_words = (stack(uint32, limbs * CHUNK // 4 * ROWS), stack(uint32, n_sub * ROWS),
+                                           stack(float32, n_group * ROWS))
+    total_words, acc_words = stack(float32, N_COLUMNS * ROWS), stack(float32, amx.COLUMNS * ROWS)
+    n_words = (limbs + 1) * amx.COLUMNS * ROWS
+    product_words, config_words, count = stack(uint32, 2 * n_words), stack(uint32, amx.CONFIG_WORDS), group_counter(group)
+
+    @inlined
+    def finish_step(weights, x, step, n, chunk, n_groups, sums, accs, total):
+        c, g = step // n_groups * amx.COLUMNS, step % n_groups
+        n_here = min(amx.COLUMNS, n - c)
+        whole = n_here // BLOCK * BLOCK
+        for i in range(0, whole, BLOCK):
+            finish(weights, x, c + i, chunk, g, n_groups, sums, i, accs, total)
+        for i in range(whole, n_here):
+            finish_one(weights, x, c + i, chunk, g, n_groups, sums, i, accs, total)
+
+    @device
+    def product(operands, row_tile, first, last):
+        words, _, d, _, x, out, chunk_bytes, n_last, _, n_chunks, m = operands
+        weights = level_words(), sub_words(), sub_words(), group_words(), group_words()
+        total, accs, products = total_words(), acc_words(), product_words()
+        factors, n = (d, as_uint32(x), chunk_bytes // 4, first, n_chunks), last - first
+        for i in range(n * ROWS):
+            total[i] = f32(0)
+        begin(config_words())
+        for chunk in range(n_chunks):
+            n_blocks = blocks_of(chunk, n_chunks, n_last)
+            unpack(words, (row_tile * n_chunks + chunk) * tile_words, n_blocks, weights)
+            n_groups = count(n_blocks)
+            n_steps = (n + amx.COLUMNS - 1) // amx.COLUMNS * n_groups
+            for step in range(n_steps + 1):
+                if step < n_steps:
+                    g = step % n_groups * group
+                    at = chunk * chunk_bytes + (first + step // n_groups * amx.COLUMNS) * LIMB_ROW + g
+                    multiply(x, at, at + CHUNK, LIMB_ROW, weights[0], g // 4 * ROWS, advance(products, step % 2 * n_words))
+                if step > 0:
+                    sums = advance(products, (step - 1) % 2 * n_words)
+                    finish_step(weights, factors, step - 1, n, chunk, n_groups, sums, accs, total)
+        end()
+        write(total, row_tile, first, last, out, m)
+    return product
