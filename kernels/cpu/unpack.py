@@ -130,7 +130,8 @@ def quantized_unpacker(fmt, isa, form):
             for i in range(rolled(n_sub)):
                 for r in range(ROWS):
                     scale, minimum = sub((items, r), i)
-                    isc[i * ROWS + r] = u32(scale) if by_bytes else (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
+                    if scaled:  # else both are ones, which two arrays would get a word at a time
+                        isc[i * ROWS + r] = u32(scale) if by_bytes else (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
                     imin[i * ROWS + r] = (u32(minimum) & u32(0xffff)) | u32(minimum) << u32(7 + 16)
         for j in range(rolled(n_blocks)):
             for line in range(n_lines):  # of a later tile, while this one is unpacked
