@@ -148,7 +148,7 @@ class Sorted:
         sort_and_take(ids.reshape(-1), -1 if may_skip else 0, bounds, self.order, self.pairs, *self.words)
         if bounds[0] < 0:
             check_ids(ids, n_expert, self.name, may_skip)
-        if self.limbs is not None:
+        if self.limbs is not None and np.diff(bounds).max() >= TILE_COLUMNS:
             split_activations(self.x, self.limbs)
         for result in self.results:
             result[bounds[-1]:] = 0
