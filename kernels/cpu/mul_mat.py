@@ -23,7 +23,7 @@ from .scratch import arrays_in, memory_of
 from .unpack import ROWS, float_unpacker, inlined
 from .vector import ISAS, add, available_isas, fma, instructions, stack, store
 
-WIDTH = 16       # columns of units are multiples of it
+WIDTH = amx.COLUMNS  # columns of units are multiples of it
 UNPACKING = 8    # columns that could be multiplied while a chunk is unpacked (5 for Q4_1, 17 for IQ3_S)
 PARALLEL, GRAIN = 1 << 20, 1 << 21   # multiplications that threads share, about 10 us of work; those of a part at most
 PARTS = 4        # of a thread at least

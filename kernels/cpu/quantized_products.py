@@ -16,8 +16,8 @@ from ...quant.formats import CHUNK
 from ...quant.words import f32, i32, u32
 from ..compile import device, jit
 from . import amx
-from .unpack import BYTES, LIMBS, PAIRS, ROWS, inlined, n_limbs, quantized_unpacker
 from .parallel import over_rows
+from .unpack import BYTES, LIMBS, PAIRS, ROWS, inlined, n_limbs, quantized_unpacker
 from .vector import (add, add_i32, advance, as_int8, as_int16, as_uint32, fma, fnma, halves_to_f32, high16, instructions, join16,
                      limbs_to_f32, limbs_to_i32, low16, mul_i32, stack, store, thirds_to_f32, to_f32, wide_thirds_to_f32)
 

@@ -133,7 +133,16 @@ def elementwise(emit, element=None):
 
 # Operations. The float ones are IEEE operations with one rounding, to nearest even.
 
-to_f32 = elementwise(lambda builder, a: builder.sitofp(a, ir.VectorType(F32, a.type.count)), types.float32)
+def floats(builder, a):
+    return builder.sitofp(a, ir.VectorType(F32, a.type.count))
+
+
+def above(builder, n_bits, high, low):
+    """2^n_bits high + low."""
+    return builder.add(builder.shl(high, constant(high, n_bits)), low)
+
+
+to_f32 = elementwise(floats, types.float32)
 add = elementwise(lambda builder, a, b: builder.fadd(a, b))
 mul = elementwise(lambda builder, a, b: builder.fmul(a, b))
 fma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c))
@@ -145,9 +154,8 @@ low16 = elementwise(lambda builder, a: builder.and_(a, constant(a, 0xffff)))
 
 
 def join(builder, high, low):
-    floats = ir.VectorType(F32, high.type.count)
-    high, low = builder.sitofp(high, floats), builder.sitofp(low, floats)
-    return call(builder, f"llvm.fma.v{high.type.count}f32", floats, high, constant(high, 65536.0), low)
+    high, low = floats(builder, high), floats(builder, low)
+    return call(builder, f"llvm.fma.v{high.type.count}f32", high.type, high, constant(high, 65536.0), low)
 
 
 join16 = elementwise(join, types.float32)  # 65536 high + low with one rounding, |high| and |low| <= 2^24
@@ -180,7 +188,7 @@ def mul_i16(builder, a, b):
 
 mul_i32 = elementwise(lambda builder, a, b: builder.mul(a, b))
 plus_128 = elementwise(lambda builder, a: builder.xor(a, constant(a, 0x80808080)))  # int8 in the four bytes -> uint8
-limbs_to_i32 = elementwise(lambda builder, high, low: builder.add(builder.shl(high, constant(high, 7)), low))
+limbs_to_i32 = elementwise(lambda builder, high, low: above(builder, 7, high, low))
 
 
 def join_limbs(builder, high, low):
@@ -193,25 +201,16 @@ def join_limbs(builder, high, low):
 limbs_to_f32 = elementwise(join_limbs, types.float32)  # 128 high + low with one rounding, of any int32
 
 
-def halves_to_i32(builder, high, low):
-    return builder.add(builder.shl(high, constant(high, 8)), low)
-
-
-def thirds_to_i32(builder, high, middle, low):
-    return halves_to_i32(builder, halves_to_i32(builder, high, middle), low)
-
-
 def join_thirds(builder, high, middle, low):
     carried = builder.add(high, builder.ashr(middle, constant(middle, 8)))
-    return join(builder, carried, halves_to_i32(builder, builder.and_(middle, constant(middle, 255)), low))
+    return join(builder, carried, above(builder, 8, builder.and_(middle, constant(middle, 255)), low))
 
 
 # 256 high + low and 65536 high + 256 middle + low, below 2^31; and the latter with one rounding where it may be larger:
 # |high| < 2^23, |middle| < 2^31, 0 <= low < 2^24 - 2^16
-halves_to_f32 = elementwise(lambda builder, a, b: builder.sitofp(halves_to_i32(builder, a, b), ir.VectorType(F32, a.type.count)),
-                            types.float32)
-thirds_to_f32 = elementwise(lambda builder, a, b, c: builder.sitofp(thirds_to_i32(builder, a, b, c),
-                                                                    ir.VectorType(F32, a.type.count)), types.float32)
+halves_to_f32 = elementwise(lambda builder, high, low: floats(builder, above(builder, 8, high, low)), types.float32)
+thirds_to_f32 = elementwise(
+    lambda builder, high, middle, low: floats(builder, above(builder, 8, above(builder, 8, high, middle), low)), types.float32)
 wide_thirds_to_f32 = elementwise(join_thirds, types.float32)
 
 

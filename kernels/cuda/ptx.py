@@ -84,7 +84,8 @@ if not SIMULATED:
         return compiled
 
 
-_first: dict[tuple, FunctionType] = {}  # what a function is made of -> the first one that was made of it
+# What a function is made of -> the first one that was made of it, and its globals, which so keep their ids
+_first: dict[tuple, tuple[FunctionType, list]] = {}
 
 
 @lru_cache(None)
@@ -99,7 +100,7 @@ def _first_alike(function: FunctionType) -> FunctionType:
               for name in names if hasattr(module, name)]
     closed = [cell.cell_contents for cell in function.__closure__ or ()]
     made_of = function.__code__, *map(id, (own, *named)), *map(_made_of, (*closed, function.__defaults__))
-    return _first.setdefault(made_of, function)
+    return _first.setdefault(made_of, (function, named))[0]
 
 
 def _made_of(value):
