@@ -460,4 +460,10 @@ def add_rms_norm(g, x, y, w, *, eps):
     return g.rms_norm(total, w, eps=eps), total
 
 
+@fused("w:weight x ids", "may_skip", "out", defaults={"may_skip": False})
+def quantize_mul_mat_id(g, w, x, ids, *, may_skip):
+    """mul_mat_id of activations that nobody else reads."""
+    return g.mul_mat_id(w, g.quantize(x), ids, may_skip=may_skip)
+
+
 FUSED = {name: op.template for name, op in OPS.items() if op.template}

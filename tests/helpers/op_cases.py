@@ -235,6 +235,7 @@ CASES = {
                                  {"k": 5, "gating": "softmax_of_chosen", "norm": False, "bias_of": "logits"}),
     "mul_mat_id": (GATES, lambda o: [o.matrices(), o.input(), o.experts()], {}),
     "mul_mat_id: some of no expert": (GATES, lambda o: [o.matrices(), o.input(), o.experts(-1)], {"may_skip": True}),
+    "quantize_mul_mat_id": (NORMED, lambda o: [o.matrices(), o.x(), o.experts()], {}),
     "mul_mat_id_glu": (GATES, lambda o: [o.matrices(), o.matrices(), o.input(), o.experts(), o.biases(), o.biases()],
                        {"act": "swiglu_oai", "alpha": 1.702, "limit": 7.0}),
     "mul_mat_id_glu: some of no expert": (
@@ -276,7 +277,8 @@ CASES = {
 }
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
 OF_THE_CPU = {case for case, (_, _, params) in CASES.items() if params.get("may_skip")}  # kernels of a GPU refuse them
-SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu", "add_rms_norm_topk_moe", "dense_layer"}  # of one row
+SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu", "add_rms_norm_topk_moe", "quantize_mul_mat_id",
+          "dense_layer"}  # of one row
 
 
 def op_of(case: str) -> str:

@@ -88,6 +88,18 @@ def biased_experts():
     return g
 
 
+def expert_products(n=1, read=False, swiglu=False):
+    """The products of two experts with rows of floats, and, if read, another product of their activations."""
+    g, x, y = start(n)
+    ids = leaf("ids", "i32", np.array([[2, 0]] * n, np.int32))
+    experts = np.random.default_rng(3).standard_normal((3 * M, K)).astype(np.float32)
+    packed = tile.pack(quantize(experts, "Q8_0").reshape(3, M, -1), "Q8_0", M, K, 3)
+    x = g.swiglu(x, y) if swiglu else g.scale(x, factor=3.0)
+    product = g.mul_mat_id(leaf("w", "Q8_0", packed, (3, M, K)), x, ids)
+    g.outputs = [product, *[g.mul_mat(matrix("a"), x)] * read]
+    return g
+
+
 def both():
     """Two gated products of a norm, the second one of sums."""
     g, x, y = start()
