@@ -27,6 +27,7 @@ from .warp_row import MOST_COLUMNS, n_values
 from .weights import staged_values
 
 BLOCKS, WARPS = 16, 16  # of a cluster, of a block, at most
+STATIC = 1024           # bytes of shared memory that a block has besides
 
 
 class Shape(NamedTuple):
@@ -198,7 +199,8 @@ def check(call: Call) -> None:
 
 def plan(call: Call) -> Shape:
     shape = shape_of(call.router.dtype, *call.router.shape)
-    need(shape.n_bytes <= call.device.shared_limit, "bytes of shared memory", shape.n_bytes, f"up to {call.device.shared_limit}")
+    most = call.device.shared_limit - STATIC
+    need(shape.n_bytes <= most, "bytes of shared memory", shape.n_bytes, f"up to {most}")
     return shape
 
 
