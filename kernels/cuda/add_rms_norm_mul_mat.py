@@ -12,11 +12,13 @@ from numba import cuda
 from ...quant.formats import CHUNK, format_of
 from ..call import Call
 from .launch import F32, Kernel, N, SCALAR_F32, U32, factory, need
-from .mmq_few import MAX_WARPS, FewShape, activation_writer, by_turns, few_launch, few_shape, in_a_row, products, qkv_shape
+from .mmq_few import MAX_WARPS, ROW_SLOT, FewShape, by_turns, few_launch, few_shape, in_a_row, products, qkv_shape
 from .operands import addresses, gated_of, qkv_of
-from .ptx import add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, st4, sts, sts4, wait_for_previous
+from .ptx import (add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, syncwarp,
+                  wait_for_previous)
+from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
-from .tile_product import gate_and_store, takes_sums
+from .tile_product import gate_and_store, swizzle, takes_sums
 
 MOST_NORMED = 6144  # columns of a row that every block norms for itself: what the shared memory of all GPUs has room for
 
@@ -51,6 +53,39 @@ def normed(shared, row, column, last, r, wa, wb, wc, wd):
         return f32(0), f32(0), f32(0), f32(0)
     a, b, c, d = lds4(shared, row + column)
     return mul(mul(as_f32(a), r), wa), mul(mul(as_f32(b), r), wb), mul(mul(as_f32(c), r), wc), mul(mul(as_f32(d), r), wd)
+
+
+@lru_cache(None)
+def activation_writer(sums_too: bool):
+    """(shared, chunk, lane, a, b): a warp quantizes a chunk, of each lane the four columns a from 4 lane on and b from 128 + 4
+    lane on. The activations, CHUNK words, lie from word `chunk` of shared memory on, where the columns may have been. sums_too:
+    with the sums of q."""
+    act_at, d_at, sums_at = ROW_SLOT.act, ROW_SLOT.d, ROW_SLOT.limbs
+
+    @device
+    def put(shared, chunk, lane, half, hi, lo, s):
+        """Of the columns 128 half + 4 lane of a chunk: the limbs, swizzled as `mmq_few` copies them, and, of four lanes, the
+        sum."""
+        t = i32(32 * half + lane)
+        sts(shared, chunk + act_at + ((((t >> 2) ^ swizzle(0)) << 2) | (t & 3)), hi)
+        sts(shared, chunk + act_at + 64 + ((((t >> 2) ^ swizzle(1)) << 2) | (t & 3)), lo)
+        if sums_too:
+            s = sum_of_four_lanes(s, lane)
+            if lane & 3 == 0:
+                sts(shared, chunk + sums_at + (t >> 2), s)
+
+    @device
+    def write(shared, chunk, lane, a, b):
+        bits = redux_max(i32(max(largest(a[0], a[1], a[2], a[3]), largest(b[0], b[1], b[2], b[3]))))
+        syncwarp()  # all lanes have loaded the chunk
+        used, inverse = levels_of(bits)
+        hi, lo, s = limb_words(a[0], a[1], a[2], a[3], inverse, used)
+        put(shared, chunk, lane, 0, hi, lo, s)
+        hi, lo, s = limb_words(b[0], b[1], b[2], b[3], inverse, used)
+        put(shared, chunk, lane, 1, hi, lo, s)
+        if lane == 0:
+            sts(shared, chunk + d_at, d_bits(bits, used))
+    return write
 
 
 @lru_cache(None)

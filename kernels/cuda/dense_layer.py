@@ -18,14 +18,14 @@ from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
 from ..reference.flash_attn_ext import score_scale
 from . import cluster, mbarrier
-from .add_rms_norm_mul_mat import normed
+from .add_rms_norm_mul_mat import activation_writer, normed
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext_act import link_unless
 from .flash_attn_ext_combine import MOST_HEADS, NO_WINDOW, PIECE, piece_floats, statistics_at
 from .flash_attn_ext_few import Where, attention_of, shared_layout
 from .glu import gated_unit
 from .launch import F32, HOPPER, I32, I64, Kernel, N, SCALAR_F32, U8, U16, U32, factory, need
-from .mmq_few import ROW_SLOT, activation_writer, choice, chunk_multiplier, codebooks, copier, fold_chunks, multiplier
+from .mmq_few import ROW_SLOT, choice, chunk_multiplier, codebooks, copier, fold_chunks, multiplier
 from .operands import addresses
 from .ptx import (add, as_f32, as_i32, as_u32, copies_commit, copies_wait_but, device, div, exp, f32, i32, i64, ld, ld4, lds,
                   lds4, mul, nothing, st, st4, sts, sts4, sub, syncwarp, u32, wait_for_previous)

@@ -22,8 +22,8 @@ from .argmax import LEAST_RANK, best_of_warp, rank
 from .launch import F32, I32, Kernel, N, U32, factory
 from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc,
-                  lds, nothing, redux_max, st, stage, sts, syncwarp, u32, wait_for_previous)
-from .quantize import d_bits, four_elements, largest, levels_of, limb_words, plane_words, sum_of_four_lanes
+                  lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
+from .quantize import plane_words
 from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle,
                            table_words, takes_sums, tile_product, zero_words)
 
@@ -64,15 +64,14 @@ class Layout(NamedTuple):
     n_slots: int     # chunks on their way, or one that is multiplied and the others on their way
 
 
-def layout(names: tuple[str, ...], n_tokens: int, made: bool = False, alone: bool = False) -> Layout:
-    """names: formats of the matrices. made: a single token whose activations the block makes; alone: as of `products`."""
+def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
+    """names: formats of the matrices. made: a single token whose activations the block makes."""
     fmts = [format_of(name) for name in names]
     words = max(chunk_slot(fmt, n_tokens).act if made else chunk_slot(fmt, n_tokens).n_words for fmt in fmts)
     if n_tokens > 1:
         first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), 3 if words <= 3072 else 2
     else:  # so many that eight warps keep the memory busy
         first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
-    n_slots = 1 if alone else n_slots
     zeros = sum(map(table_words, dict.fromkeys(names)))
     return Layout(zeros, zeros + max(map(zero_words, names)) * (n_tokens == 1), first + n_slots * words, first, words, n_slots)
 
@@ -83,55 +82,19 @@ def sum_words(n: int) -> int:
 
 
 def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2,
-                 row_words: int = 0, alone: bool = False) -> int:
-    """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes. alone: as
-    of `products`."""
-    at = layout(names, n_tokens, row_words > 0, alone)
+                 row_words: int = 0) -> int:
+    """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes."""
+    at = layout(names, n_tokens, row_words > 0)
     words = at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
     return (words + 3 & -4) + row_words
 
 
-@lru_cache(None)
-def activation_writer(sums_too: bool):
-    """(shared, chunk, lane, a, b): a warp quantizes a chunk, of each lane the four columns a from 4 lane on and b from 128 + 4
-    lane on. The activations lie from word `chunk` of shared memory on, where the columns may have been, as in ROW_SLOT.
-    sums_too: with the sums of q."""
-    act_at, d_at, sums_at = ROW_SLOT.act, ROW_SLOT.d, ROW_SLOT.limbs
-
-    @device
-    def put(shared, chunk, lane, half, hi, lo, s):
-        """Of the columns 128 half + 4 lane of a chunk: the limbs, swizzled as `mmq_few` copies them, and, of four lanes, the
-        sum."""
-        t = i32(32 * half + lane)
-        sts(shared, chunk + act_at + ((((t >> 2) ^ swizzle(0)) << 2) | (t & 3)), hi)
-        sts(shared, chunk + act_at + 64 + ((((t >> 2) ^ swizzle(1)) << 2) | (t & 3)), lo)
-        if sums_too:
-            s = sum_of_four_lanes(s, lane)
-            if lane & 3 == 0:
-                sts(shared, chunk + sums_at + (t >> 2), s)
-
-    @device
-    def write(shared, chunk, lane, a, b):
-        bits = redux_max(i32(max(largest(a[0], a[1], a[2], a[3]), largest(b[0], b[1], b[2], b[3]))))
-        syncwarp()  # all lanes have loaded the chunk
-        used, inverse = levels_of(bits)
-        hi, lo, s = limb_words(a[0], a[1], a[2], a[3], inverse, used)
-        put(shared, chunk, lane, 0, hi, lo, s)
-        hi, lo, s = limb_words(b[0], b[1], b[2], b[3], inverse, used)
-        put(shared, chunk, lane, 1, hi, lo, s)
-        if lane == 0:
-            sts(shared, chunk + d_at, d_bits(bits, used))
-    return write
-
-
-def copier(fmt: Format, n_tokens: int, listed: bool, alone: bool = False):
+def copier(fmt: Format, n_tokens: int, listed: bool):
     """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's, (lane, shared,
     to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed, those in
-    the words of shared memory from there. alone: it makes them, of a token's row of float32; act is then where rows of n columns
-    lie."""
+    the words of shared memory from there."""
     at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
     act_at, d_at, sums_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
-    write = activation_writer(sums_too)
 
     @device
     def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
@@ -171,12 +134,7 @@ def copier(fmt: Format, n_tokens: int, listed: bool, alone: bool = False):
             token = i32(token + 1)
         if lane < n_valid:
             copy1(shared, to + d_at + lane, act, scales + i64(row_of(shared, first, lane)) * n_chunks + chunk)
-
-    @device
-    def make_token(lane, shared, to, x, chunk, first, n_valid, n_cols, n_chunks):
-        row, column = i64(row_of(shared, first, 0)) * n_cols, i32(chunk * 256 + 4 * lane)
-        write(shared, to + act_at, lane, four_elements(x, row, column, n_cols), four_elements(x, row, i32(column + 128), n_cols))
-    return copy_tile, make_token if alone else copy_token if n_tokens == 1 else copy_tokens
+    return copy_tile, copy_token if n_tokens == 1 else copy_tokens
 
 
 # By the length of a tuple: (values, i) -> values[i]
@@ -334,13 +292,13 @@ def multiplier(product, at: Slot):
 # sums of a chunk have places; those of chunk w of a round begin at word w * stride * 33 of the round's: f32 [token][row], then
 # the activations' scales f32 [token].
 
-def ring_copier(names: tuple[str, ...], n_tokens: int, walk: TileWalk, alone: bool):
+def ring_copier(names: tuple[str, ...], n_tokens: int, walk: TileWalk):
     """(copy_tile, copy_tokens, following): what a warp asks for of a place and a chunk, into the slot at word `to`, and (place,
     chunk) of its next one. It waits for the copies itself, by groups; no other warp touches its slots."""
     kinds, pick = tuple(dict.fromkeys(names)), PICK[len(names)]
     kind_of = tuple(i32(kinds.index(name)) for name in names)
     following_place, weight, tokens, known = walk.following, walk.weight, walk.tokens, walk.prepare is None
-    of_kinds = [copier(format_of(name), n_tokens, not known, alone) for name in kinds]
+    of_kinds = [copier(format_of(name), n_tokens, not known) for name in kinds]
     copy_weights, copy_activations = (choice(copiers) for copiers in zip(*of_kinds))
 
     @device
@@ -430,23 +388,21 @@ def fold_chunks(shared, totals, sums, side, p, stride, before, n_chunks):
     return total
 
 
-def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  # noqa: PLR0915 (a kernel: its steps in order)
-             alone=False):
+def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None):  # noqa: PLR0915 (a kernel: its steps in order)
     """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: as the walk
     takes them; n: rows of activations. make: the function by which a block waits for the kernel before and makes the activations
     of its single token, for all its places: (act, shared, tid, n_threads, n_cols); act is then the tuple that it takes, the last
-    of them the word of shared memory where it leaves them (`ROW_SLOT`). alone: a block has one tile and a single token, a warp
-    one chunk at most, whose activations it makes; act is then float32."""
+    of them the word of shared memory where it leaves them (`ROW_SLOT`)."""
     kinds, pick, known, made = tuple(dict.fromkeys(names)), PICK[len(names)], walk.prepare is None, make is not None
     kind_of = tuple(i32(kinds.index(name)) for name in names)
     tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
     tile_products = [tile_product(name, quads_of(n_tokens), table, n_tokens == 1) for name, table in zip(kinds, tables)]
     slots_of_kinds = [ROW_SLOT if made else chunk_slot(format_of(name), n_tokens) for name in kinds]
-    copy_tile, copy_tokens, following = ring_copier(names, n_tokens, walk, alone)
+    copy_tile, copy_tokens, following = ring_copier(names, n_tokens, walk)
     multiply_chunk = chunk_multiplier(list(map(multiplier, tile_products, slots_of_kinds)), slots_of_kinds, n_tokens)
     first_place, following_place, inside, tokens, leave = walk.first, walk.following, walk.inside, walk.tokens, walk.leave
     write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
-    zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made, alone)
+    zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
     n_sums, n_zeros, wait = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1)
     prepare, make = walk.prepare or nothing, make or nothing
 
@@ -489,10 +445,10 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
                 prepare(operands, shared, tid, n_threads)
             ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
             for _ in range(slots):
-                if inside(operands, shared, ahead) and (not alone or ahead_chunk < n_chunks):
+                if inside(operands, shared, ahead):
                     if not known:
                         copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
-                    copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n_cols if alone else n, n_chunks)
+                    copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
                 copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
@@ -511,7 +467,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
                     tokens_at = i32(act[-1] + ((before + w) << 8)) if made else now
                     multiply_chunk(kind, lane, shared, now, tokens_at, scratch, acc, sums, side, w, stride, n_valid)
                     syncwarp()  # all are done with the slot, which is filled anew
-                    if not alone and inside(operands, shared, ahead):
+                    if inside(operands, shared, ahead):
                         copy_tile(operands, ahead, lane, shared, now, ahead_chunk, n_chunks)
                         if not made:
                             copy_tokens(operands, ahead, lane, shared, now, act, ahead_chunk, n, n_chunks)

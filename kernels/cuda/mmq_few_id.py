@@ -290,24 +290,16 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Ti
     return TileWalk(first, following, inside, weight, tokens, leave, prepare)
 
 
-def id_kernel(run, type_, n_tokens: int) -> Kernel:
-    """type_: of the activations."""
+@factory([("Q4_K", 1, False), ("Q8_0", 4, False), ("IQ2_S", 16, False), ("Q8_0", 1, True), ("Q6_K", 8, True)])
+def mmq_few_id_kernel(name, n_tokens, heads):
+    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE))
+
     def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table,
                step_groups, step_tiles):
         operands = Operands((words,), (out, out), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table,
                             step_groups, step_tiles)
         run(operands, act, n_cols, n, per_round)
-    return Kernel(kernel, (U32, type_, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
-
-
-@factory([("Q4_K", 1, False), ("Q8_0", 4, False), ("IQ2_S", 16, False), ("Q8_0", 1, True), ("Q6_K", 8, True)])
-def mmq_few_id_kernel(name, n_tokens, heads):
-    return id_kernel(products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE)), U32, n_tokens)
-
-
-@factory([("Q4_K",), ("Q8_0",), ("IQ2_S",), ("Q6_K",)])
-def quantize_mmq_few_id_kernel(name):
-    return id_kernel(products((name,), 1, of_groups(1, 1, False, STORE), alone=True), F32, 1)
+    return Kernel(kernel, (U32, U32, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
 
 
 @factory([("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, 1), ("silu", "Q8_0", "Q8_0", False, 0.0, 0.0, 4),
@@ -324,11 +316,10 @@ def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
 
 
 def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int, n_tokens: int, n_warps: int,
-                n_blocks: int, alone: bool = False) -> FewShape:
-    """The shape with so many warps a block. n_items: row tiles of groups at most. alone: as of `products`."""
+                n_blocks: int) -> FewShape:
+    """The shape with so many warps a block. n_items: row tiles of groups at most."""
     per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens)
-    words = shared_words(names, n_tokens, n_warps, per_round, n_tokens, 1 if alone else 2, alone=alone)
-    n_bytes = 4 * (words + table_words(n_pairs, n_tokens))
+    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens) + table_words(n_pairs, n_tokens))
     return FewShape(n_tokens, n_warps, per_round, (min(n_items, n_blocks), 1), n_bytes)
 
 
@@ -377,13 +368,6 @@ def mmq_few_id(call: Call):
     sizes, (fault, node) = few_pairs(call), fault_of(call)
     pointers = *addresses(call.w, call.x, call.ids), fault, call.out.data
     return launched(call, mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, False), sizes, pointers, node)
-
-
-def quantize_mmq_few_id(call: Call):
-    """The same of x: f32. plan: `FewShape` of `id_shape_of`, alone."""
-    sizes, (fault, node) = few_pairs(call), fault_of(call)
-    pointers = *addresses(call.w, call.x, call.ids), fault, call.out.data
-    return launched(call, quantize_mmq_few_id_kernel(call.w.dtype), sizes, pointers, node)
 
 
 def mmq_few_id_glu(call: Call):

@@ -25,18 +25,16 @@ from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_
                          a_product_is_read_without_its_bias, a_product_is_scaled, all_of_k_is_read, also_a_float_product,
                          also_an_output, attention, attention_and_product, attention_is_read_elsewhere, attention_of_a_norm,
                          biased_experts, biased_rows,
-                         both, CELLS, expert_products, float_and_quantized_products, float_and_quantized_q, float_weights, gated,
-                         gated_heads, gated_rows, glu, K, k_and_v_are_one_product, layer, leaf, likeliest,
-                         likeliest_of_biased_logits,
+                         both, CELLS, float_and_quantized_products, float_and_quantized_q, float_weights, gated, gated_heads,
+                         gated_rows, glu, K, k_and_v_are_one_product, layer, leaf, likeliest, likeliest_of_biased_logits,
                          likeliest_on_another_device, logits_of_a_cache_written_before_the_likeliest, matrix, N, norm,
                          norm_and_sum_are_outputs, norm_is_an_output, norm_of_a_made_weight, norm_of_heads,
                          norm_quantized_on_another_device, norm_read_before_it_is_quantized, normed, normed_heads, norms_differ,
                          one_gate, one_side_is_no_product, only_q_is_normed, operand_written_between, product_of_later,
                          product_operand_written_between, product_with_itself, products_of_two_inputs, products_on_two_devices,
                          q_is_biased_before_k_is_made, q_is_read_after, q_is_read_before_v_is_written, residual,
-                         residual_of_heads, rotated_k_is_read, routed, shared_expert, squared, start, sum_has_two_norms,
-                         sum_is_an_output, sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products,
-                         sum_with_one_row,
+                         residual_of_heads, rotated_k_is_read, shared_expert, squared, start, sum_has_two_norms, sum_is_an_output,
+                         sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products, sum_with_one_row,
                          term_written_between, the_cache_is_read_between, the_cache_is_written_before_attention_is_quantized,
                          three_products, two_devices, v_is_made_first, v_of_another_input, v_on_another_device, vector,
                          whole_layer)
@@ -151,16 +149,6 @@ def run(g, no_fuse=()):
     (lambda: whole_layer(o_bias=True), [*PARTS_OF_A_LAYER[:3], "mul_mat_bias", *PARTS_OF_A_LAYER[4:], "add"]),
     (lambda: whole_layer(2), ["add_rms_norm_act", "mul_mat_qkv", *PARTS_OF_A_LAYER[1:4], "add_rms_norm_act", "mul_mat_glu",
                               "quantize", "mul_mat", "add"]),
-    *((lambda given=given: routed(**given), ["add_rms_norm_topk_moe", "mul_mat", "mul"])
-      for given in ({}, {"router": "F16", "bias_of": "logits"}, {"gating": "sigmoid", "bias_of": "choice"})),
-    *((lambda given=given: routed(**given), ["add_rms_norm_and_act", "mul_mat", "topk_moe", "mul_mat", "mul"])
-      for given in ({"n": 2}, {"grouped": True})),
-    (lambda: routed(product_first=True), ["add_rms_norm_and_act", "mul_mat", "mul_mat", "topk_moe", "mul"]),
-    (lambda: routed(router="Q8_0"), ["add_rms_norm_and_act", "mul_mat", "topk_moe", "mul_mat", "mul"]),
-    (expert_products, ["scale", "quantize_mul_mat_id"]),
-    (lambda: expert_products(2), ["scale", "quantize", "mul_mat_id"]),
-    (lambda: expert_products(read=True), ["scale", "quantize", "mul_mat_id", "mul_mat"]),
-    (lambda: expert_products(swiglu=True), ["swiglu_act", "mul_mat_id"]),
     (likeliest, ["add_rms_norm_act", "mul_mat_argmax"]),
     (lambda: likeliest("F16"), ["add_rms_norm", "mul_mat_argmax"]),
     (lambda: likeliest("F16", lambda g, logits: [g.mul_mat(matrix("a"), logits.node.src[1])]),
@@ -370,29 +358,6 @@ def test_layers_that_a_gpu_computes_by_parts():
     assert not layer(cc=(10, 0))
 
 
-def test_routing_that_a_gpu_computes_by_parts():
-    def routing(n_expert=128, n_cols=2048, n=1, type_="F32", k=8, cc=(9, 0)):
-        x, norm = Tensor("x", "f32", (n, n_cols)), Tensor("norm", "f32", (n_cols,))
-        target = SimpleNamespace(cc=cc, n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True)
-        return accepted("add_rms_norm_topk_moe", (x, x, norm, Tensor("w", type_, (n_expert, n_cols))), target, eps=1e-5, k=k,
-                        gating="softmax", norm=True)
-    assert routing() and routing(256) and routing(32, 2880) and routing(512, type_="BF16", n_cols=1024)
-    assert not routing(512)                                   # no room for the router
-    assert not routing(n_cols=MOST_NORMED + 4) and not routing(n_cols=2046)
-    assert not routing(n=2) and not routing(k=33) and not routing(cc=(10, 0))
-
-
-def test_products_whose_activations_a_gpu_makes_apart():
-    def product(n_rows=2048, n_cols=768, n_used=8, n=1, type_="Q4_K"):
-        target = SimpleNamespace(cc=(8, 0), n_multiprocessors=132, shared_limit=227 << 10, warpgroups=False)
-        w, x = Tensor("w", type_, (128, n_rows, n_cols)), Tensor("x", "f32", (n * n_used, n_cols))
-        return accepted("quantize_mul_mat_id", (w, x, Tensor("ids", "i32", (n, n_used))), target)
-    assert product() and product(type_="Q8_0") and product(4096, 1024, 2)
-    assert not product(n=2)
-    assert not product(4096, 14336, 2)  # a warp would make several chunks
-    assert not product(4096)            # a block would have several row tiles
-
-
 def test_the_table_of_the_docs():
     page = ROOT / "docs" / "graphs.md"
     if not page.is_file():
@@ -437,8 +402,8 @@ def test_models(arch, types, never, tmp_path):
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
             made |= used
-        elsewhere = {"topk_moe", "add_rms_norm_topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "weighted_sum_biased",
-                     "quantize_mul_mat_id", "mul_mat_bias", "rms_norm_swiglu_act",
+        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "weighted_sum_biased", "mul_mat_bias",
+                     "rms_norm_swiglu_act",
                      "mul_sigmoid_act", "relu_sqr_act", "elide", "gated_delta_net_gates"}
         assert made & set(PASSES) == set(PASSES) - never - elsewhere  # tests/models, test_elide.py
 

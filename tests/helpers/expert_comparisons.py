@@ -83,14 +83,6 @@ def check_mul_mat_id(machine, type_, n_expert, n_rows, n_cols, ids, b=1, plan=No
     check_with_ids(machine, name, "mul_mat_id", operands, ids, n_expert, plan=plan, fault=fault)
 
 
-def check_quantize_mul_mat_id(machine, type_, n_expert, n_rows, n_cols, ids, b=1, plan=None, fault=None) -> None:
-    """The same of rows of float32, special values among them."""
-    name = f"quantize_mul_mat_id[{type_}, X={n_expert}, n_rows={n_rows}, n_cols={n_cols}, ids={np.shape(ids)}, b={b}]"
-    rng = seeded(name)
-    operands = stack("w", type_, n_expert, n_rows, n_cols, rng), edges(b, n_cols, rng), None
-    check_with_ids(machine, name, "quantize_mul_mat_id", operands, ids, n_expert, plan=plan, fault=fault)
-
-
 def check_mul_mat_heads(machine, type_, n_head, n_rows, n_cols, n, plan=None) -> None:
     """n: tokens."""
     name = f"mul_mat_heads[{type_}, H={n_head}, n_rows={n_rows}, n_cols={n_cols}, n={n}]"

@@ -88,18 +88,6 @@ def biased_experts():
     return g
 
 
-def expert_products(n=1, read=False, swiglu=False):
-    """The products of two experts with rows of floats, and, if read, another product of their activations."""
-    g, x, y = start(n)
-    ids = leaf("ids", "i32", np.array([[2, 0]] * n, np.int32))
-    experts = np.random.default_rng(3).standard_normal((3 * M, K)).astype(np.float32)
-    packed = tile.pack(quantize(experts, "Q8_0").reshape(3, M, -1), "Q8_0", M, K, 3)
-    x = g.swiglu(x, y) if swiglu else g.scale(x, factor=3.0)
-    product = g.mul_mat_id(leaf("w", "Q8_0", packed, (3, M, K)), x, ids)
-    g.outputs = [product, *[g.mul_mat(matrix("a"), x)] * read]
-    return g
-
-
 def both():
     """Two gated products of a norm, the second one of sums."""
     g, x, y = start()
@@ -316,23 +304,6 @@ def attention_of_a_norm(norms=norm, read=lambda g, total: g.scale(total, factor=
         return three_products(**given)(g, x, norms(g, g.add(x, y, name="total")))
     g = attention(qkv=qkv, cells=cells)
     g.outputs.append(read(g, g.nodes[0].results[0]))
-    return g
-
-
-def routed(n=1, router="F32", grouped=False, product_first=False, bias_of=None, gating="soft_max"):
-    """A sum and its norm, by which a token is routed and which a product reads. bias_of: None, "choice" or "logits"."""
-    g, x, y = start(n)
-    total = g.add(x, y, name="total")
-    h = norm(g, total)
-    first = [g.mul_mat(matrix("a"), h)] if product_first else []
-    logits, bias = g.mul_mat(matrix("router", router), h), vector("bias", M)
-    if bias_of == "logits":
-        logits = g.add(logits, bias)
-    probs = getattr(g, gating)(logits)
-    chosen_by = g.add(probs, bias) if bias_of == "choice" else probs
-    ids = g.top_k(g.mask_groups(chosen_by, n_group=8, n_group_used=3) if grouped else chosen_by, k=5)
-    weights = g.scale(g.normalize(g.take_columns(probs, ids)), factor=2.5)
-    g.outputs = [*(first or [g.mul_mat(matrix("a"), h)]), weights, ids, g.mul(total, h)]
     return g
 
 

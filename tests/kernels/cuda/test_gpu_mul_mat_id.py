@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuda_simulator import GPUMachine, no_gpu
-from expert_comparisons import (check_dispatch, check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu,
-                                check_quantize_mul_mat_id)
+from expert_comparisons import check_dispatch, check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.graph.graph import Graph, Tensor
 from ggml_py.kernels.cuda import mul_mat_id
 from ggml_py.kernels.cuda.mmq_few_id import id_shape_of
@@ -107,15 +106,6 @@ def test_rows_on_one_expert_and_no_experts(machine, name):
     check_mul_mat_id(machine, name, 40, 65, 512, np.full((200, 4), 39))
     check_mul_mat_id(machine, name, 40, 65, 512, np.full((3, 4), 40))
     check_mul_mat_id(machine, name, 40, 65, 512, np.where(random_ids(50, 4, 40) % 7 == 0, -5, random_ids(50, 4, 40)), 4)
-
-
-@pytest.mark.parametrize("name, n_expert, n_rows, n_cols, u", [
-    ("Q4_K", 128, 2048, 768, 8), ("Q6_K", 128, 2048, 768, 8), ("Q8_0", 64, 1024, 544, 8), ("IQ2_S", 8, 96, 1024, 2),
-    ("Q4_1", 9, 33, 32, 5), ("MXFP4", 32, 100, 256, 4)])
-@pytest.mark.parametrize("each", [False, True])
-def test_activations_of_each_block(machine, name, n_expert, n_rows, n_cols, u, each):
-    """each: a row of x for each expert."""
-    check_quantize_mul_mat_id(machine, name, n_expert, n_rows, n_cols, random_ids(1, u, n_expert), u if each else 1)
 
 
 HEADS = pytest.mark.parametrize("name, n_head, n_rows, n_cols, n", [

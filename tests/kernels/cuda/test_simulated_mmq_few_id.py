@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, check_quantize_mul_mat_id, id_call
+from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, id_call
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import mmq_few_id
 from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape
@@ -65,16 +65,6 @@ FORMS = [("Q8_0", 33, 288), ("Q4_0", 2, 288), ("Q5_1", 2, 32), ("NVFP4", 1, 64),
 def simulate_one_token(machine, name, n_rows, n_cols):
     """More row tiles than blocks."""
     check_mul_mat_id(machine, name, 4, n_rows, n_cols, [[2, 0, 3]], 1, shape_for((name,), n_rows, n_cols, 3, 1, 2, 2))
-
-
-@pytest.mark.parametrize("name, n_rows, n_cols", [*FORMS, ("Q8_0", 40, 544), ("Q4_K", 2, 768)])
-def simulate_activations_of_each_block(machine, name, n_rows, n_cols):
-    """A block for each row tile, as many warps as chunks, and one more, which has none; an id that is none."""
-    for b in 1, 4:
-        shape = id_shape_of((name,), 4 * -(-n_rows // 32), n_cols, 4, 1, -(-n_cols // 256) + 1, 8, True)
-        fault = machine.upload(np.int32([0] * 4))
-        check_quantize_mul_mat_id(machine, name, 4, n_rows, n_cols, [[2, 0, 4, 3]], b, shape, (fault, 5))
-        assert list(machine.download(fault, np.int32, 4)) == [5, 2, 4, 0]
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols", FORMS[:1] + FORMS[-2:])
