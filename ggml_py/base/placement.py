@@ -185,7 +185,9 @@ class PlacementOptions:
         shares = self.tensor_split if self.tensor_split and len(self.shared) > 1 else [1] * len(self.shared)
         columns = {device: share for device, share in zip(self.shared, shares) if share} if self.split_mode == "column" else {}
         ends = [*accumulate(shares)]
-        of_part = [next(iter(columns), self.shared[bisect_right(ends, i * ends[-1] / n)]) for i in range(n)]
+        # The output lies where the last layer does: of a prompt it computes one row
+        of_part = [next(iter(columns), self.shared[bisect_right(ends, min(i, n - 2) * ends[-1] / (n - 1) if n > 1 else 0)])
+                   for i in range(n)]
         *layers, output = [HOST] * (n_layer + 1 - n) + of_part
         return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
                          None if self.kv_offload else HOST, overrides, self._offload(), columns if n and len(columns) > 1 else {},

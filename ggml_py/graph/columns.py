@@ -9,7 +9,8 @@ No sum is split, so no bit depends on the number of devices or on their shares. 
 device; on others too, where they read little and their results are wanted, and what they read comes from other devices else.
 
 Which columns a device has is decided once, on paper (`decide`): matrices whose rows are not a multiple of 32, or that lead to
-fewer heads than there are devices, stay whole. A leaf that is shared out has its parts in `Tensor.shards`, all of them together
+fewer heads than there are devices, stay whole; so do small ones whose products are gathered at once, which each device has for
+itself (`WORTH_A_GATHER`). A leaf that is shared out has its parts in `Tensor.shards`, all of them together
 as long as the whole; one that each device has for itself has copies there, for all devices but the first. After that (`share`) a
 graph is rewritten by what its leaves have."""
 from collections import defaultdict
@@ -29,6 +30,7 @@ PRODUCTS = "mul_mat", "mul_mat_id"
 # Products are cut though these read them as a whole. What leads to others, such as the choice of experts, is not worth a gather
 GATHERED = {*PRODUCTS, "quantize", "add", "rms_norm", "layer_norm", "argmax", "log_soft_max"}
 EVERYWHERE = 16 << 20  # bytes of weights of a node that each device has for itself rather than wait for another one's result
+WORTH_A_GATHER = 16 << 20  # bytes of a matrix that is cut though all that it gives is gathered at once
 HEADS = "n_head", "n_head_kv", "n_head_y"  # parameters that count heads
 CACHE_BLOCK = 32       # columns; caches of some types are made of blocks
 
@@ -99,6 +101,13 @@ class _Groups:
             tensor = self.next[tensor]
         return tensor
 
+    def is_small_and_alone(self, matrix: Tensor) -> bool:
+        """Whether all that it gives would be gathered at once, and each device has it in less time for itself."""
+        head = self.find(matrix)
+        others = [tensor for tensor in self.next if tensor is not matrix and self.find(tensor) is head]
+        return (matrix in self.matrices and n_bytes(matrix) < WORTH_A_GATHER
+                and all((node := tensor.maker) is not None and node.op in PRODUCTS for tensor in others))
+
     def join(self, tensors: Sequence[Tensor], pieces: int) -> None:
         for tensor in tensors:
             if tensor not in self:
@@ -124,7 +133,7 @@ def decide(graphs: Sequence[Graph], shares: Mapping[str, float]) -> list[Tensor]
             _group(node, home, groups)
         for leaf in groups.leaves:
             pieces = groups.pieces[groups.find(leaf)]
-            if len(shares) <= pieces and not leaf.shards:
+            if len(shares) <= pieces and not leaf.shards and not groups.is_small_and_alone(leaf):
                 is_whole_too = any(leaf in node.src and node.op not in PRODUCTS for node in nodes) and leaf in groups.matrices
                 _deal(leaf, -2 if leaf in groups.matrices else -1, pieces, shares, is_whole_too)
                 cut.append(leaf)

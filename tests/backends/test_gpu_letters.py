@@ -1,5 +1,9 @@
 """Letters between two GPUs: what they bring, in models by layers and by columns, and what happens when one does not come. Needs a
 machine with two GPUs that reach each other's memory."""
+import gc
+import time
+from itertools import islice
+
 import numpy as np
 import pytest
 
@@ -7,6 +11,7 @@ from cuda_simulator import no_gpu
 from ggml_py.backends import open_backend
 from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.model import Model
+from ggml_py.graph import columns
 from ggml_py.testing import assert_bitwise_equal
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
@@ -14,6 +19,7 @@ from tiny_moe_models import write_moe_model
 pytestmark = pytest.mark.gpu
 DEVICES = "cuda:0", "cuda:1"
 TOKENS = [[3, 1, 4, 1, 5, 9, 2], [6], [5], [3, 5], [8], [9], [7, 7], [1, 2, 3, 4, 5, 6, 7]]
+N_RACES, N_CONTEXTS = 10_000, 1000  # steps, contexts
 MODELS = {
     "llama": lambda path: write_model(path, "llama", ("Q8_0", "Q4_1")),
     "qwen3moe": lambda path: write_moe_model(path, "qwen3moe", ("Q8_0",)),
@@ -76,10 +82,11 @@ def test_memory_of_the_other_one(gpus):
         backend.close()
 
 
-@pytest.mark.parametrize("split_mode", ["layer", "column"])
+@pytest.mark.parametrize("split_mode, worth_a_gather", [("layer", 0), ("column", 0), ("column", columns.WORTH_A_GATHER)])
 @pytest.mark.parametrize("kind", MODELS)
-def test_the_bits_of_one_gpu(gpus, tmp_path, kind, split_mode):
+def test_the_bits_of_one_gpu(gpus, tmp_path, monkeypatch, kind, split_mode, worth_a_gather):
     """By letters, by copies, and without graphs; by letters again and again."""
+    monkeypatch.setattr(columns, "WORTH_A_GATHER", worth_a_gather)
     path = MODELS[kind](tmp_path / "m.gguf")
     with Model.load(path, device="cpu") as model:
         expected, ids, _ = decoded(model)
@@ -126,3 +133,62 @@ def test_a_letter_that_does_not_come(gpus, tmp_path, monkeypatch):
             with pytest.raises(RuntimeError, match="letters: cuda:0 waited too long for kqv_out-1"):
                 decoded(model)
         assert_bitwise_equal(decoded(model)[0], expected, "behind a letter that did not come")
+
+
+RACES = [("layer", True), ("layer", False), ("column", True), ("column", False)]
+
+
+@pytest.mark.parametrize("split_mode, letters", RACES)
+def test_two_win_every_race(gpus, tmp_path, split_mode, letters):
+    """Before each step a kernel that spins, for a time drawn at random, is put into the streams of one, of both or of none, and
+    the host waits too: whoever reads what is not there yet, or writes what is still read, gives other bits."""
+    from ggml_py.kernels.cuda.spin import spin
+    path, rng = MODELS["qwen3moe" if split_mode == "layer" else "wide"](tmp_path / "m.gguf"), np.random.default_rng(0)
+    calls = [rng.integers(0, 60, n).astype(np.int32) for n in (5, 1, 1, 3, 1, 1, 1, 2, 1, 1)]
+
+    def rows(model, before=lambda: None, **settings):
+        with model.new_context(n_ctx=64, n_ubatch=4, **settings) as context:
+            while True:
+                context.clear()
+                for call in calls:
+                    before()
+                    yield context.decode(call)
+    with Model.load(path, device="cpu") as model:
+        expected = [*islice(rows(model), len(calls))]
+    with Model.load(path, placement=PlacementOptions(DEVICES, split_mode=split_mode)) as model:
+        backends = [model.backends[device] for device in DEVICES]
+        spins = {backend: [spin(backend.target, seconds) for seconds in (20e-6, 100e-6, 400e-6)] for backend in backends}
+
+        def delayed():
+            for backend in backends:
+                if rng.random() < 0.5:
+                    backend.run([spins[backend][rng.integers(3)]])
+            if rng.random() < 0.25:
+                time.sleep(rng.random() * 300e-6)
+        n = N_RACES // len(RACES)
+        lost = [i for i, row in enumerate(islice(rows(model, delayed, letters=letters), n))
+                if not np.array_equal(row.view(np.uint32), expected[i % len(calls)].view(np.uint32))]
+        assert not lost, f"{len(lost)} of {n} steps gave other bits, the first of them step {lost[0]}"
+
+
+@pytest.mark.parametrize("split_mode", ["layer", "column"])
+def test_contexts_over_two_gpus_leak_nothing(gpus, tmp_path, split_mode):
+    with Model.load(MODELS["wide"](tmp_path / "m.gguf"), placement=PlacementOptions(DEVICES, split_mode=split_mode)) as model:
+        backends = [model.backends[device] for device in DEVICES]
+
+        def use():
+            with model.new_context(n_ctx=64, n_ubatch=16) as context:
+                rows = [context.decode([1, 2, 3, 4, 5]), context.decode([6])]
+                return np.concatenate([*rows, [[float(i)] * model.n_vocab for i in context.greedy(7, 2)]])
+
+        def held():
+            gc.collect()
+            for backend in backends:
+                backend.target.device.set_current()
+                backend.target.device.sync()
+            return [backend.target.device.memory_resource.attributes.used_mem_current for backend in backends]
+        expected = use()
+        before = held()
+        for _ in range(N_CONTEXTS // 2):
+            assert np.array_equal(use(), expected)
+        assert held() == before

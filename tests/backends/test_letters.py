@@ -11,6 +11,7 @@ from ggml_py.backends.letters import HostOffice
 from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
+from ggml_py.graph import columns
 from ggml_py.graph.graph import Node
 from ggml_py.graph.letters import Post, Take
 from ggml_py.testing import assert_bitwise_equal
@@ -23,6 +24,12 @@ WRITERS = {"wide": lambda path: write_model(path, "qwen2", ("Q8_0", "Q4_1", "F32
            "qwen3moe": lambda path: write_moe_model(path, "qwen3moe", ("Q8_0",))}
 PLACEMENTS = [("wide", "layer", 2), ("wide", "layer", 3), ("wide", "column", 2), ("wide", "column", 4), ("qwen3moe", "column", 2),
               ("qwen3moe", "layer", 3)]
+
+
+@pytest.fixture(autouse=True)
+def all_is_cut(monkeypatch):
+    """Small matrices, too."""
+    monkeypatch.setattr(columns, "WORTH_A_GATHER", 0)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,18 @@ import pytest
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.letters import HostOffice
+from ggml_py.graph import columns
 from ggml_py.graph.letters import letters
 from ggml_py.graph import program
 from planted_faults import caught_by, verify, write
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (2, 40)).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def all_is_cut(monkeypatch):
+    """Small matrices, too."""
+    monkeypatch.setattr(columns, "WORTH_A_GATHER", 0)
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,8 @@ def check_any_placement(kind: str, data) -> None:
     no_fuse, kv_write = data.draw(st.sampled_from([(), ("all",), ("elide",)])), data.draw(st.sampled_from(["set_rows", "cpy"]))
     with (mock.patch.multiple(split, WINDOW=0, LEAST_AHEAD=data.draw(st.sampled_from([1, 2, 5])),
                               WORTH=data.draw(st.sampled_from([1, 1 << 20]))),
-          mock.patch.object(columns, "EVERYWHERE", data.draw(st.sampled_from([0, 1 << 30])))):
+          mock.patch.multiple(columns, EVERYWHERE=data.draw(st.sampled_from([0, 1 << 30])),
+                              WORTH_A_GATHER=data.draw(st.sampled_from([0, 1 << 30])))):
         try:
             found = on_several(kind, options, no_fuse=no_fuse, kv_write=kv_write)
         except ParameterError as error:
@@ -204,11 +205,12 @@ def test_layers_are_counted_from_the_end_and_the_output_is_one(n, expected):
 
 
 @pytest.mark.parametrize("options, expected", [
-    ({}, "00011"), (dict(tensor_split=(3, 1)), "00001"), (dict(tensor_split=(0, 1)), "11111"),
-    (dict(tensor_split=(1, 4)), "01111"),
-    (dict(n_gpu_layers=3), "hh001"), (dict(split_mode="none", main_gpu=1), "11111"),
+    ({}, "00111"), (dict(tensor_split=(3, 1)), "00011"), (dict(tensor_split=(0, 1)), "11111"),
+    (dict(tensor_split=(1, 0)), "00000"), (dict(tensor_split=(1, 4)), "01111"), (dict(n_gpu_layers=1), "hhhh0"),
+    (dict(n_gpu_layers=3), "hh011"), (dict(split_mode="none", main_gpu=1), "11111"),
     (dict(split_mode="none", main_gpu=1, n_gpu_layers=2), "hhh11")])
 def test_several_devices_share_the_layers(options, expected):
+    """The output goes with the last one."""
     names = {"0": "cuda:0", "1": "cuda:1", "h": "cpu"}
     assert layers_of("cuda:0", "cuda:1", **options) == tuple(names[letter] for letter in expected)
 
@@ -278,9 +280,10 @@ def test_a_model_closes_the_devices_that_it_was_given_and_no_others():
 
 # Products that devices share
 
-def shared(kind: str, *devices: str, **options) -> dict[str, list[tuple[int, ...]]]:
-    """Of each weight and cache that is cut, the shapes of its parts."""
-    with (Model.load(file_of(kind), placement=PlacementOptions(devices, split_mode="column", **options)) as model,
+def shared(kind: str, *devices: str, worth_a_gather: int = 0, **options) -> dict[str, list[tuple[int, ...]]]:
+    """Of each weight and cache that is cut, the shapes of its parts. worth_a_gather: bytes; 0: small matrices are cut, too."""
+    placement = PlacementOptions(devices, split_mode="column", **options)
+    with (mock.patch.object(columns, "WORTH_A_GATHER", worth_a_gather), Model.load(file_of(kind), placement=placement) as model,
           model.new_context(n_ctx=8) as context):
         cache = getattr(context.memory, "cache", context.memory)
         leaves = [*model.architecture.w.loaded.values(), *cache.k, *cache.v]
@@ -317,6 +320,19 @@ def test_heads_that_are_too_few_are_one_devices_own():
         shared("qwen3moe", "cpu", "cpu:1", "cpu:2")
 
 
+def test_small_products_that_are_gathered_are_every_devices_own():
+    """Those behind attention and of feed-forward blocks, and the vocabulary's where it is small. What leads to heads or a gated
+    unit is cut however small it is."""
+    cut, devices = {*shared("wide", "cpu", "cpu:1")}, ("cpu", "cpu:1")
+    with Model.load(file_of("wide"), device="cpu") as model:
+        sizes = {name: n_bytes(tensor) for (name, *_), tensor in model.architecture.w.loaded.items()}
+    gathered = {name for name in sizes if re.match(r"blk\.\d\.(attn_output|ffn_down)\.weight|output\.weight", name)}
+    assert len(gathered) == 5 and gathered <= cut
+    for limit in (*(sizes[name] for name in gathered), max(sizes.values()) + 1):
+        whole = {name for name in gathered if sizes[name] < limit}
+        assert {*shared("wide", *devices, worth_a_gather=limit)} == cut - whole
+
+
 def test_weights_of_other_places_are_not_shared():
     overrides = Override(r"blk\.0\.ffn_up", "cpu:2"), Override("attn_v", "cpu")
     found = shared("wide", "cpu", "cpu:1", overrides=overrides)
@@ -334,14 +350,17 @@ def test_recurrent_mixers_are_one_devices_own(kind, out):
     assert any("ffn_up" in name for name in found)
 
 
-def test_between_gathers_devices_work_side_by_side():
-    """Four exchanges a layer, and of the logits; all copies of an exchange come before what either device does next."""
+@pytest.mark.parametrize("worth_a_gather, n", [(0, 9), (columns.WORTH_A_GATHER, 4)])
+def test_between_gathers_devices_work_side_by_side(monkeypatch, worth_a_gather, n):
+    """Four exchanges a layer, and of the logits; two where small products are every device's own. All copies of an exchange come
+    before what either device does next."""
+    monkeypatch.setattr(columns, "WORTH_A_GATHER", worth_a_gather)
     options = PlacementOptions(("cpu:1", "cpu:2"), split_mode="column")
     with Model.load(file_of("wide"), placement=options) as model, model.new_context(n_ctx=16) as context:
         runs = context.program(5, 5).runs
-    assert [run.device for run in runs] == ["cpu:1", "cpu:2"] * 9 + ["cpu:1"]
+    assert [run.device for run in runs] == ["cpu:1", "cpu:2"] * n + ["cpu:1"]
     gathered = [[copy.results[0].device for copy in run.copies] for run in runs[2:]]
-    assert gathered == [["cpu:1", "cpu:2"], []] * 8 + [["cpu:1"]]
+    assert gathered == [["cpu:1", "cpu:2"], []] * (n - 1) + [["cpu:1"]]
 
 
 def test_nodes_of_columns_have_no_other_device():
