@@ -343,11 +343,11 @@ def run(kernel: Callable, *args) -> None:
             workers.start()
 
 
-def ahead(address: int, n_bytes: int) -> None:
+@jit(parallel=True)
+def ahead(control, address, n_bytes):
     """Names what workers ask the memory for while they wait: the first of n_bytes from an address on, which a job will read."""
-    control = workers.control
-    control[FIRST], control[END] = address, address + min(n_bytes, AHEAD_BYTES * (get_num_threads() - 1))
-    control[NAMED] += 1
+    control[FIRST], control[END] = address, address + min(n_bytes, AHEAD_BYTES * (control[THREADS] - 1))
+    put(control, NAMED, control[NAMED] + 1)
 
 
 def pin(cpus: list[int]) -> None:

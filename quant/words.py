@@ -112,6 +112,7 @@ class Primitives(NamedTuple):
     f32: Callable       # (bits) -> float32 of that pattern
     mul: Callable       # (a, b) -> a * b in float32, nearest even
     shr: Callable       # (w, s) -> w >> s, s in 0..31
+    select: Callable    # (condition, a, b) -> a where the condition holds, else b
     half: Callable      # (w, i) -> 16-bit half i of the word, 0 or 1
     byte: Callable      # (w, i) -> byte i of the word, 0..3
     weighed: Callable   # (w, i, factor, more) -> int32 factor * byte i of the word + more; factor 0..255
@@ -165,7 +166,11 @@ def primitives(jit, **native):
     def shr(w, s):
         return u32(u32(w) >> (u32(s) & u32(31)))
 
-    shr = native.get("shr", shr)
+    @jit
+    def select(condition, a, b):
+        return a if condition else b
+
+    shr, select = native.get("shr", shr), native.get("select", select)
 
     @jit
     def half(w, i):
@@ -243,8 +248,8 @@ def primitives(jit, **native):
         return lookup
 
     table, lookup_nibbles = native.get("table", table), native.get("lookup_nibbles", lookup_nibbles)
-    portable = Primitives(jit, f16, as_f32, mul, shr, half, byte, weighed, signed_byte, half_plus, bytes_of, field, odd_bytes,
-                          top_bytes, distances, spread, table, lookup_nibbles,
+    portable = Primitives(jit, f16, as_f32, mul, shr, select, half, byte, weighed, signed_byte, half_plus, bytes_of, field,
+                          odd_bytes, top_bytes, distances, spread, table, lookup_nibbles,
                           lookup_codes=lambda levels, cubic: _lookup_codes(portable, levels),
                           signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)

@@ -125,23 +125,38 @@ class CPUBackend(KernelBackend):
         """Before a product begins, threads that wait are told of the matrix behind it: they ask the memory for it from then on,
         and while the small ops between the two run."""
         from ..kernels import threads
-        from ..kernels.cpu.parallel import steps as steps_of
+        from ..kernels.together import steps as steps_of
         steps = super().bind_all(nodes)
         products = [i for i, node in enumerate(nodes) if node.declared.module in WHOLE_MATRICES]
         for i, following in zip(products, products[1:] + products[:1]):
             weight = nodes[following].src[0]
             steps[i] = steps_of(partial(threads.ahead, self.address(weight), n_bytes(weight)), steps[i])
-        return steps
+        return Steps(steps)
 
     def new_graphs(self) -> None:
         return None
 
     def run(self, steps: Sequence[Callable[[], None]]) -> None:
-        for step in steps:
+        for step in steps.together() if isinstance(steps, Steps) else steps:
             step()
 
     def close(self) -> None:
         pass
+
+
+class Steps(list):
+    """Steps that are run again and again: kernels side by side in one call."""
+
+    def __init__(self, steps: Sequence[Callable[[], None]]):
+        super().__init__(steps)
+        self._joined: list[Callable[[], None]] = []
+        self._of: list[Callable[[], None]] = []
+
+    def together(self) -> list[Callable[[], None]]:
+        if self._of != self:
+            from ..kernels.together import together
+            self._joined, self._of = together(self), [*self]
+        return self._joined
 
 
 def _aligned(n_bytes: int) -> np.ndarray:

@@ -57,12 +57,12 @@ class Tiles(NamedTuple):
     """What a thread does with tiles for products of weights of n_limbs bytes over n_steps times n_bytes columns."""
     # (words u32 [CONFIG_WORDS], written): the tiles of this thread are for these products, from now on
     begin: Callable
-    # (x, high, low, stride, w, j, sums). x: bytes; those of the high limbs of 16 rows of activations begin at byte `high`,
-    # `stride` apart, those of the low ones at byte `low`; q = 256 high + low. w: uint32 [n_limbs][64][32], the bytes of four
-    # columns each, from word j on; the low limbs, then the high ones. Written: sums int32 [n_limbs + 1][16][32],
+    # (x, high, low, stride, w, j, sums). x: signed bytes; those of the high limbs of 16 rows of activations begin at byte
+    # `high`, `stride` apart, those of the low ones at byte `low`; q = 256 high + low. w: uint32 [n_limbs][64][32], the bytes of
+    # four columns each, from word j on; the low limbs, then the high ones. Written: sums int32 [n_limbs + 1][16][32],
     #     sum of high w, sum of low w                                   w one byte, signed
     #     sum of high wh, sum of high wl + low wh, sum of low wl        w = 256 wh + wl
-    # of signed high and unsigned low bytes
+    # wh is signed, wl unsigned
     multiply: Callable
     end: Callable  # ()
 
@@ -87,7 +87,7 @@ def emulated(n_limbs: int, n_bytes: int, n_steps: int) -> Tiles:
         for c in range(COLUMNS):
             for k in range(n_steps * n_bytes):
                 q_high, q_low = i32(x[high + c * stride + k]), i32(x[low + c * stride + k])
-                q_high -= 2 * (q_high & 128)
+                q_high, q_low = q_high - 2 * (q_high & 128), q_low - 2 * (q_low & 128)
                 for r in range(ROWS):
                     at, to = j + k // 4 * ROWS + r, c * ROWS + r
                     first = byte(w, at, k % 4)
@@ -138,7 +138,7 @@ def _multiplier(n_limbs, n_bytes, n_steps):
                     _emit(builder, "tileloadd64", I8(X), _byte(builder, x, builder.add(start, I64(step * n_bytes))), stride)
                     for limb in range(n_limbs):
                         w_is_low = n_limbs == 2 and limb == 0
-                        to, signs = x_is_low + w_is_low, ("u" if x_is_low else "s") + ("u" if w_is_low else "s")
+                        to, signs = x_is_low + w_is_low, "su" if w_is_low else "ss"
                         for half in range(2):
                             word = limb * limb_words + step * step_words + half * LANES
                             at = builder.add(w_at, I64(4 * word))

@@ -15,7 +15,7 @@ import numpy as np
 from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub, tanh
 from ..compile import device, jit
 from ..reference import flash_attn_ext as reference
-from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, NO_CAP, NO_SINKS, NO_WINDOW, PIECE
+from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from ..threads import THREADS, sharing
 from .parallel import PART
@@ -102,11 +102,7 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
         if n_spans == 1:
             finish(M, L, O, first, head_kv, group, sinks, out)
 
-    run = shared_by_runs(attend, (type_k, type_v, isa))
-
-    def attention(q, k, v, n_head_kv, seq, pos, present, scale, out, window=NO_WINDOW, sinks=NO_SINKS, softcap=NO_CAP):
-        run(q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap)
-    return attention
+    return shared_by_runs(attend, (type_k, type_v, isa))
 
 
 @device
@@ -182,14 +178,14 @@ def shared_by_runs(attend, key):
         for i in range(n_runs):
             n_rows = max(n_rows, (runs[i + 1] - runs[i]) * group)
         n_units = n_runs * n_head_kv
-        pays = n_seen * n_head_kv * (q.shape[2] + dv) >= 2 * PART
+        many = n_seen * n_head_kv * (q.shape[2] + dv) >= 2 * PART
         n_spans = min(n_pieces, (SPANS * control[THREADS] + n_units - 1) // n_units)
-        if not pays or n_units >= control[THREADS] or n_units * n_pieces * n_rows * (dv + 2) > MOST_PARTS:
+        if not many or n_units >= control[THREADS] or n_units * n_pieces * n_rows * (dv + 2) > MOST_PARTS:
             n_spans = 1
         shape = (n_units, n_pieces, n_rows) if n_spans > 1 else (1, 0, 0)
         parts = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty((*shape, dv), np.float32)
         rest = q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap
-        each(control, n_units * n_spans, (runs, n_runs, n_spans, parts, rest), pays)
+        each(control, n_units * n_spans, (runs, n_runs, n_spans, parts, rest))
         if n_spans > 1:
             join_each(control, n_units, (runs, n_head_kv, pos, window, parts, sinks, out))
     return run

@@ -16,8 +16,10 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.words import f32
 from ..compile import device, jit
 from ..threads import THREADS, sharing
+from ..together import code_of
 from . import amx
-from .quantized_products import (BLOCK, COLUMN_BLOCK, N_COLUMNS, TILE_COLUMNS, byte_product, has_tiles, limbs_shape, pair_product,
+from .few import few_product
+from .quantized_products import (BLOCK, COLUMN_BLOCK, N_COLUMNS, TILE_COLUMNS, has_tiles, limbs_shape, pair_product,
                                  split_activations, tile_product, write)
 from .scratch import arrays_in, memory_of
 from .unpack import ROWS, float_unpacker, inlined
@@ -61,11 +63,12 @@ def place(u, n, m):
 def quantized_unit(fmt, isa):
     """(operands, u): unit u of out."""
     many = pair_product(fmt, isa)
-    few = byte_product(fmt, isa) if ISAS[isa].dot4 else many
+    few = few_product(fmt, isa) if ISAS[isa].dot4 else many
 
     def unit(operands, u):
-        row_tile, first, last = place(u, operands[-3], operands[-1])
-        if last - first < BLOCK:
+        n = operands[-3]
+        row_tile, first, last = place(u, n, operands[-1])
+        if n < BLOCK:
             few(operands, row_tile, first, last)
         else:
             many(operands, row_tile, first, last)
@@ -189,6 +192,10 @@ def runner(is_quantized):
 
     @jit(key=is_quantized, parallel=True)
     def run(control, table, n_multiplications):
+        if is_quantized:
+            _, q, _, sums, limbs, _, chunk_bytes, _, n, n_chunks, _ = operands(table, 2)
+            if chunk_bytes > 0:
+                split_activations(control, q, sums, limbs, chunk_bytes, n, n_chunks)
         n_parts = parts_of(control, table[table.shape[0] - 1, 0], n_multiplications)
         each(control, n_parts, (table, n_parts))
     return run
@@ -199,10 +206,11 @@ class Products:
 
     def __init__(self, matrices, x, n_cols: int, limbs=None, isa: str | None = None, tiles=amx.tiles):
         """matrices: of each (format, words u32 of its tiles, out f32 [n, m]); x: quantized activations (q, d, sums) of n_cols
-        columns, or (values f32 [n, k],) for float weights. limbs: memory u8 for those of the activations, of `limbs_shape`: with
-        it, products are by tiles where they can be. isa: a name in vector.ISAS, by default the best. The bits are the same with
-        each."""
-        units = [compiled_unit(name, isa, None if limbs is None else tiles) for name, _, _ in matrices]
+        columns, or (values f32 [n, k],) for float weights. limbs: memory u8 for those of the activations, of `limbs_shape`, where
+        `limbs_for` says so; of many columns products are by tiles then, where they can be. isa: a name in vector.ISAS, by default
+        the best. The bits are the same with each."""
+        units = [compiled_unit(name, isa, tiles if limbs is not None and len(x[0]) >= TILE_COLUMNS else None)
+                 for name, _, _ in matrices]
         self.table, self.n_multiplications, n_units = np.zeros((len(matrices), COLUMNS), np.int64), 0, 0
         for row, (address, fmt, _), (_, words, out) in zip(self.table, units, matrices):
             operands = operands_of(fmt, words, x, limbs, out, n_cols)
@@ -215,14 +223,11 @@ class Products:
             n_units += -(-m // ROWS) * n_parts
             self.n_multiplications += m * k * (n + UNPACKING * n_parts)
             row[:2 + len(operands)] = n_units, address, *operands
-        self.run = runner(units[0][1].is_quantized)
-        self.split = () if limbs is None else (x, limbs)
-        self.kept = matrices, x, units  # the memory and the code that rows of the table name
+        self.kernel = partial(runner(units[0][1].is_quantized), self.table, self.n_multiplications)
+        self.kept = matrices, x, limbs, units  # the memory and the code that rows of the table name
 
     def __call__(self) -> None:
-        if self.split:
-            split_activations(*self.split)
-        self.run(self.table, self.n_multiplications)
+        self.kernel()
 
 
 def operands_of(fmt, words, x, limbs, out, n_cols: int) -> list[int]:
@@ -254,9 +259,7 @@ def compiled_unit(format_name: str, isa: str | None = None, tiles=None):
     if tiles and has_tiles(fmt):
         make = partial(tile_unit, tiles=tiles)
     unit = jit(key=(fmt.name, isa, tiles and tiles.__name__))(make(fmt, isa))
-    unit.compile((OPERANDS[arrays], int64))
-    result = unit.overloads[OPERANDS[arrays], int64]
-    return result.library.get_pointer_to_function(result.fndesc.llvm_func_name), fmt, unit
+    return code_of(unit, (OPERANDS[arrays], int64)), fmt, unit
 
 
 def known(isa: str | None) -> str:
@@ -274,21 +277,27 @@ def mul_mat_arrays(format_name: str, isa: str | None = None, n_cols: int | None 
 
     def product(words, *x_and_out):
         *x, out = x_and_out
-        limbs = None if isa else limbs_for([fmt], len(out), x[0].shape[-1])
+        limbs = limbs_for([fmt], len(out), x[0].shape[-1], isa)
         Products([(format_name, words, out)], x, n_cols or x[0].shape[-1], limbs and np.empty(limbs[1], limbs[0]), isa)()
     return product
 
 
-def limbs_for(fmts, n: int, n_cols: int):
-    """(dtype, shape) of the limbs of n rows of activations; None where no product with weights of these formats is by tiles."""
-    if n < TILE_COLUMNS or not amx.available() or not any(map(has_tiles, fmts)):
-        return None
-    return np.uint8, limbs_shape(n, -(-n_cols // CHUNK))
+def tiles_for(fmt, n: int, isa: str | None = None):
+    """By which tiles, as of `amx`, a product of n columns is; None where it is without."""
+    return amx.tiles if n >= TILE_COLUMNS and isa is None and amx.available() and has_tiles(fmt) else None
 
 
-def limbs_of(call, weights, n: int | None = None):
+def limbs_for(fmts, n: int, n_cols: int, isa: str | None = None, least: int | None = None):
+    """(dtype, shape) of the limbs of n rows of activations; None where no product with weights of these formats takes them.
+    least: columns of the smallest product, which has all n by default."""
+    few = (n if least is None else least) < BLOCK and ISAS[known(isa)].dot4
+    needed = any(fmt.is_quantized and (few or tiles_for(fmt, n, isa)) for fmt in fmts)
+    return (np.uint8, limbs_shape(n, -(-n_cols // CHUNK))) if needed else None
+
+
+def limbs_of(call, weights, n: int | None = None, least: int | None = None):
     """The same for the activations call.x, or for n like them."""
-    return limbs_for([format_of(w.dtype, call.op) for w in weights], n or call.x.n_rows, call.x.n_cols)
+    return limbs_for([format_of(w.dtype, call.op) for w in weights], n or call.x.n_rows, call.x.n_cols, least=least)
 
 
 def products_of(call, matrices, limbs) -> Products:

@@ -7,7 +7,8 @@ import numpy as np
 from ..arith import add, gelu, mul, relu, silu
 from ..compile import jit
 from .mul_mat import limbs_of, products_of
-from .parallel import over_rows, steps
+from ..together import steps
+from .parallel import over_rows
 from .scratch import arrays_in, memory_of
 
 ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu": relu}

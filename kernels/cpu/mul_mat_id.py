@@ -5,15 +5,14 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...quant.activation import SUM_COLUMNS
-from ...quant.formats import CHUNK
+from ...quant.formats import CHUNK, format_of
 from ..compile import jit
 from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
 from ..threads import sharing
-from . import amx
-from .mul_mat import UNPACKING, call as call_unit, compiled_unit, limbs_of, operands_in, operands_of, parts, parts_of
+from .mul_mat import UNPACKING, call as call_unit, compiled_unit, limbs_of, operands_in, operands_of, parts, parts_of, tiles_for
 from .parallel import PART, over_rows
-from .quantized_products import CHUNK_PAIRS, LIMB_ROW, TILE_COLUMNS, split_activations
+from .quantized_products import CHUNK_PAIRS, LIMB_ROW, TILE_COLUMNS, split_arrays
 from .scratch import arrays_in, memory_of
 from .unpack import ROWS, inlined
 from .vector import advance
@@ -70,7 +69,8 @@ def runner(is_quantized):
 def sorted_product(format_name: str, n_expert: int, words, rows: "Sorted", out, isa: str | None = None):
     """step(bounds i64 [X + 1]): of sorted rows, each expert's with its matrix. words: u32, the matrices of all experts; out and
     isa: as of `mul_mat.Products`."""
-    units = [compiled_unit(format_name, isa, tiles) for tiles in (None, None if rows.limbs is None else amx.tiles)]
+    tiles = tiles_for(format_of(format_name), len(out), isa)
+    units = [compiled_unit(format_name, isa, by) for by in (None, tiles)]
     fmt, words = units[0][1], words.reshape(-1)
     run, n_words = runner(fmt.is_quantized), words.size // n_expert
     (few, *_), (many, *_), operands = *units, np.array(operands_of(fmt, words, rows.x, rows.limbs, out, rows.n_cols))
@@ -126,7 +126,7 @@ def moved(call, weights, n_results: int) -> list:
     n, chunks = call.out.n_rows, -(-call.x.n_cols // CHUNK)
     x = ([(np.int16, (n, chunks * CHUNK)), (np.float32, (n, chunks)), (np.int32, (n, chunks * (CHUNK // SUM_COLUMNS)))]
          if call.x.dtype == "act" else [(np.float32, (n, call.x.n_cols))])
-    return [*x, *[(np.float32, (n, call.out.n_cols))] * n_results, limbs_of(call, weights, n)]
+    return [*x, *[(np.float32, (n, call.out.n_cols))] * n_results, limbs_of(call, weights, n, least=1)]
 
 
 class Sorted:
@@ -148,8 +148,8 @@ class Sorted:
         sort_and_take(ids.reshape(-1), -1 if may_skip else 0, bounds, self.order, self.pairs, *self.words)
         if bounds[0] < 0:
             check_ids(ids, n_expert, self.name, may_skip)
-        if self.limbs is not None and np.diff(bounds).max() >= TILE_COLUMNS:
-            split_activations(self.x, self.limbs)
+        if self.limbs is not None:
+            split_arrays(self.x[0], self.x[2], self.limbs)
         for result in self.results:
             result[bounds[-1]:] = 0
         return bounds

@@ -1,7 +1,7 @@
 """The products of three matrices, such as those of Q, K and V, with one x: threads share their units as one job."""
 from .elementwise import add
 from .mul_mat import limbs_of, products_of
-from .parallel import steps
+from ..together import steps
 from .scratch import arrays_in, memory_of
 
 

@@ -24,14 +24,6 @@ def over_rows(body, key=()):
     return kernel
 
 
-def steps(*each):
-    """One step that runs several, one after the other."""
-    def run():
-        for step in each:
-            step()
-    return run
-
-
 @jit
 def take_rows(first, last, out, x, rows):
     for row in range(first, last):

@@ -1,13 +1,12 @@
 """Products of quantized weights: a tile of 32 rows times columns (rows of activations), docs/numerics.md, section 3.
 
-Per chunk of 256 columns of the weights the tile is unpacked once and multiplied with all columns of the unit, in one of three
-ways: pairs of int16, levels times integer scales, so that one instruction multiplies and adds two columns of 16 rows; bytes,
-for fewer columns than a block; and tiles of AMX, for many.
+Per chunk of 256 columns of the weights the tile is unpacked once and multiplied with all columns of the unit, in one of two
+ways: pairs of int16, levels times integer scales, so that one instruction multiplies and adds two columns of 16 rows; and tiles
+of AMX, for many columns. For fewer columns than a block there is `few`.
 """
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 from numba import float32, uint32
 
 from ...quant import tile
@@ -15,11 +14,12 @@ from ...quant.activation import LIMIT, SUM_COLUMNS
 from ...quant.formats import CHUNK
 from ...quant.words import f32, i32, u32
 from ..compile import device, jit
+from ..threads import sharing
 from . import amx
-from .parallel import over_rows
-from .unpack import BYTES, LIMBS, PAIRS, ROWS, inlined, n_limbs, quantized_unpacker
-from .vector import (add, add_i32, advance, as_int8, as_int16, as_uint32, fma, fnma, halves_to_f32, high16, instructions, join16,
-                     limbs_to_f32, limbs_to_i32, low16, mul_i32, stack, store, thirds_to_f32, to_f32, wide_thirds_to_f32)
+from .parallel import PART
+from .unpack import LIMBS, PAIRS, ROWS, inlined, n_limbs, quantized_unpacker
+from .vector import (add, add_i32, advance, as_int16, as_uint8, as_uint32, fma, fnma, halves_to_f32, high16, instructions, join16,
+                     low16, pointer, stack, store, thirds_to_f32, to_f32, wide_thirds_to_f32)
 
 CHUNK_PAIRS = CHUNK // 2
 BLOCK = 4        # columns that are multiplied at a time
@@ -167,140 +167,62 @@ def pair_product(fmt, isa):
     return product
 
 
-# Quantized weights times fewer columns than a block, where the CPU has a dot product of bytes: levels stay bytes, activations are
-# two, q = 128 high + low. That is a third of the work of pairs for one column, and more than pairs for four.
+# Limbs of activations, q = 256 high + low, both signed bytes, which are split once a product: for few columns, and for many
 
-@lru_cache(None)
-def limb_splitter(sub):
-    """(q, sums, block, c, high, low, offsets): the limbs of the block of 256 activations, low >= 0, into column c, int8
-    [columns][256], and minus its sums over sub-blocks, int32 [columns][sub-blocks]."""
-    n_sub, n_sums = CHUNK // sub, sub // SUM_COLUMNS
-
-    @device
-    def split_limbs(q, sums, block, c, high, low, offsets):
-        for i in range(CHUNK):
-            level = q[block * CHUNK + i]
-            high[c * CHUNK + i], low[c * CHUNK + i] = level >> 7, level & 127
-        for i in range(n_sub):
-            offsets[c * n_sub + i] = u32(-sum_of(sums, block * n_sub + i, n_sums))
-    return split_limbs
-
-
-@lru_cache(None)
-def byte_multiplier(form, sub, scaled, isa):
-    """(weights, x, c, chunk, n_groups, total): as that of pairs, of one column. x = (high, low, offsets, d, split sums, first,
-    n_chunks). With w = level + 128, sum level * q = 128 (sum w * high - sum q) + sum w * low: each sum begins with its offset."""
-    n_rows, zeros, load, rows, columns, dot, dot4, _ = instructions(isa, 1)
-    n_group, group_subs, n_sub, n_words, sub_words = CHUNK // form.group, form.group // sub, CHUNK // sub, CHUNK // 4, sub // 4
-    wide, has_min = form.span < form.group, form.sub > 0
-
-    @device
-    def multiply(weights, x, c, chunk, n_groups, total):
-        levels, isc, imin, d, m = weights
-        high, low, offsets, dx, sums, first, n_chunks = x
-        for r in range(0, ROWS, n_rows):
-            acc = zeros(d)
-            for g in range(n_groups):
-                s_high = s_low = s_min = zeros(levels)
-                for i in range(g * group_subs, (g + 1) * group_subs):
-                    h, l = add_i32(zeros(levels), columns(offsets, c * n_sub + i, 0)), zeros(levels)
-                    for k in range(i * sub_words, (i + 1) * sub_words):
-                        four = rows(levels, k * ROWS + r)
-                        h = dot4(h, four, columns(high, c * n_words + k, 0))
-                        l = dot4(l, four, columns(low, c * n_words + k, 0))
-                    if scaled:
-                        scale = rows(isc, i * ROWS + r)
-                        h, l = mul_i32(h, scale), mul_i32(l, scale)
-                    s_high, s_low = add_i32(s_high, h), add_i32(s_low, l)
-                    if has_min:
-                        s_min = dot(s_min, rows(imin, i * ROWS + r), columns(sums, c * n_sub + i, 0))
-                s = limbs_to_f32(s_high, s_low) if wide else to_f32(limbs_to_i32(s_high, s_low))
-                acc = fma(s, rows(d, g * ROWS + r), acc)
-                if has_min:
-                    acc = fnma(rows(m, g * ROWS + r), to_f32(s_min), acc)
-            if n_groups < n_group:
-                acc = add(acc, zeros(d))
-            t = c * ROWS + r
-            store(total, t, ROWS, fma(acc, columns(dx, (first + c) * n_chunks + chunk, 0), load(total, t, ROWS)))
-    return multiply
-
-
-def byte_product(fmt, isa):
-    """As `pair_product`, by bytes: of fewer columns than BLOCK."""
-    form, has_min = form_of(fmt), fmt.has_min
-    assert CHUNK * 255 * 127 * fmt.max_isc < 2**31, fmt.name
-    unpack, split_sums = quantized_unpacker(fmt, isa, BYTES), sum_splitter(form) if has_min else None
-    split_limbs, multiply = limb_splitter(fmt.sub), byte_multiplier(form, fmt.sub, fmt.max_isc > 1, isa)
-    n_sub, n_group, tile_words = CHUNK // fmt.sub, CHUNK // fmt.group, tile.tile_bytes(fmt) // 4
-    level_words, sub_words, group_words = (stack(uint32, CHUNK // 4 * ROWS), stack(uint32, n_sub * ROWS),
-                                           stack(float32, n_group * ROWS))
-    limb_words, sum_words, total_words = (stack(uint32, BLOCK * CHUNK // 4), stack(uint32, BLOCK * n_sub),
-                                          stack(float32, BLOCK * ROWS))
-    count = group_counter(fmt.group)
-
-    @device
-    def product(operands, row_tile, first, last):
-        words, q, d, sums, _, out, _, n_last, _, n_chunks, m = operands
-        weights = level_words(), sub_words(), sub_words(), group_words(), group_words()
-        high, low, offsets, split, total = limb_words(), limb_words(), sum_words(), sum_words(), total_words()
-        x = high, low, offsets, d, split, first, n_chunks
-        for i in range((last - first) * ROWS):
-            total[i] = f32(0)
-        for chunk in range(n_chunks):
-            n_blocks = blocks_of(chunk, n_chunks, n_last)
-            unpack(words, (row_tile * n_chunks + chunk) * tile_words, n_blocks, weights)
-            for c in range(last - first):
-                block = (first + c) * n_chunks + chunk
-                split_limbs(as_int16(q), sums, block, c, as_int8(high), as_int8(low), offsets)
-                if has_min:
-                    split_sums(sums, block, c, split)
-                multiply(weights, x, c, chunk, count(n_blocks), total)
-        write(total, row_tile, first, last, out, m)
-    return product
-
-
-# Quantized weights times many columns, where the CPU has tiles (`amx`): weights of one limb or two, activations of two,
-# q = 256 high + low, which are split once a product
-
-TILE_COLUMNS = 12        # columns from which on this is faster than pairs
-TILE_GROUP = 32          # columns of a group at least: of fewer, tiles would be half empty
 SUMS_16, SUMS_32 = 2 * CHUNK // 4, 2 * CHUNK // 4 + CHUNK // 16  # words of a row at which its sums begin
 LIMB_ROW = 2 * CHUNK + 128  # bytes from row to row
 LIMB_WORDS = LIMB_ROW // 4
 
 
-def has_tiles(fmt) -> bool:
-    return fmt.is_quantized and fmt.group >= TILE_GROUP
-
-
 def limbs_shape(n: int, n_chunks: int) -> tuple[int, int, int]:
     """Of the limbs of n rows of activations, u8 [chunks][rows][LIMB_ROW]: the high ones of 256 columns, the low ones, sums over
-    16, then over 32 columns as of `split_sum`. Rows behind the last one are read."""
-    return n_chunks, n + amx.COLUMNS - 1, LIMB_ROW
+    16, then over 32 columns as of `split_sum`. Tiles read rows behind the last one."""
+    return n_chunks, n + (amx.COLUMNS - 1 if n >= TILE_COLUMNS else 0), LIMB_ROW
 
 
-@jit
-def split_rows(first, last, q, sums, limbs, words):
-    for row in range(first, last):
-        for chunk in range(limbs.shape[0]):
-            levels, out = q[row, chunk * CHUNK:(chunk + 1) * CHUNK], limbs[chunk, row]
-            for i in range(CHUNK):
-                out[i] = levels[i] >> 8
-            for i in range(CHUNK):
-                out[CHUNK + i] = levels[i] & 255
-            for i in range(CHUNK // 16):
-                words[chunk, row, SUMS_16 + i] = split_sum(sum_of(sums[row], chunk * (CHUNK // 16) + i, 1))
-            for i in range(CHUNK // 32):
-                words[chunk, row, SUMS_32 + i] = split_sum(sum_of(sums[row], chunk * (CHUNK // 32) + i, 2))
+@inlined
+def split_rows(i, args):
+    q, sums, limbs, chunk_bytes, n_parts, n, n_chunks = args
+    for row in range(i * n // n_parts, (i + 1) * n // n_parts):
+        for chunk in range(n_chunks):
+            block, at = row * n_chunks + chunk, chunk * chunk_bytes + row * LIMB_ROW
+            levels, high, low = advance(as_int16(q), block * CHUNK), advance(limbs, at), advance(limbs, at + CHUNK)
+            for c in range(CHUNK):
+                high[c] = (levels[c] + 128) >> 8
+            for c in range(CHUNK):
+                low[c] = levels[c] & 255
+            words, of_block = advance(as_uint32(limbs), at // 4), advance(sums, block * (CHUNK // SUM_COLUMNS))
+            for s in range(CHUNK // 16):
+                words[SUMS_16 + s] = split_sum(i32(of_block[s]))
+            for s in range(CHUNK // 32):
+                words[SUMS_32 + s] = split_sum(i32(i32(of_block[2 * s]) + i32(of_block[2 * s + 1])))
 
 
-_split = over_rows(split_rows)
+_split = sharing(split_rows)
 
 
-def split_activations(x, limbs):
-    """x = (q i16 [n, k], d, sums i32 [n, k / 16]) -> limbs, of `limbs_shape`."""
-    q, _, sums = x
-    _split(q, sums, limbs, limbs.view(np.uint32))
+@inlined
+def split_activations(control, q, sums, limbs, chunk_bytes, n, n_chunks):
+    """Pointers to the levels and sums of n rows of activations, and to their limbs, of chunk_bytes a chunk."""
+    n_parts = max(1, min(n, n * n_chunks * CHUNK // PART))
+    _split(control, n_parts, (q, sums, limbs, chunk_bytes, n_parts, n, n_chunks))
+
+
+@jit(parallel=True)
+def split_arrays(control, q, sums, limbs):
+    """q: i16 [n, k]; sums: i32 [n, k / 16]; limbs: of `limbs_shape`."""
+    n_chunks, n_rows, row_bytes = limbs.shape
+    split_activations(control, pointer(q), pointer(sums), as_uint8(pointer(limbs)), n_rows * row_bytes, q.shape[0], n_chunks)
+
+
+# Quantized weights times many columns, where the CPU has tiles (`amx`): weights of one limb or two, activations of two
+
+TILE_COLUMNS = 12        # columns from which on this is faster than pairs
+TILE_GROUP = 32          # columns of a group at least: of fewer, tiles would be half empty
+
+
+def has_tiles(fmt) -> bool:
+    return fmt.is_quantized and fmt.group >= TILE_GROUP
 
 
 @lru_cache(None)
@@ -347,7 +269,7 @@ def tile_product(fmt, isa, tiles):
     """As `pair_product`, by tiles. Sums of the next 16 columns, or of the next group, are on their way while those before are
     finished."""
     form, limbs, group = form_of(fmt), n_limbs(fmt), fmt.group
-    assert group * 255**2 + 255 * 256 < 2**24, fmt.name  # of `wide_thirds_to_f32`
+    assert group * 255 * 128 + 255 * 256 < 2**24, fmt.name  # of `wide_thirds_to_f32`
     unpack = quantized_unpacker(fmt, isa, LIMBS)
     finish_one, finish = tile_finisher(form, limbs, isa, 1), tile_finisher(form, limbs, isa, BLOCK)
     n_sub, n_group, tile_words, n_bytes = CHUNK // fmt.sub, CHUNK // group, tile.tile_bytes(fmt) // 4, min(group, amx.N_BYTES)

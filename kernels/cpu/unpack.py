@@ -10,13 +10,13 @@ from ...quant.formats import CHUNK
 from ...quant.words import ONES, i32, primitives, u32
 from ..compile import device
 from ..float16 import f16_to_f32
-from .vector import (ISAS, high_bytes, high_pair, instructions, low_bytes, low_pair, mul_i16, plus_128, prefetch, rolled,
+from .vector import (ISAS, high_bytes, high_pair, instructions, low_bytes, low_pair, mul_i16, prefetch, rolled,
                      shift_right, stack, store)
 
 ROWS = tile.ROWS
 LINE = 16        # words of a line of the caches
 AHEAD = 2        # which tile behind the one that is unpacked is asked for
-PAIRS, BYTES, LIMBS = "pairs", "bytes", "limbs"  # what levels become
+PAIRS, LIMBS = "pairs", "limbs"  # what levels become
 
 
 inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
@@ -107,7 +107,6 @@ def quantized_unpacker(fmt, isa, form):
     `split_sum` makes. levels, by form:
 
     PAIRS: uint32 [128][32], isc * level of two columns in the halves of a word
-    BYTES: uint32 [64][32], level + 128 of four columns in the bytes of a word
     LIMBS: uint32 [n_limbs][64][32], the low bytes of isc * level of four columns in those of a word, then the high ones
     """
     levels, sub, group = fmt.unpack(cpu_primitives(), piece_item, word_item, half_item)[:3]
@@ -115,7 +114,7 @@ def quantized_unpacker(fmt, isa, form):
     n_rows, rows, transpose = instructions(isa, 1).n_rows, instructions(isa, 1).rows, transposer(isa)
     n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min
     tile_words = tile.tile_bytes(fmt) // 4
-    n_lines, by_bytes, by_pairs, two = -(-tile_words // (8 * LINE)), form == BYTES, form == PAIRS, n_limbs(fmt) == 2
+    n_lines, by_pairs, two = -(-tile_words // (8 * LINE)), form == PAIRS, n_limbs(fmt) == 2
     item_words, level_words = stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, 8 * ROWS)
 
     @device
@@ -131,7 +130,7 @@ def quantized_unpacker(fmt, isa, form):
                 for r in range(ROWS):
                     scale, minimum = sub((items, r), i)
                     if scaled:  # else both are ones, which two arrays would get a word at a time
-                        isc[i * ROWS + r] = u32(scale) if by_bytes else (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
+                        isc[i * ROWS + r] = (u32(scale) & u32(0xffff)) | u32(scale) << u32(16)
                     imin[i * ROWS + r] = (u32(minimum) & u32(0xffff)) | u32(minimum) << u32(7 + 16)
         for j in range(rolled(n_blocks)):
             for line in range(n_lines):  # of a later tile, while this one is unpacked
@@ -144,9 +143,7 @@ def quantized_unpacker(fmt, isa, form):
                 for r in range(0, ROWS, n_rows):
                     four = rows(w, k * ROWS + r)
                     word = (8 * j + k) * ROWS + r
-                    if by_bytes:
-                        store(out, word, 0, plus_128(four))
-                    elif by_pairs or scaled:
+                    if by_pairs or scaled:
                         low, high = low_pair(four), high_pair(four)
                         if scaled:
                             scale = rows(isc, (8 * j + k) // sub_words * ROWS + r)

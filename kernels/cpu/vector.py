@@ -186,19 +186,13 @@ def mul_i16(builder, a, b):
     return builder.bitcast(builder.mul(builder.bitcast(a, halves), builder.bitcast(b, halves)), a.type)
 
 
-mul_i32 = elementwise(lambda builder, a, b: builder.mul(a, b))
-plus_128 = elementwise(lambda builder, a: builder.xor(a, constant(a, 0x80808080)))  # int8 in the four bytes -> uint8
-limbs_to_i32 = elementwise(lambda builder, high, low: above(builder, 7, high, low))
-
 
 def join_limbs(builder, high, low):
-    carried = builder.add(high, builder.ashr(low, constant(low, 7)))
-    below = builder.or_(builder.shl(builder.and_(carried, constant(low, 511)), constant(low, 7)),
-                        builder.and_(low, constant(low, 127)))
-    return join(builder, builder.ashr(carried, constant(low, 9)), below)
-
-
-limbs_to_f32 = elementwise(join_limbs, types.float32)  # 128 high + low with one rounding, of any int32
+    """256 high + low with one rounding, of any int32."""
+    carried = builder.add(high, builder.ashr(low, constant(low, 8)))
+    below = builder.or_(builder.shl(builder.and_(carried, constant(low, 255)), constant(low, 8)),
+                        builder.and_(low, constant(low, 255)))
+    return join(builder, builder.ashr(carried, constant(low, 8)), below)
 
 
 def join_thirds(builder, high, middle, low):
@@ -207,7 +201,7 @@ def join_thirds(builder, high, middle, low):
 
 
 # 256 high + low and 65536 high + 256 middle + low, below 2^31; and the latter with one rounding where it may be larger:
-# |high| < 2^23, |middle| < 2^31, 0 <= low < 2^24 - 2^16
+# |high| < 2^23, |middle| < 2^31, |low| < 2^24 - 2^16
 halves_to_f32 = elementwise(lambda builder, high, low: floats(builder, above(builder, 8, high, low)), types.float32)
 thirds_to_f32 = elementwise(
     lambda builder, high, middle, low: floats(builder, above(builder, 8, above(builder, 8, high, middle), low)), types.float32)
@@ -290,16 +284,21 @@ def stack(element, n):
     return allocate
 
 
-@intrinsic
-def prefetch(typingctx, pointer, i):
-    """Asks for the 64 bytes around word i, which will be read soon; a place outside of memory does no harm.
+def emit_prefetch(builder, place):
+    """Asks for the 64 bytes around a place, which will be read soon; a place outside of memory does no harm.
 
     Into the second cache: what is on its way to the first holds one of the few places that loads need too."""
+    byte = builder.bitcast(place, I8.as_pointer())
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [byte.type, I32, I32, I32]),
+                                              "llvm.prefetch.p0")
+    builder.call(function, [byte, I32(0), I32(2), I32(1)])  # to read, into all caches but the first, as data
+
+
+@intrinsic
+def prefetch(typingctx, pointer, i):
+    """`emit_prefetch` of word i."""
     def codegen(context, builder, signature, args):
-        word = builder.bitcast(builder.gep(*args[:1], [args[1]]), I8.as_pointer())
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [word.type, I32, I32, I32]),
-                                                  "llvm.prefetch.p0")
-        builder.call(function, [word, I32(0), I32(2), I32(1)])  # to read, into all caches but the first, as data
+        emit_prefetch(builder, builder.gep(args[0], [args[1]]))
         return context.get_dummy_value()
     return types.none(pointer, types.int64), codegen
 
@@ -319,7 +318,7 @@ def retyped(element):
     return retype
 
 
-as_int8, as_int16, as_uint32 = retyped(types.int8), retyped(types.int16), retyped(types.uint32)
+as_uint8, as_int16, as_uint32 = retyped(types.uint8), retyped(types.int16), retyped(types.uint32)
 
 
 def element_of(pointer):
@@ -345,6 +344,22 @@ def store(typingctx, pointer, i, stride, block):
     return types.none(pointer, types.int64, types.int64, block), codegen
 
 
+def turned(builder, quarters):
+    """Four vectors, of four words of each of a vector's rows -> a vector of each word."""
+    lanes = quarters[0].type.count
+
+    def select(a, b, order):
+        return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, lanes), order))
+    words = []
+    for k in (0, 2):  # words k and k + 1
+        first = [4 * r + w for w in (k, k + 1) for r in range(lanes // 2)]  # of the rows of two vectors
+        front, back = select(*quarters[:2], first), select(*quarters[2:], first)
+        for w in (0, 1):
+            half = list(range(w * lanes // 2, (w + 1) * lanes // 2))
+            words.append(select(front, back, [*half, *[x + lanes for x in half]]))
+    return words
+
+
 class Instructions(NamedTuple):
     """The operations that depend on the instruction set, for blocks of n_columns x n_rows."""
     n_rows: int
@@ -353,7 +368,6 @@ class Instructions(NamedTuple):
     rows: Callable     # (pointer, i) -> one column for all, the words from i
     columns: Callable  # (pointer, i, stride) -> one value a column, the word i + c * stride
     dot: Callable      # (s, a, b) -> s + a[0] * b[0] + a[1] * b[1], a and b pairs of int16, modulo 2^32
-    dot4: Callable | None  # (s, a, b) -> s + a[0] * b[0] + ... + a[3] * b[3], a uint8, b int8
     turn: Callable     # (from, i, to, j, stride): words i.. of one vector of rows, four of each -> 4 vectors, a word of each row
 
 
@@ -405,19 +419,10 @@ def instructions(isa: str, n_columns: int) -> Instructions:
 
             def at(p, word):
                 return builder.bitcast(builder.gep(p, [word]), vector.as_pointer())
-
-            def select(a, b, order):
-                return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, lanes), order))
             quarters = [builder.load(at(source, builder.add(i, I64(v * lanes))), align=4) for v in range(4)]
-            for k in (0, 2):  # words k and k + 1
-                first = [4 * r + w for w in (k, k + 1) for r in range(lanes // 2)]  # of the rows of two vectors
-                front, back = select(*quarters[:2], first), select(*quarters[2:], first)
-                for w in (0, 1):
-                    half = list(range(w * lanes // 2, (w + 1) * lanes // 2))
-                    word = builder.add(j, builder.mul(stride, I64(k + w)))
-                    builder.store(select(front, back, [*half, *[x + lanes for x in half]]), at(to, word), align=4)
+            for k, words in enumerate(turned(builder, quarters)):
+                builder.store(words, at(to, builder.add(j, builder.mul(stride, I64(k)))), align=4)
             return context.get_dummy_value()
         return types.none(source, types.int64, to, types.int64, types.int64), codegen
 
-    dot4 = ISAS[isa].dot4
-    return Instructions(VECTORS * lanes, zeros, load, rows, columns, elementwise(ISAS[isa].dot), dot4 and elementwise(dot4), turn)
+    return Instructions(VECTORS * lanes, zeros, load, rows, columns, elementwise(ISAS[isa].dot), turn)

@@ -3,7 +3,7 @@ whose results it keeps to itself."""
 from ggml_py.backends.base import KernelBackend
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.storage import n_bytes
-from ggml_py.kernels.cpu.parallel import steps
+from ggml_py.kernels.together import steps
 
 
 class H200:

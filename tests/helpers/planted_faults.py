@@ -21,7 +21,7 @@ from ggml_py.kernels.cpu.gated_delta_net import gated_delta_net
 from ggml_py.kernels.cpu.ssm_conv import ssm_conv
 from ggml_py.kernels.cpu.ssm_scan import ssm_scan
 from ggml_py.kernels.cpu.mul_mat_id import mul_mat_heads, mul_mat_id
-from ggml_py.kernels.cpu.parallel import steps
+from ggml_py.kernels.together import steps
 from ggml_py.kernels.reference.experts import weighted_sum_arrays
 from ggml_py.engine.model import Model
 from ggml_py.ops.compose import FUSED
