@@ -1,7 +1,7 @@
 """Which device has which weight, and which layer's caches and states: chosen by a few options, before anything is loaded. No bit
 depends on it. Nodes follow (`graph.place`)."""
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -185,9 +185,10 @@ class PlacementOptions:
         shares = self.tensor_split if self.tensor_split and len(self.shared) > 1 else [1] * len(self.shared)
         columns = {device: share for device, share in zip(self.shared, shares) if share} if self.split_mode == "column" else {}
         ends = [*accumulate(shares)]
-        # The output lies where the last layer does: of a prompt it computes one row
-        of_part = [next(iter(columns), self.shared[bisect_right(ends, min(i, n - 2) * ends[-1] / (n - 1) if n > 1 else 0)])
-                   for i in range(n)]
+        # The output lies on the last device and takes no layer's place: of a prompt it computes one row
+        of_part = [next(iter(columns), self.shared[bisect_right(ends, i * ends[-1] / (n - 1))]) for i in range(n - 1)]
+        if n:
+            of_part.append(next(iter(columns), self.shared[bisect_left(ends, ends[-1])]))
         *layers, output = [HOST] * (n_layer + 1 - n) + of_part
         return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
                          None if self.kv_offload else HOST, overrides, self._offload(), columns if n and len(columns) > 1 else {},

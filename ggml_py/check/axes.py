@@ -198,7 +198,9 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                                         letters=how == "letters") for how in ("letters", "copies"))
             case "experts":
                 other = f"{HOST}:1" if device == HOST else device
-                hot = PlacementOptions(tuple(dict.fromkeys((other, device))), overrides=(ExpertsOnHost(),), hot_experts=0.5)
+                pair = tuple(dict.fromkeys((other, device)))
+                hot = PlacementOptions(pair, overrides=(ExpertsOnHost(),), hot_experts=0.5,
+                                       tensor_split=(1, 1e-9)[:len(pair)])  # all layers on the first
                 yield setting(f"copies of half of them on {other}, 8 at a time", placement=hot, n_ubatch=8)
 
 

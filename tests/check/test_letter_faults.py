@@ -36,7 +36,7 @@ def test_a_letter_that_is_taken_too_early(path, monkeypatch):
     take = HostOffice.take
     monkeypatch.setattr(HostOffice, "take", lambda office, item: item.box.tensor.name.startswith("l_out") or take(office, item))
     found = found_in(path)
-    assert found.culprits == ["the letter of l_out-1 from cpu:1 to cpu, in: letters, half of the layers on cpu:1, by letters, "
+    assert found.culprits == ["the letter of l_out-0 from cpu:1 to cpu, in: letters, half of the layers on cpu:1, by letters, "
                               "8 at a time"], str(found)
 
 
@@ -77,13 +77,13 @@ def test_a_payload_cut_short(path, monkeypatch):
     write_ = HostOffice.write
 
     def short(box, first, stride, payload):
-        if box.tensor.name.startswith("l_out-1"):
+        if box.tensor.name.startswith("l_out-0"):
             payload = payload.copy()
             payload[:, -64:] = 0
         write_(box, first, stride, payload)
     monkeypatch.setattr(HostOffice, "write", staticmethod(short))
     found = found_in(path)
-    assert found.culprits[0].startswith("the letter of l_out-1 from cpu:1 to cpu"), str(found)
+    assert found.culprits[0].startswith("the letter of l_out-0 from cpu:1 to cpu"), str(found)
 
 
 def test_boxes_that_share_memory_too_early(path, monkeypatch):
@@ -102,5 +102,5 @@ def test_a_letter_that_never_comes(path, monkeypatch):
     """All that wait are named, and for what."""
     post = HostOffice.post
     monkeypatch.setattr(HostOffice, "post", lambda office, item: not item.source.name.startswith("l_out") and post(office, item))
-    with pytest.raises(RuntimeError, match="letters: devices wait for ever: cpu for l_out-1@cpu, cpu:1 for l_out-1"):
+    with pytest.raises(RuntimeError, match="letters: devices wait for ever: cpu for l_out-0@cpu, cpu:1 for l_out-0"):
         verify(path, WINDOWS, ["letters"], {"cpu": CPUBackend()})

@@ -72,7 +72,7 @@ def test_a_copy_that_is_not_awaited(paths):
     verification = verified(paths["llama"], lambda device: Late(device=device))
     assert caught_by(verification) == {"placement"}
     found = verification.bisect(verification.first_mismatch())
-    assert found.name == "result_norm-act" and found.captures[1][-1].device == "cpu", str(found)
+    assert found.name == "attn_norm-1-act" and found.captures[1][-1].device == "cpu", str(found)
 
 
 def test_a_stale_copy(paths, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_stale_copy(paths, monkeypatch):
     verification = verified(paths["llama"], axis="letters")
     assert caught_by(verification) == {"letters"}
     found = verification.bisect(verification.first_mismatch())
-    assert found.culprits == ["the copy of l_out-1 from cpu:1 to cpu, in: letters, half of the layers on cpu:1, by copies, "
+    assert found.culprits == ["the copy of l_out-0 from cpu:1 to cpu, in: letters, half of the layers on cpu:1, by copies, "
                               "8 at a time"], str(found)
 
 

@@ -206,11 +206,11 @@ def test_layers_are_counted_from_the_end_and_the_output_is_one(n, expected):
 
 @pytest.mark.parametrize("options, expected", [
     ({}, "00111"), (dict(tensor_split=(3, 1)), "00011"), (dict(tensor_split=(0, 1)), "11111"),
-    (dict(tensor_split=(1, 0)), "00000"), (dict(tensor_split=(1, 4)), "01111"), (dict(n_gpu_layers=1), "hhhh0"),
+    (dict(tensor_split=(1, 0)), "00000"), (dict(tensor_split=(1, 4)), "01111"), (dict(n_gpu_layers=1), "hhhh1"),
     (dict(n_gpu_layers=3), "hh011"), (dict(split_mode="none", main_gpu=1), "11111"),
     (dict(split_mode="none", main_gpu=1, n_gpu_layers=2), "hhh11")])
 def test_several_devices_share_the_layers(options, expected):
-    """The output goes with the last one."""
+    """The output is on the last one."""
     names = {"0": "cuda:0", "1": "cuda:1", "h": "cpu"}
     assert layers_of("cuda:0", "cuda:1", **options) == tuple(names[letter] for letter in expected)
 
