@@ -186,9 +186,8 @@ class PlacementOptions:
         columns = {device: share for device, share in zip(self.shared, shares) if share} if self.split_mode == "column" else {}
         ends = [*accumulate(shares)]
         # The output lies on the last device and takes no layer's place: of a prompt it computes one row
-        of_part = [next(iter(columns), self.shared[bisect_right(ends, i * ends[-1] / (n - 1))]) for i in range(n - 1)]
-        if n:
-            of_part.append(next(iter(columns), self.shared[bisect_left(ends, ends[-1])]))
+        parts = [*(bisect_right(ends, i * ends[-1] / (n - 1)) for i in range(n - 1)), *[bisect_left(ends, ends[-1])] * (n > 0)]
+        of_part = [next(iter(columns), self.shared[part]) for part in parts]
         *layers, output = [HOST] * (n_layer + 1 - n) + of_part
         return Placement((*layers, *[output] * (n_block - n_layer)), output, output if is_tied else layers[0],
                          None if self.kv_offload else HOST, overrides, self._offload(), columns if n and len(columns) > 1 else {},

@@ -103,10 +103,11 @@ class _Groups:
 
     def is_small_and_alone(self, matrix: Tensor) -> bool:
         """Whether all that it gives would be gathered at once, and each device has it in less time for itself."""
+        if matrix not in self.matrices or n_bytes(matrix) >= WORTH_A_GATHER:
+            return False
         head = self.find(matrix)
-        others = [tensor for tensor in self.next if tensor is not matrix and self.find(tensor) is head]
-        return (matrix in self.matrices and n_bytes(matrix) < WORTH_A_GATHER
-                and all((node := tensor.maker) is not None and node.op in PRODUCTS for tensor in others))
+        return all((node := tensor.maker) is not None and node.op in PRODUCTS
+                   for tensor in self.next if tensor is not matrix and self.find(tensor) is head)
 
     def join(self, tensors: Sequence[Tensor], pieces: int) -> None:
         for tensor in tensors:

@@ -1,7 +1,6 @@
 """Letters between two GPUs: what they bring, in models by layers and by columns, and what happens when one does not come. Needs a
 machine with two GPUs that reach each other's memory."""
 import gc
-import time
 from itertools import islice
 
 import numpy as np
@@ -13,6 +12,7 @@ from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.model import Model
 from ggml_py.graph import columns
 from ggml_py.testing import assert_bitwise_equal
+from races import SPINS, calls_of, check_rows, nap, rows
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
 
@@ -144,31 +144,19 @@ def test_two_win_every_race(gpus, tmp_path, split_mode, letters):
     the host waits too: whoever reads what is not there yet, or writes what is still read, gives other bits."""
     from ggml_py.kernels.cuda.spin import spin
     path, rng = MODELS["qwen3moe" if split_mode == "layer" else "wide"](tmp_path / "m.gguf"), np.random.default_rng(0)
-    calls = [rng.integers(0, 60, n).astype(np.int32) for n in (5, 1, 1, 3, 1, 1, 1, 2, 1, 1)]
-
-    def rows(model, before=lambda: None, **settings):
-        with model.new_context(n_ctx=64, n_ubatch=4, **settings) as context:
-            while True:
-                context.clear()
-                for call in calls:
-                    before()
-                    yield context.decode(call)
+    calls = calls_of(rng)
     with Model.load(path, device="cpu") as model:
-        expected = [*islice(rows(model), len(calls))]
+        expected = [*islice(rows(model, calls), len(calls))]
     with Model.load(path, placement=PlacementOptions(DEVICES, split_mode=split_mode)) as model:
         backends = [model.backends[device] for device in DEVICES]
-        spins = {backend: [spin(backend.target, seconds) for seconds in (20e-6, 100e-6, 400e-6)] for backend in backends}
+        spins = {backend: [spin(backend.target, seconds) for seconds in SPINS] for backend in backends}
 
         def delayed():
             for backend in backends:
                 if rng.random() < 0.5:
-                    backend.run([spins[backend][rng.integers(3)]])
-            if rng.random() < 0.25:
-                time.sleep(rng.random() * 300e-6)
-        n = N_RACES // len(RACES)
-        lost = [i for i, row in enumerate(islice(rows(model, delayed, letters=letters), n))
-                if not np.array_equal(row.view(np.uint32), expected[i % len(calls)].view(np.uint32))]
-        assert not lost, f"{len(lost)} of {n} steps gave other bits, the first of them step {lost[0]}"
+                    backend.run([spins[backend][rng.integers(len(SPINS))]])
+            nap(rng)
+        check_rows(rows(model, calls, delayed, letters=letters), expected, N_RACES // len(RACES))
 
 
 @pytest.mark.parametrize("split_mode", ["layer", "column"])

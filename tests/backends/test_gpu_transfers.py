@@ -10,6 +10,7 @@ from cuda_simulator import no_gpu
 from driver_programs import PROGRAMS, Interpreter
 from hypothesis import HealthCheck, given, settings
 from late_machines import CUDAMachine, FakeMachine, late_inputs
+from races import SPINS, calls_of, check_rows, nap, rows
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
 from transfer_checks import CHECKS, MODEL_CHECKS, NAIVE, check_exceptions, check_teardown, naive_pageable_write, transfers_of
@@ -218,29 +219,20 @@ def test_split_models_win_every_race(tmp_path, monkeypatch, name, record_propert
         monkeypatch.setattr(module, least, 1)
     path, rng = tmp_path / "tiny.gguf", np.random.default_rng(0)
     write_moe_model(path, "qwen3moe", ("Q8_0",))
-    calls = [rng.integers(0, 60, n).astype(np.int32) for n in (5, 1, 1, 3, 1, 1, 1, 2, 1, 1)]
-
-    def rows(model, before=lambda: None):
-        with model.new_context(n_ctx=64, n_ubatch=4) as context:
-            while True:
-                context.clear()
-                for call in calls:
-                    before()
-                    yield context.decode(call)
+    calls = calls_of(rng)
     with Model.load(path, device="cpu") as model:
-        expected = [*islice(rows(model), len(calls))]
+        expected = [*islice(rows(model, calls), len(calls))]
     with Model.load(path, placement=PlacementOptions(("cuda:0",), **RACES[name])) as model:
         backend = model.backends["cuda:0"]
-        spins = [spin(backend.target, seconds) for seconds in (20e-6, 100e-6, 400e-6)]
+        spins = [spin(backend.target, seconds) for seconds in SPINS]
 
         def delayed():
             backend.target.device.set_current()
             for stream in filter(None, (backend.stream, backend._bringing)):
                 if rng.random() < 0.5:
                     spins[rng.integers(len(spins))](stream)
-            if rng.random() < 0.25:
-                time.sleep(rng.random() * 300e-6)
-        lost = [i for i, row in enumerate(islice(rows(model, delayed), N_RACES // len(RACES)))
-                if not np.array_equal(row.view(np.uint32), expected[i % len(calls)].view(np.uint32))]
-        record_property("report", model.report())
-        assert not lost, f"{len(lost)} of {N_RACES // len(RACES)} steps gave other bits, the first of them step {lost[0]}"
+            nap(rng)
+        try:
+            check_rows(rows(model, calls, delayed), expected, N_RACES // len(RACES))
+        finally:
+            record_property("report", model.report())
