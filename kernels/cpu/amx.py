@@ -54,27 +54,27 @@ def configuration(n_bytes: int) -> bytes:
 
 
 class Tiles(NamedTuple):
-    """What a thread does with tiles for products of weights of n_limbs bytes over n_steps times n_bytes columns."""
+    """What a thread does with tiles for products of weights of n_limbs bytes over n_steps times n_bytes columns. limb_words: from
+    the low limbs of weights to the high ones; low_sign: "s" or "u", whether low limbs of weights are signed or not."""
     # (words u32 [CONFIG_WORDS], written): the tiles of this thread are for these products, from now on
     begin: Callable
     # (x, high, low, stride, w, j, sums). x: signed bytes; those of the high limbs of 16 rows of activations begin at byte
-    # `high`, `stride` apart, those of the low ones at byte `low`; q = 256 high + low. w: uint32 [n_limbs][64][32], the bytes of
-    # four columns each, from word j on; the low limbs, then the high ones. Written: sums int32 [n_limbs + 1][16][32],
+    # `high`, `stride` apart, those of the low ones at byte `low`. w: uint32 [n_limbs][columns / 4][32], the bytes of four columns
+    # each, from word j on; the low limbs, then the high ones. Written: sums int32 [n_limbs + 1][16][32],
     #     sum of high w, sum of low w                                   w one byte, signed
-    #     sum of high wh, sum of high wl + low wh, sum of low wl        w = 256 wh + wl
-    # wh is signed, wl unsigned
+    #     sum of high wh, sum of high wl + low wh, sum of low wl        w of limbs wh, signed, and wl
     multiply: Callable
     end: Callable  # ()
 
 
 @lru_cache(None)
-def tiles(n_limbs: int, n_bytes: int, n_steps: int) -> Tiles:
-    return Tiles(_beginner(n_bytes), _multiplier(n_limbs, n_bytes, n_steps), end)
+def tiles(n_limbs: int, n_bytes: int, n_steps: int, limb_words: int = 64 * ROWS, low_sign: str = "u") -> Tiles:
+    return Tiles(_beginner(n_bytes), _multiplier(n_limbs, n_bytes, n_steps, limb_words, low_sign), end)
 
 
 @lru_cache(None)
-def emulated(n_limbs: int, n_bytes: int, n_steps: int) -> Tiles:
-    n_sums, size = n_limbs + 1, COLUMNS * ROWS
+def emulated(n_limbs: int, n_bytes: int, n_steps: int, limb_words: int = 64 * ROWS, low_sign: str = "u") -> Tiles:
+    n_sums, size, sign_of_low = n_limbs + 1, COLUMNS * ROWS, 128 if low_sign == "s" else 0
 
     @device
     def byte(words, i, k):
@@ -91,8 +91,9 @@ def emulated(n_limbs: int, n_bytes: int, n_steps: int) -> Tiles:
                 for r in range(ROWS):
                     at, to = j + k // 4 * ROWS + r, c * ROWS + r
                     first = byte(w, at, k % 4)
-                    top = first if n_limbs == 1 else byte(w, at + 64 * ROWS, k % 4)
+                    top = first if n_limbs == 1 else byte(w, at + limb_words, k % 4)
                     top -= 2 * (top & 128)
+                    first -= 2 * (first & sign_of_low)
                     sums[to] = u32(i32(sums[to]) + q_high * top)
                     sums[to + size] = u32(i32(sums[to + size]) + q_low * top)
                     if n_limbs == 2:
@@ -123,8 +124,8 @@ def end(typingctx):
     return types.none(), codegen
 
 
-def _multiplier(n_limbs, n_bytes, n_steps):
-    n_sums, row_bytes, limb_words = n_limbs + 1, 4 * ROWS, 64 * ROWS
+def _multiplier(n_limbs, n_bytes, n_steps, limb_words, low_sign):
+    n_sums, row_bytes = n_limbs + 1, 4 * ROWS
 
     @intrinsic
     def multiply(typingctx, x, high, low, stride, w, j, sums):
@@ -138,7 +139,7 @@ def _multiplier(n_limbs, n_bytes, n_steps):
                     _emit(builder, "tileloadd64", I8(X), _byte(builder, x, builder.add(start, I64(step * n_bytes))), stride)
                     for limb in range(n_limbs):
                         w_is_low = n_limbs == 2 and limb == 0
-                        to, signs = x_is_low + w_is_low, "su" if w_is_low else "ss"
+                        to, signs = x_is_low + w_is_low, "s" + (low_sign if w_is_low else "s")
                         for half in range(2):
                             word = limb * limb_words + step * step_words + half * LANES
                             at = builder.add(w_at, I64(4 * word))

@@ -1,9 +1,9 @@
 """Attention over the KV cache in pieces of 128 positions.
 
-A unit of work is a run of up to ROWS query rows: consecutive tokens of one sequence, times the query heads of one KV head. Piece
-by piece, the keys and values of the KV head are read into vectors' order once, and the rows go over them four at a time: scores,
-softmax of the piece, weighted values, combination with the pieces before. Where there are fewer runs than threads, as for a token
-with few KV heads, each is cut into spans of pieces, and the pieces are combined, in the same order, when all are there.
+A unit of work is a run of queries of one KV head (`flash_attn_ext_runs`). Piece by piece, the keys and values of the KV head are
+read into vectors' order once, and the rows of the run go over them four at a time: scores, softmax of the piece, weighted values,
+combination with the pieces before. Runs of many rows over f16 and q8_0 caches go by tiles of AMX where the CPU has them
+(`flash_attn_ext_tiles`).
 
 Fixed-point sums are two products of int16 pairs: with q = 128 hi + lo, T = sum of q * q' and HH = sum of hi * hi', both modulo
 2^32, the definition's 128 MID + LL is T - 16384 HH; it fits 32 bits, so that the difference modulo 2^32 is all of it.
@@ -13,22 +13,21 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub, tanh
-from ..compile import device, jit
+from ..compile import device
 from ..reference import flash_attn_ext as reference
-from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
+from ..reference.flash_attn_ext import BLOCK, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
-from ..threads import THREADS, sharing
-from .parallel import PART
+from . import amx
+from .flash_attn_ext_runs import combine, copy, finish, seen_by, shared_by_runs, start_of
+from .flash_attn_ext_tiles import attention_by_tiles
 from .quantize import quantize_block
 from .rms_norm import halve128
 from .set_rows import cached_row
 from .vector import ISAS, advance, as_int16, available_isas, instructions, pointer, store
 from .vector import fma as fma_block
 
-ROWS = 192      # of a unit: reading a piece costs about a tenth of their work on it
 TILE = 4        # rows that are computed together: the columns of a block
-SPANS = 2       # of pieces, for a thread
-MOST_PARTS = 1 << 22  # floats of pieces that wait to be joined
+TILES_FROM, TILES_ROWS = 9, 1024  # rows of a run from which on tiles of AMX are faster; rows of a run of theirs at most
 LANES = 32      # a multiple of every instruction set's rows of a block
 HI = f32(16384)
 LOWEST = i32(-0x7f800001)  # ordered(-infinity)
@@ -37,9 +36,10 @@ LOWEST = i32(-0x7f800001)  # ordered(-infinity)
 
 
 @lru_cache(None)
-def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
-    """The kernel of a K and a V cache type; arguments as in kernels/reference. isa: a name in vector.ISAS,
-    by default the best."""
+def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None, tiles=None):
+    """The kernel of a K and a V cache type; arguments as in kernels/reference. isa: a name in vector.ISAS, by default the best;
+    tiles: as of `amx`, of long runs of queries; by default those that there are, none where an instruction set is named."""
+    tiles = tiles or (amx.tiles if isa is None and amx.available() else None)
     isa = isa or available_isas()[0]
     prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(cached_row(type_k), isa)
     value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
@@ -102,115 +102,20 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None):
         if n_spans == 1:
             finish(M, L, O, first, head_kv, group, sinks, out)
 
-    return shared_by_runs(attend, (type_k, type_v, isa))
+    if tiles is None or "f32" in (type_k, type_v):
+        return shared_by_runs(attend, (type_k, type_v, isa))
+    attend_many = attention_by_tiles(cached_row(type_k), cached_row(type_v), isa, tiles)
 
-
-@device
-def start_of(n_rows, dv):
-    """(M, L, O) of rows that have seen nothing."""
-    M, L, O = np.empty(n_rows, np.float32), np.zeros(n_rows, np.float32), np.zeros((n_rows, dv), np.float32)
-    M[:] = MINUS_INFINITY
-    return M, L, O
-
-
-@device
-def seen_by(first, last, pos, window):
-    """The first position of the first piece that the tokens first..last-1 see, and one past the last that they see."""
-    begin, end = np.int64(pos[first]), np.int64(0)
-    for token in range(first, last):
-        begin, end = min(begin, pos[token] + 1 - window), max(end, pos[token] + 1)
-    return max(0, begin) // PIECE * PIECE, end
-
-
-@device
-def finish(M, L, O, first, head_kv, group, sinks, out):
-    """The results of tokens from `first` on, of the query heads of one KV head."""
-    for row in range(L.shape[0]):
-        total, result = O[row], out[first + row // group, head_kv * group + row % group]
-        if sinks.shape[0]:
-            L[row] = sink(M[row], L[row], total, sinks[head_kv * group + row % group])
-        for c in range(result.shape[0]):
-            result[c] = div(total[c], L[row])
-
-
-@device
-def join(u, args):
-    """The pieces of a run of tokens and a KV head, one after the other."""
-    runs, n_head_kv, pos, window, parts, sinks, out = args
-    run, head_kv, group = u // n_head_kv, u % n_head_kv, out.shape[1] // n_head_kv
-    first, last = runs[run], runs[run + 1]
-    M, L, O = start_of((last - first) * group, out.shape[2])
-    begin, end = seen_by(first, last, pos, window)
-    m, l, o = parts[0][u], parts[1][u], parts[2][u]
-    for piece in range((end - begin + PIECE - 1) // PIECE):
-        for row in range(L.shape[0]):
-            if l[piece, row] != 0:
-                M[row], L[row] = combine(M[row], L[row], O[row], m[piece, row], l[piece, row], o[piece, row])
-    finish(M, L, O, first, head_kv, group, sinks, out)
-
-
-join_each = sharing(join)
-
-
-def shared_by_runs(attend, key):
-    """All queries, cut into runs for each KV head; where these are fewer than threads, into spans of pieces as well, which are
-    joined in a second job. key: the arguments of the factory that made `attend`."""
     @device
-    def unit(u, args):
-        """Late runs, which see many keys, go first."""
-        runs, n_runs, n_spans, parts, rest = args
-        n_head_kv = rest[3]
-        of_run = u // n_spans
-        run, head_kv = n_runs - 1 - of_run // n_head_kv, of_run % n_head_kv
-        i = run * n_head_kv + head_kv if n_spans > 1 else 0
-        attend(runs[run], runs[run + 1], head_kv, u % n_spans, n_spans, (parts[0][i], parts[1][i], parts[2][i]), *rest)
-
-    each = sharing(unit)
-
-    @jit(key=key, parallel=True)
-    def run(control, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap):
-        runs, group, dv = np.empty(seq.shape[0] + 1, np.int64), q.shape[1] // n_head_kv, out.shape[2]
-        n_runs = query_runs(seq, max(1, ROWS // group), runs)
-        n_seen, n_pieces, n_rows = 0, 1, 0
-        for token in range(pos.shape[0]):
-            n_seen += pos[token] + 1
-            n_pieces = max(n_pieces, pos[token] // PIECE + 1)
-        for i in range(n_runs):
-            n_rows = max(n_rows, (runs[i + 1] - runs[i]) * group)
-        n_units = n_runs * n_head_kv
-        many = n_seen * n_head_kv * (q.shape[2] + dv) >= 2 * PART
-        n_spans = min(n_pieces, (SPANS * control[THREADS] + n_units - 1) // n_units)
-        if not many or n_units >= control[THREADS] or n_units * n_pieces * n_rows * (dv + 2) > MOST_PARTS:
-            n_spans = 1
-        shape = (n_units, n_pieces, n_rows) if n_spans > 1 else (1, 0, 0)
-        parts = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty((*shape, dv), np.float32)
-        rest = q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap
-        each(control, n_units * n_spans, (runs, n_runs, n_spans, parts, rest))
-        if n_spans > 1:
-            join_each(control, n_units, (runs, n_head_kv, pos, window, parts, sinks, out))
-    return run
+    def attend_any(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, *rest):
+        if (last - first) * q.shape[1] < TILES_FROM * n_head_kv:
+            attend(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, *rest)
+        else:
+            attend_many(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, *rest)
+    return shared_by_runs(attend_any, (type_k, type_v, isa, tiles.__name__), TILES_ROWS)
 
 
 flash_attn_ext = partial(reference.flash_attn_ext, kernel=flash_attn_ext_arrays)
-
-
-@device
-def query_runs(seq, n_tokens, starts):
-    """Cuts the tokens into runs of one sequence, none longer than n_tokens. starts: i64 [n + 1], receives where each begins, and
-    the end. Returns the number of runs."""
-    n_runs = 0
-    for token in range(seq.shape[0]):
-        if token == 0 or seq[token] != seq[token - 1] or token - starts[n_runs - 1] == n_tokens:
-            starts[n_runs] = token
-            n_runs += 1
-    starts[n_runs] = seq.shape[0]
-    return n_runs
-
-
-@device
-def copy(x, out):
-    for i in range(x.shape[0]):
-        out[i] = x[i]
 
 
 @device
@@ -258,26 +163,6 @@ def softmax(s, visible, p):
         p[j] = e if visible[j] else f32(0)
         partial[j] = p[j]
     return m, halve128(partial)
-
-
-@device
-def combine(M, L, O, m, l, o):
-    """Adds a piece (m, l, o) to (M, L, O). O: f32 [Dv], o: f32 [Dv or more]. Returns M and L."""
-    new_M = m if m > M else M
-    a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
-    for c in range(O.shape[0]):
-        O[c] = fma(O[c], a, mul(o[c], b))
-    return new_M, fma(L, a, mul(l, b))
-
-
-@device
-def sink(M, L, O, s):
-    """Adds the sink logit s of a head to (M, L, O). O: f32 [Dv]. Returns L."""
-    new_M = s if s > M else M
-    a = exp(sub(M, new_M))
-    for c in range(O.shape[0]):
-        O[c] = mul(O[c], a)
-    return fma(L, a, exp(sub(s, new_M)))
 
 
 @device

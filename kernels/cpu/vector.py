@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
+from ..arith import E2, E3, E4, E5, E6, EXP_MAX, EXP_MIN, INFINITY, LN2_HI, LN2_LO, LOG2E, ROUND
 from ..compile import cpu_features
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -148,7 +149,9 @@ mul = elementwise(lambda builder, a, b: builder.fmul(a, b))
 fma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c))
 # fnma: c - a * b
 fnma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, builder.fneg(a), b, c))
+sub = elementwise(lambda builder, a, b: builder.fsub(a, b))
 add_i32 = elementwise(lambda builder, a, b: builder.add(a, b))
+sub_i32 = elementwise(lambda builder, a, b: builder.sub(a, b))
 high16 = elementwise(lambda builder, a: builder.ashr(a, constant(a, 16)))
 low16 = elementwise(lambda builder, a: builder.and_(a, constant(a, 0xffff)))
 
@@ -159,6 +162,52 @@ def join(builder, high, low):
 
 
 join16 = elementwise(join, types.float32)  # 65536 high + low with one rounding, |high| and |low| <= 2^24
+
+
+@elementwise
+def larger(builder, a, b):
+    """b > a ? b : a, of floats."""
+    return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+
+@elementwise
+def larger_bits(builder, bits, x):
+    """The larger of bits, int32, and the pattern of |x|."""
+    pattern = builder.and_(builder.bitcast(x, bits.type), constant(bits, 0x7fffffff))
+    return builder.select(builder.icmp_signed(">", pattern, bits), pattern, bits)
+
+
+# (i, a, b) -> a where the int32 i is not 0, else b
+chosen = elementwise(lambda builder, i, a, b: builder.select(builder.icmp_signed("!=", i, constant(i, 0)), a, b), types.float32)
+
+
+def below(other):
+    """(i, n, x) -> x where i < n, both unsigned; elsewhere the float `other`."""
+    return elementwise(lambda builder, i, n, x: builder.select(builder.icmp_unsigned("<", i, n), x, constant(x, other)),
+                       types.float32)
+
+
+@elementwise
+def exp(builder, x):
+    """As of `arith`. What it multiplies by two powers of two is added to the exponent here: where no `select` follows, the result
+    is a normal number."""
+    def number(value):
+        return constant(x, float(value))
+
+    def fma_of(a, b, c):
+        return call(builder, f"llvm.fma.v{x.type.count}f32", x.type, a, b, c)
+    bits = ir.VectorType(I32, x.type.count)
+    t = fma_of(x, number(LOG2E), number(ROUND))
+    n = builder.fsub(t, number(ROUND))
+    r = fma_of(n, number(-LN2_LO), fma_of(n, number(-LN2_HI), x))
+    y = number(E6)
+    for coefficient in E5, E4, E3, E2, 1, 1:
+        y = fma_of(y, r, number(coefficient))
+    exponent = builder.shl(builder.bitcast(t, bits), ir.Constant(bits, [23] * bits.count))  # of t's pattern, n is the low bits
+    y = builder.bitcast(builder.add(builder.bitcast(y, bits), exponent), x.type)
+    y = builder.select(builder.fcmp_ordered("<", x, number(EXP_MIN)), number(0), y)
+    y = builder.select(builder.fcmp_ordered(">", x, number(EXP_MAX)), number(INFINITY), y)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, y)
 
 
 @intrinsic
@@ -200,6 +249,15 @@ def join_thirds(builder, high, middle, low):
     return join(builder, carried, above(builder, 8, builder.and_(middle, constant(middle, 255)), low))
 
 
+def join_fixed_point(builder, high, middle, low):
+    high, below = floats(builder, high), floats(builder, above(builder, 7, middle, low))
+    return call(builder, f"llvm.fma.v{high.type.count}f32", high.type, high, constant(high, 16384.0), below)
+
+
+# 16384 high + (128 middle + low): both terms are rounded, then their sum
+fixed_point = elementwise(join_fixed_point, types.float32)
+
+
 # 256 high + low and 65536 high + 256 middle + low, below 2^31; and the latter with one rounding where it may be larger:
 # |high| < 2^23, |middle| < 2^31, |low| < 2^24 - 2^16
 halves_to_f32 = elementwise(lambda builder, high, low: floats(builder, above(builder, 8, high, low)), types.float32)
@@ -237,6 +295,38 @@ def bytes_as_i16(first):
     return widen
 
 
+def level(builder, x, inv):
+    words = ir.VectorType(I32, x.type.count)
+    rounded = call(builder, f"llvm.rint.v{x.type.count}f32", x.type, builder.fmul(x, inv))
+    zero = ir.Constant(words, None)
+    return builder.select(builder.fcmp_ordered(">", inv, constant(inv, 0.0)), builder.fptosi(rounded, words), zero)
+
+
+levels = elementwise(level, types.int32)  # rint(x inv); 0 where inv is 0
+
+
+@elementwise
+def pair_limbs(builder, a, b):
+    """a + 64 and b + 64 as pairs of 16 bits, of levels from 0 to 16256."""
+    return builder.add(above(builder, 16, b, a), constant(a, 64 << 16 | 64))
+
+
+@elementwise
+def high_limbs(builder, even, odd):
+    """Of q = 128 hi + lo, lo in -64..63, four bytes hi: of the `pair_limbs` of levels 0 and 2, and of 1 and 3."""
+    mask = constant(even, 0x00ff00ff)
+    return above(builder, 8, builder.and_(builder.lshr(odd, constant(odd, 7)), mask),
+                 builder.and_(builder.lshr(even, constant(even, 7)), mask))
+
+
+@elementwise
+def low_limbs(builder, even, odd):
+    """The same of lo."""
+    mask, signs = constant(even, 0x007f007f), constant(even, 0x80808080)
+    low = above(builder, 8, builder.and_(odd, mask), builder.and_(even, mask))
+    return builder.xor(builder.sub(builder.or_(low, signs), constant(low, 0x40404040)), signs)
+
+
 low_pair, high_pair = bytes_as_i16(0), bytes_as_i16(2)
 
 
@@ -267,6 +357,21 @@ def pointer(typingctx, array):
     def codegen(context, builder, signature, args):
         data = context.make_array(array)(context, builder, args[0]).data
         return builder.bitcast(data, context.get_value_type(result))
+    return result(array), codegen
+
+
+LINE_BYTES = 64  # of the caches
+
+
+@intrinsic
+def at_line(typingctx, array):
+    """As `pointer`, of the first element at the start of a cache line: before it there are less than LINE_BYTES."""
+    result = types.CPointer(types.float32 if array.dtype == types.float32 else types.uint32)
+
+    def codegen(context, builder, signature, args):
+        data = builder.ptrtoint(context.make_array(array)(context, builder, args[0]).data, I64)
+        line = builder.and_(builder.add(data, I64(LINE_BYTES - 1)), I64(-LINE_BYTES))
+        return builder.inttoptr(line, context.get_value_type(result))
     return result(array), codegen
 
 

@@ -1,6 +1,6 @@
 """kernels/cpu equals kernels/reference bit for bit, with one thread and with two; all operations but mul_mat alone."""
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -9,7 +9,10 @@ from cpu_comparisons import (FORMS, SPECIAL, attention_case, compare, compare_at
 from op_runs import define, empty_cache, product_input
 
 from ggml_py.kernels import arith, threads
+from ggml_py.kernels.compile import jit
+from ggml_py.kernels.cpu import amx, vector
 from ggml_py.kernels.cpu.flash_attn_ext import flash_attn_ext_arrays
+from ggml_py.kernels.cpu.vector import available_isas
 from ggml_py.quant.formats import FORMATS
 from ggml_py.testing import assert_bitwise_equal
 
@@ -260,6 +263,83 @@ def test_flash_attn_ext_capped_against_float64():
 def test_flash_attn_ext_without_vector_instructions():
     case = attention_case("f16", "f32", 3, 1, 80, 40, 256, positions((0, 0, 70), (1, 120, 20)), seeded("plain"))
     compare_attention("isa=plain", case, kernel=partial(flash_attn_ext_arrays, isa="plain"))
+
+
+# Heads of 65 channels are two blocks, the second of one; of the last shape a run has 32 rows and a part of 32.
+TILE_SHAPES = [(9, 3, 64, 64), (4, 4, 80, 80), (8, 2, 128, 128), (8, 1, 256, 256), (5, 1, 65, 33), (3, 3, 192, 128)]
+TILE_TYPES = [("f16", "f16"), ("q8_0", "q8_0"), ("q8_0", "f16")]
+
+
+@pytest.fixture(params=["tiles", "emulated"])
+def by_tiles(request):
+    """(types) -> the kernel's factory: by tiles of the CPU, or by the loops that stand for them, each pair of types with another
+    instruction set."""
+    if request.param == "tiles":
+        if not amx.available():
+            pytest.skip("this CPU has no tiles for int8")
+        return lambda types: partial(flash_attn_ext_arrays, tiles=amx.tiles)
+    isas = dict(zip(TILE_TYPES, cycle(available_isas()[::-1])))
+    return lambda types: partial(flash_attn_ext_arrays, tiles=amx.emulated, isa=isas[types])
+
+
+@pytest.mark.parametrize("types", TILE_TYPES, ids="-".join)
+def test_flash_attn_ext_by_tiles(types, by_tiles, n_threads):
+    """Runs of as many rows as a tile has, of fewer, and of more; pieces that are whole, end early, or have holes."""
+    rng, kernel = seeded(f"tiles {types}"), by_tiles(types)
+    for n_head, n_head_kv, dim, dv in TILE_SHAPES:
+        if "q8_0" in types:  # of blocks of 32 channels
+            dim, dv = (dim + 31) // 32 * 32, (dv + 31) // 32 * 32
+        case = partial(attention_case, *types, n_head, n_head_kv, dim, dv)
+        name = f"heads={n_head}/{n_head_kv}, dim={dim}, dv={dv}, threads={n_threads}"
+        compare_attention(name, case(160, positions((0, 0, 33), (0, 120, 16), (1, 127, 2), (1, 9, 1)), rng), kernel=kernel)
+        operands, params = case(320, positions((1, 30, 40), (0, 280, 13), (2, 100, 30)), rng, holes(3, 320))
+        with_sinks = *operands, numbers(n_head, rng)
+        compare_attention(f"{name}, holes", (operands, params), kernel=kernel)
+        compare_attention(f"{name}, a window", (operands, params), kernel=kernel, window=70)
+        compare_attention(f"{name}, sinks, a cap", (with_sinks, params), kernel=kernel, window=150, softcap=3.0)
+        compare_attention(f"{name}, special", case(256, positions((0, 100, 100), (1, 0, 20)), rng, special=True), kernel=kernel)
+
+
+def test_flash_attn_ext_by_tiles_in_spans(by_tiles, monkeypatch):
+    monkeypatch.setattr(threads, "MOST", 16)
+    rng, sinks, kernel = seeded("tiles in spans"), np.float32([0.5, -2, 7, 0.1]), by_tiles(("f16", "f16"))
+    with threads.using(16):
+        for tokens in positions((0, 690, 10)), positions((0, 125, 9), (1, 600, 20)):
+            operands, params = attention_case("f16", "f16", 4, 2, 128, 96, 768, tokens, rng,
+                                              holes(2, 768)[:1 + max(s for s, _ in tokens)])
+            compare_attention("in spans", (operands, params), kernel=kernel)
+            compare_attention("in spans, with sinks", ((*operands, sinks), params), kernel=kernel, window=200)
+
+
+def test_flash_attn_ext_by_tiles_of_the_largest_levels(by_tiles):
+    """Levels of 16256 and of limbs -64, whose sums are the largest."""
+    (q, k, v, *others), params = attention_case("f16", "f16", 3, 1, 64, 64, 128, positions((0, 100, 28)), seeded("largest"))
+    x = np.resize(f32([1, -1, (64 - 16256) / 16256, 1]), 64)
+    q[:], k.arrays[0][:] = np.tile(x, 3), x.astype(np.float16).view(np.uint16)
+    v.arrays[0][:] = np.tile(x[:, None], (2, 64)).astype(np.float16).view(np.uint16)
+    compare_attention("largest levels", ((q, k, v, *others), params), kernel=by_tiles(("f16", "f16")))
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_exp_of_vectors(isa):
+    """That of all operations, at its bounds and at every 4099th float."""
+    n_rows, _, _, rows, *_ = vector.instructions(isa, 1)
+    step, bounds = 4099, f32([arith.EXP_MIN, arith.EXP_MAX])
+    x = np.concatenate([np.arange(0, 2**32, step, dtype=np.uint32).view(f32), SPECIAL,
+                        *(np.nextafter(bounds, f32(to)) for to in (-np.inf, np.inf)), bounds,
+                        np.uint32([0x7f800001, 0xffffffff, 0x7fc00123]).view(f32)])
+    x = np.concatenate([x, np.zeros(-len(x) % n_rows, f32)])
+
+    @jit(key=isa)
+    def run(x, by_vectors, one_by_one):
+        p, out = vector.pointer(x), vector.pointer(by_vectors)
+        for i in range(0, x.shape[0], n_rows):
+            vector.store(out, i, 0, vector.exp(rows(p, i)))
+        for i in range(x.shape[0]):
+            one_by_one[i] = arith.exp(x[i])
+    found, expected = np.empty_like(x), np.empty_like(x)
+    run(x, found, expected)
+    assert_bitwise_equal(found, expected, f"exp[isa={isa}]")
 
 
 def test_a_token_does_not_depend_on_the_others():
