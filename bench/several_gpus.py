@@ -94,7 +94,7 @@ def hand_overs(n: int = 64) -> list[dict]:
     """us of a letter of each size within a graph, both ways at a time (`exchange`), and there and back (`round trip`); GB/s of a
     copy."""
     from ggml_py.backends import open_backend
-    from ggml_py.kernels.cuda.letters import ENDED, FAULT, FLAGS, ROW, SEQ, letter, n_parts, turn
+    from ggml_py.kernels.cuda.letters import ENDED, FAULT, ROW, SEALED, SEQ, letter, turn
     backends = [open_backend(device) for device in DEVICES]
     assert all(a.reaches(b) for a in backends for b in backends if a is not b), "these GPUs do not reach each other's memory"
     rows = []
@@ -102,27 +102,26 @@ def hand_overs(n: int = 64) -> list[dict]:
         row: dict = {"bytes": size}
         for kind in "exchange", "round trip":
             boxes, sources = [[b.empty(size) for b in backends] for _ in range(2)]
-            mailboxes = [b.empty(4 << 18) for b in backends]
-            header, parts, graphs, kept = np.zeros(FLAGS, np.int32), n_parts(size), [], []
-            header[SEQ] = 1
+            mailboxes = [b.empty(SEALED + 4 * size) for b in backends]  # letters lie in two places by turns
+            graphs, kept = [], []
             for i, backend in enumerate(backends):
-                backend.write(mailboxes[i], 0, header)
+                backend.write(mailboxes[i], 4 * SEQ, np.int32([1]))
                 table = np.zeros((n, ROW), np.int64)
-                table[:, 0], table[:, 1] = int(boxes[1 - i].handle), size // 4
-                table[:, 2] = int(mailboxes[1 - i].handle) + 4 * (FLAGS + np.arange(n) * parts)
+                table[:, 0] = int(mailboxes[1 - i].handle) + SEALED + 2 * size * (np.arange(n) % 2)
+                table[:, 1], table[:, 2] = size // 4, 1 + np.arange(n)
                 table[0, 3] = ENDED + 1 - i
                 to = backend.upload(table)
                 others = backend.upload(np.int64([int(mailboxes[1 - i].handle) + 4 * (ENDED + i)]))
                 kept += [to, others]
                 steps = []
                 for k in range(n):
-                    post = int(sources[i].handle), int(to.handle) + 8 * ROW * k, 1, 1, size
-                    take = FLAGS + k * parts, parts
+                    post = int(sources[i].handle), int(to.handle) + 8 * ROW * k, 1, 1, size // 4
                     box = int(mailboxes[i].handle)
+                    take = int(boxes[i].handle), box + SEALED + 2 * size * (k % 2), size // 4, k + 1
                     if kind == "exchange":
                         steps.append(letter(backend.target, box, post, take, k + 1))
                     else:  # the first posts, then takes; the second takes, then posts
-                        both = [letter(backend.target, box, post, (0, 0), k + 1), letter(backend.target, box, None, take, k + 1)]
+                        both = [letter(backend.target, box, post, None, k + 1), letter(backend.target, box, None, take, k + 1)]
                         steps += both[::1 if i == 0 else -1]
                 steps.append(turn(backend.target, box, int(others.handle), 1))
                 backend.load()

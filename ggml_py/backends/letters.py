@@ -4,17 +4,17 @@
 `DeviceOffice` is for GPUs that reach each other's memory: a queue is one CUDA graph, in which kernels post and wait
 (kernels/cuda/letters.py); the host launches a graph for each device and has no part in what they hand over.
 
-Both number their steps. A flag of a letter has the number of the step that it was posted in, so a letter of an earlier step is
-none; and each device has what the others have ended. When a program follows another one, or a run by copies, all devices meet
-first, since boxes lie where other programs compute, and the numbers begin anew.
+Both number their steps. A letter says which step it was posted in, so one of an earlier step is never taken; and each device
+knows which step the others have ended. When a program follows another one, or a run by copies, all devices meet first, since
+boxes lie where other programs compute.
 """
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from ..base.storage import n_bytes
 from ..graph.graph import Node
-from ..graph.letters import Box, Item, Post, Take
+from ..graph.letters import MOST_BYTES, Box, Item, Joined, Post, Take, joined
 from .base import Backend, Step
 
 
@@ -76,6 +76,18 @@ class PostOffice:
             self.last = None
             self.begin()
             self.last = program
+
+    @contextmanager
+    def visiting(self, program: Any) -> Iterator[None]:
+        """A step of a program. One that ends with an exception has its number too, so that nobody takes what it has posted."""
+        self.enter(program)
+        try:
+            yield
+        except BaseException:
+            self.last = None
+            raise
+        finally:
+            self.step += 1
 
     def begin(self) -> None:
         """Nobody has anything to do any more; all know the number of the step."""
@@ -148,52 +160,66 @@ class HostOffice(PostOffice):
         """Each device runs until it waits for another, the last one first: a device that took what is not there yet would be
         found."""
         steps = self.bound(program).steps
-        self.enter(program)
         queues = {device: deque(queue) for device, queue in reversed(program.mail.queues().items())}
-        while any(queues.values()):
-            moved = False
-            for device, queue in queues.items():
-                while queue:
-                    i, item = queue[0]
-                    if isinstance(item, Node):
-                        run_node(i, item, steps[item])
-                    elif steps[item]():
-                        see(item)
-                    else:
-                        break
-                    queue.popleft()
-                    moved = True
-                if not queue:
-                    self.ended[device] = self.step
-            if not moved:
-                self.last = None
-                raise RuntimeError("letters: devices wait for ever: " + ", ".join(
-                    f"{device} for {name_of(queue[0][1])}" for device, queue in queues.items() if queue))
-        self.ended = dict.fromkeys(self.devices, self.step)
-        self.step += 1
+        with self.visiting(program):
+            while any(queues.values()):
+                moved = False
+                for device, queue in queues.items():
+                    while queue:
+                        i, item = queue[0]
+                        if isinstance(item, Node):
+                            run_node(i, item, steps[item])
+                        elif steps[item]():
+                            see(item)
+                        else:
+                            break
+                        queue.popleft()
+                        moved = True
+                    if not queue:
+                        self.ended[device] = self.step
+                if not moved:
+                    raise RuntimeError("letters: devices wait for ever: " + ", ".join(
+                        f"{device} for {name_of(queue[0][1])}" for device, queue in queues.items() if queue))
+            self.ended = dict.fromkeys(self.devices, self.step)
 
 
 class DeviceOffice(PostOffice):
-    """GPUs. A mailbox a device, as kernels/cuda/letters.py has it."""
-    WORDS = 1 << 18  # of a mailbox
+    """GPUs. A mailbox a device, as kernels/cuda/letters.py has it. Sealed words lie there as boxes do, twice as far apart."""
 
     def __init__(self, backends: Mapping[str, Any]):
+        from ..kernels.cuda.letters import SEALED
         super().__init__(backends)
-        self.mailboxes = {device: backend.empty(4 * self.WORDS) for device, backend in backends.items()}
+        self.mailboxes = {device: backend.empty(SEALED + 2 * MOST_BYTES) for device, backend in backends.items()}
         self.turns: dict[str, Step] = {}
         self.tables: list[tuple[Any, Any]] = []  # (backend, buffer)
 
     def mailbox(self, device: str) -> int:
         return int(self.mailboxes[device].handle)
 
+    def sealed(self, box: Box) -> int:
+        """Where the sealed words of a box lie."""
+        from ..kernels.cuda.letters import SEALED
+        return self.mailbox(box.device) + SEALED + 2 * box.offset
+
     def begin(self) -> None:
-        from ..kernels.cuda.letters import ENDED, FLAGS, SEQ
+        from ..kernels.cuda.letters import ENDED, SEALED, SEQ
         self._meet()
-        header = np.zeros(FLAGS, np.int32)
+        header = np.zeros(SEALED // 4, np.int32)
         header[SEQ], header[ENDED:] = self.step, self.step - 1
         for device, backend in self.backends.items():
             backend.write(self.mailboxes[device], 0, header)
         self._meet()
+
+    def enter(self, program: Any) -> None:
+        """Before seals would come again steps are numbered from 1, and all sealed words are wiped out."""
+        from ..kernels.cuda.letters import MOST_STEPS, SEALED
+        if self.step > MOST_STEPS:
+            self.last = None
+            self._meet()
+            for device, backend in self.backends.items():
+                backend.write(self.mailboxes[device], SEALED, np.zeros(2 * MOST_BYTES // 4, np.int32))
+            self.step = 1
+        super().enter(program)
 
     def _meet(self) -> None:
         """What is queued on any device now is before what is queued on any later."""
@@ -204,21 +230,14 @@ class DeviceOffice(PostOffice):
                     pass
 
     def bind(self, program: Any, steps: dict[Item, Callable[..., Any]]) -> Bound:
-        """Posts and takes by themselves, and, for the graphs, each post with the take behind it."""
-        from ..kernels.cuda.letters import ENDED, FLAGS, ROW, n_parts, turn
+        """Posts and takes by themselves, and, for the graphs, those that are `joined`."""
+        from ..kernels.cuda.letters import ENDED, LETTERS, ROW, turn
         queues = program.mail.queues()
-        flags: dict[tuple[Post, Box], int] = {}
-        awaited: dict[Item, tuple[int, int]] = {}
+        numbers: dict[Box, int] = {}
         for queue in queues.values():
-            at = FLAGS
-            for _, item in queue:
-                if isinstance(item, Take):
-                    first = at
-                    for post in item.awaited:
-                        flags[post, item.box] = at
-                        at += n_parts(prod(post.rows))
-                    awaited[item] = first, at - first
-            assert at <= self.WORDS, at
+            boxes = [item.box for _, item in queue if isinstance(item, Take)]
+            assert len(boxes) < LETTERS, len(boxes)
+            numbers.update((box, n) for n, box in enumerate(boxes, 1))
         bound = Bound(steps)
         for device, backend in self.backends.items():
             items = [item for _, item in queues.get(device, ())]
@@ -229,24 +248,19 @@ class DeviceOffice(PostOffice):
                     starts[post] = len(table)
                     for (box, column), first in zip(post.to, post.first):
                         at, stride = post.place(box, column)
-                        flag = self.mailbox(box.device) + 4 * flags[post, box] if box.device != device else 0
                         ended = ENDED + self.devices.index(box.device) if first else 0
-                        table.append((self.backends[box.device].address(box.tensor) + at, stride // 4, flag, ended))
+                        table.append((self.sealed(box) + 2 * at, stride // 4, numbers[box], ended))
             bound.tables.append(backend.upload(np.array(table, np.int64)))
             launch = partial(self._letter, backend, bound.items.setdefault(device, []), int(bound.tables[-1].handle), starts,
-                             awaited)
+                             numbers)
             launches: list[Step] = []
-            joined = None
-            for item, following in zip(items, [*items[1:], None]):
-                if isinstance(item, Node):
-                    launches.append(steps[item])
-                    continue
-                bound.steps[item] = launch(item, None) if isinstance(item, Post) else launch(None, item)
-                if isinstance(item, Post) and isinstance(following, Take):
-                    joined = following
-                    launches.append(launch(item, following))
-                elif item is not joined:
-                    launches.append(bound.steps[item])
+            for item in items:
+                if isinstance(item, Post):
+                    bound.steps[item] = launch(Joined(item))
+                elif isinstance(item, Take):
+                    bound.steps[item] = launch(Joined(take=item))
+            for each in joined(items):
+                launches.append(launch(each) if isinstance(each, Joined) else steps[each])
             if device not in self.turns:
                 others = [self.mailbox(other) + 4 * (ENDED + self.devices.index(device)) for other in self.devices
                           if other != device]
@@ -256,14 +270,25 @@ class DeviceOffice(PostOffice):
             backend.load()  # nothing is loaded while somebody waits
         return bound
 
-    def _letter(self, backend: Any, items: list[Item], table: int, starts: dict[Item, int], awaited: dict[Item, tuple[int, int]],
-                post: Post | None, take: Take | None) -> Step:
+    def _letter(self, backend: Any, items: list[Item], table: int, starts: dict[Item, int], numbers: dict[Box, int],
+                joined: Joined) -> Step:
         from ..kernels.cuda.letters import ROW, letter
+        post, take, summed, quantize = joined
         item = take or post
         assert item is not None
         items.append(item)
-        sent = post and (backend.address(post.source), table + 8 * ROW * starts[post], len(post.to), *post.rows)
-        return letter(backend.target, self.mailbox(backend.device), sent, awaited[take] if take else (0, 0), len(items))
+        named: dict[str, Any] = {}
+        if post is not None:
+            n_rows, row_bytes = post.rows
+            named["post"] = backend.address(post.source), table + 8 * ROW * starts[post], len(post.to), n_rows, row_bytes // 4
+        if take is not None:
+            tensor = take.box.tensor
+            named["take"] = backend.address(tensor), self.sealed(take.box), n_bytes(tensor) // 4, numbers[take.box]
+        if summed is not None:
+            named["weighted_sum"] = *map(backend.address, summed.src), summed.src[1].shape[1]
+        if quantize is not None:
+            named["quantize"] = backend.address(quantize.results[0]), *quantize.src[0].shape
+        return letter(backend.target, self.mailbox(backend.device), name=len(items), **named)
 
     def run(self, program: Any, graphs: Mapping[str, Any] | None, key: Hashable) -> Callable[[], Callable[[], None]]:
         """One graph a device. All are there before the first is launched."""
@@ -292,23 +317,22 @@ class DeviceOffice(PostOffice):
                 if number:
                     self.last = None
                     name = name_of(bound.items[device][number - 1]) if number <= len(bound.items[device]) else "a letter"
-                    raise RuntimeError(f"letters: {device} waited too long for {name}, and found {there} in word {word} of its "
-                                       "mailbox; another GPU has failed or is far behind")
+                    raise RuntimeError(f"letters: {device} waited too long for {name}, and found {there} at word {word}; another "
+                                       "GPU has failed or is far behind")
         return raise_error
 
     def visit(self, program: Any, run_node: Callable[[int, Node, Step], None], see: Callable[[Item], None]) -> None:
         """In the one order of all items, in which nobody waits."""
         steps = self.bound(program).steps
-        self.enter(program)
-        for i, device, item in program.mail.order:
-            if isinstance(item, Node):
-                run_node(i, item, steps[item])
-            else:
-                self.backends[device].run([steps[item]])
-                see(item)
-        for device, step in self.turns.items():
-            self.backends[device].run([step])
-        self.step += 1
+        with self.visiting(program):
+            for i, device, item in program.mail.order:
+                if isinstance(item, Node):
+                    run_node(i, item, steps[item])
+                else:
+                    self.backends[device].run([steps[item]])
+                    see(item)
+            for device, step in self.turns.items():
+                self.backends[device].run([step])
 
     def close(self) -> None:
         super().close()

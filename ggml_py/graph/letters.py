@@ -5,8 +5,8 @@ Each device has a queue: its nodes in their order, and between them
     Post    behind the node that makes it, a result goes to its receivers' boxes
     Take    before the first node that reads it, the device waits until a box is full
 
-A box is memory of the receiver that its nodes read in place, so a letter is copied once. Parts of a result that are gathered
-(`graph.columns`) go to their columns of one box, the sender's own as well: no node puts them side by side.
+A box is memory of the receiver that its nodes read. Parts of a result that are gathered (`graph.columns`) go to their columns of
+one box, the sender's own as well: no node puts them side by side.
 
 No order of the devices can hang: all queues are parts of one order of all items, in which each post comes before its takes, so
 the first item of that order that has not run yet can always run.
@@ -15,9 +15,13 @@ No box is written too early. A sender knows of an item of another device that it
 posted later, or what a device posted that knew (`_Clocks`). Two boxes lie in the same memory only where all senders of the later
 one know, when they post, that the last reader of the earlier one has ended. Steps follow each other likewise: the first letter of
 a step to a receiver is not posted before that one has ended the step before (`backends.letters`).
+
+GPUs post to sealed words in the receiver's mailbox, and its take fills the box. Sealed words lie in the mailbox as boxes lie to
+each other, and the take is a reader of theirs that comes before those of the box. So the same rule keeps them.
 """
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..backends.base import Backend
 from ..base.storage import n_bytes
@@ -99,6 +103,46 @@ class Mail:
         for i, device, item in self.order:
             found.setdefault(device, []).append((i, item))
         return found
+
+    def read_until(self) -> dict[Tensor, Node]:
+        """Of each result that is posted in one launch with a later node, which writes while it is read: that node."""
+        launches = [each for queue in self.queues().values() for each in joined([item for _, item in queue])]
+        return {each.post.source: each.quantize for each in launches
+                if isinstance(each, Joined) and each.post is not None and each.quantize is not None}
+
+
+class Joined(NamedTuple):
+    """What is one launch on a GPU: a post, a take, or a post and the take behind it; with both the weighted sum that makes what
+    is posted, or the node that quantizes what is taken."""
+    post: Post | None = None
+    take: Take | None = None
+    weighted_sum: Node | None = None
+    quantize: Node | None = None
+
+
+def joined(queue: Sequence[Item]) -> Iterator[Node | Joined]:
+    """The items of a device, in their order."""
+    i = 0
+    while i < len(queue):
+        n = 1
+        match [*queue[i:i + 3]]:
+            case [Node(op="weighted_sum") as node, Post() as post, Take() as take] if (
+                    post.source is node.results[0] and post.rows[0] == post.source.shape[0]):
+                n = 3
+                yield Joined(post, take, weighted_sum=node)
+            case [Post() as post, Take() as take, Node(op="quantize") as node] if node.src[0] is take.box.tensor:
+                n = 3
+                yield Joined(post, take, quantize=node)
+            case [Post() as post, Take() as take, *_]:
+                n = 2
+                yield Joined(post, take)
+            case [Post() as post, *_]:
+                yield Joined(post)
+            case [Take() as take, *_]:
+                yield Joined(take=take)
+            case [Node() as node, *_]:
+                yield node
+        i += n
 
 
 def letters(runs: Sequence[Run], backends: Mapping[str, Backend], inputs: set[Tensor], outputs: Sequence[Tensor]) -> Mail | None:

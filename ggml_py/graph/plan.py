@@ -1,6 +1,6 @@
 """The pass `plan`: where in the arena of its device each tensor lies. Tensors that are not needed at one time share memory."""
 from dataclasses import dataclass
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from .graph import Node, Tensor
 
@@ -33,20 +33,24 @@ class MemoryPlan:
 
 
 def plan_memory(nodes: Sequence[Node], outputs: Sequence[Tensor], n_bytes: Callable[[Tensor], int],
-                apart: Collection[Tensor] = ()) -> MemoryPlan:
+                apart: Collection[Tensor] = (), until: Mapping[Tensor, Node] | None = None) -> MemoryPlan:
     """First fit: each tensor that a node writes and that has no memory yet, nor gets it elsewhere (`apart`), takes the lowest
-    free gap of its device's arena, and gives it back after its last reader. Outputs are kept to the end.
+    free gap of its device's arena, and gives it back after its last reader. Outputs are kept to the end. until: tensors that are
+    still read while a later node runs, as if they were its operands.
 
     A node must not write over what it reads: operands are there until it has run. What crosses devices is there from the run
     before on, whose nodes may still be on their way: its first index is that of the copy. Copies that follow each other run at
     one time: what they read is there until the last of them.
     """
     last: dict[Tensor, int] = {}
+    too: dict[Node, list[Tensor]] = {}
+    for tensor, node in (until or {}).items():
+        too.setdefault(node, []).append(tensor)
     for i, node in enumerate(nodes):
-        until = i
-        while _crosses(nodes[until]) and until + 1 < len(nodes) and _crosses(nodes[until + 1]):
-            until += 1
-        last.update((tensor.root, until) for tensor in (*_written(node), *node.src))
+        end = i
+        while _crosses(nodes[end]) and end + 1 < len(nodes) and _crosses(nodes[end + 1]):
+            end += 1
+        last.update((tensor.root, end) for tensor in (*_written(node), *node.src, *too.get(node, ())))
     for tensor in outputs:
         last[tensor.root] = len(nodes)
     extents: dict[Tensor, Extent] = {}

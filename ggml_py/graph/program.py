@@ -196,7 +196,8 @@ class Program:
         # None where devices hand over by copies alone
         self.mail = letters(self.runs, self.backends, inputs, graph.outputs)
         self.boxes = self.mail.boxes if self.mail else {}
-        self.plan = plan_memory(self.nodes, graph.outputs, n_bytes, {*self.mirrors, *self.boxes})
+        self.plan = plan_memory(self.nodes, graph.outputs, n_bytes, {*self.mirrors, *self.boxes},
+                                self.mail.read_until() if self.mail else None)
         self.passing = {*self.inputs, *self.mirrors, *self.boxes, *self.plan.extents}  # whose memory is others' later
         self.has_run = False
         self._give_memory(arenas)

@@ -47,9 +47,14 @@ def rank_sum(n_ranks, value):
     return total_of
 
 
+@device
+def value_of_rank(x, row, column, n_cols):
+    return ld(x, row * n_cols + column)
+
+
 @factory([()])
 def weighted_sum_kernel():
-    total_of = rank_sum(RANKS, device(lambda x, row, column, n_cols: ld(x, row * n_cols + column)))
+    total_of = rank_sum(RANKS, value_of_rank)
 
     def kernel(x, w, out, n_used, n_cols):
         token, column = i64(cuda.blockIdx.x), cuda.blockIdx.y * THREADS + cuda.threadIdx.x

@@ -286,24 +286,25 @@ ldc, ldc4 = _load("ldc", 1, True), _load("ldc4", 4, True)
 st, st2, st4 = (_store(name, width) for name, width in (("st", 1), ("st2", 2), ("st4", 4)))
 
 
-def _ordered(name, text, is_load):
-    """(pointer, index) -> a word, or (pointer, index, word), which orders what other devices see of this thread's accesses."""
+def _ordered(name, text, is_load, kind="r"):
+    """(pointer, index) -> a value, or (pointer, index, value), of what devices tell each other. kind: the value's register."""
     if SIMULATED:
         return getattr(simulator, name)
-    word, address = ir.IntType(32), ir.IntType(64)
-    kind = ir.FunctionType(word, [address]) if is_load else ir.FunctionType(ir.VoidType(), [address, word])
-    assembly = ir.InlineAsm(kind, text, "=r,l,~{memory}" if is_load else "l,r,~{memory}", True)
+    register, address = _REGISTERS[kind], ir.IntType(64)
+    function = ir.FunctionType(*((register.llvm, [address]) if is_load else (ir.VoidType(), [address, register.llvm])))
+    constraints = f"={register.constraint},l,~{{memory}}" if is_load else f"l,{register.constraint},~{{memory}}"
+    assembly = ir.InlineAsm(function, text, constraints, True)
 
     def typed(typingctx, pointer, index, *value):
-        if _pointer(name, pointer, 4)[1].llvm != word:
-            raise TypeError(f"ptx.{name}: expected a pointer to words, got {pointer}")
+        if _pointer(name, pointer, 1)[1].llvm != register.llvm:
+            raise TypeError(f"ptx.{name}: expected a pointer to {register.numba}, got {pointer}")
         _check(name, "l", index)
         for v in value:
-            _check(name, "r", v)
+            _check(name, kind, v)
         if is_load:
             return pointer.dtype(pointer, types.int64), lambda context, builder, signature, args: builder.call(
                 assembly, [_address(builder, *args)])
-        return types.void(pointer, types.int64, types.int32), _void(
+        return types.void(pointer, types.int64, register.numba), _void(
             lambda context, builder, signature, args: builder.call(assembly, [_address(builder, *args[:2]), args[2]]))
     return intrinsic(_named(name, 2 if is_load else 3)(typed))
 
@@ -312,6 +313,9 @@ def _ordered(name, text, is_load):
 # before: by that thread, and by those that it met at a barrier
 ld_acquire = _ordered("ld_acquire", "ld.acquire.sys.global.b32 $0, [$1];", True)
 st_release = _ordered("st_release", "st.release.sys.global.b32 [$0], $1;", False)
+# 64 bits that come as one, and say nothing of what else was written
+ld_relaxed = _ordered("ld_relaxed", "ld.relaxed.sys.global.b64 $0, [$1];", True, "l")
+st_relaxed = _ordered("st_relaxed", "st.relaxed.sys.global.b64 [$0], $1;", False, "l")
 
 
 def _pointer_at():

@@ -291,14 +291,25 @@ def together(launches) -> None:
         elsewhere.pop(0).switch()
 
 
-def ld_acquire(pointer, index):
-    if elsewhere and getcurrent().block.random.getrandbits(1):
-        elsewhere.append(getcurrent())
-        elsewhere.pop(0).switch()
-    return load("ld_acquire", 1)(pointer, index)
+def _of_others(name):
+    """A load of what another device, or another thread, may still have to write: they take turns."""
+    read = load(name, 1)
+
+    def read_later(pointer, index):
+        thread = getcurrent()
+        turn = thread.block.random.getrandbits(2)
+        if turn == 1 and elsewhere:
+            elsewhere.append(thread)
+            elsewhere.pop(0).switch()
+        elif turn == 2:
+            thread.block.ready.append(thread)
+            thread.parent.switch()
+        return read(pointer, index)
+    return read_later
 
 
-st_release = store("st_release", 1)
+ld_acquire, ld_relaxed = _of_others("ld_acquire"), _of_others("ld_relaxed")
+st_release, st_relaxed = store("st_release", 1), store("st_relaxed", 1)
 
 
 # Threads

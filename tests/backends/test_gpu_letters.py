@@ -11,6 +11,7 @@ from ggml_py.backends import open_backend
 from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.model import Model
 from ggml_py.graph import columns
+from ggml_py.graph.letters import Joined
 from ggml_py.testing import assert_bitwise_equal
 from races import SPINS, calls_of, check_rows, nap, rows
 from tiny_models import write_model
@@ -51,31 +52,31 @@ def decoded(model, **settings):
 
 def test_memory_of_the_other_one(gpus):
     """A kernel of each GPU writes to the other one's memory, and waits for what that writes."""
-    from ggml_py.kernels.cuda.letters import ENDED, FAULT, FLAGS, SEQ, letter
+    from ggml_py.kernels.cuda.letters import ENDED, FAULT, SEALED, SEQ, letter
     backends = [open_backend(device) for device in DEVICES]
     for a in backends:
         for b in backends:
             assert a is b or a.reaches(b)
-    header = np.zeros(256, np.int32)
-    header[SEQ], header[ENDED:FLAGS] = 1, 0
-    payload = [np.arange(4096, dtype=np.int32) * (i + 3) for i in range(2)]
-    mailboxes, sources = [b.upload(header) for b in backends], [b.upload(p) for b, p in zip(backends, payload)]
-    boxes = [b.empty(4 * 4096) for b in backends]
-    launches = []
+    n = 4096
+    payload = [np.arange(n, dtype=np.int32) * (i + 3) for i in range(2)]
+    mailboxes, sources = [b.empty(SEALED + 8 * n) for b in backends], [b.upload(p) for b, p in zip(backends, payload)]
+    boxes = [b.empty(4 * n) for b in backends]
+    for backend, mailbox in zip(backends, mailboxes):
+        backend.write(mailbox, 4 * SEQ, np.int32([1]))
+    launches, tables = [], []
     for i, backend in enumerate(backends):
-        table = np.int64([[int(boxes[1 - i].handle), 4096, int(mailboxes[1 - i].handle) + 4 * FLAGS, ENDED + 1 - i]])
-        to = backend.upload(table)
-        n_parts = 4
+        table = np.int64([[int(mailboxes[1 - i].handle) + SEALED, n, 1, ENDED + 1 - i]])
+        tables.append(backend.upload(table))
         launches.append(letter(backend.target, int(mailboxes[i].handle),
-                               (int(sources[i].handle), int(to.handle), 1, 1, 4 * 4096), (FLAGS, n_parts)))
+                               (int(sources[i].handle), int(tables[i].handle), 1, 1, n),
+                               (int(boxes[i].handle), int(mailboxes[i].handle) + SEALED, n, 1)))
         backend.load()
         backend.run([letter(backend.target, int(mailboxes[i].handle))])
         backend.stream.sync()
-        launches.append(to)
-    for backend, launch in zip(backends, launches[::2]):
+    for backend, launch in zip(backends, launches):
         backend.run([launch])
     for i, backend in enumerate(backends):
-        found = backend.read(boxes[i], 0, 4 * 4096).result().view(np.int32)
+        found = backend.read(boxes[i], 0, 4 * n).result().view(np.int32)
         assert not backend.read(mailboxes[i], 4 * FAULT, 12).result().any()
         assert np.array_equal(found, payload[1 - i])
     for backend in backends:
@@ -119,14 +120,14 @@ def test_a_letter_that_does_not_come(gpus, tmp_path, monkeypatch):
     with Model.load(path, placement=options) as model:
         expected = decoded(model)[0]
         with monkeypatch.context() as patched:
-            post = DeviceOffice._letter
+            letter_of = DeviceOffice._letter
 
-            def lost(office, backend, items, table, starts, awaited, post_, take):
-                if post_ is not None and backend.device == "cuda:1" and post_.source.name.startswith("kqv_out-1"):
-                    post_ = None
-                    if take is None:
+            def lost(office, backend, items, table, starts, numbers, joined):
+                if joined.post and backend.device == "cuda:1" and joined.post.source.name.startswith("kqv_out-1"):
+                    if joined.take is None:
                         return lambda stream: None
-                return post(office, backend, items, table, starts, awaited, post_, take)
+                    joined = Joined(take=joined.take)
+                return letter_of(office, backend, items, table, starts, numbers, joined)
             patched.setattr(DeviceOffice, "_letter", lost)
             letter = letters.letter
             patched.setattr(letters, "letter", lambda *args, **named: letter(*args, **{"limit_ns": 50_000_000, **named}))

@@ -13,7 +13,7 @@ from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.graph import columns
 from ggml_py.graph.graph import Node
-from ggml_py.graph.letters import Post, Take
+from ggml_py.graph.letters import MOST_BYTES, Post, Take
 from ggml_py.testing import assert_bitwise_equal
 from tiny_models import write_model
 from tiny_moe_models import write_moe_model
@@ -77,6 +77,40 @@ def test_any_order_of_devices_gives_the_bits_of_one(paths, monkeypatch, kind, sp
                 assert context.office.step > 4
 
 
+@pytest.mark.parametrize("split_mode", ["layer", "column"])
+def test_what_a_step_that_failed_has_posted_is_taken_by_none(paths, monkeypatch, split_mode):
+    """Wherever it fails: the next step takes its own letters."""
+    with Model.load(paths["wide"], device="cpu") as model, model.new_context(n_ctx=64) as context:
+        expected = [context.decode([token]) for token in (1, 2, 3)][-1]
+    with on_several(paths["wide"], split_mode, 2) as model:
+        run, ran = CPUBackend.run, []
+
+        def fails(backend, steps):
+            ran.append(backend)
+            if len(ran) == n:
+                raise KeyboardInterrupt
+            return run(backend, steps)
+        monkeypatch.setattr(CPUBackend, "run", fails)
+        n = 0
+        with model.new_context(n_ctx=64) as context:
+            for token in 1, 2:
+                ran.clear()
+                context.decode([token])
+            n_nodes = len(ran)
+        assert n_nodes > 20
+        for fail_at in range(1, n_nodes, 3):
+            with model.new_context(n_ctx=64) as context:
+                n = 0
+                for token in 1, 2:
+                    context.decode([token])
+                step, n = context.office.step, fail_at
+                ran.clear()
+                with pytest.raises(KeyboardInterrupt):
+                    context.decode([9])
+                assert_bitwise_equal(context.decode([3]), expected, f"failed at {fail_at}")
+                assert context.office.step == step + 2
+
+
 @pytest.mark.parametrize("kind, split_mode, n", PLACEMENTS)
 def test_boxes_share_memory_only_behind_the_last_reader(paths, kind, split_mode, n):
     """By the edges of what happens before what, followed one by one; and each box is taken once, behind its posts."""
@@ -120,7 +154,8 @@ def _read(item):
 # What GPUs would launch
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
-from ggml_py.kernels.cuda.letters import ENDED, FLAGS
+from ggml_py.kernels.cuda import letters
+from ggml_py.kernels.cuda.letters import ROW, SEALED
 from recorded_gpus import recorded_gpus
 
 
@@ -131,25 +166,34 @@ def launched(context, gpus, *tokens):
     return [gpu.stream.take() for gpu in gpus]
 
 
-@pytest.mark.parametrize("split_mode, n", [("layer", 2), ("column", 2), ("column", 4)])
-def test_what_is_launched(paths, split_mode, n):
-    """The first step goes by copies; from the second on there is a graph a device, no copy, and one launch a gather."""
+@pytest.mark.parametrize("kind, split_mode, n", [("wide", "layer", 2), ("wide", "column", 2), ("wide", "column", 4),
+                                                 ("qwen3moe", "column", 2)])
+def test_what_is_launched(paths, kind, split_mode, n):
+    """The first step goes by copies; from the second on there is a graph a device, no copy, and one launch a gather, with the
+    weighted sum before it or with `quantize` behind it."""
     gpus = recorded_gpus(n)
     options = PlacementOptions(tuple(gpu.device for gpu in gpus), split_mode=split_mode)
-    with Model(GGUFFile.open(paths["wide"]), *gpus, placement=options) as model, model.new_context(n_ctx=64) as context:
+    with Model(GGUFFile.open(paths[kind]), *gpus, placement=options) as model, model.new_context(n_ctx=64) as context:
         launched(context, gpus, 1)
         n_copied = [len(gpu.peers) for gpu in gpus]
         assert sum(n_copied) > 0 and context.office.step == 1
         meetings = 0
         for step in range(2, 5):
             for gpu, launches in zip(gpus, launched(context, gpus, step)):
-                names = [launch.name for launch in launches]
+                names = [launch.name.partition("[")[0] for launch in launches]
                 assert names[-1] == "turn" and "concat_heads" not in names
                 mail = context.program(1, 1, "argmax").mail
                 letters = [launch for launch in launches if launch.name.startswith("letter")]
                 items = [item for _, item in mail.queues()[gpu.device]]
-                joined = sum(isinstance(a, Post) and isinstance(b, Take) for a, b in pairwise(items))
-                assert len(letters) == sum(isinstance(item, (Post, Take)) for item in items) - joined
+                of_columns = split_mode == "column"
+                joined = [isinstance(a, Post) and isinstance(b, Take) for a, b in pairwise(items)]
+                assert len(letters) == sum(isinstance(item, (Post, Take)) for item in items) - sum(joined)
+                for op, pairs in ("quantize", zip(joined, items[2:])), ("weighted_sum", zip(joined[1:], items)):
+                    n_joined = sum(is_joined and isinstance(node, Node) and node.op == op for is_joined, node in pairs)
+                    assert (n_joined > 0) == (of_columns and (op == "quantize" or kind == "qwen3moe"))
+                    assert names.count(f"letter_{op}") == n_joined
+                    n_nodes = sum(isinstance(item, Node) and item.op == op for item in items)
+                    assert names.count(op) == n_nodes - n_joined
             assert [len(gpu.peers) for gpu in gpus] == n_copied and context.office.step == step
             assert meetings in (0, gpus[0].n_meetings)
             meetings = gpus[0].n_meetings
@@ -161,30 +205,65 @@ def test_what_is_launched(paths, split_mode, n):
         assert gpus[0].n_meetings == 2 * meetings
 
 
-def test_flags_are_nobody_elses(paths):
-    """Of all letters to a device each part has a flag of its own, behind the header."""
-    gpus = recorded_gpus(4)
-    written = {gpu.device: [] for gpu in gpus}
+def test_sealed_words_lie_in_the_receivers_mailbox(paths):
+    """Those of a box twice as far in it as the box lies in the arena; the number tells it from all others of its device."""
+    gpus, tables = recorded_gpus(4), []
     for gpu in gpus:
-        upload = gpu.upload
-
-        def remember(array, upload=upload):
-            if array.dtype == np.int64 and array.ndim == 2 and array.shape[1] == 4:
-                tables.append(array)
+        def remember(array, upload=gpu.upload):
+            if array.dtype == np.int64 and array.ndim == 2 and array.shape[1] == ROW:
+                tables.append(array[1:])
             return upload(array)
         gpu.upload = remember
-    tables: list[np.ndarray] = []
     options = PlacementOptions(tuple(gpu.device for gpu in gpus), split_mode="column")
     with Model(GGUFFile.open(paths["wide"]), *gpus, placement=options) as model, model.new_context(n_ctx=64) as context:
         for step in range(2):
             launched(context, gpus, step)
-        starts = {gpu.device: context.office.mailbox(gpu.device) for gpu in gpus}
-        for table in tables:
-            for flag in table[:, 2][table[:, 2] > 0].tolist():
-                device = max((start, device) for device, start in starts.items() if start <= flag)[1]
-                written[device].append((flag - starts[device]) // 4)
-    for flags in written.values():
-        assert len(flags) > 10 and len(set(flags)) == len(flags) and min(flags) >= FLAGS > ENDED
+        office, mail = context.office, context.program(1, 1, "argmax").mail
+        rows = np.concatenate(tables[-4:]).tolist()
+        posts = [post for gpu in gpus for _, post in mail.queues()[gpu.device] if isinstance(post, Post)]
+        expected = [(office.mailbox(box.device) + SEALED + 2 * (box.offset + post.place(box, column)[0]), box)
+                    for post in posts for box, column in post.to]
+        assert [address for address, *_ in rows] == [address for address, _ in expected]
+        numbers = {(box, number) for (_, box), (_, _, number, _) in zip(expected, rows)}
+        assert len(numbers) == len({(box.device, number) for box, number in numbers}) == len(mail.boxes) > 30
+        assert min(number for _, number in numbers) == 1
+
+
+def test_steps_are_numbered_anew_before_seals_come_again(paths, monkeypatch):
+    """What is sealed is wiped out then."""
+    monkeypatch.setattr(letters, "MOST_STEPS", 5)
+    gpus = recorded_gpus(2)
+    options = PlacementOptions(tuple(gpu.device for gpu in gpus), split_mode="column")
+    with Model(GGUFFile.open(paths["wide"]), *gpus, placement=options) as model, model.new_context(n_ctx=64) as context:
+        launched(context, gpus, 1)
+        steps, wiped = [], []
+        for gpu in gpus:
+            def remember(buffer, offset, array, write=gpu.write):
+                if offset == SEALED and array.nbytes == 2 * MOST_BYTES and not array.any():
+                    wiped.append(context.office.step)
+                return write(buffer, offset, array)
+            gpu.write = remember
+        for step in range(8):
+            launched(context, gpus, step)
+            steps.append(context.office.step)
+        assert steps == [2, 3, 4, 5, 6, 2, 3, 4] and wiped == [6, 6]
+
+
+def test_a_visit_that_fails_has_its_number(paths):
+    """On GPUs, too, nobody takes what was posted in it: all are told another step then."""
+    gpus = recorded_gpus(2)
+    options = PlacementOptions(tuple(gpu.device for gpu in gpus), split_mode="column")
+    with Model(GGUFFile.open(paths["wide"]), *gpus, placement=options) as model, model.new_context(n_ctx=64) as context:
+        for step in range(3):
+            launched(context, gpus, step)
+        program, office = context.program(1, 1, "argmax"), context.office
+        assert office.step == 3 and office.last is program
+
+        def fail(i, node, step):
+            raise KeyboardInterrupt
+        with pytest.raises(KeyboardInterrupt):
+            office.visit(program, fail, lambda item: None)
+        assert office.step == 4 and office.last is None
 
 
 @pytest.mark.parametrize("kind", WRITERS)

@@ -93,6 +93,19 @@ def test_second_results_and_scratch_have_memory_of_their_own():
     assert plan.arena_bytes == {"cpu": 4 * 512} and plan.extents[scratch].offset == 3 * 512
 
 
+def test_operands_of_a_node_that_others_run_together_with():
+    """`until`: what is read until a later node lies apart from that node's result."""
+    g = Graph()
+    first = g.scale(g.input("x", "f32", (1, 1000)), factor=2.0)
+    second = g.scale(first, factor=2.0)
+    third = g.scale(second, factor=2.0)
+    g.outputs = [third]
+    lies_over = plan_memory(g.live(), g.outputs, lambda t: 4000).extents
+    apart = plan_memory(g.live(), g.outputs, lambda t: 4000, until={first: third.node}).extents
+    assert lies_over[third].offset == lies_over[first].offset
+    assert apart[third].offset == 2 * 4096 and (apart[first].first, apart[first].last) == (0, 2)
+
+
 def test_wrong_input_shape_is_named():
     g = Graph()
     g.outputs = [g.scale(g.input("x", "f32", (2, 3)), factor=2.0)]
