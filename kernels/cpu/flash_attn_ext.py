@@ -18,11 +18,10 @@ from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from . import amx
-from .flash_attn_ext_runs import combine, copy, finish, seen_by, shared_by_runs, start_of
+from .flash_attn_ext_runs import combine, copy, finish, read_ahead, seen_by, shared_by_runs, start_of
 from .flash_attn_ext_tiles import attention_by_tiles
 from .quantize import quantize_block
 from .rms_norm import halve128
-from .set_rows import cached_row
 from .vector import ISAS, advance, as_int16, available_isas, instructions, pointer, store
 from .vector import fma as fma_block
 
@@ -41,8 +40,8 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None, tile
     tiles: as of `amx`, of long runs of queries; by default those that there are, none where an instruction set is named."""
     tiles = tiles or (amx.tiles if isa is None and amx.available() else None)
     isa = isa or available_isas()[0]
-    prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(cached_row(type_k), isa)
-    value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(cached_row(type_v), isa)
+    prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(read_ahead(type_k), isa)
+    value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(read_ahead(type_v), isa)
 
     @device
     def attend(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks,
@@ -104,7 +103,7 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None, tile
 
     if tiles is None or "f32" in (type_k, type_v):
         return shared_by_runs(attend, (type_k, type_v, isa))
-    attend_many = attention_by_tiles(cached_row(type_k), cached_row(type_v), isa, tiles)
+    attend_many = attention_by_tiles(read_ahead(type_k), read_ahead(type_v), isa, tiles)
 
     @device
     def attend_any(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, *rest):

@@ -9,13 +9,35 @@ import numpy as np
 from ..arith import div, exp, fma, mul, sub
 from ..compile import device, jit
 from ..reference.flash_attn_ext import MINUS_INFINITY, PIECE
+from ..reference.set_rows import BLOCK as Q8_0_BLOCK
+from ..reference.set_rows import BLOCK_BYTES as Q8_0_BYTES
 from ..threads import THREADS, sharing
 from .parallel import PART
+from .set_rows import cached_row
+from .unpack import inlined
+from .vector import LINE_BYTES, pointer, prefetch
 
 ROWS = 192      # of a unit at least, where there are so many: reading a piece costs about a tenth of their work on it
 UNITS = 4       # of a thread, where units may have more rows
 SPANS = 2       # of pieces, for a thread
 MOST_PARTS = 1 << 22  # floats of pieces that wait to be joined
+AHEAD = 8       # which cell behind the one that is read is asked for
+BYTES = {"f32": (4, 1), "f16": (2, 1), "q8_0": (Q8_0_BYTES, Q8_0_BLOCK)}  # of so many values
+
+
+def read_ahead(type_):
+    """`cached_row` of a cache type, which also asks the memory for the same part of the cell AHEAD cells further on: the keys of
+    all other KV heads lie between the two, and the processor does not foresee such steps."""
+    cached, size, block = cached_row(type_), *BYTES[type_]
+
+    @inlined
+    def row(cache, cell, first, values):
+        words = pointer(cache)
+        to = ((cell + AHEAD) * cache.shape[1] * cache.itemsize + first * size // block) // 4
+        for line in range(0, values.shape[0] * size // block // 4, LINE_BYTES // 4):
+            prefetch(words, to + line)
+        cached(cache, cell, first, values)
+    return row
 
 
 @device
