@@ -28,8 +28,10 @@ Ops hand addresses on and ask at most how they are aligned, so the same function
 arrays.
 
 Kernels of a stream overlap where the GPU can (compute capability 9.0, programmatic dependent launch): the blocks of a kernel
-start as soon as all blocks of the one before have started and there is room. `ptx.wait_for_previous` returns when that one has
-ended and its stores are seen. No kernel touches memory that another one writes or reads before it has waited, and all threads of
+start when all blocks of the one before let them and there is room. A small one lets them at once, so that what is behind it
+fetches its weights meanwhile; all others when they have waited: the kernels after the next would take multiprocessors from the
+next one, whose blocks then share what is left. `ptx.wait_for_previous` returns when the one before has ended and its stores are
+seen. No kernel touches memory that another one writes or reads before it has waited, and all threads of
 every kernel wait, so that the end of one is the end of all before it. What no kernel ever writes, only copies do (weights,
 tables, positions), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so places the wait
 itself; in every other one it is the first instruction.
@@ -65,6 +67,7 @@ LIMITS = {type_: (int(np.iinfo(SCALARS[type_]).min), int(np.iinfo(SCALARS[type_]
 OVERLAPPING = (9, 0)      # compute capability from which kernels of a stream overlap
 HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
+SMALL = 4096               # threads of a launch that lets the next one start at once
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
 
 
@@ -149,17 +152,21 @@ def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
 
 
 def _overlapping(ptx: str, cc: tuple[int, int]) -> str:
-    """The kernel lets the next one start at once, and waits for the one before: first of all where it does not say where. There,
-    loads of constants become plain ones, which the assembler does not move before the wait: activations may be among them."""
-    wait = "griddepcontrol.wait;"
+    """The kernel waits for the one before, first of all where it does not say where. There, loads of constants become plain ones,
+    which the assembler does not move before the wait: activations may be among them. It lets the next one start when it has
+    waited, but at once in launches of up to SMALL threads."""
+    wait, start = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
     if cc < OVERLAPPING:
         return ptx.replace(wait, "")
-    first = "griddepcontrol.launch_dependents;"
+    shape = "%nctaid.y", "%nctaid.z", "%ntid.x", "%ntid.y", "%ntid.z"
+    before = "\n\t".join([".reg .b32 %threads, %each;", ".reg .pred %small;", "mov.u32 %threads, %nctaid.x;",
+                          *(f"mov.u32 %each, {n};\n\tmul.lo.u32 %threads, %threads, %each;" for n in shape),
+                          f"setp.le.u32 %small, %threads, {SMALL};", f"@%small {start}"])
     if wait not in ptx:
-        first, ptx = f"{first}\n\t{wait}", ptx.replace("ld.global.nc.", "ld.global.")
-    ptx, n = re.subn(r"(\.entry[^{]*\{\n(?:\s*\.[^\n]*;\n)*)", rf"\1\t{first}\n", ptx)  # behind the declarations
+        before, ptx = f"{before}\n\t{wait}", ptx.replace("ld.global.nc.", "ld.global.")
+    ptx, n = re.subn(r"(\.entry[^{]*\{\n(?:\s*\.[^\n]*;\n)*)", rf"\1\t{before}\n", ptx)  # behind the declarations
     assert n == 1, n
-    return ptx
+    return ptx.replace(wait, f"{wait}\n\t{start}")
 
 
 def ptx_entry(kernel: Kernel, cc: tuple[int, int]) -> tuple[Path, str]:

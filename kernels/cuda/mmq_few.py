@@ -589,10 +589,15 @@ def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multip
     fitting = [shape for shape in shapes if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
     best = min(fitting, key=lambda shape: work(shape.n_warps, resident, n_chunks))
     if n_tokens == 1 and 2 * n_tiles > n_multiprocessors:
-        # No room for a second block: where products follow one another, those of the next launch would begin two to a
-        # multiprocessor while others have none (docs/kernels-log.md)
-        best = replace(best, n_bytes=max(best.n_bytes, (shared_limit + RESERVED) // 2 - RESERVED + 16))
+        best = evenly(best, n_multiprocessors, shared_limit)
     return best
+
+
+def evenly(shape: FewShape, n_multiprocessors: int, shared_limit: int) -> FewShape:
+    """With so much shared memory that no multiprocessor holds more blocks than an even share: where products follow one another,
+    those of the next launch would begin closer together while others have none (docs/kernels-log.md)."""
+    n_more = -(-shape.grid[0] * shape.grid[1] // n_multiprocessors) + 1
+    return replace(shape, n_bytes=max(shape.n_bytes, (shared_limit + RESERVED) // n_more // 16 * 16 - RESERVED + 16))
 
 
 def few_launch(call: Call, kernel: Kernel, args: tuple):

@@ -19,7 +19,7 @@ from ...quant.tile import ROWS
 from ..call import Call
 from .dispatch import report
 from .launch import F32, I32, Kernel, N, U32, factory, need
-from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, products, shared_words,
+from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
 from .ptx import device, i32, i64, ld, lds, lds4, match, popc, stage, sts
@@ -329,7 +329,8 @@ def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, 
     """Groups of a single pair for one token, else of as many as a matrix has on average, but of 4 at least, or of 8 where these
     take hardly longer, without integer scales. Of the numbers of warps and of blocks on a multiprocessor those by which `work` on
     the row tiles of all groups is done first, then those that leave the fewest warps without a chunk, then two blocks, which hide
-    each other's barriers (docs/kernels-log.md). names: formats of the matrices; n: tokens, or rows of a head."""
+    each other's barriers (docs/kernels-log.md). Blocks lie `evenly`. names: formats of the matrices; n: tokens, or rows of a
+    head."""
     fewest = 4 if any(form(format_of(name)).integer for name in names) else 8
     n_tokens = 1 if n == 1 else next((t for t in MAX_WARPS if t >= fewest and t * n_matrices >= n_pairs), MOST_TOKENS)
     n_items, n_chunks = -(-n_rows // ROWS) * min(n_pairs, n_matrices if n_tokens > 1 else n_pairs), -(-n_cols // CHUNK)
@@ -342,7 +343,7 @@ def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, 
               for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
     fitting = [(resident, shape) for resident, shape in shapes
                if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
-    return min(fitting, key=lambda each: time(*each))[1]
+    return evenly(min(fitting, key=lambda each: time(*each))[1], n_multiprocessors, shared_limit)
 
 
 def few_pairs(call: Call) -> Pairs:

@@ -6,6 +6,7 @@ import subprocess
 from functools import lru_cache
 from importlib import import_module
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import iter_modules
 from unittest import SkipTest
@@ -101,15 +102,17 @@ def pointers(kernel: Kernel, code: list[str]):
 
 
 def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
-    """Accesses of global memory that another kernel may write or read, and ends of the kernel, before the wait;
-    loads of constants count wherever they are."""
+    """Accesses of global memory that another kernel may write or read, and ends of the kernel, before the wait; loads of
+    constants count wherever they are. Waits that do not let the next kernel start, and what else lets it."""
     if cc < OVERLAPPING:
         return re.findall("griddepcontrol.*", ptx)
     code = statements(ptx)
     early, of = before_wait(code), pointers(kernel, code)
-    start = next((s for s in code if not s.startswith(".")), "")
+    starts = [s for s in early if LAUNCH in s]
     read = [s for s in early if re.search(r"\bcp\.async\.c[ag]\b|\bld\.global\b", s)] + [s for s in code if ".global.nc" in s]
-    return ([s for s in early if (GLOBAL.search(s) and s not in read) or s.startswith("ret")] + [start] * (start != LAUNCH)
+    return ([s for s in early if (GLOBAL.search(s) and s not in read) or s.startswith("ret")]
+            + starts * (starts != [f"@%small {LAUNCH}"])
+            + [s for s, behind in pairwise(code) if s.startswith(WAIT) != (behind == LAUNCH)]
             + [s for s in read if not of(re.findall(r"\[(%\w+)", s)[-1]) <= WEIGHTS])
 
 

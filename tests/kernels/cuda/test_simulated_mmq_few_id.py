@@ -30,6 +30,7 @@ def test_id_shapes_fit(name, limit):
             assert shape.n_bytes <= limit and shape.n_warps <= MAX_WARPS[shape.n_tokens]
             resident = min(limit // (shape.n_bytes + RESERVED) + 1, MAX_WARPS[shape.n_tokens] // shape.n_warps)
             assert shape.grid[0] <= 132 * resident
+            assert (limit + RESERVED) // (shape.n_bytes + RESERVED) <= -(-shape.grid[0] // 132), "more than an even share"
 
 
 @pytest.mark.parametrize("name, n, expected",
