@@ -24,9 +24,10 @@ def open_backend(device: str = "auto", parameter: str = "device") -> Backend:
 
 
 def device_of(device: str) -> str:
-    """The name of the device that `open_backend` finds: "auto" is "cuda:0" or "cpu". Another one's is its own, found or not."""
+    """The name of the device that `open_backend` finds: "auto" is "cuda:0" or "cpu", "cpu:0" is "cpu". Another one's is its own,
+    found or not."""
     if device not in ("auto", "cuda"):
-        return device
+        return "cpu" if device == "cpu:0" else device
     backend = open_backend(device)
     backend.close()
     return backend.device

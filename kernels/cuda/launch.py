@@ -67,7 +67,7 @@ LIMITS = {type_: (int(np.iinfo(SCALARS[type_]).min), int(np.iinfo(SCALARS[type_]
 OVERLAPPING = (9, 0)      # compute capability from which kernels of a stream overlap
 HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
-SMALL = 4096               # threads of a launch that lets the next one start at once
+SMALL = 4096              # threads of a launch that lets the next one start at once
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
 
 

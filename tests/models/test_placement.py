@@ -307,6 +307,21 @@ def test_devices_share_heads_feed_forward_blocks_and_the_vocabulary(kind, n):
     assert not any("norm" in name or "bias" in name for name in found) and ("token_embd.weight" in found) == (kind == "wide-tied")
 
 
+@pytest.mark.parametrize("n", [6, 8])
+def test_many_devices_share_eight_heads(monkeypatch, tmp_path, n):
+    """A head each, or for some two, and tiles of all matrices: the bits of one device."""
+    monkeypatch.setattr(columns, "WORTH_A_GATHER", 0)
+    path = write_model(tmp_path / "m.gguf", "qwen2", ("Q8_0", "Q4_1", "F32"), n_embd=256, n_head=16, n_head_kv=8, n_ff=576,
+                       n_vocab=320, qkv_bias=True)
+    with Model.load(path, device="cpu") as model:
+        alone = decoded(model)
+    devices = tuple(f"cpu:{i}" for i in range(n))
+    with Model.load(path, placement=PlacementOptions(devices, split_mode="column")) as model:
+        cut = [leaf for leaf in model.architecture.w.loaded.values() if leaf.is_cut]
+        assert len(cut) == 15 and all(len(leaf.shards) == n for leaf in cut)
+        assert_bitwise_equal(decoded(model), alone, f"{n} devices")
+
+
 def test_shares_are_in_proportion_and_none_is_empty():
     assert shared("wide", "cpu", "cpu:1", tensor_split=(1, 8))["blk.0.ffn_up.weight"] == [(32, 128), (256, 128)]
     assert shared("wide", "cpu", "cpu:1", tensor_split=(1, 100))["cache_k-0"] == [(8, 32), (8, 96)]
