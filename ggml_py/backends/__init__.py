@@ -3,6 +3,7 @@ all give the same bits."""
 from contextlib import closing
 
 from ..base.errors import ParameterError
+from ..base.placement import device_name
 from .base import Backend
 
 
@@ -20,14 +21,15 @@ def open_backend(device: str = "auto", parameter: str = "device") -> Backend:
         if kind == "cuda":
             raise ParameterError(parameter, f"{device}: {missing}")
     from .cpu import CPUBackend
-    return CPUBackend(device=f"cpu:{int(index)}" if int(index or 0) else "cpu")
+    return CPUBackend(device=device_name("cpu", int(index or 0)))
 
 
 def device_of(device: str) -> str:
     """The name of the device that `open_backend` finds: "auto" is "cuda:0" or "cpu", "cpu:0" is "cpu". Another one's is its own,
     found or not."""
     if device not in ("auto", "cuda"):
-        return "cpu" if device == "cpu:0" else device
+        kind, _, index = device.partition(":")
+        return device_name(kind, int(index)) if index.isdecimal() else device
     backend = open_backend(device)
     backend.close()
     return backend.device

@@ -16,6 +16,11 @@ OFFLOADED_ROWS = 16  # rows of a product that take a CPU longer than bringing it
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch)?exps"  # in the names of tensors; shared experts are not among them
 
 
+def device_name(kind: str, number: int) -> str:
+    """Of cuda and 1 "cuda:1"; what is there once, or is the first CPU, has no number: "cpu", "auto"."""
+    return f"{kind}:{number}" if number or kind == "cuda" else kind
+
+
 class Override(NamedTuple):
     """Tensors in whose names a pattern is found lie on a device."""
     pattern: str

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ..base.placement import device_name
 from .ranges import parse_numbers
 
 T = TypeVar("T")
@@ -114,8 +115,7 @@ def device(text: str) -> str:
     """Its name here; CPU and CUDA0 are llama.cpp's."""
     if not (found := re.fullmatch(r"(auto|cpu|cuda):?([0-9]*)", text.lower())) or (found[1] == "auto" and text != "auto"):
         raise ValueError(f"must be auto, cpu, cpu:N, cuda or cuda:N, got {text!r}")
-    kind, number = found[1], int(found[2] or 0)
-    return f"cuda:{number}" if kind == "cuda" else f"{kind}:{number}" if number else kind
+    return device_name(found[1], int(found[2] or 0))
 
 
 def devices(text: str) -> str:

@@ -31,9 +31,9 @@ Kernels of a stream overlap where the GPU can (compute capability 9.0, programma
 start when all blocks of the one before let them and there is room. A small one lets them at once, so that what is behind it
 fetches its weights meanwhile; all others when they have waited: the kernels after the next would take multiprocessors from the
 next one, whose blocks then share what is left. `ptx.wait_for_previous` returns when the one before has ended and its stores are
-seen. No kernel touches memory that another one writes or reads before it has waited, and all threads of
-every kernel wait, so that the end of one is the end of all before it. What no kernel ever writes, only copies do (weights,
-tables, positions), may be read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so places the wait
+seen. No kernel touches memory that another one writes or reads before it has waited, and all threads of every kernel wait, so
+that the end of one is the end of all before it. What no kernel ever writes, only copies do (weights, tables, positions), may be
+read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so places the wait
 itself; in every other one it is the first instruction.
 """
 import ctypes

@@ -111,7 +111,7 @@ def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
     starts = [s for s in early if LAUNCH in s]
     read = [s for s in early if re.search(r"\bcp\.async\.c[ag]\b|\bld\.global\b", s)] + [s for s in code if ".global.nc" in s]
     return ([s for s in early if (GLOBAL.search(s) and s not in read) or s.startswith("ret")]
-            + starts * (starts != [f"@%small {LAUNCH}"])
+            + [f"before the wait: {starts}"] * (starts != [f"@%small {LAUNCH}"])
             + [s for s, behind in pairwise(code) if s.startswith(WAIT) != (behind == LAUNCH)]
             + [s for s in read if not of(re.findall(r"\[(%\w+)", s)[-1]) <= WEIGHTS])
 

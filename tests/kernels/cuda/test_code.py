@@ -19,7 +19,7 @@ from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
 from ggml_py.kernels.cuda import compile_workers, launch, ptx as intrinsics
 from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, cached_ptx, compile_ptx, entry_name, ptx_version
-from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
+from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, LAUNCH, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
                        overlap_violations, statements, violations)
 from damages import DAMAGES
 
@@ -127,6 +127,21 @@ def test_what_is_touched_too_early_is_seen():
         assert not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))
     assert {name for name, lines in found.items() if lines} == {"early", "constant", "some"}, found
     assert len(found["early"]) >= 2
+
+
+def test_a_start_of_the_next_kernel_elsewhere_is_seen():
+    """At once and small alone, behind each wait, and nowhere else."""
+    def weights(x, words, y, n):
+        value = intrinsics.ldc(words, n)
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, intrinsics.add(value, intrinsics.ld(x, n)))
+    kernel = Kernel(weights, (F32, F32, F32, launch.N), 32, name="weights")
+    ptx = compile_ptx(kernel, (9, 0))
+    assert ptx.count(f"@%small {LAUNCH};") == 1 and ptx.count(f"\t{LAUNCH};") == 1
+    assert not overlap_violations(kernel, ptx, (9, 0))
+    for changed in (ptx.replace(f"@%small {LAUNCH};", ""), ptx.replace(f"@%small {LAUNCH}", LAUNCH),
+                    ptx.replace(f"\t{LAUNCH};", ""), ptx.replace("\tret;", f"\t{LAUNCH};\n\tret;")):
+        assert changed != ptx and overlap_violations(kernel, changed, (9, 0)), changed
 
 
 def test_a_stage_has_no_code_of_its_own():
