@@ -66,7 +66,10 @@ class Call:
     where an optional one is absent.
 
     op: the op's name. name: the node's, for messages. device: what the kernel runs on (`kernels.cuda.launch.Target` of a GPU,
-    None of a CPU). scratch: Operand; plan: what `plan` returned; fault: (address, number of the node) where errors are left."""
+    None of a CPU). scratch: Operand; plan: what `plan` returned; fault: (address, number of the node) where errors are left;
+    settled: names of operands that a launch may read before it waits (`kernels.cuda.launch`)."""
+
+    settled: frozenset[str] = frozenset()
 
     def __init__(self, op: str, name: str, device: Any, values: dict[str, Any], scratch: Operand | None = None, plan: Any = None,
                  fault=None):

@@ -190,11 +190,14 @@ class KernelBackend:
         if decision.scratch is not None:
             node.scratch = Tensor(f"{node.name}-scratch", *decision.scratch, self.device)
 
-    def bind(self, node: Node) -> Step:
+    def bind(self, node: Node, settled: frozenset[str] = frozenset()) -> Step:
+        """settled: as of `Call`."""
         for tensor in (*node.src, *node.results, node.scratch):
             if tensor is not None and tensor.root.device != self.device:
                 raise GraphError(f"{node.name}: {node.op} on {self.device} has {tensor.name}, which lies on {tensor.root.device}")
-        return self.step(self.call(node, bound=True))
+        call = self.call(node, bound=True)
+        call.settled = settled
+        return self.step(call)
 
     def bind_all(self, nodes: Sequence[Node]) -> list[Step]:
         return [self.bind(node) for node in nodes]

@@ -162,6 +162,19 @@ class CUDABackend(KernelBackend, Transfers):
         """From the first node that may leave one on."""
         return Faults(self)
 
+    def bind_all(self, nodes: Sequence[Node]) -> list[Step]:
+        """Tells each what is settled: written by a node that has a large launch between itself and this one."""
+        from ..kernels.cuda.launch import has_large
+        steps: list[Step] = []
+        written: dict[Tensor, int] = {}  # by which node last
+        large = -1                       # the last one with a large launch
+        for i, node in enumerate(nodes):
+            settled = [name for name, tensor in zip(node.declared.operands, node.src) if written.get(tensor.root, i) < large]
+            steps.append(self.bind(node, frozenset(settled)))
+            written.update(dict.fromkeys((tensor.root for tensor in node.results), i))
+            large = i if has_large(steps[-1]) else large
+        return steps
+
     def step(self, call: Call) -> Step:
         module = self.module(call.op)
         if module is not None and module.late_error is not None:

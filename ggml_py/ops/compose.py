@@ -271,6 +271,18 @@ def add_rms_norm_mul_mat_glu(g, x, y, w, gate, up, gate_bias, up_bias, *, eps, a
     return mul_mat_glu(g, gate, up, norm, gate_bias, up_bias, act=act), total
 
 
+@fused("x y w:weight router:weight bias:weight", "eps k gating norm factor bias_of", "act out sum weights ids",
+       choices(gating=GATINGS, norm=[True, False], factor=[ANY, 1.0], bias_of=BIASED), n_optional=1,
+       defaults={"factor": 1.0, "bias_of": "choice"})
+def add_rms_norm_topk_moe(g, x, y, w, router, bias, *, eps, k, gating, norm, factor, bias_of):  # noqa: PLR0913  as many as operands
+    """add_rms_norm_and_act(x, y, w), and topk_moe of the product of a router with that norm, without groups."""
+    act, out, total = add_rms_norm_and_act(g, x, y, w, eps=eps)
+    g.need(lambda: is_leaf(router) and (bias is None or is_leaf(bias)),
+           "router and bias must be weights: kernels read them before those ahead of them have ended")
+    return act, out, total, *topk_moe(g, g.mul_mat(router, out), bias, k=k, gating=gating, norm=norm, factor=factor, n_group=0,
+                                      n_group_used=0, bias_of=bias_of)
+
+
 @fused("gate:weight up:weight x ids gate_bias:weight up_bias:weight", "act alpha limit may_skip", "out",
        choices(act=[*GLU, "swiglu_oai"]), n_optional=2, defaults={"alpha": 0.0, "limit": 0.0, "may_skip": False})
 def mul_mat_id_glu(g, gate, up, x, ids, gate_bias, up_bias, *, act, alpha, limit, may_skip):  # noqa: PLR0913  as many as operands

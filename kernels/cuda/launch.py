@@ -28,13 +28,14 @@ Ops hand addresses on and ask at most how they are aligned, so the same function
 arrays.
 
 Kernels of a stream overlap where the GPU can (compute capability 9.0, programmatic dependent launch): the blocks of a kernel
-start when all blocks of the one before let them and there is room. A small one lets them at once, so that what is behind it
-fetches its weights meanwhile; all others when they have waited: the kernels after the next would take multiprocessors from the
-next one, whose blocks then share what is left. `ptx.wait_for_previous` returns when the one before has ended and its stores are
-seen. No kernel touches memory that another one writes or reads before it has waited, and all threads of every kernel wait, so
-that the end of one is the end of all before it. What no kernel ever writes, only copies do (weights, tables, positions), may be
-read earlier: a copy is ordered with both its neighbours as ever. A kernel that does so places the wait
-itself; in every other one it is the first instruction.
+start when all blocks of the one before let them and there is room. A small launch, of up to SMALL threads and no clusters, lets
+them at once, so that what is behind it fetches its weights meanwhile; all others when they have waited: the kernels after the
+next would take multiprocessors from the next one, whose blocks then share what is left. `ptx.wait_for_previous` returns when the
+one before has ended and its stores are seen. No kernel touches memory that another one writes or reads before it has waited, and
+all threads of every kernel wait, so that the end of one is the end of all before it. Two things may be read earlier. What no
+kernel ever writes, only copies do (weights, tables, positions): a copy is ordered with both its neighbours as ever. And operands
+that are *settled*: between the launch that wrote them and this one is a large one. It had waited, so the writer had ended, before
+anything behind it started. A kernel that reads early places the wait itself; in every other one it is the first instruction.
 """
 import ctypes
 import hashlib
@@ -44,6 +45,7 @@ from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +69,7 @@ LIMITS = {type_: (int(np.iinfo(SCALARS[type_]).min), int(np.iinfo(SCALARS[type_]
 OVERLAPPING = (9, 0)      # compute capability from which kernels of a stream overlap
 HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
-SMALL = 4096              # threads of a launch that lets the next one start at once
+SMALL = 4096              # threads of a launch that lets the next one start at once, unless it is of clusters
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
 
 
@@ -148,20 +150,21 @@ def compile_ptx(kernel: Kernel, cc: tuple[int, int]) -> str:
     ptx, _ = cuda.compile_ptx(kernel.function, kernel.parameters, cc=kernel.arch or cc,
                               launch_bounds=(kernel.n_threads, kernel.n_blocks))
     ptx = re.sub(r"\.extern \.shared \.align [1248] ", ".extern .shared .align 1024 ", ptx)
-    return _overlapping(re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx), cc)
+    return _overlapping(re.sub(r"\.shared \.align [1248] ", ".shared .align 16 ", ptx), cc, kernel.n_cluster > 1)
 
 
-def _overlapping(ptx: str, cc: tuple[int, int]) -> str:
+def _overlapping(ptx: str, cc: tuple[int, int], is_cluster: bool) -> str:
     """The kernel waits for the one before, first of all where it does not say where. There, loads of constants become plain ones,
     which the assembler does not move before the wait: activations may be among them. It lets the next one start when it has
-    waited, but at once in launches of up to SMALL threads."""
+    waited, but at once where its launch is small."""
     wait, start = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
     if cc < OVERLAPPING:
         return ptx.replace(wait, "")
     shape = "%nctaid.y", "%nctaid.z", "%ntid.x", "%ntid.y", "%ntid.z"
-    before = "\n\t".join([".reg .b32 %threads, %each;", ".reg .pred %small;", "mov.u32 %threads, %nctaid.x;",
-                          *(f"mov.u32 %each, {n};\n\tmul.lo.u32 %threads, %threads, %each;" for n in shape),
-                          f"setp.le.u32 %small, %threads, {SMALL};", f"@%small {start}"])
+    at_once = [".reg .b32 %threads, %each;", ".reg .pred %small;", "mov.u32 %threads, %nctaid.x;",
+               *(f"mov.u32 %each, {n};\n\tmul.lo.u32 %threads, %threads, %each;" for n in shape),
+               f"setp.le.u32 %small, %threads, {SMALL};", f"@%small {start}"]
+    before = "\n\t".join([] if is_cluster else at_once)
     if wait not in ptx:
         before, ptx = f"{before}\n\t{wait}", ptx.replace("ld.global.nc.", "ld.global.")
     ptx, n = re.subn(r"(\.entry[^{]*\{\n(?:\s*\.[^\n]*;\n)*)", rf"\1\t{before}\n", ptx)  # behind the declarations
@@ -220,6 +223,7 @@ class Launch:
     code: Code
     config: object     # cuda.core.LaunchConfig
     args: tuple
+    large: bool        # as of `is_large`
 
     @property
     def name(self) -> str:
@@ -238,6 +242,21 @@ class Launches(NamedTuple):
     def __call__(self, stream) -> None:
         for each in self.launches:
             each(stream)
+
+
+def has_large(step) -> bool:
+    """Whether one of the launches of a step is large."""
+    return any(map(has_large, step.launches)) if isinstance(step, Launches) else step.large
+
+
+def is_large(kernel: Kernel, grid, block) -> bool:
+    """Whether a launch lets the next one start only when it has waited."""
+    return kernel.n_cluster > 1 or size(grid) * size(block) > SMALL
+
+
+def size(shape) -> int:
+    """Of a grid or a block."""
+    return shape if isinstance(shape, int) else prod(shape)
 
 
 def arguments(kernel: Kernel, args: tuple) -> tuple:
@@ -354,13 +373,13 @@ class Target:
             code.shared = shared
             if code.handle is not None:
                 self._allow_shared(code.handle, shared)
-        n = kernel.n_cluster
+        n, large = kernel.n_cluster, is_large(kernel, grid, block)
         if n > 1:
             first, *others = (grid,) if isinstance(grid, int) else grid
             grid = (first // n, *others)  # of clusters
         config = LaunchConfig(grid=grid, cluster=n if n > 1 else None, block=block, shmem_size=shared,
                               programmatic_stream_serialization=self.cc >= OVERLAPPING)
-        return Launch(code, config, arguments(kernel, args))
+        return Launch(code, config, arguments(kernel, args), large)
 
     def _allow_shared(self, handle, n_bytes):
         self._allow(handle, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, n_bytes,

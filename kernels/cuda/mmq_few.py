@@ -169,8 +169,9 @@ class TileWalk(NamedTuple):
     weight: object     # (operands, shared, place) -> words, row tile of them
     tokens: object     # (operands, shared, place, n) -> first and number of the rows of activations, as for `copier`
     leave: object      # (operands, shared, place, token, row of the tile, total): what becomes of a total
-    prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place; then nothing of a place is
-                            # known before the wait
+    prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place
+    early: bool = True      # whether all that `prepare` and `weight` read of the operands is there before the wait
+    report: object = None   # (operands, shared, tid, n_threads): behind the wait, what `prepare` has found wrong
 
 
 @device
@@ -393,7 +394,8 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
     takes them; n: rows of activations. make: the function by which a block waits for the kernel before and makes the activations
     of its single token, for all its places: (act, shared, tid, n_threads, n_cols); act is then the tuple that it takes, the last
     of them the word of shared memory where it leaves them (`ROW_SLOT`)."""
-    kinds, pick, known, made = tuple(dict.fromkeys(names)), PICK[len(names)], walk.prepare is None, make is not None
+    kinds, pick, early, made = tuple(dict.fromkeys(names)), PICK[len(names)], walk.early, make is not None
+    known = walk.prepare is None  # of the tokens of every place
     kind_of = tuple(i32(kinds.index(name)) for name in names)
     tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
     tile_products = [tile_product(name, quads_of(n_tokens), table, n_tokens == 1) for name, table in zip(kinds, tables)]
@@ -404,7 +406,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
     write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
     zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
     n_sums, n_zeros, wait = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1)
-    prepare, make = walk.prepare or nothing, make or nothing
+    prepare, report, make = walk.prepare or nothing, walk.report or nothing, make or nothing
 
     @device
     def run(operands, act, n_cols, n, per_round):  # noqa: PLR0915 (a kernel: its steps in order)
@@ -422,7 +424,8 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
         sums = i32(totals + stride * 32)
         # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the
         # activations has ended.
-        if known:
+        if early:
+            prepare(operands, shared, tid, n_threads)
             ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
             for _ in range(slots):
                 if inside(operands, shared, ahead):
@@ -441,12 +444,13 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
             make(act, shared, tid, n_threads, n_cols)
         else:
             wait_for_previous()
-            if not known:
+            if not early:
                 prepare(operands, shared, tid, n_threads)
+            report(operands, shared, tid, n_threads)
             ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
             for _ in range(slots):
                 if inside(operands, shared, ahead):
-                    if not known:
+                    if not early:
                         copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
                     copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
                 copies_commit()

@@ -22,7 +22,7 @@ from .launch import F32, I32, Kernel, N, U32, factory, need
 from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
-from .ptx import device, i32, i64, ld, lds, lds4, match, popc, stage, sts
+from .ptx import device, i32, i64, ld, ld_settled, lds, lds4, match, popc, stage, sts
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
@@ -74,14 +74,16 @@ def plane(operands, i):
 # What is in shared memory: the block sorts the pairs. Arguments of device functions: shared, uint32, the block's dynamic shared
 # memory; tid, of n_threads. Each stage ends with a barrier where the next reads what other threads wrote.
 
-def pair_readers(heads: bool):
-    """(matrix_of, row_of_x, report_pair) of (operands, pair): the pair's matrix, n_matrices for an id that is no expert; the row
-    of x that it multiplies; leaves such a pair in `fault`, by one block."""
+def pair_readers(heads: bool, settled: bool):
+    """(matrix_of, row_of_x) of (operands, pair): the pair's matrix, n_matrices for an id that is no expert; the row of x that it
+    multiplies. settled: ids are, and are read before the wait."""
+    read = ld_settled if settled else ld
+
     @device
     def matrix_of(operands, pair):
         if heads:
             return i32(pair % operands.n_matrices)
-        found = ld(operands.ids, pair)
+        found = read(operands.ids, pair)
         return i32(found if 0 <= found < operands.n_matrices else operands.n_matrices)
 
     @device
@@ -90,38 +92,52 @@ def pair_readers(heads: bool):
             return i32(pair)
         token = i32(pair // operands.n_used)
         return i32(token * operands.x_rows + i32(pair - token * operands.n_used) % operands.x_rows)
-
-    @device
-    def report_pair(operands, pair):
-        if not heads and cuda.blockIdx.x == 0:
-            report(operands.fault, operands.node, pair, ld(operands.ids, pair))
-    return matrix_of, row_of_x, report_pair
+    return matrix_of, row_of_x
 
 
-def token_preparer(heads: bool):
+@device
+def report_pair(operands, pair):
+    report(operands.fault, operands.node, pair, ld(operands.ids, pair))
+
+
+def token_preparer(heads: bool, settled: bool):
     """(operands, shared, tid, n_threads) of a single token: every pair is a group; its matrix and its row of x, unsorted."""
-    matrix_of, row_of_x, report_pair = pair_readers(heads)
+    matrix_of, row_of_x = pair_readers(heads, settled)
 
     @device
     def prepare_token(operands, shared, tid, n_threads):
         matrices, rows = plane(operands, MATRICES), plane(operands, ROWS_OF_X)
-        n_pairs, none = operands.n_pairs, operands.n_matrices
-        pair = tid
+        n_pairs, pair = operands.n_pairs, tid
         while pair < n_pairs:
             sts(shared, matrices + pair, matrix_of(operands, pair))
             sts(shared, rows + pair, row_of_x(operands, pair))
             pair = i32(pair + n_threads)
         cuda.syncthreads()
-        pair = tid
-        while pair < n_pairs:
-            if lds(shared, matrices + pair) == none:
-                first = i32(0)
-                while lds(shared, matrices + first) != none:
-                    first = i32(first + 1)
-                if first == pair:
-                    report_pair(operands, pair)
-            pair = i32(pair + n_threads)
     return prepare_token
+
+
+@device
+def report_of_token(operands, shared, tid, n_threads):
+    """Leaves the first pair whose id is no expert in `fault`, by one block."""
+    matrices, none, pair = plane(operands, MATRICES), operands.n_matrices, tid
+    while cuda.blockIdx.x == 0 and pair < operands.n_pairs:
+        if lds(shared, matrices + pair) == none:
+            first = i32(0)
+            while lds(shared, matrices + first) != none:
+                first = i32(first + 1)
+            if first == pair:
+                report_pair(operands, pair)
+        pair = i32(pair + n_threads)
+
+
+@device
+def report_of_tokens(operands, shared, tid, n_threads):
+    """The same of sorted pairs."""
+    keys, least, i = plane(operands, SORTED), i32(operands.n_matrices * operands.n_pairs), tid
+    while cuda.blockIdx.x == 0 and i < operands.n_pairs:
+        if i32(lds(shared, keys + i)) >= least and (i == 0 or i32(lds(shared, keys + max(i - 1, 0))) < least):
+            report_pair(operands, i32(lds(shared, plane(operands, PAIRS) + i)))
+        i = i32(i + n_threads)
 
 
 @device
@@ -131,10 +147,10 @@ def below(four, key):
     return i32(i32(i32(a) < key) + i32(i32(b) < key) + i32(i32(c) < key) + i32(i32(d) < key))
 
 
-def sorter(heads: bool):
+def sorter(heads: bool, settled: bool):
     """(operands, shared, tid, n_threads): sorts the numbers matrix * n_pairs + pair: the place of a number is how many are
     below it. Fills SORTED, PAIRS and ROWS_OF_X; the number of groups is 0 for now, if no pair has an expert."""
-    matrix_of, row_of_x, _ = pair_readers(heads)
+    matrix_of, row_of_x = pair_readers(heads, settled)
 
     @device
     def sort(operands, shared, tid, n_threads):
@@ -165,11 +181,9 @@ def sorter(heads: bool):
     return sort
 
 
-def leader_marker(n_tokens: int, heads: bool):
+def leader_marker(n_tokens: int):
     """(operands, shared, keys, leaders, counts, tid, n_threads): marks the sorted pairs with which groups begin, in LEADERS, and
     counts them in each 32. keys, leaders, counts: words at which SORTED, LEADERS and the counts begin."""
-    _, _, report_pair = pair_readers(heads)
-
     @stage
     def mark_leaders(operands, shared, keys, leaders, counts, tid, n_threads):
         n_pairs, none = operands.n_pairs, operands.n_matrices
@@ -181,8 +195,6 @@ def leader_marker(n_tokens: int, heads: bool):
                 while first > 0 and i32(lds(shared, keys + max(first - 1, 0))) >= matrix * n_pairs:
                     first = i32(first - 1)
                 leads = i32(1 if matrix < none and i32(i - first) % n_tokens == 0 else 0)
-                if matrix == none and first == i:
-                    report_pair(operands, i32(lds(shared, plane(operands, PAIRS) + i)))
             same = match(leads)
             if i < n_pairs:
                 sts(shared, leaders + i, i32(popc(same & before) + 1) if leads == 1 else i32(0))
@@ -218,9 +230,9 @@ def write_groups(operands, shared, keys, leaders, counts, end, tid, n_threads):
     cuda.syncthreads()
 
 
-def tokens_preparer(n_tokens: int, heads: bool):
+def tokens_preparer(n_tokens: int, heads: bool, settled: bool):
     """(operands, shared, tid, n_threads) of several tokens: sorts the pairs and finds groups of n_tokens pairs at most."""
-    sort, mark_leaders = sorter(heads), leader_marker(n_tokens, heads)
+    sort, mark_leaders = sorter(heads, settled), leader_marker(n_tokens)
 
     @device
     def prepare_tokens(operands, shared, tid, n_threads):
@@ -232,9 +244,10 @@ def tokens_preparer(n_tokens: int, heads: bool):
     return prepare_tokens
 
 
-def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> TileWalk:
+def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settled: bool = False) -> TileWalk:
     """The walk of a block, from tile to tile of the groups. n_matrices: of an expert, 1 or 2 by turns; n_tokens: pairs of a group
-    at most; heads: the matrix of a pair is its rank, and there are no ids. operands: `Operands`."""
+    at most; heads: the matrix of a pair is its rank, and there are no ids; settled: ids are (`kernels.call`). operands:
+    `Operands`."""
     waiting_at, finish = ending
     pick, last_matrix, several, single = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1
 
@@ -286,13 +299,15 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending) -> Ti
             i, last = i64(pair) * n_rows + row, place[1] == last_matrix
             waiting = waiting_at(operands.out, i, last)
             finish(operands.out, i, i32(matrix * n_rows), row, n_rows, total, waiting, last, biases[0], biases[1])
-    prepare = token_preparer(heads) if single else tokens_preparer(n_tokens, heads)
-    return TileWalk(first, following, inside, weight, tokens, leave, prepare)
+    prepare = token_preparer(heads, settled) if single else tokens_preparer(n_tokens, heads, settled)
+    report = None if heads else report_of_token if single else report_of_tokens
+    return TileWalk(first, following, inside, weight, tokens, leave, prepare, heads or settled, report)
 
 
-@factory([("Q4_K", 1, False), ("Q8_0", 4, False), ("IQ2_S", 16, False), ("Q8_0", 1, True), ("Q6_K", 8, True)])
-def mmq_few_id_kernel(name, n_tokens, heads):
-    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE))
+@factory([("Q4_K", 1, False, True), ("Q8_0", 4, False, False), ("IQ2_S", 16, False, True), ("Q8_0", 1, True, False),
+          ("Q6_K", 8, True, False)])
+def mmq_few_id_kernel(name, n_tokens, heads, settled):
+    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE, settled))
 
     def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table,
                step_groups, step_tiles):
@@ -368,7 +383,8 @@ def mmq_few_id(call: Call):
     """out = w[ids] x, as of `mul_mat_id`, w quantized. plan: `FewShape` of `id_shape`."""
     sizes, (fault, node) = few_pairs(call), fault_of(call)
     pointers = *addresses(call.w, call.x, call.ids), fault, call.out.data
-    return launched(call, mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, False), sizes, pointers, node)
+    kernel = mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, False, "ids" in call.settled)
+    return launched(call, kernel, sizes, pointers, node)
 
 
 def mmq_few_id_glu(call: Call):
@@ -382,4 +398,4 @@ def mmq_few_id_glu(call: Call):
 def mmq_few_heads(call: Call):
     """The products of `mul_mat_heads`, w quantized. plan: `FewShape` of `id_shape`."""
     sizes, pointers = few_pairs(call), addresses(call.w, call.x, call.w, call.w, call.out)
-    return launched(call, mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, True), sizes, pointers, 0)
+    return launched(call, mmq_few_id_kernel(call.w.dtype, call.plan.n_tokens, True, False), sizes, pointers, 0)

@@ -313,6 +313,8 @@ def _ordered(name, text, is_load, kind="r"):
 # before: by that thread, and by those that it met at a barrier
 ld_acquire = _ordered("ld_acquire", "ld.acquire.sys.global.b32 $0, [$1];", True)
 st_release = _ordered("st_release", "st.release.sys.global.b32 [$0], $1;", False)
+# A word of an operand that is settled (`kernels.call`), before the wait: not out of a cache that other kernels' stores pass by
+ld_settled = _ordered("ld_settled", "ld.relaxed.gpu.global.b32 $0, [$1];", True)
 # 64 bits that come as one, and say nothing of what else was written
 ld_relaxed = _ordered("ld_relaxed", "ld.relaxed.sys.global.b64 $0, [$1];", True, "l")
 st_relaxed = _ordered("st_relaxed", "st.relaxed.sys.global.b64 [$0], $1;", False, "l")

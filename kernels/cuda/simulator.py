@@ -309,6 +309,7 @@ def _of_others(name):
 
 
 ld_acquire, ld_relaxed = _of_others("ld_acquire"), _of_others("ld_relaxed")
+ld_settled = load("ld_settled", 1)
 st_release, st_relaxed = store("st_release", 1), store("st_relaxed", 1)
 
 

@@ -17,6 +17,7 @@ from ggml_py.graph.graph import Graph, Tensor
 from ggml_py.engine.model import Model
 from ggml_py.graph.fuse import PASSES, fuse, switched_off
 from ggml_py.kernels.cuda.add_rms_norm_mul_mat import MOST_NORMED
+from ggml_py.kernels.cuda.add_rms_norm_topk_moe import shape_of
 from ggml_py.ops.compose import GLU
 from ggml_py.ops.table import OPS
 from ggml_py.graph.program import Arenas, Program
@@ -26,15 +27,17 @@ from pass_graphs import (a_bias_in_one_product, a_bias_of_rows, a_product_is_an_
                          also_an_output, attention, attention_and_product, attention_is_read_elsewhere, attention_of_a_norm,
                          biased_experts, biased_rows,
                          both, CELLS, float_and_quantized_products, float_and_quantized_q, float_weights, gated, gated_heads,
-                         gated_rows, glu, K, k_and_v_are_one_product, layer, leaf, likeliest, likeliest_of_biased_logits,
+                         gated_rows, glu, K, k_and_v_are_one_product, layer, leaf, likeliest,
+                         likeliest_of_biased_logits,
                          likeliest_on_another_device, logits_of_a_cache_written_before_the_likeliest, matrix, N, norm,
                          norm_and_sum_are_outputs, norm_is_an_output, norm_of_a_made_weight, norm_of_heads,
                          norm_quantized_on_another_device, norm_read_before_it_is_quantized, normed, normed_heads, norms_differ,
                          one_gate, one_side_is_no_product, only_q_is_normed, operand_written_between, product_of_later,
                          product_operand_written_between, product_with_itself, products_of_two_inputs, products_on_two_devices,
                          q_is_biased_before_k_is_made, q_is_read_after, q_is_read_before_v_is_written, residual,
-                         residual_of_heads, rotated_k_is_read, shared_expert, squared, start, sum_has_two_norms, sum_is_an_output,
-                         sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products, sum_with_one_row,
+                         residual_of_heads, rotated_k_is_read, routed, shared_expert, squared, start, sum_has_two_norms,
+                         sum_is_an_output, sum_on_another_device, sum_read_before_its_norm, sum_read_before_the_products,
+                         sum_with_one_row,
                          term_written_between, the_cache_is_read_between, the_cache_is_written_before_attention_is_quantized,
                          three_products, two_devices, v_is_made_first, v_of_another_input, v_on_another_device, vector,
                          whole_layer)
@@ -149,6 +152,12 @@ def run(g, no_fuse=()):
     (lambda: whole_layer(o_bias=True), [*PARTS_OF_A_LAYER[:3], "mul_mat_bias", *PARTS_OF_A_LAYER[4:], "add"]),
     (lambda: whole_layer(2), ["add_rms_norm_act", "mul_mat_qkv", *PARTS_OF_A_LAYER[1:4], "add_rms_norm_act", "mul_mat_glu",
                               "quantize", "mul_mat", "add"]),
+    *((lambda given=given: routed(**given), ["add_rms_norm_topk_moe", "mul_mat", "mul"])
+      for given in ({}, {"router": "F16", "bias_of": "logits"}, {"gating": "sigmoid", "bias_of": "choice"})),
+    *((lambda given=given: routed(**given), ["add_rms_norm_and_act", "mul_mat", "topk_moe", "mul_mat", "mul"])
+      for given in ({"n": 2}, {"grouped": True})),
+    (lambda: routed(product_first=True), ["add_rms_norm_and_act", "mul_mat", "mul_mat", "topk_moe", "mul"]),
+    (lambda: routed(router="Q8_0"), ["add_rms_norm_and_act", "mul_mat", "topk_moe", "mul_mat", "mul"]),
     (likeliest, ["add_rms_norm_act", "mul_mat_argmax"]),
     (lambda: likeliest("F16"), ["add_rms_norm", "mul_mat_argmax"]),
     (lambda: likeliest("F16", lambda g, logits: [g.mul_mat(matrix("a"), logits.node.src[1])]),
@@ -358,6 +367,19 @@ def test_layers_that_a_gpu_computes_by_parts():
     assert not layer(cc=(10, 0))
 
 
+def test_routing_that_a_gpu_computes_by_parts():
+    def routing(n_expert=128, n_cols=2048, n=1, type_="F32", k=8, cc=(9, 0)):
+        x, norm = Tensor("x", "f32", (n, n_cols)), Tensor("norm", "f32", (n_cols,))
+        target = SimpleNamespace(cc=cc, n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True)
+        return accepted("add_rms_norm_topk_moe", (x, x, norm, Tensor("w", type_, (n_expert, n_cols))), target, eps=1e-5, k=k,
+                        gating="softmax", norm=True)
+    assert routing() and routing(256) and routing(32, 2880) and routing(512, type_="BF16", n_cols=1024)
+    assert [shape_of("F32", *sizes, 226 << 10).n_blocks for sizes in ((128, 2048), (256, 2048), (8, 64))] == [8, 16, 2]
+    assert not routing(512)                                   # no room for the router
+    assert not routing(n_cols=MOST_NORMED + 4) and not routing(n_cols=2046)
+    assert not routing(n=2) and not routing(k=33) and not routing(cc=(10, 0))
+
+
 def test_the_table_of_the_docs():
     page = ROOT / "docs" / "graphs.md"
     if not page.is_file():
@@ -402,8 +424,8 @@ def test_models(arch, types, never, tmp_path):
             assert_bitwise_equal(found, expected, f"{arch} without {no_fuse or 'nothing'}")
             assert not used & switched_off(no_fuse)
             made |= used
-        elsewhere = {"topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "weighted_sum_biased", "mul_mat_bias",
-                     "rms_norm_swiglu_act",
+        elsewhere = {"topk_moe", "add_rms_norm_topk_moe", "mul_mat_id_glu", "weighted_sum_gated", "weighted_sum_biased",
+                     "mul_mat_bias", "rms_norm_swiglu_act",
                      "mul_sigmoid_act", "relu_sqr_act", "elide", "gated_delta_net_gates"}
         assert made & set(PASSES) == set(PASSES) - never - elsewhere  # tests/models, test_elide.py
 

@@ -55,7 +55,8 @@ LAUNCH, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 WEIGHTS = {"words", "bias", "gate_words", "up_words", "down_words", "q_words", "k_words", "v_words", "o_words", "gate_bias",
            "up_bias", "q_bias", "k_bias", "v_bias", "w", "att_norm", "sinks", "pos", "seq", "rope_table", "q_norm", "k_norm",
            "receivers"}
-GLOBAL = re.compile(r"\b(ld|st|prefetch)\.global|\bcp\.async\.(c[ag]\b|bulk)")
+SETTLED = {"ids"}  # what launches read early where it is settled
+GLOBAL = re.compile(r"\b(ld|st|prefetch)(\.\w+)*\.global|\bcp\.async\.(c[ag]\b|bulk)")
 
 
 def statements(ptx: str) -> list[str]:
@@ -103,17 +104,23 @@ def pointers(kernel: Kernel, code: list[str]):
 
 def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
     """Accesses of global memory that another kernel may write or read, and ends of the kernel, before the wait; loads of
-    constants count wherever they are. Waits that do not let the next kernel start, and what else lets it."""
+    constants count wherever they are. Waits that do not let the next kernel start, and what else lets it: nothing in a kernel of
+    clusters, else a start at once of small launches."""
     if cc < OVERLAPPING:
         return re.findall("griddepcontrol.*", ptx)
     code = statements(ptx)
     early, of = before_wait(code), pointers(kernel, code)
-    starts = [s for s in early if LAUNCH in s]
+
+    def address(s):
+        return of(re.findall(r"\[(%\w+)", s)[-1])
+    starts, allowed = [s for s in early if LAUNCH in s], [f"@%small {LAUNCH}"] * (kernel.n_cluster == 1)
+    settled = [s for s in early if "ld.relaxed.gpu.global" in s]
     read = [s for s in early if re.search(r"\bcp\.async\.c[ag]\b|\bld\.global\b", s)] + [s for s in code if ".global.nc" in s]
-    return ([s for s in early if (GLOBAL.search(s) and s not in read) or s.startswith("ret")]
-            + [f"before the wait: {starts}"] * (starts != [f"@%small {LAUNCH}"])
+    return ([s for s in early if (GLOBAL.search(s) and s not in read + settled) or s.startswith("ret")]
+            + [f"before the wait: {starts}"] * (starts != allowed)
             + [s for s, behind in pairwise(code) if s.startswith(WAIT) != (behind == LAUNCH)]
-            + [s for s in read if not of(re.findall(r"\[(%\w+)", s)[-1]) <= WEIGHTS])
+            + [s for s in read if not address(s) & WEIGHTS or not address(s) <= WEIGHTS | SETTLED]  # settled: of an index
+            + [s for s in settled if not address(s) <= SETTLED])
 
 
 @lru_cache(None)

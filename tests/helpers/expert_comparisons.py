@@ -67,7 +67,7 @@ def check_with_ids(machine, name, op, operands, ids, n_expert, **options) -> Non
 
     def with_ids(values):
         return [values if operand is None else operand for operand in operands]
-    params = {key: value for key, value in options.items() if key not in ("plan", "fault")}
+    params = {key: value for key, value in options.items() if key not in ("plan", "fault", "settled")}
     (expected,), = define(op, *with_ids(np.clip(ids, 0, n_expert - 1)), **params)
     expected.view(np.uint8)[~known] = POISON
     (found,), = launch_op(machine, op, *with_ids(ids), **options)
@@ -75,12 +75,13 @@ def check_with_ids(machine, name, op, operands, ids, n_expert, **options) -> Non
 
 
 def check_mul_mat_id(machine, type_, n_expert, n_rows, n_cols, ids, b=1, plan=None, fault=None) -> None:
-    """ids: [n, u]. b: rows of x of a token."""
+    """ids: [n, u]. b: rows of x of a token. With ids that are settled, and not."""
     n, u = np.shape(ids)
     name = f"mul_mat_id[{type_}, X={n_expert}, n_rows={n_rows}, n_cols={n_cols}, ids={(n, u)}, b={b}]"
     rng = seeded(name)
     operands = stack("w", type_, n_expert, n_rows, n_cols, rng), product_input(type_, activations(n * b, n_cols, rng)), None
-    check_with_ids(machine, name, "mul_mat_id", operands, ids, n_expert, plan=plan, fault=fault)
+    for settled in (), ("ids",):
+        check_with_ids(machine, name, "mul_mat_id", operands, ids, n_expert, plan=plan, fault=fault, settled=settled)
 
 
 def check_mul_mat_heads(machine, type_, n_head, n_rows, n_cols, n, plan=None) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 
 from ggml_py.check.evaluate import Value
 from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.cuda import add_rms_norm_topk_moe
 from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmq import Block, block_shape, hopper_blocks
 from ggml_py.kernels.cuda.mmq_few import FewShape, few_shape, qkv_shape
@@ -128,6 +129,25 @@ def check_add_rms_norm_mul_mat(machine, types, n_rows, n_cols, act=None, biased=
     op, params = ("add_rms_norm_mul_mat_qkv", {}) if act is None else ("add_rms_norm_mul_mat_glu", {"act": act})
     operands = x, y, w, *matrices, *biases_of(biased, rows, rng)
     check_op(machine, name, op, *operands, eps=np.float32(eps), **params)
+
+
+def check_add_rms_norm_topk_moe(machine, type_, n_expert, n_cols, k=4, gating="softmax", norm=True, factor=1, bias_of=None,
+                                most_warps=16, limit=None, kind=0) -> None:
+    """Of a router whose every third row is its first one, so that there are ties. bias_of: None: there is no bias. most_warps:
+    of a block. limit: as of `shape_of`, where it is not the machine's. kind: as of `check_add_rms_norm_mul_mat`."""
+    name = (f"add_rms_norm_topk_moe[{type_}, {n_expert=}, {n_cols=}, {k=}, {gating}, {norm=}, {factor=}, {bias_of=}, "
+            f"{most_warps=}, {limit=}, {kind=}]")
+    rng = seeded(name)
+    blocks = random_weight(format_of(type_), n_expert, n_cols, rng)
+    blocks[::3] = blocks[0]
+    x, y, w = edges(kind + 1, n_cols, rng)[kind:], activations(1, n_cols, rng), activations(1, n_cols, rng)[0]
+    if kind > 1:
+        y[:] = x[:, ::-1]
+    operands = x, y, w, weight("router", type_, blocks, n_cols), *biases_of(bias_of is not None, (n_expert,), rng)
+    limit = limit or machine.target.shared_limit - add_rms_norm_topk_moe.STATIC
+    plan = add_rms_norm_topk_moe.shape_of(type_, n_expert, n_cols, limit, most_warps)
+    check_op(machine, name, "add_rms_norm_topk_moe", *operands, plan=plan, eps=EPS, k=k, gating=gating, norm=norm, factor=factor,
+             bias_of=bias_of or "choice")
 
 
 def check_mul_mat_bias(machine, type_, n_rows, n_cols, n) -> None:

@@ -186,6 +186,8 @@ CASES = {
                                  {"eps": 1e-5}),
     "add_rms_norm_mul_mat_glu": (NORMED, lambda o: [o.x(), o.x(), o.vector(), o.matrix(), o.matrix(), o.vector(M), o.vector(M)],
                                  {"eps": 1e-5, "act": "silu"}),
+    "add_rms_norm_topk_moe": (["F32", "BF16"], lambda o: [o.x(), o.x(), o.vector(), o.matrix(), o.vector(M)],
+                              {"eps": 1e-5, "k": 5, "gating": "sigmoid", "norm": True, "factor": 2.5}),
     "dense_layer": (LAYERS, lambda o: o.layer(), {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False, "scale": DIM**-0.5,
                                                   "eps": 1e-5}),
     "add": (PLAIN, lambda o: [o.x(), o.x()], {}),
@@ -274,7 +276,7 @@ CASES = {
 }
 WHOLE = {"cpy_rows"}  # whose rows lie where the first one does
 OF_THE_CPU = {case for case, (_, _, params) in CASES.items() if params.get("may_skip")}  # kernels of a GPU refuse them
-SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu", "dense_layer"}  # of one row
+SINGLE = {"add_rms_norm_mul_mat_qkv", "add_rms_norm_mul_mat_glu", "add_rms_norm_topk_moe", "dense_layer"}  # of one row
 
 
 def op_of(case: str) -> str:

@@ -1,6 +1,7 @@
 """One op by its definition and by the kernels of a machine (`cuda_simulator`), with guards behind everything that is written.
 
 An operand is a `Value`, or an array, which stands for a plain operand of the name that the op table has for it."""
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -79,8 +80,8 @@ class MachineBackend(KernelBackend):
         return found if found is None or self.fixed_plan is None else found._replace(plan=lambda call: self.fixed_plan)
 
 
-def launch_op(machine, op: str, *operands: Value | np.ndarray, plan: Any = None, fault=None, over: str = "",
-              **params: Any) -> tuple[Arrays, ...]:
+def launch_op(machine, op: str, *operands: Value | np.ndarray, plan: Any = None, fault=None, settled: Iterable[str] = (),
+              over: str = "", **params: Any) -> tuple[Arrays, ...]:
     """The results by the op's CUDA kernel. AssertionError where anything behind a result, the scratch memory or an operand was
     written.   over: the operand whose memory the first result takes."""
     backend = MachineBackend(machine, plan)
@@ -104,7 +105,7 @@ def launch_op(machine, op: str, *operands: Value | np.ndarray, plan: Any = None,
             if tensor.root.buffer is None:
                 give_memory(tensor.root, np.full(n_bytes(tensor.root), POISON, np.uint8))
         call = backend.call(node, bound=True)
-        call.fault = fault
+        call.fault, call.settled = fault, frozenset(settled)
         machine.run(backend.step(call))
         written = {tensor.root for tensor in (*node.results, *scratch, *([node.operands[over]] if over else []))}
         for tensor, guarded in before.items():

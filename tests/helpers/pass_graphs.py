@@ -307,6 +307,23 @@ def attention_of_a_norm(norms=norm, read=lambda g, total: g.scale(total, factor=
     return g
 
 
+def routed(n=1, router="F32", grouped=False, product_first=False, bias_of=None, gating="soft_max"):
+    """A sum and its norm, by which a token is routed and which a product reads. bias_of: None, "choice" or "logits"."""
+    g, x, y = start(n)
+    total = g.add(x, y, name="total")
+    h = norm(g, total)
+    first = [g.mul_mat(matrix("a"), h)] if product_first else []
+    logits, bias = g.mul_mat(matrix("router", router), h), vector("bias", M)
+    if bias_of == "logits":
+        logits = g.add(logits, bias)
+    probs = getattr(g, gating)(logits)
+    chosen_by = g.add(probs, bias) if bias_of == "choice" else probs
+    ids = g.top_k(g.mask_groups(chosen_by, n_group=8, n_group_used=3) if grouped else chosen_by, k=5)
+    weights = g.scale(g.normalize(g.take_columns(probs, ids)), factor=2.5)
+    g.outputs = [*(first or [g.mul_mat(matrix("a"), h)]), weights, ids, g.mul(total, h)]
+    return g
+
+
 def whole_layer(n_tokens=1, act="swiglu", window=0, o_bias=False, types=("f16", "f16"), eps=1e-5, read_first=False, n_ff=M,
                 **given):
     """A layer of a dense model and the add of the next one; the sum of the second residual is read there, of the first one by a

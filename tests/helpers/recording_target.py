@@ -13,7 +13,7 @@ from numba import types
 from ggml_py.backends.base import KernelBackend
 from ggml_py.backends.cuda import CUDABackend
 from ggml_py.backends.transfers import Pending
-from ggml_py.kernels.cuda.launch import arguments
+from ggml_py.kernels.cuda.launch import arguments, is_large
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Launch:
     shared: int
     args: tuple
     addresses: tuple[int, ...]  # those of args
+    large: bool
 
     def __call__(self, stream) -> None:
         stream.launch(self)
@@ -118,7 +119,7 @@ class Target:
         args = arguments(kernel, args)
         addresses = tuple(a for t, a in zip(kernel.parameters, args) if isinstance(t, types.CPointer))
         assert all(isinstance(a, int) for a in addresses), (kernel.name, args)
-        return Launch(kernel.name, grid, block, shared, args, addresses)
+        return Launch(kernel.name, grid, block, shared, args, addresses, is_large(kernel, grid, block))
 
 
 @dataclass(eq=False)

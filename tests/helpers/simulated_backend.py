@@ -10,6 +10,7 @@ from ggml_py.backends.transfers import Pending
 @dataclass(frozen=True)
 class Launch:
     run: object  # simulator.Launch
+    large: bool
 
     def __call__(self, stream):
         stream.launch(self.run)
@@ -18,6 +19,7 @@ class Launch:
 def simulated_backend():
     """The CUDA backend with its binders and graphs; memory is numpy's, addresses are the host's."""
     from ggml_py.kernels.cuda import simulator
+    from ggml_py.kernels.cuda.launch import is_large
     from numba import types
     from recording_target import Device, RecordingBackend
 
@@ -33,7 +35,7 @@ def simulated_backend():
 
         def launch(self, kernel, grid, block, args, shared=0):
             args = [self.at(a) if isinstance(t, types.CPointer) else a for t, a in zip(kernel.parameters, args)]
-            return Launch(super().launch(kernel, grid, block, tuple(args), shared))
+            return Launch(super().launch(kernel, grid, block, tuple(args), shared), is_large(kernel, grid, block))
 
     class Stream:
         def launch(self, run):

@@ -1,4 +1,5 @@
 """Models with experts on the CPU: the same bits on every axis, equal to dense models where they must be, and their errors."""
+from collections import Counter
 from itertools import combinations
 
 import gguf
@@ -198,13 +199,27 @@ def test_cuda_launches_them(kind, tmp_path):
     from recording_target import RecordingBackend
     path, routing = write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "F16")), {}
     with Model(GGUFFile.open(path), RecordingBackend()) as model:
-        for no_fuse in (), ("all",):
+        for no_fuse in ("add_rms_norm_topk_moe",), ("all",):
             with model.new_context(n_ctx=32, no_fuse=no_fuse) as context:
                 context.decode([1, 2, 3])
                 launched = {launch.name.split("[")[0] for launch in model.backend.stream.take()}
                 routing[no_fuse] = launched & {"topk_moe", "top_k", "take_columns", "weighted_sum", "weighted_sum_biased"}
     summed = "weighted_sum_biased" if kind == "gpt-oss" else "weighted_sum"
-    assert routing == {(): {"topk_moe", summed}, ("all",): {"top_k", "take_columns", "weighted_sum"}}
+    assert routing == {("add_rms_norm_topk_moe",): {"topk_moe", summed}, ("all",): {"top_k", "take_columns", "weighted_sum"}}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_cuda_routes_a_token_in_one_launch(kind, tmp_path):
+    """With the norm before it and the router's product, but for experts in groups."""
+    pytest.importorskip("numba_cuda")
+    from recording_target import RecordingBackend
+    with Model(GGUFFile.open(write_moe_model(tmp_path / "m.gguf", kind, ("Q8_0", "F16"))),
+               RecordingBackend()) as model, model.new_context(n_ctx=32) as context:
+        context.decode([1])
+        names = Counter(launch.name.split("[")[0] for launch in model.backend.stream.take())
+        experts = model.architecture.experts
+        n = sum(il >= experts.n_dense for il in range(model.architecture.hp.n_layer))
+        assert (names["add_rms_norm_topk_moe"], names["topk_moe"]) == ((0, n) if experts.n_group > 1 else (n, 0))
 
 
 @pytest.mark.parametrize("n_expert, n_used", [(513, 8), (64, 33), (512, 32)])

@@ -120,17 +120,34 @@ def test_what_is_touched_too_early_is_seen():
 
     def activations(x, words, y, n):  # without a wait of its own: it is put first, and ldc is a plain load
         intrinsics.st(y, 0, intrinsics.ldc(x, 0))
+
+    def settled(ids, words, y, n):
+        value = intrinsics.ldc(words, intrinsics.ld_settled(ids, n))
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, value)
+
+    def through_a_cache(ids, words, y, n):
+        value = intrinsics.ldc(words, intrinsics.ld(ids, n))
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, 0, value)
+
+    def another_settled(x, words, y, n):
+        value = intrinsics.ld_settled(x, n)
+        intrinsics.wait_for_previous()
+        intrinsics.st(y, value, intrinsics.ld(words, n))
     found = {}
-    for function in (early, constant, some, weights, asked, activations):
-        kernel = Kernel(function, (F32, F32, F32, launch.N), 32, name=function.__name__)
+    for function in (early, constant, some, weights, asked, activations, settled, through_a_cache, another_settled):
+        first = launch.I32 if "settled" in function.__name__ or function is through_a_cache else F32
+        kernel = Kernel(function, (first, F32, F32, launch.N), 32, name=function.__name__)
         found[function.__name__] = overlap_violations(kernel, compile_ptx(kernel, (9, 0)), (9, 0))
         assert not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))
-    assert {name for name, lines in found.items() if lines} == {"early", "constant", "some"}, found
+    wrong = {"early", "constant", "some", "through_a_cache", "another_settled"}
+    assert {name for name, lines in found.items() if lines} == wrong, found
     assert len(found["early"]) >= 2
 
 
 def test_a_start_of_the_next_kernel_elsewhere_is_seen():
-    """At once and small alone, behind each wait, and nowhere else."""
+    """At once and small alone, behind each wait, and nowhere else; in kernels of clusters behind each wait."""
     def weights(x, words, y, n):
         value = intrinsics.ldc(words, n)
         intrinsics.wait_for_previous()
@@ -142,6 +159,9 @@ def test_a_start_of_the_next_kernel_elsewhere_is_seen():
     for changed in (ptx.replace(f"@%small {LAUNCH};", ""), ptx.replace(f"@%small {LAUNCH}", LAUNCH),
                     ptx.replace(f"\t{LAUNCH};", ""), ptx.replace("\tret;", f"\t{LAUNCH};\n\tret;")):
         assert changed != ptx and overlap_violations(kernel, changed, (9, 0)), changed
+    cluster = Kernel(weights, (F32, F32, F32, launch.N), 32, n_cluster=2, name="cluster")
+    late = compile_ptx(cluster, (9, 0))
+    assert late.count(LAUNCH) == 1 and not overlap_violations(cluster, late, (9, 0)) and overlap_violations(cluster, ptx, (9, 0))
 
 
 def test_a_stage_has_no_code_of_its_own():

@@ -12,8 +12,8 @@ from ggml_py.kernels.cuda.mmq import block_shape, hopper_blocks
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.ops.compose import GATINGS
 from expert_comparisons import check_experts
-from matmul_comparisons import (SPECIAL, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_bias, check_mul_mat_glu,
-                                check_mul_mat_qkv)
+from matmul_comparisons import (SPECIAL, check_add_rms_norm_mul_mat, check_add_rms_norm_topk_moe, check_mul_mat_argmax,
+                                check_mul_mat_bias, check_mul_mat_glu, check_mul_mat_qkv)
 from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
                             check_flash_attn_ext, check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act,
                             check_relu_sqr_act, check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope,
@@ -145,6 +145,23 @@ def test_add_rms_norm_mul_mat(machine, types, biased):
     for kind in range(1, 8):
         check_add_rms_norm_mul_mat(machine, types, (5000, 257, 32), 1024, biased=biased, kind=kind)
         check_add_rms_norm_mul_mat(machine, types[1:], 33, 1024, "gelu", biased, kind, eps=0)
+
+
+@pytest.mark.parametrize("type_, n_expert, n_cols", [
+    ("F32", 128, 2048), ("F32", 128, 4096), ("F32", 256, 2048), ("F16", 512, 1024), ("BF16", 32, 2880), ("F32", 60, 2052),
+    ("F16", 8, 6144), ("F32", 1, 32)])
+def test_add_rms_norm_topk_moe(machine, type_, n_expert, n_cols):
+    """Many times, since the blocks of a cluster meet otherwise each time."""
+    if machine.target.cc != (9, 0):
+        pytest.skip("add_rms_norm_topk_moe is for compute capability 9.0")
+    k = min(8, n_expert)
+    for gating in GATINGS:
+        for bias_of in (None, "choice", "logits"):
+            check_add_rms_norm_topk_moe(machine, type_, n_expert, n_cols, k, gating, bias_of=bias_of)
+    for kind in range(8):
+        check_add_rms_norm_topk_moe(machine, type_, n_expert, n_cols, k, factor=2.5, kind=kind)
+    for _ in range(20):
+        check_add_rms_norm_topk_moe(machine, type_, n_expert, n_cols, 1, norm=False)
 
 
 @pytest.mark.parametrize("types, n_cols, heads, n_ff", [

@@ -1,9 +1,10 @@
-"""A layer in one launch, in the simulator: by smaller clusters of smaller blocks than a GPU's."""
+"""What one cluster computes in one launch, in the simulator: by smaller clusters, or smaller blocks, than a GPU's."""
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda.dense_layer import Shape
 from layer_comparisons import check_dense_layer
+from matmul_comparisons import check_add_rms_norm_topk_moe
 
 
 def test_in_the_simulator():
@@ -27,3 +28,15 @@ def machine():
 def simulate_layer(machine, types, n_cols, heads, dim, n_ff, n_ctx, position, n_blocks, options):
     shape = Shape(types, n_cols, *heads, dim, n_ff, n_blocks, 8)
     check_dense_layer(machine, types, n_cols, heads, dim, n_ff, n_ctx, position, plan=shape, **options)
+
+
+# Clusters of 2, 4, 8 and 16 blocks, of which the last have no rows, or no whole eight of them; some eights of rows in a block;
+# more chunks than warps, than blocks, and than a round of the quantization has; rows that end within a chunk; NaN and zeros
+@pytest.mark.parametrize("type_, n_expert, n_cols, most_warps, options", [
+    ("F32", 1, 32, 2, {"k": 1}), ("F16", 12, 288, 2, {"gating": "sigmoid", "bias_of": "choice", "factor": 2.5}),
+    ("BF16", 32, 1284, 4, {"gating": "softmax_of_chosen", "norm": False, "bias_of": "logits"}),
+    ("F32", 60, 260, 2, {"k": 8}), ("F32", 136, 520, 2, {"k": 8, "norm": False}), ("F16", 16, 544, 2, {"kind": 1}),
+    ("F32", 9, 2308, 2, {"kind": 2, "k": 9}), ("F32", 128, 256, 2, {"kind": 3}),
+    ("F32", 128, 256, 2, {"limit": 16000})])
+def simulate_routing(machine, type_, n_expert, n_cols, most_warps, options):
+    check_add_rms_norm_topk_moe(machine, type_, n_expert, n_cols, most_warps=most_warps, **options)
