@@ -17,31 +17,31 @@ from numba import cuda
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call
-from .dispatch import report
+from .dispatch import report, sum_before
 from .launch import F32, I32, Kernel, N, U32, factory, need
 from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
-from .ptx import device, i32, i64, ld, ld_settled, lds, lds4, match, popc, stage, sts
+from .ptx import device, i32, i64, ld, ld_settled, lds, match, popc, stage, sts, syncwarp
 from .tile_product import STORE, Ending, form, gate_and_store
 
-MOST_PAIRS, MOST_MATRICES = 512, 1 << 20  # sorted in about 5 us; a matrix and a pair are one number below 2^31
+MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs,
-# these pairs, (matrix, pair) in one number, sorted and not, where groups begin. Behind them the end of the last group, for as
-# many groups as pairs; the number of groups; and from COUNTS on how many groups begin in each 32 sorted pairs.
-MATRICES, ROWS_OF_X, PAIRS, SORTED, UNSORTED, STARTS, END = range(7)
-LEADERS = UNSORTED  # later: the how manieth group, from 1, of its 32 begins with a sorted pair; 0: none
-COUNTS = 4
+# these pairs; of the pairs as they come, their matrices and how many of its matrix are before each; where groups begin. Behind
+# them the end of the last group, for as many groups as pairs; the number of groups; and from FIRST on, for each matrix, for pairs
+# that have none, and for none, the place of the first sorted pair, then the first group.
+MATRICES, ROWS_OF_X, PAIRS, UNSORTED, RANKS, STARTS, END = range(7)
+FIRST = 2
 
 
 def padded(n_pairs):
     return (n_pairs + 15) & -16
 
 
-def table_words(n_pairs: int, n_tokens: int) -> int:
+def table_words(n_pairs: int, n_tokens: int, n_matrices: int) -> int:
     """Of shared memory; for a single token two planes."""
-    return 2 * padded(n_pairs) if n_tokens == 1 else END * padded(n_pairs) + COUNTS + MOST_PAIRS // 32
+    return 2 * padded(n_pairs) if n_tokens == 1 else END * padded(n_pairs) + FIRST + 2 * (n_matrices + 2)
 
 
 class Operands(NamedTuple):
@@ -133,114 +133,87 @@ def report_of_token(operands, shared, tid, n_threads):
 @device
 def report_of_tokens(operands, shared, tid, n_threads):
     """The same of sorted pairs."""
-    keys, least, i = plane(operands, SORTED), i32(operands.n_matrices * operands.n_pairs), tid
-    while cuda.blockIdx.x == 0 and i < operands.n_pairs:
-        if i32(lds(shared, keys + i)) >= least and (i == 0 or i32(lds(shared, keys + max(i - 1, 0))) < least):
-            report_pair(operands, i32(lds(shared, plane(operands, PAIRS) + i)))
-        i = i32(i + n_threads)
-
-
-@device
-def below(four, key):
-    """How many of four words are below a key."""
-    a, b, c, d = four
-    return i32(i32(i32(a) < key) + i32(i32(b) < key) + i32(i32(c) < key) + i32(i32(d) < key))
-
-
-def sorter(heads: bool, settled: bool):
-    """(operands, shared, tid, n_threads): sorts the numbers matrix * n_pairs + pair: the place of a number is how many are
-    below it. Fills SORTED, PAIRS and ROWS_OF_X; the number of groups is 0 for now, if no pair has an expert."""
-    matrix_of, row_of_x = pair_readers(heads, settled)
-
-    @device
-    def sort(operands, shared, tid, n_threads):
-        n_pairs, none, keys = operands.n_pairs, operands.n_matrices, plane(operands, UNSORTED)
-        ordered, pairs, rows = plane(operands, SORTED), plane(operands, PAIRS), plane(operands, ROWS_OF_X)
-        pair = tid
-        while pair < pad(n_pairs):
-            matrix = i32(none + 1)
-            if pair < n_pairs:
-                matrix = matrix_of(operands, pair)
-            sts(shared, keys + pair, i32(matrix * n_pairs + pair))
-            pair = i32(pair + n_threads)
-        cuda.syncthreads()
-        pair = tid
-        while pair < n_pairs:
-            key, place, q = i32(lds(shared, keys + pair)), i32(0), i32(0)
-            while q < n_pairs:  # four loads are under way together
-                a, b = lds4(shared, keys + q), lds4(shared, keys + q + 4)
-                c, d = lds4(shared, keys + q + 8), lds4(shared, keys + q + 12)
-                place, q = i32(place + below(a, key) + below(b, key) + below(c, key) + below(d, key)), i32(q + 16)
-            sts(shared, ordered + place, key)
-            sts(shared, pairs + place, pair)
-            sts(shared, rows + place, row_of_x(operands, pair))
-            pair = i32(pair + n_threads)
-        if tid == 0:
-            sts(shared, plane(operands, END) + 1, i32(0))  # if no pair has an expert
-        cuda.syncthreads()
-    return sort
-
-
-def leader_marker(n_tokens: int):
-    """(operands, shared, keys, leaders, counts, tid, n_threads): marks the sorted pairs with which groups begin, in LEADERS, and
-    counts them in each 32. keys, leaders, counts: words at which SORTED, LEADERS and the counts begin."""
-    @stage
-    def mark_leaders(operands, shared, keys, leaders, counts, tid, n_threads):
-        n_pairs, none = operands.n_pairs, operands.n_matrices
-        i, before = tid, i32(~(i32(-1) << (tid & 31)))  # the lanes before
-        while i - (tid & 31) < n_pairs:
-            leads = i32(0)
-            if i < n_pairs:
-                matrix, first = i32(i32(lds(shared, keys + i)) // n_pairs), i
-                while first > 0 and i32(lds(shared, keys + max(first - 1, 0))) >= matrix * n_pairs:
-                    first = i32(first - 1)
-                leads = i32(1 if matrix < none and i32(i - first) % n_tokens == 0 else 0)
-            same = match(leads)
-            if i < n_pairs:
-                sts(shared, leaders + i, i32(popc(same & before) + 1) if leads == 1 else i32(0))
-            if tid & 31 == 0:
-                sts(shared, counts + (i >> 5), popc(same) if leads == 1 else i32(32 - popc(same)))
-            i = i32(i + n_threads)
-        cuda.syncthreads()
-    return mark_leaders
+    if cuda.blockIdx.x == 0 and tid == 0:
+        place = i32(lds(shared, plane(operands, END) + FIRST + operands.n_matrices))
+        if place < operands.n_pairs:
+            report_pair(operands, i32(lds(shared, plane(operands, PAIRS) + place)))
 
 
 @stage
-def write_groups(operands, shared, keys, leaders, counts, end, tid, n_threads):
-    """Where each group begins, its matrix, where the last one ends, and the number of groups, from what `mark_leaders` wrote.
-    end: word at which the plane END begins."""
-    n_pairs, none = operands.n_pairs, operands.n_matrices
-    i = tid
-    while i < n_pairs:
-        key, leader, last = i32(lds(shared, keys + i)), i32(lds(shared, leaders + i)), i32(i + 1) == n_pairs
-        if not last:
-            last = i32(lds(shared, keys + i + 1)) >= none * n_pairs
-        if key < none * n_pairs and (leader > 0 or last):
-            group, q = i32(0), i32(0)
-            while q < i >> 5:
-                group, q = i32(group + i32(lds(shared, counts + q))), i32(q + 1)
-            if leader > 0:
-                sts(shared, plane(operands, STARTS) + (group + leader - 1), i)
-                sts(shared, plane(operands, MATRICES) + (group + leader - 1), i32(key // n_pairs))
-            if last:
-                group = i32(group + i32(lds(shared, counts + (i >> 5))))  # no group begins behind it
-                sts(shared, plane(operands, STARTS) + group, i32(i + 1))
-                sts(shared, end + 1, group)
-        i = i32(i + n_threads)
-    cuda.syncthreads()
+def count_pairs(shared, matrices, ranks, counts, n_pairs, n_kinds, lane):
+    """By one warp, 32 pairs at a time: how many pairs of its matrix are before each, and how many each matrix has, from zeros.
+    matrices, ranks, counts: words at which the planes and the counts begin; n_kinds: of the matrices and the two behind them."""
+    i, before = lane, i32(~(i32(-1) << lane))  # the lanes before
+    while i - lane < n_pairs:
+        matrix = i32(lds(shared, matrices + i)) if i < n_pairs else i32(n_kinds - 1)
+        same = match(matrix)
+        rank, n_counted = popc(same & before), i32(lds(shared, counts + matrix))
+        syncwarp()  # all lanes have read
+        if rank == 0:
+            sts(shared, counts + matrix, i32(n_counted + popc(same)))
+        if i < n_pairs:
+            sts(shared, ranks + i, i32(n_counted + rank))
+        syncwarp()  # the counts are there
+        i = i32(i + 32)
+
+
+def first_finder(n_tokens: int):
+    """(shared, first, n_kinds, lane): by one warp, the place of the first sorted pair of each matrix in the place of its count,
+    and n_kinds words behind it its first group, of n_tokens pairs at most."""
+    @stage
+    def find_firsts(shared, first, n_kinds, lane):
+        each = i32(i32(n_kinds + 31) >> 5)  # kinds of a lane, one behind the other
+        i, end = i32(lane * each), i32(min(lane * each + each, n_kinds))
+        n, n_groups = i32(0), i32(0)
+        while i < end:
+            count = i32(lds(shared, first + i))
+            n, n_groups, i = i32(n + count), i32(n_groups + (count + n_tokens - 1) // n_tokens), i32(i + 1)
+        (place, _), (group, _), i = sum_before(n, lane), sum_before(n_groups, lane), i32(lane * each)
+        while i < end:
+            count = i32(lds(shared, first + i))
+            sts(shared, first + i, place)
+            sts(shared, first + n_kinds + i, group)
+            place, group, i = i32(place + count), i32(group + (count + n_tokens - 1) // n_tokens), i32(i + 1)
+    return find_firsts
 
 
 def tokens_preparer(n_tokens: int, heads: bool, settled: bool):
-    """(operands, shared, tid, n_threads) of several tokens: sorts the pairs and finds groups of n_tokens pairs at most."""
-    sort, mark_leaders = sorter(heads, settled), leader_marker(n_tokens)
+    """(operands, shared, tid, n_threads) of several tokens: sorts the pairs by their matrices and finds groups of n_tokens pairs
+    at most."""
+    (matrix_of, row_of_x), find_firsts = pair_readers(heads, settled), first_finder(n_tokens)
 
     @device
     def prepare_tokens(operands, shared, tid, n_threads):
-        end, keys, leaders = plane(operands, END), plane(operands, SORTED), plane(operands, LEADERS)
-        counts = i32(end + COUNTS)
-        sort(operands, shared, tid, n_threads)
-        mark_leaders(operands, shared, keys, leaders, counts, tid, n_threads)
-        write_groups(operands, shared, keys, leaders, counts, end, tid, n_threads)
+        n_pairs, none, end = operands.n_pairs, operands.n_matrices, plane(operands, END)
+        matrices, ranks = plane(operands, UNSORTED), plane(operands, RANKS)
+        first, n_kinds, pair = i32(end + FIRST), i32(none + 2), tid
+        while pair < max(n_pairs, n_kinds):
+            if pair < n_pairs:
+                sts(shared, matrices + pair, matrix_of(operands, pair))
+            if pair < n_kinds:
+                sts(shared, first + pair, i32(0))
+            pair = i32(pair + n_threads)
+        cuda.syncthreads()
+        if tid < 32:
+            count_pairs(shared, matrices, ranks, first, n_pairs, n_kinds, tid)
+            find_firsts(shared, first, n_kinds, tid)
+        cuda.syncthreads()
+        pair = tid
+        while pair < n_pairs:
+            matrix, rank = i32(lds(shared, matrices + pair)), i32(lds(shared, ranks + pair))
+            place = i32(i32(lds(shared, first + matrix)) + rank)
+            sts(shared, plane(operands, PAIRS) + place, pair)
+            sts(shared, plane(operands, ROWS_OF_X) + place, row_of_x(operands, pair))
+            if matrix < none and rank % n_tokens == 0:
+                group = i32(i32(lds(shared, first + n_kinds + matrix)) + rank // n_tokens)
+                sts(shared, plane(operands, STARTS) + group, place)
+                sts(shared, plane(operands, MATRICES) + group, matrix)
+            pair = i32(pair + n_threads)
+        if tid == 0:
+            n_groups = i32(lds(shared, first + n_kinds + none))
+            sts(shared, plane(operands, STARTS) + n_groups, i32(lds(shared, first + none)))
+            sts(shared, end + 1, n_groups)
+        cuda.syncthreads()
     return prepare_tokens
 
 
@@ -330,11 +303,12 @@ def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
     return Kernel(kernel, (U32, U32, F32, F32, U32, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
 
 
-def id_shape_of(names: tuple[str, ...], n_items: int, n_cols: int, n_pairs: int, n_tokens: int, n_warps: int,
-                n_blocks: int) -> FewShape:
+def id_shape_of(names: tuple[str, ...], n_items: int, n_matrices: int, n_cols: int, n_pairs: int, n_tokens: int,
+                n_warps: int, n_blocks: int) -> FewShape:
     """The shape with so many warps a block. n_items: row tiles of groups at most."""
     per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens)
-    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens) + table_words(n_pairs, n_tokens))
+    table = table_words(n_pairs, n_tokens, n_matrices)
+    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens) + table)
     return FewShape(n_tokens, n_warps, per_round, (min(n_items, n_blocks), 1), n_bytes)
 
 
@@ -353,7 +327,8 @@ def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, 
     def time(resident, shape):
         n_blocks = resident * n_multiprocessors
         return -(-n_items // n_blocks) * work(shape.n_warps, resident, n_chunks), -n_chunks % shape.n_warps, abs(resident - 2)
-    shapes = [(resident, id_shape_of(names, n_items, n_cols, n_pairs, n_tokens, n_warps, resident * n_multiprocessors))
+    shapes = [(resident, id_shape_of(names, n_items, n_matrices, n_cols, n_pairs, n_tokens, n_warps,
+                                     resident * n_multiprocessors))
               for resident in range(1, MOST_RESIDENT + 1)
               for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
     fitting = [(resident, shape) for resident, shape in shapes
@@ -374,7 +349,7 @@ def few_pairs(call: Call) -> Pairs:
 def launched(call: Call, kernel: Kernel, sizes: Pairs, pointers: tuple, node: int):
     """In the shape of the plan."""
     shape = call.plan
-    table = shape.n_bytes // 4 - table_words(sizes.n_pairs, shape.n_tokens)
+    table = shape.n_bytes // 4 - table_words(sizes.n_pairs, shape.n_tokens, sizes.n_matrices)
     args = *pointers, node, *sizes, shape.per_round, table, *divmod(shape.grid[0], -(-sizes.n_rows // ROWS))
     return call.device.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
 

@@ -15,7 +15,7 @@ from .dispatch import dispatch, dispatch_table
 from .launch import Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
 from .mmq_few import IN_FLIGHT, RESERVED, FewShape
-from .mmq_few_id import MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
+from .mmq_few_id import MOST_MATRICES, MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
 from .mmvq import mmvq_id
 from .operands import is_quantized, late_error as late_error, matrices_of, pairs_of
 
@@ -25,7 +25,7 @@ FEW_ROWS = 4        # of a matrix on average, for which mmq_few_id takes less th
 
 def is_few(n_matrices: int, n_pairs: int) -> bool:
     """Whether mmq_few_id is taken."""
-    return n_pairs <= min(MOST_PAIRS, FEW_ROWS * n_matrices)
+    return n_pairs <= min(MOST_PAIRS, FEW_ROWS * n_matrices) and n_matrices <= MOST_MATRICES
 
 
 def likely_rows(n_expert: int, n_pairs: int) -> int:

@@ -70,7 +70,7 @@ def test_groups_of_pairs(machine, name, n_tokens):
     """More row tiles than blocks, three chunks to two warps; experts without pairs, with a few, with full groups and a part."""
     ids = np.concatenate([np.full(n, e) for e, n in enumerate((0, 1, n_tokens, 2 * n_tokens + 1, 3))] + [[6, -1]])
     ids = seeded("groups").permutation(ids).reshape(-1, 1)
-    check_mul_mat_id(machine, name, 6, 289, 768, ids, plan=id_shape_of((name,), 10 * ids.size, 768, ids.size, n_tokens, 2, 17))
+    check_mul_mat_id(machine, name, 6, 289, 768, ids, plan=id_shape_of((name,), 10 * ids.size, 6, 768, ids.size, n_tokens, 2, 17))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])

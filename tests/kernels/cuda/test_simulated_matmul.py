@@ -43,9 +43,12 @@ def test_mmvq_shape(type_, n_rows, n_cols, n, expected):
     ("Q8_0", 4096, 14336, 512, Block(4, 2, 16)), ("Q4_1", 576, 576, 1, FewShape), ("Q4_1", 576, 576, 2, FewShape),
     ("Q4_1", 576, 576, 512, FewShape),
     ("Q8_0", 49152, 576, 33, FewShape), ("Q8_0", 49152, 576, 65, Block(4, 2, 16)), ("F16", 49152, 576, 512, MMVQShape),
-    ("F32", 128, 2048, 1, StagedShape(16, 8, 8 * (8 << 10) + 8 * (1 << 10) + 8 * 32)),
-    ("BF16", 1050, 4097, 1, StagedShape(132, 16, 17 * (5120 + 32))),
-    ("F32", 128, 2048, 2, MMVQShape), ("F32", 1057, 2048, 1, MMVQShape), ("F32", 8, 25 * 256 + 1, 1, MMVQShape)])
+    ("F32", 128, 2048, 1, StagedShape(1, (16, 1), 8, 8 * (8 << 10) + 8 * (1 << 10) + 8 * 32)),
+    ("BF16", 1050, 4097, 1, StagedShape(1, (132, 1), 16, 17 * (5120 + 32))),
+    ("F32", 128, 2048, 16, StagedShape(1, (16, 16), 8, 8 * (9 << 10) + 8 * 32)),
+    ("F32", 128, 2048, 33, StagedShape(4, (16, 9), 16, 8 * (12 << 10) + 8 * 128)),
+    ("F32", 128, 2048, 64, StagedShape(4, (16, 16), 16, 8 * (12 << 10) + 8 * 128)),
+    ("F32", 128, 2048, 66, MMVQShape), ("F32", 1057, 2048, 1, MMVQShape), ("F32", 8, 25 * 256 + 1, 1, MMVQShape)])
 def test_mul_mat_shape(type_, n_rows, n_cols, n, expected):
     found = mul_mat_shape(type_, n_rows, n_cols, n, 132, 227 << 10)
     assert found == expected or type(found) is expected
@@ -141,7 +144,15 @@ def simulate_mmvq_launch_shapes(machine, name, n_warps):
 @pytest.mark.parametrize("n_warps", [1, 3])
 def simulate_mmvq_staged_launch_shapes(machine, name, n_warps):
     """Six chunks: a warp has more than there are groups of lanes, or a group none. Two row tiles."""
-    check_mul_mat(machine, name, 42, 1404, 1, StagedShape(6, n_warps, stage_bytes(FORMATS[name], 6)))
+    check_mul_mat(machine, name, 42, 1404, 1, StagedShape(1, (6, 1), n_warps, stage_bytes(FORMATS[name], 6, 1)))
+
+
+@pytest.mark.parametrize("n, n_tokens, n_warps", [(2, 1, 2), (3, 2, 4), (5, 4, 1), (4, 4, 16)])
+def simulate_mmvq_staged_tokens(machine, n, n_tokens, n_warps):
+    """A row and a half of blocks, of which the last has fewer tokens."""
+    shape = StagedShape(n_tokens, (2, -(-n // n_tokens)), n_warps, stage_bytes(FORMATS["F16"], 3, n_tokens))
+    for n_cols in 520, 517:
+        check_mul_mat(machine, "F16", 12, n_cols, n, shape)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 0, 1e-35])

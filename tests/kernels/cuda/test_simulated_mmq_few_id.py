@@ -54,7 +54,9 @@ def machine():
 
 
 def shape_for(names, n_rows, n_cols, n_pairs, n_tokens, n_warps, n_blocks):
-    return id_shape_of(names, -(-n_rows // 32) * n_pairs, n_cols, n_pairs, n_tokens, min(n_warps, -(-n_cols // 256)), n_blocks)
+    """For up to 16 matrices."""
+    n_items, n_warps = -(-n_rows // 32) * n_pairs, min(n_warps, -(-n_cols // 256))
+    return id_shape_of(names, n_items, 16, n_cols, n_pairs, n_tokens, n_warps, n_blocks)
 
 
 FORMS = [("Q8_0", 33, 288), ("Q4_0", 2, 288), ("Q5_1", 2, 32), ("NVFP4", 1, 64), ("Q1_0", 2, 128), ("TQ2_0", 2, 256),
@@ -106,7 +108,7 @@ def simulate_launch_shapes(machine, n_blocks, n_warps):
 
 def simulate_rounds(machine):
     """Four rounds of a single chunk."""
-    n_bytes = 4 * (mmq_few_id.shared_words(("Q8_0",), 4, 1, 1, 4) + table_words(6, 4))
+    n_bytes = 4 * (mmq_few_id.shared_words(("Q8_0",), 4, 1, 1, 4) + table_words(6, 4, 3))
     check_mul_mat_id(machine, "Q8_0", 3, 33, 800, [[0, 1], [1, 0], [1, 2]], 1, FewShape(4, 1, 1, (2, 1), n_bytes))
 
 
@@ -148,4 +150,4 @@ def test_refuses_parts_of_tokens():
 
 
 def test_table_words():
-    assert [padded(n) for n in (1, 16, 17)] == [16, 16, 32] and (table_words(8, 1), table_words(17, 4)) == (32, 212)
+    assert [padded(n) for n in (1, 16, 17)] == [16, 16, 32] and (table_words(8, 1, 5), table_words(17, 4, 5)) == (32, 208)
