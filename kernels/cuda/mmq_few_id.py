@@ -22,10 +22,11 @@ from .launch import F32, I32, Kernel, N, U32, factory, need
 from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
-from .ptx import device, i32, i64, ld, ld_settled, lds, match, popc, stage, sts, syncwarp
+from .ptx import ballot, device, i32, i64, ld, ld_settled, lds, popc, stage, sts, syncwarp
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
+KIND_BITS = (MOST_MATRICES + 1).bit_length()  # of the number of a matrix, of none, or of no pair
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs,
 # these pairs; of the pairs as they come, their matrices and how many of its matrix are before each; where groups begin. Behind
@@ -146,7 +147,10 @@ def count_pairs(shared, matrices, ranks, counts, n_pairs, n_kinds, lane):
     i, before = lane, i32(~(i32(-1) << lane))  # the lanes before
     while i - lane < n_pairs:
         matrix = i32(lds(shared, matrices + i)) if i < n_pairs else i32(n_kinds - 1)
-        same = match(matrix)
+        same = i32(-1)  # the lanes that have the same matrix: bit by bit takes less than `match` of 32 matrices
+        for b in range(KIND_BITS):
+            bit = i32(i32(matrix >> b) & 1)
+            same = i32(same & i32(ballot(bit) ^ i32(bit - 1)))
         rank, n_counted = popc(same & before), i32(lds(shared, counts + matrix))
         syncwarp()  # all lanes have read
         if rank == 0:

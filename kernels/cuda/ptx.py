@@ -468,6 +468,9 @@ else:
         cuda.syncwarp()
 # (x, lane) -> the int32 x of the lane `lane`, for every lane
 shuffle = _instruction("shuffle", "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "r", "rr", in_place=True)
+# (x) -> the lanes whose int32 x is not 0, as bits of an int32
+ballot = _instruction("ballot", "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "r", "r",
+                      in_place=True, attrs=("convergent",))
 # (x) -> the lanes that have the same int32 x, as bits of an int32: of all that have it, each gets the same
 match = _instruction("match", "match.any.sync.b32 $0, $1, 0xffffffff;", "r", "r", in_place=True, attrs=("convergent",))
 # (x) -> the largest or the smallest int32 x of the lanes, for every lane

@@ -498,6 +498,14 @@ def shuffle(value, source):
     return _together(_shuffled, (_as_int(i32)(value), source))
 
 
+def _balloted(lanes):
+    return [_as_int(i32)(sum(1 << lane for lane, other in enumerate(lanes) if other))] * 32
+
+
+def ballot(value):
+    return _together(_balloted, _as_int(i32)(value))
+
+
 def _matched(lanes):
     return [_as_int(i32)(sum(1 << lane for lane, other in enumerate(lanes) if other == own)) for own in lanes]
 

@@ -119,7 +119,8 @@ def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
     return ([s for s in early if (GLOBAL.search(s) and s not in read + settled) or s.startswith("ret")]
             + [f"before the wait: {starts}"] * (starts != allowed)
             + [s for s, behind in pairwise(code) if s.startswith(WAIT) != (behind == LAUNCH)]
-            + [s for s in read if not address(s) & WEIGHTS or not address(s) <= WEIGHTS | SETTLED]  # settled: of an index
+            # tables of the kernel's own come from no parameter, weights by an index from settled ones too
+            + [s for s in read if address(s) - SETTLED - WEIGHTS or (address(s) and not address(s) & WEIGHTS)]
             + [s for s in settled if not address(s) <= SETTLED])
 
 
