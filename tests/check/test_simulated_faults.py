@@ -31,11 +31,18 @@ def simulate_bisection(tmp_path):
         """A step, and then a bit of its result turned."""
 
         def __init__(self, step, buffer, offset):
-            self.step, self.buffer, self.offset = step, buffer, offset
+            self.step, self.buffer, self.offset, self.large = step, buffer, offset, step.large
 
         def __call__(self, stream):
             self.step(stream)
             stream.launch(lambda _: self.buffer.memory.__setitem__(self.offset, self.buffer.memory[self.offset] ^ 1))
+
+    def faulty(bind, i, chosen):
+        """`bind` with a bit of result i turned in the nodes chosen(node)."""
+        def bind_one(node, settled):
+            step = bind(node, settled)
+            return Faulty(step, *node.results[i].memory) if chosen(node) else step
+        return bind_one
 
     path = write_model(tmp_path / "m.gguf", "llama", ("Q8_0",), **SIZES)
     backend = simulated_backend()
@@ -49,7 +56,7 @@ def simulate_bisection(tmp_path):
         assert verification.confirmed and len({result.digest for result in verification.results}) == 1
 
         bind = backend.bind
-        backend.bind = lambda node: Faulty(bind(node), *node.results[0].memory) if node.name == "attn_out-0" else bind(node)
+        backend.bind = faulty(bind, 0, lambda node: node.name == "attn_out-0")
         found = first_difference(on_cpu, on_gpu, WINDOWS, default, eager, 0)
         found.save(tmp_path / "dump")
         backend.bind = bind
@@ -64,7 +71,7 @@ def simulate_bisection(tmp_path):
             assert_bitwise_equal(made, reference, "attn_out-0")
         assert (wrong.results["attn_out-0"].arrays[0] != reference).sum() == 1
 
-        backend.bind = lambda node: Faulty(bind(node), *node.results[1].memory) if node.op == "mul_mat_qkv" else bind(node)
+        backend.bind = faulty(bind, 1, lambda node: node.op == "mul_mat_qkv")
         found = first_difference(on_cpu, on_gpu, WINDOWS, default, eager, 0)
         backend.bind = bind
         assert (found.name, found.op, found.parts, found.n_different) == ("Klin-0", "mul_mat_qkv", ["mul_mat"] * 3, 1), str(found)
