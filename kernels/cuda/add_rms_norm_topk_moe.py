@@ -61,7 +61,7 @@ def place(octet, chunk, n_chunks):
     return octet, chunk
 
 
-@factory([("softmax", "F32", 4, None, 16), ("sigmoid", "F16", 8, "choice", 16), ("softmax_of_chosen", "BF16", 1, "logits", 4)])
+@factory([("softmax", "F32", 4, None, 8), ("sigmoid", "F16", 8, "choice", 16), ("softmax_of_chosen", "BF16", 1, "logits", 4)])
 def add_rms_norm_topk_moe_kernel(gating, name, n, bias_of, n_blocks):  # noqa: PLR0915 (a kernel: its steps in order)
     """n: values of a lane of the warp that routes; bias_of: None where there is no bias."""
     fmt, has_bias, other_blocks = format_of(name), bias_of is not None, n_blocks - 1
