@@ -15,16 +15,14 @@ from ..call import Call
 from . import cluster, mbarrier
 from .add_rms_norm_mul_mat import MOST_NORMED, normed, row_words, sums
 from .launch import F32, HOPPER, I32, Kernel, N, SCALAR_F32, U32, factory, need
-from .mmvq import eight
-from .mmvq_staged import ROWS, staged_octet
+from .mmvq_staged import ROWS, chunk_adder, total_of_row
 from .operands import addresses
-from .ptx import (add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, ld, ld4, lds, lds4, st4, sts, sts4,
+from .ptx import (as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, ld, ld4, lds, lds4, st4, sts, sts4,
                   wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial, within
 from .topk_moe import check_routing, route_of
 from .warp_row import MOST_COLUMNS, n_values
-from .weights import staged_values
 
 BLOCKS, WARPS = (8, 16), 16  # of a cluster, of a block, at most
 STATIC = 1024           # bytes of shared memory that a block has besides
@@ -65,7 +63,7 @@ def place(octet, chunk, n_chunks):
 def add_rms_norm_topk_moe_kernel(gating, name, n, bias_of, n_blocks):  # noqa: PLR0915 (a kernel: its steps in order)
     """n: values of a lane of the warp that routes; bias_of: None where there is no bias."""
     fmt, has_bias, other_blocks = format_of(name), bias_of is not None, n_blocks - 1
-    values, tile_words, n_pieces, piece_words = staged_values(name, ROWS), tile_bytes(fmt) // 4, fmt.n_pieces, 4 * ROWS
+    sum_of_chunk, tile_words, n_pieces, piece_words = chunk_adder(name), tile_bytes(fmt) // 4, fmt.n_pieces, 4 * ROWS
     stage_words = n_pieces * piece_words  # of an item: a chunk of eight rows
     assert n_pieces % 4 == 0 and n_pieces * 16 == fmt.chunk_bytes, name
     route, quantize_chunk, rank_of = route_of(gating, n, bias_of, False), chunk_quantizer(32 * WARPS // N_THREADS), cluster.rank
@@ -149,27 +147,18 @@ def add_rms_norm_topk_moe_kernel(gating, name, n, bias_of, n_blocks):  # noqa: P
         cuda.syncthreads()  # the norm and the router's rows are there
 
         # 4. Logits, to the first block
-        octet, chunk = place(i32(0), i32(warp + group * n_warps), n_chunks)
+        octet, chunk = place(i32(0), i32(4 * warp + group), n_chunks)
         while octet < n_octets:
             item, z_at = i32(octet * n_chunks + chunk), i32(row + (chunk << 8))
-            stage, acc, q = i32(item * stage_words), f32(0), i32(0)
             if ROWS * (first_octet + octet) < n_expert:
-                while q < 32:  # the loads of 16 columns are under way together
-                    v, z = values((shared, stage, r), q), staged_octet(shared, z_at + q * 8)
-                    v2, z2 = values((shared, stage, r), i32(q + 1)), staged_octet(shared, z_at + q * 8 + 8)
-                    acc = eight(v2, z2, eight(v, z, acc))
-                    q = i32(q + 2)
+                acc = sum_of_chunk(shared, i32(item * stage_words), r, z_at)
                 sts(shared, sums_at + item * ROWS + r, as_u32(acc))
             octet, chunk = place(octet, i32(chunk + 4 * n_warps), n_chunks)
         cluster.wait()  # all blocks have begun
         cuda.syncthreads()  # the sums are there
         expert = i32(first_octet * ROWS + tid)
         if tid < ROWS * n_octets and expert < n_expert:
-            logit, item = f32(0), i32((tid >> 3) * n_chunks)
-            end = i32(item + n_chunks)
-            while item < end:
-                logit = add(logit, as_f32(lds(shared, sums_at + item * ROWS + (tid & 7))))
-                item = i32(item + 1)
+            logit = total_of_row(shared, i32(sums_at + i32((tid >> 3) * n_chunks) * ROWS + (tid & 7)), n_chunks)
             cluster.send(shared, logits + expert, i32(0), as_u32(logit), arrivals)
 
         # 5. Activations of the block's own chunks, while logits are on their way

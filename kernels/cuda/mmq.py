@@ -941,6 +941,7 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 
 QKV_TESTED = [("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 4, True, 8, 4))),
               ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 4, 2, 2))),
+              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2)))]
 
 
@@ -955,7 +956,7 @@ def mmq_qkv_kernel(q, k, v, *block):
     at, rows, blocks = shared_bytes(names, block) // 4, block.rows, block.blocks
     of_kinds = {name: products(name, block, STORE, in_a_row(block, at)) for name in names}
     run_q, run_k, run_v = (of_kinds[name] for name in names)
-    one_kind = len(of_kinds) == 1
+    one_kind, alone = len(of_kinds) == 1, block.n_teams == 1
 
     def kernel(q_words, k_words, v_words, act, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n):
         # block: of the matrices' blocks of rows the one of number blockIdx.x / blocks; tokens from blockIdx.y * tokens
@@ -968,6 +969,8 @@ def mmq_qkv_kernel(q, k, v, *block):
                 row_block, matrix, n_rows = i32(row_block - n_blocks), i32(2), v_rows
         if cuda.threadIdx.x == 0:
             sts(cuda.shared.array(0, types.uint32), at, row_block)
+        if alone:
+            cuda.syncthreads()  # it is there; teams have a barrier before they read it
         if one_kind:
             words = q_words if matrix == 0 else k_words if matrix == 1 else v_words
             out = q_out if matrix == 0 else k_out if matrix == 1 else v_out

@@ -31,6 +31,7 @@ MOST_TOKENS = MOST_FEW * QUAD  # of a block
 # Warps of a block at most, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
 MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}
 SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 chunks of one token
+MOST_SLOTS = 3      # of a warp, for several tokens
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
 LATENCY = 3           # chunks that a scheduler can issue while one waits
 IN_FLIGHT = 33 << 10  # bytes on their way that keep the memory of a multiprocessor busy (docs/kernels-log.md)
@@ -64,12 +65,12 @@ class Layout(NamedTuple):
     n_slots: int     # chunks on their way, or one that is multiplied and the others on their way
 
 
-def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
-    """names: formats of the matrices. made: a single token whose activations the block makes."""
+def layout(names: tuple[str, ...], n_tokens: int, made: bool = False, most_slots: int = MOST_SLOTS) -> Layout:
+    """names: formats of the matrices. made: a single token whose activations the block makes. most_slots: of several tokens."""
     fmts = [format_of(name) for name in names]
     words = max(chunk_slot(fmt, n_tokens).act if made else chunk_slot(fmt, n_tokens).n_words for fmt in fmts)
     if n_tokens > 1:
-        first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), 3 if words <= 3072 else 2
+        first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), most_slots if words <= 3072 else 2
     else:  # so many that eight warps keep the memory busy
         first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
     zeros = sum(map(table_words, dict.fromkeys(names)))
@@ -81,11 +82,17 @@ def sum_words(n: int) -> int:
     return n * (ROWS + 1)
 
 
+def total_planes(names: tuple[str, ...]) -> int:
+    """Of two matrices each has its own: the second one's owners may want what they have of the first."""
+    return 2 if len(names) == 2 else 1
+
+
 def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round: int, n: int, n_sides: int = 2,
-                 row_words: int = 0) -> int:
-    """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes."""
-    at = layout(names, n_tokens, row_words > 0)
-    words = at.warps + n_warps * at.n_own + n * ROWS + n_sides * per_round * sum_words(n)
+                 row_words: int = 0, most_slots: int = MOST_SLOTS) -> int:
+    """n_sides: 1 where a block has a single round. row_words: of the row whose activations it makes, last, on 16 bytes.
+    most_slots: as of `layout`."""
+    at = layout(names, n_tokens, row_words > 0, most_slots)
+    words = at.warps + n_warps * at.n_own + total_planes(names) * n * ROWS + n_sides * per_round * sum_words(n)
     return (words + 3 & -4) + row_words
 
 
@@ -168,7 +175,8 @@ class TileWalk(NamedTuple):
     inside: object     # (operands, shared, place) -> whether there is such a place
     weight: object     # (operands, shared, place) -> words, row tile of them
     tokens: object     # (operands, shared, place, n) -> first and number of the rows of activations, as for `copier`
-    leave: object      # (operands, shared, place, token, row of the tile, total): what becomes of a total
+    leave: object      # (operands, shared, place, token, row of the tile, total, at): what becomes of a total; word `at` has the
+                       # first matrix's
     prepare: object = None  # (operands, shared, tid, n_threads): of the block, before the first place
     early: bool = True      # whether all that `prepare` and `weight` read of the operands is there before the wait
     report: object = None   # (operands, shared, tid, n_threads): behind the wait, what `prepare` has found wrong
@@ -190,8 +198,7 @@ def block_tokens(n_tokens):
 
 def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> TileWalk:
     """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows)."""
-    pick, last_matrix, several = PICK[n_matrices], n_matrices - 1, n_matrices > 1
-    waiting_at, finish = ending
+    pick, last_matrix, several, finish = PICK[n_matrices], n_matrices - 1, n_matrices > 1, ending.finish
 
     @device
     def following(operands, place):
@@ -203,13 +210,12 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> TileWalk:
         return i32(tile + cuda.gridDim.x), i32(0), group
 
     @device
-    def leave(operands, shared, place, token, r, total):
+    def leave(operands, shared, place, token, r, total, at):
         _, biases, out, n_rows = operands
         row = i32(place[0] * 32 + r)
-        if row < n_rows:
+        if row < n_rows and place[1] == last_matrix:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
-            last = place[1] == last_matrix
-            finish(out, i, i32(0), row, n_rows, total, waiting_at(out, i, last), last, biases[0], biases[1])
+            finish(out, i, i32(0), row, n_rows, total, as_f32(lds(shared, at)), True, biases[0], biases[1])
     return TileWalk(first=device(lambda operands, shared: (i32(cuda.blockIdx.x), i32(0), i32(0))),
                     following=following,
                     inside=device(lambda operands, shared, place: place[0] < tiles_of(operands[3])),
@@ -232,7 +238,7 @@ def in_a_row(n_matrices: int, n_tokens: int, biased: bool) -> TileWalk:
         return tile, matrix, i32(0)
 
     @device
-    def leave(operands, shared, place, token, r, total):
+    def leave(operands, shared, place, token, r, total, at):
         n_rows, row = pick(operands[2], place[1]), i32(place[0] * 32 + r)
         if row < n_rows:
             if biased:
@@ -250,7 +256,7 @@ def best_of_tiles(n_tokens: int) -> TileWalk:
     """Of one matrix, whose totals are not stored: the owners of a tile's rows with one token are the lanes of a warp, and leave
     the largest rank and the first row that has it. operands: (its words, the same, pairs of int32 [token][row tile], n_rows)."""
     @device
-    def leave(operands, shared, place, token, r, total):
+    def leave(operands, shared, place, token, r, total, at):
         parts, n_rows = operands[2], operands[3]
         row = i32(place[0] * 32 + r)
         best, first = best_of_warp(rank(total) if row < n_rows else LEAST_RANK, row)
@@ -389,11 +395,12 @@ def fold_chunks(shared, totals, sums, side, p, stride, before, n_chunks):
     return total
 
 
-def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None):  # noqa: PLR0915 (a kernel: its steps in order)
+def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  # noqa: PLR0915 (a kernel: its steps in order)
+             most_slots: int = MOST_SLOTS):
     """The body of a kernel for matrices of the formats `names`: (operands, act, n_cols, n, per_round). operands: as the walk
     takes them; n: rows of activations. make: the function by which a block waits for the kernel before and makes the activations
     of its single token, for all its places: (act, shared, tid, n_threads, n_cols); act is then the tuple that it takes, the last
-    of them the word of shared memory where it leaves them (`ROW_SLOT`)."""
+    of them the word of shared memory where it leaves them (`ROW_SLOT`). most_slots: as of `layout`."""
     kinds, pick, early, made = tuple(dict.fromkeys(names)), PICK[len(names)], walk.early, make is not None
     known = walk.prepare is None  # of the tokens of every place
     kind_of = tuple(i32(kinds.index(name)) for name in names)
@@ -404,8 +411,8 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
     multiply_chunk = chunk_multiplier(list(map(multiplier, tile_products, slots_of_kinds)), slots_of_kinds, n_tokens)
     first_place, following_place, inside, tokens, leave = walk.first, walk.following, walk.inside, walk.tokens, walk.leave
     write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
-    zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made)
-    n_sums, n_zeros, wait = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1)
+    zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made, most_slots)
+    n_sums, n_zeros, wait, planes = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1), total_planes(names)
     prepare, report, make = walk.prepare or nothing, walk.report or nothing, make or nothing
 
     @device
@@ -421,7 +428,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
         stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)
         side_words = i32(per_round * stride * 33)
         totals = i32(first_warp + n_warps * own_words)
-        sums = i32(totals + stride * 32)
+        sums = i32(totals + stride * (32 * planes))
         # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the
         # activations has ended.
         if early:
@@ -461,6 +468,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
         now, side, place = ring, i32(0), first_place(operands, shared)
         while inside(operands, shared, place):
             kind, n_valid = pick(kind_of, place[1]), tokens(operands, shared, place, n)[1]
+            own_totals = i32(totals + place[1] * stride * 32) if planes > 1 else totals
             before = i32(0)  # chunks of earlier rounds
             while before < n_chunks:
                 in_round = i32(min(per_round, n_chunks - before))
@@ -484,9 +492,9 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None): 
                 cuda.syncthreads()  # the sums of the round are there; owners are done with the round before, whose place is next
                 p = tid
                 while p < n_valid * 32:
-                    total = fold_chunks(shared, totals, sums, side, p, stride, before, in_round)
+                    total = fold_chunks(shared, own_totals, sums, side, p, stride, before, in_round)
                     if before + in_round == n_chunks:
-                        leave(operands, shared, place, i32(p >> 5), i32(p & 31), total)
+                        leave(operands, shared, place, i32(p >> 5), i32(p & 31), total, i32(totals + p))
                     p = i32(p + n_threads)
                 before, side = i32(before + in_round), i32(side_words - side)
             place = following_place(operands, place)

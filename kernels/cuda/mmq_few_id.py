@@ -22,12 +22,13 @@ from .launch import F32, I32, Kernel, N, U32, factory, need
 from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
-from .ptx import ballot, device, i32, i64, ld, ld_settled, lds, popc, stage, sts, syncwarp
+from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, popc, stage, sts, syncwarp
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
 KIND_BITS = (MOST_MATRICES + 1).bit_length()  # of the number of a matrix, of none, or of no pair
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
+MOST_SLOTS = {1: 2, 2: 3}                  # of a warp, by the matrices of an expert (docs/kernels-log.md)
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs,
 # these pairs; of the pairs as they come, their matrices and how many of its matrix are before each; where groups begin. Behind
 # them the end of the last group, for as many groups as pairs; the number of groups; and from FIRST on, for each matrix, for pairs
@@ -225,8 +226,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
     """The walk of a block, from tile to tile of the groups. n_matrices: of an expert, 1 or 2 by turns; n_tokens: pairs of a group
     at most; heads: the matrix of a pair is its rank, and there are no ids; settled: ids are (`kernels.call`). operands:
     `Operands`."""
-    waiting_at, finish = ending
-    pick, last_matrix, several, single = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1
+    pick, last_matrix, several, single, finish = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1, ending.finish
 
     matrix_of_group = device(lambda operands, shared, group: i32(lds(shared, plane(operands, MATRICES) + group)))
     start_of = device(lambda operands, shared, group: i32(group) if single
@@ -268,14 +268,14 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
         return i32(plane(operands, ROWS_OF_X) + start), n_valid
 
     @device
-    def leave(operands, shared, place, token, r, total):
+    def leave(operands, shared, place, token, r, total, at):
         n_rows, row = operands.n_rows, i32(place[0] * 32 + r)
         matrix, biases = matrix_of_group(operands, shared, place[2]), operands.biases
-        if row < n_rows and matrix < operands.n_matrices:
+        if row < n_rows and matrix < operands.n_matrices and place[1] == last_matrix:
             pair = place[2] if single else i32(lds(shared, plane(operands, PAIRS) + start_of(operands, shared, place[2]) + token))
-            i, last = i64(pair) * n_rows + row, place[1] == last_matrix
-            waiting = waiting_at(operands.out, i, last)
-            finish(operands.out, i, i32(matrix * n_rows), row, n_rows, total, waiting, last, biases[0], biases[1])
+            waiting = as_f32(lds(shared, at))
+            finish(operands.out, i64(pair) * n_rows + row, i32(matrix * n_rows), row, n_rows, total, waiting, True, biases[0],
+                   biases[1])
     prepare = token_preparer(heads, settled) if single else tokens_preparer(n_tokens, heads, settled)
     report = None if heads else report_of_token if single else report_of_tokens
     return TileWalk(first, following, inside, weight, tokens, leave, prepare, heads or settled, report)
@@ -284,7 +284,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
 @factory([("Q4_K", 1, False, True), ("Q8_0", 4, False, False), ("IQ2_S", 16, False, True), ("Q8_0", 1, True, False),
           ("Q6_K", 8, True, False)])
 def mmq_few_id_kernel(name, n_tokens, heads, settled):
-    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE, settled))
+    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE, settled), most_slots=MOST_SLOTS[1])
 
     def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table,
                step_groups, step_tiles):
@@ -297,7 +297,8 @@ def mmq_few_id_kernel(name, n_tokens, heads, settled):
 @factory([("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, 1), ("silu", "Q8_0", "Q8_0", False, 0.0, 0.0, 4),
           ("swiglu_oai", "MXFP4", "Q6_K", True, 1.702, 7.0, 8)])
 def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
-    run = products((gate, up), n_tokens, of_groups(2, n_tokens, False, gate_and_store(activation, biased, alpha, limit)))
+    walk = of_groups(2, n_tokens, False, gate_and_store(activation, biased, alpha, limit))
+    run = products((gate, up), n_tokens, walk, most_slots=MOST_SLOTS[2])
 
     def kernel(gate_words, up_words, gate_bias, up_bias, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs,
                n_used, x_rows, per_round, table, step_groups, step_tiles):
@@ -312,7 +313,7 @@ def id_shape_of(names: tuple[str, ...], n_items: int, n_matrices: int, n_cols: i
     """The shape with so many warps a block. n_items: row tiles of groups at most."""
     per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens)
     table = table_words(n_pairs, n_tokens, n_matrices)
-    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens) + table)
+    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens, most_slots=MOST_SLOTS[len(names)]) + table)
     return FewShape(n_tokens, n_warps, per_round, (min(n_items, n_blocks), 1), n_bytes)
 
 

@@ -17,7 +17,8 @@ from .launch import F32, Kernel, N, U32, factory
 from .mmq_few import RESERVED
 from .mmvq import FLOATS, eight
 from .operands import addresses
-from .ptx import add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, st, sts, sts4, wait_for_previous
+from .ptx import (add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, st, stage, sts, sts4,
+                  wait_for_previous)
 from .quantize import four_elements
 from .weights import staged_values
 
@@ -59,10 +60,38 @@ def staged_octet(shared, i):
     return as_f32(a), as_f32(b), as_f32(c), as_f32(d), as_f32(e), as_f32(f), as_f32(g), as_f32(h)
 
 
+def chunk_adder(name: str):
+    """(shared, stage, row, y_at) -> the sum of a chunk of a row, whose weights [piece][row][4] begin at word `stage`, its
+    activations at y_at."""
+    values = staged_values(name, ROWS)
+
+    @stage
+    def sum_of_chunk(shared, stage, row, y_at):
+        acc, q = f32(0), i32(0)
+        while q < 32:  # the loads of 16 columns are under way together
+            v, y = values((shared, stage, row), q), staged_octet(shared, y_at + q * 8)
+            w, z = values((shared, stage, row), i32(q + 1)), staged_octet(shared, y_at + q * 8 + 8)
+            acc = eight(w, z, eight(v, y, acc))
+            q = i32(q + 2)
+        return acc
+    return sum_of_chunk
+
+
+@stage
+def total_of_row(shared, first, n_chunks):
+    """The sums of a row's chunks, from word `first` on by ROWS, added in order from +0."""
+    total, at = f32(0), first
+    end = i32(first + n_chunks * ROWS)
+    while at < end:
+        total = add(total, as_f32(lds(shared, at)))
+        at = i32(at + ROWS)
+    return total
+
+
 @factory([(fmt.name,) for fmt in FLOATS])
 def mmvq_staged_kernel(name):
     fmt = format_of(name)
-    values, tile_words, n_pieces, row_words = staged_values(name, ROWS), tile_bytes(fmt) // 4, fmt.n_pieces, 4 * ROWS
+    sum_of_chunk, tile_words, n_pieces, row_words = chunk_adder(name), tile_bytes(fmt) // 4, fmt.n_pieces, 4 * ROWS
     assert n_pieces % 4 == 0 and n_pieces * 16 == fmt.chunk_bytes, name
     stage_words = n_pieces * row_words  # of a chunk
 
@@ -96,25 +125,16 @@ def mmvq_staged_kernel(name):
             item = i32(item + n_warps)
         copies_wait()
         cuda.syncthreads()  # weights and activations are there
-        item = i32(warp + group * n_warps)
+        item = i32(4 * warp + group)
         while item < n_items:
-            stage, y_at, acc, q = i32(item % n_chunks * stage_words), i32(x_at + item * 256), f32(0), i32(0)
-            while q < 32:  # the loads of 16 columns are under way together
-                v, y = values((shared, stage, row), q), staged_octet(shared, y_at + q * 8)
-                w, z = values((shared, stage, row), i32(q + 1)), staged_octet(shared, y_at + q * 8 + 8)
-                acc = eight(w, z, eight(v, y, acc))
-                q = i32(q + 2)
+            acc = sum_of_chunk(shared, i32(item % n_chunks * stage_words), row, i32(x_at + item * 256))
             sts(shared, sums_at + item * 8 + row, as_u32(acc))
             item = i32(item + 4 * n_warps)
         cuda.syncthreads()  # the sums are there
         token = i32(tid >> 3)
         item, out_row = i32(token * n_chunks), i32(block * 8 + (tid & 7))
         if item < n_items and out_row < n_rows:
-            total, end = f32(0), i32(item + n_chunks)
-            while item < end:
-                total = add(total, as_f32(lds(shared, sums_at + item * 8 + (tid & 7))))
-                item = i32(item + 1)
-            st(out, i64(first + token) * n_rows + out_row, total)
+            st(out, i64(first + token) * n_rows + out_row, total_of_row(shared, i32(sums_at + item * 8 + (tid & 7)), n_chunks))
     return Kernel(kernel, (U32, F32, F32, N, N, N, N), MOST_WARPS * 32)
 
 

@@ -1,5 +1,5 @@
-"""The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few or teams
-of mmq take all of them, else one after the other."""
+"""The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few or blocks
+of mmq for few tokens take all of them, else one after the other."""
 from dataclasses import astuple
 from functools import lru_cache
 
@@ -7,10 +7,13 @@ from ...quant.formats import format_of
 from ..call import Call
 from .elementwise import add, check_grid
 from .launch import Launches
-from .mmq import Block, mmq_qkv, qkv_bytes, team_blocks
+from .mmq import Block, hopper_blocks, mmq_qkv, qkv_bytes, team_blocks
 from .mmq_few import FewShape, mmq_few_qkv, qkv_shape
 from .mul_mat import FEWEST_OF_WARPGROUPS, block_us, check_sizes, fastest, few_us, limits, mul_mat_shape, product
 from .operands import is_quantized, qkv_of
+
+
+QKV_ROWS = 64  # of a block of one launch
 
 
 def check(call: Call) -> None:
@@ -24,12 +27,13 @@ def check(call: Call) -> None:
 def team_shape(names: tuple[str, ...], n_rows: tuple[int, ...], n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
                warpgroups: bool) -> Block | None:
     """The block of mmq_qkv where one launch is faster than others. names: formats of the matrices, of so many rows."""
-    all_have = set.intersection(*(set(team_blocks(name, shared_limit)) for name in names)) if warpgroups else ()
-    blocks = tuple(block for block in sorted(all_have, key=astuple)
-                   if block.n_teams > 1 and qkv_bytes(names, block) <= shared_limit)
+    all_have = set.intersection(*(set(team_blocks(name, shared_limit)) for name in names)) if warpgroups else set()
+    teams = [block for block in sorted(all_have, key=astuple) if block.n_teams > 1]
+    alone = [block for block in hopper_blocks(names, shared_limit) if block.rows == QKV_ROWS] if warpgroups else []
+    blocks = tuple(block for block in (*teams, *alone) if qkv_bytes(names, block) <= shared_limit)
     if n <= FEWEST_OF_WARPGROUPS or not blocks:
         return None
-    device, together = (n_multiprocessors, shared_limit), 64 * sum(-(-rows // 64) for rows in n_rows)
+    device, together = (n_multiprocessors, shared_limit), QKV_ROWS * sum(-(-rows // QKV_ROWS) for rows in n_rows)
     us, block = fastest(names, blocks, together, n_cols, n, *device)
     apart = [(name, rows, mul_mat_shape(name, rows, n_cols, n, *device, warpgroups)) for name, rows in zip(names, n_rows)]
     if all(isinstance(shape, FewShape) for *_, shape in apart):

@@ -1175,8 +1175,8 @@ def row_there(row, n_rows):
 
 class Ending(NamedTuple):
     """Of the totals of a matrix, or of two, gate and up, one after the other. i: a total's place in `out`; row: of n_rows of the
-    matrix, whose biases begin at `first`; last: of the last matrix."""
-    waiting: object  # (out, i, last) -> what waits there for the total
+    matrix, whose biases begin at `first`; last: of the last matrix; waiting: the first one's total."""
+    waiting: object  # (out, i, last) -> it, where `finish` left it in `out`
     finish: object   # (out, i, first, row, n_rows, total, waiting, last, *biases)
 
 
@@ -1185,8 +1185,8 @@ STORE = Ending(waiting=device(lambda out, i, last: f32(0)),
 
 
 def gate_and_store(activation, biased, alpha=0.0, limit=0.0) -> Ending:
-    """out = activation(gate) * up, or swiglu_oai with its constants. The gate's total waits in `out`, where the thread that put
-    it there finds it."""
+    """out = activation(gate) * up, or swiglu_oai with its constants. The gate's total may wait in `out`, where the thread that
+    put it there finds it."""
     glu = gated_unit(activation, alpha, limit)
 
     @device

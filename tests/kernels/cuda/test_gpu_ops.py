@@ -126,7 +126,7 @@ def test_mul_mat_glu_in_blocks(machine, act, types, biased, warpgroups):
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0",) * 3, ("Q4_1", "Q5_0", "IQ4_XS"), ("F16", "F32", "BF16")],
                          ids=str)
-@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 17, 40, 300])
+@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 17, 40, 64, 300])
 @pytest.mark.parametrize("biased", [False, True])
 def test_mul_mat_qkv(machine, types, n, biased):
     check_mul_mat_qkv(machine, types, (130, 64, 33), 512, n, biased)

@@ -92,11 +92,12 @@ def simulate_any_ids(machine, ids, n_tokens, first):
         assert list(machine.download(fault, np.int32, 4)) == expected
 
 
-def simulate_many_pairs(machine):
+@pytest.mark.parametrize("n_warps", [1, 3])
+def simulate_many_pairs(machine, n_warps):
     """Several times 32 pairs, a part of a 32, more pairs than threads, and groups on both sides of each 32."""
     ids = seeded("many pairs").integers(-1, 12, (34, 3))
     ids[5:9] = 3
-    check_mul_mat_id(machine, "Q8_0", 11, 1, 32, ids, 1, shape_for(("Q8_0",), 1, 32, ids.size, 4, 1, 2))
+    check_mul_mat_id(machine, "Q8_0", 11, 1, 32, ids, 1, shape_for(("Q8_0",), 1, 32, ids.size, 4, n_warps, 2))
 
 
 @pytest.mark.parametrize("n_blocks, n_warps", [(1, 1), (1, 3), (2, 2), (5, 1), (7, 2)])

@@ -69,7 +69,8 @@ def simulate_teams(machine, name, n_rows, n_cols, n, block):
 
 @pytest.mark.parametrize("names, n_rows, n, block", [
     (("Q4_K",) * 3, (33, 31, 65), 9, Block(1, 1, 4, True, 4, 2, 2)),
-    (("Q8_0", "Q8_0", "Q6_K"), (31, 33, 1), 3, Block(1, 1, 4, True, 3, 2))])
+    (("Q8_0", "Q8_0", "Q6_K"), (31, 33, 1), 3, Block(1, 1, 4, True, 3, 2)),
+    (("Q4_K", "Q6_K", "Q4_K"), (65, 1, 64), 5, Block(2, 1, 4, True, 3))])  # a single team
 @pytest.mark.parametrize("biased", [False, True])
 def simulate_three_matrices(machine, names, n_rows, n, block, biased):
     """In one launch, of one format or of several."""
