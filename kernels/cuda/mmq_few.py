@@ -18,20 +18,24 @@ from numba import cuda, types
 from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
+from . import mbarrier
 from .argmax import LEAST_RANK, best_of_warp, rank
 from .launch import F32, I32, Kernel, N, U32, factory
 from .operands import addresses, gated_of, qkv_of
-from .ptx import (add, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ldc,
-                  lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
+from .ptx import (add, architecture, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma,
+                  i32, i64, ldc, lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
 from .quantize import plane_words
 from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle,
                            table_words, takes_sums, tile_product, zero_words)
+from .wgmma import fence
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
 # Warps of a block at most, by its tokens: what registers allow, 128 a thread for 16 warps, 255 for 8
 MAX_WARPS = {1: 16, QUAD: 12, 2 * QUAD: 8, MOST_TOKENS: 8}
 SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 chunks of one token
 MOST_SLOTS = 3      # of a warp, for several tokens
+MOST_IN_BULK = QUAD  # tokens of a block whose weights come by bulk copies; of more that gains nothing (docs/kernels-log.md)
+BARRIER = 4         # last words of their slots: an mbarrier, on 16 bytes
 RESERVED = 1024     # bytes of a block's shared memory that are the driver's
 LATENCY = 3           # chunks that a scheduler can issue while one waits
 IN_FLIGHT = 33 << 10  # bytes on their way that keep the memory of a multiprocessor busy (docs/kernels-log.md)
@@ -73,7 +77,7 @@ def layout(names: tuple[str, ...], n_tokens: int, made: bool = False, most_slots
         first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), most_slots if words <= 3072 else 2
     else:  # so many that eight warps keep the memory busy
         first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
-    zeros = sum(map(table_words, dict.fromkeys(names)))
+    zeros, words = sum(map(table_words, dict.fromkeys(names))), words + BARRIER * (n_tokens <= MOST_IN_BULK)
     return Layout(zeros, zeros + max(map(zero_words, names)) * (n_tokens == 1), first + n_slots * words, first, words, n_slots)
 
 
@@ -142,6 +146,34 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
         if lane < n_valid:
             copy1(shared, to + d_at + lane, act, scales + i64(row_of(shared, first, lane)) * n_chunks + chunk)
     return copy_tile, copy_token if n_tokens == 1 else copy_tokens
+
+
+def bulk_of(n_tokens: int):
+    """(): whether a chunk's weights come by one bulk copy. Else, as before 9.0, lanes copy 16 bytes each, which all go through
+    the queue of loads and stores."""
+    few = n_tokens <= MOST_IN_BULK
+
+    @device
+    def in_bulk():
+        return few and architecture() >= 900
+    return in_bulk
+
+
+def bringer(fmt: Format, n_tokens: int):
+    """(lane, shared, to, barrier, words, row_tile, chunk, n_chunks): a warp starts the copy of a chunk of the weight. In bulk the
+    phase under way at word `barrier` ends with it."""
+    n_pieces, in_bulk = tile_bytes(fmt) // 16, bulk_of(n_tokens)
+    copy_pieces, _ = copier(fmt, n_tokens, False)
+
+    @device
+    def bring(lane, shared, to, barrier, words, row_tile, chunk, n_chunks):
+        if in_bulk():
+            if lane == 0:
+                mbarrier.expect(shared, barrier, i32(16 * n_pieces))
+                mbarrier.bring(shared, to, words, (i64(row_tile) * n_chunks + chunk) * (n_pieces * 4), i32(4 * n_pieces), barrier)
+        else:
+            copy_pieces(lane, shared, to, words, row_tile, chunk, n_chunks)
+    return bring
 
 
 # By the length of a tuple: (values, i) -> values[i]
@@ -301,17 +333,18 @@ def multiplier(product, at: Slot):
 
 def ring_copier(names: tuple[str, ...], n_tokens: int, walk: TileWalk):
     """(copy_tile, copy_tokens, following): what a warp asks for of a place and a chunk, into the slot at word `to`, and (place,
-    chunk) of its next one. It waits for the copies itself, by groups; no other warp touches its slots."""
+    chunk) of its next one. It waits for the copies itself, by groups, in bulk at the slot's barrier; no other warp touches its
+    slots."""
     kinds, pick = tuple(dict.fromkeys(names)), PICK[len(names)]
     kind_of = tuple(i32(kinds.index(name)) for name in names)
     following_place, weight, tokens, known = walk.following, walk.weight, walk.tokens, walk.prepare is None
-    of_kinds = [copier(format_of(name), n_tokens, not known) for name in kinds]
-    copy_weights, copy_activations = (choice(copiers) for copiers in zip(*of_kinds))
+    copy_weights = choice([bringer(format_of(name), n_tokens) for name in kinds])
+    copy_activations = choice([copier(format_of(name), n_tokens, not known)[1] for name in kinds])
 
     @device
-    def copy_tile(operands, place, lane, shared, to, chunk, n_chunks):
+    def copy_tile(operands, place, lane, shared, to, barrier, chunk, n_chunks):
         words, row_tile = weight(operands, shared, place)
-        copy_weights(pick(kind_of, place[1]), lane, shared, to, words, row_tile, chunk, n_chunks)
+        copy_weights(pick(kind_of, place[1]), lane, shared, to, barrier, words, row_tile, chunk, n_chunks)
 
     @device
     def copy_tokens(operands, place, lane, shared, to, act, chunk, n, n_chunks):
@@ -414,6 +447,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
     zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made, most_slots)
     n_sums, n_zeros, wait, planes = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1), total_planes(names)
     prepare, report, make = walk.prepare or nothing, walk.report or nothing, make or nothing
+    in_bulk, barrier_at = bulk_of(n_tokens), slot_words - BARRIER
 
     @device
     def run(operands, act, n_cols, n, per_round):  # noqa: PLR0915 (a kernel: its steps in order)
@@ -429,6 +463,11 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
         side_words = i32(per_round * stride * 33)
         totals = i32(first_warp + n_warps * own_words)
         sums = i32(totals + stride * (32 * planes))
+        if in_bulk():
+            if lane < slots:
+                mbarrier.begin(shared, ring + lane * slot_words + barrier_at, i32(1))
+            fence()
+            syncwarp()  # the barriers are there
         # The copies run ahead by as many chunks as there are slots; those of weights begin before the kernel that makes the
         # activations has ended.
         if early:
@@ -436,7 +475,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
             ahead, ahead_chunk, to = first_place(operands, shared), warp, ring
             for _ in range(slots):
                 if inside(operands, shared, ahead):
-                    copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
+                    copy_tile(operands, ahead, lane, shared, to, i32(to + barrier_at), ahead_chunk, n_chunks)
                 if made:
                     copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
@@ -458,14 +497,14 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
             for _ in range(slots):
                 if inside(operands, shared, ahead):
                     if not early:
-                        copy_tile(operands, ahead, lane, shared, to, ahead_chunk, n_chunks)
+                        copy_tile(operands, ahead, lane, shared, to, i32(to + barrier_at), ahead_chunk, n_chunks)
                     copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
                 copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
         if has_codebooks or n_zeros or made:
             cuda.syncthreads()  # they are there
-        now, side, place = ring, i32(0), first_place(operands, shared)
+        now, side, place, phase = ring, i32(0), first_place(operands, shared), i32(0)
         while inside(operands, shared, place):
             kind, n_valid = pick(kind_of, place[1]), tokens(operands, shared, place, n)[1]
             own_totals = i32(totals + place[1] * stride * 32) if planes > 1 else totals
@@ -474,20 +513,22 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
                 in_round = i32(min(per_round, n_chunks - before))
                 w = warp
                 while w < in_round:
+                    if in_bulk():
+                        mbarrier.wait(shared, now + barrier_at, phase)
                     wait()
                     syncwarp()  # the chunk is there, for all lanes
                     tokens_at = i32(act[-1] + ((before + w) << 8)) if made else now
                     multiply_chunk(kind, lane, shared, now, tokens_at, scratch, acc, sums, side, w, stride, n_valid)
                     syncwarp()  # all are done with the slot, which is filled anew
                     if inside(operands, shared, ahead):
-                        copy_tile(operands, ahead, lane, shared, now, ahead_chunk, n_chunks)
+                        copy_tile(operands, ahead, lane, shared, now, i32(now + barrier_at), ahead_chunk, n_chunks)
                         if not made:
                             copy_tokens(operands, ahead, lane, shared, now, act, ahead_chunk, n, n_chunks)
                     copies_commit()
                     ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                     now = i32(now + slot_words)
                     if now == ring + slots * slot_words:
-                        now = ring
+                        now, phase = ring, i32(phase ^ 1)
                     w = i32(w + n_warps)
                 cuda.syncthreads()  # the sums of the round are there; owners are done with the round before, whose place is next
                 p = tid

@@ -111,11 +111,12 @@ def overlap_violations(kernel: Kernel, ptx: str, cc) -> list[str]:
     code = statements(ptx)
     early, of = before_wait(code), pointers(kernel, code)
 
-    def address(s):
-        return of(re.findall(r"\[(%\w+)", s)[-1])
+    def address(s):  # of a bulk copy, [to], [from], bytes, [barrier], the second one
+        return of(re.findall(r"\[(%\w+)", s)[1 if "bulk" in s else -1])
     starts, allowed = [s for s in early if LAUNCH in s], [f"@%small {LAUNCH}"] * (kernel.n_cluster == 1)
     settled = [s for s in early if "ld.relaxed.gpu.global" in s]
-    read = [s for s in early if re.search(r"\bcp\.async\.c[ag]\b|\bld\.global\b", s)] + [s for s in code if ".global.nc" in s]
+    read = ([s for s in early if re.search(r"\bcp\.async\.(c[ag]\b|bulk)|\bld\.global\b", s)]
+            + [s for s in code if ".global.nc" in s])
     return ([s for s in early if (GLOBAL.search(s) and s not in read + settled) or s.startswith("ret")]
             + [f"before the wait: {starts}"] * (starts != allowed)
             + [s for s, behind in pairwise(code) if s.startswith(WAIT) != (behind == LAUNCH)]

@@ -18,7 +18,7 @@ from numba import cuda
 
 from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
-from ggml_py.kernels.cuda import compile_workers, launch, ptx as intrinsics
+from ggml_py.kernels.cuda import compile_workers, launch, mbarrier, ptx as intrinsics
 from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, cached_ptx, compile_ptx, entry_name, ptx_version
 from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, LAUNCH, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
                        overlap_violations, statements, violations)
@@ -137,13 +137,32 @@ def test_what_is_touched_too_early_is_seen():
         value = intrinsics.ld_settled(x, n)
         intrinsics.wait_for_previous()
         intrinsics.st(y, value, intrinsics.ld(words, n))
+
+    def brought(x, words, y, n):
+        shared = cuda.shared.array(8, intrinsics.u32)
+        mbarrier.begin(shared, 0, intrinsics.i32(1))
+        mbarrier.expect(shared, 0, intrinsics.i32(16))
+        mbarrier.bring(shared, 4, words, n, intrinsics.i32(4), 0)
+        intrinsics.wait_for_previous()
+        mbarrier.wait(shared, 0, intrinsics.i32(0))
+        intrinsics.st(y, 0, intrinsics.as_f32(intrinsics.lds(shared, 4)))
+
+    def brought_early(x, words, y, n):
+        shared = cuda.shared.array(8, intrinsics.u32)
+        mbarrier.begin(shared, 0, intrinsics.i32(1))
+        mbarrier.expect(shared, 0, intrinsics.i32(16))
+        mbarrier.bring(shared, 4, x, n, intrinsics.i32(4), 0)
+        intrinsics.wait_for_previous()
+        mbarrier.wait(shared, 0, intrinsics.i32(0))
+        intrinsics.st(y, 0, intrinsics.as_f32(intrinsics.lds(shared, 4)))
     found = {}
-    for function in (early, constant, some, weights, asked, activations, settled, through_a_cache, another_settled):
+    for function in (early, constant, some, weights, asked, activations, settled, through_a_cache, another_settled, brought,
+                     brought_early):
         first = launch.I32 if "settled" in function.__name__ or function is through_a_cache else F32
         kernel = Kernel(function, (first, F32, F32, launch.N), 32, name=function.__name__)
         found[function.__name__] = overlap_violations(kernel, compile_ptx(kernel, (9, 0)), (9, 0))
-        assert not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))
-    wrong = {"early", "constant", "some", "through_a_cache", "another_settled"}
+        assert "brought" in function.__name__ or not overlap_violations(kernel, compile_ptx(kernel, (8, 0)), (8, 0))
+    wrong = {"early", "constant", "some", "through_a_cache", "another_settled", "brought_early"}
     assert {name for name, lines in found.items() if lines} == wrong, found
     assert len(found["early"]) >= 2
 
