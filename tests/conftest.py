@@ -4,7 +4,6 @@ import gc
 
 def pytest_configure():
     """What compiling leaves behind is much and in use: to look through it as often as Python does takes a fifth of all time."""
-    gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
