@@ -12,7 +12,6 @@ from .mmq_few import FewShape, mmq_few_qkv, qkv_shape
 from .mul_mat import FEWEST_OF_WARPGROUPS, block_us, check_sizes, fastest, few_us, limits, mul_mat_shape, product
 from .operands import is_quantized, qkv_of
 
-
 QKV_ROWS = 64  # of a block of one launch
 
 
@@ -27,11 +26,13 @@ def check(call: Call) -> None:
 def team_shape(names: tuple[str, ...], n_rows: tuple[int, ...], n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
                warpgroups: bool) -> Block | None:
     """The block of mmq_qkv where one launch is faster than others. names: formats of the matrices, of so many rows."""
-    all_have = set.intersection(*(set(team_blocks(name, shared_limit)) for name in names)) if warpgroups else set()
+    if n <= FEWEST_OF_WARPGROUPS or not warpgroups:
+        return None
+    all_have = set.intersection(*(set(team_blocks(name, shared_limit)) for name in names))
     teams = [block for block in sorted(all_have, key=astuple) if block.n_teams > 1]
-    alone = [block for block in hopper_blocks(names, shared_limit) if block.rows == QKV_ROWS] if warpgroups else []
+    alone = [block for block in hopper_blocks(names, shared_limit) if block.rows == QKV_ROWS]
     blocks = tuple(block for block in (*teams, *alone) if qkv_bytes(names, block) <= shared_limit)
-    if n <= FEWEST_OF_WARPGROUPS or not blocks:
+    if not blocks:
         return None
     device, together = (n_multiprocessors, shared_limit), QKV_ROWS * sum(-(-rows // QKV_ROWS) for rows in n_rows)
     us, block = fastest(names, blocks, together, n_cols, n, *device)
