@@ -29,6 +29,7 @@ class Faults:
         self.backend, self.buffer = backend, backend.empty(FAULT_BYTES)
         self.messages: list[Callable[[int, int], str]] = []  # of node number i + 1
         self.numbers: dict[Any, int] = {}
+        self.run, self.none_behind = 0, -1  # the number of the last run, and of one that is known to have left no error
 
     def register(self, call: Call, late_error: Callable) -> tuple[int, int]:
         """(address, number of the call's node). late_error: as of kernels/call.py.
@@ -42,15 +43,19 @@ class Faults:
         return int(self.buffer.handle), self.numbers[key]
 
     def forget(self) -> None:
-        self.backend.write(self.buffer, 0, np.zeros(FAULT_BYTES, np.uint8))
+        """Before a run. Nothing is queued where the run before is known to have left nothing."""
+        if self.none_behind != self.run:
+            self.backend.write(self.buffer, 0, np.zeros(FAULT_BYTES, np.uint8))
+        self.run += 1
 
     def read(self) -> Callable[[], None]:
-        pending = self.backend.read(self.buffer, 0, FAULT_BYTES)
+        pending, run = self.backend.read(self.buffer, 0, FAULT_BYTES), self.run
 
         def raise_error() -> None:
             number, i, found, _ = map(int, pending.result().view(np.int32))
             if number:
                 raise IndexError(self.messages[number - 1](i, found))
+            self.none_behind = run
         return raise_error
 
 

@@ -173,15 +173,18 @@ class Flight:
         """end: of its slot in the ring, counted through all rounds. source: kept alive until the copy is over.
         landing: what is left to do then."""
         self.driver, self.stream, self.end, self.source, self.landing = ring.driver, ring.stream, end, source, landing
-        self.event = None
+        self.event, self._is_over = None, False
 
     @property
     def is_done(self) -> bool:
-        return self.event is not None and self.event.is_done
+        self._is_over = self._is_over or (self.event is not None and self.event.is_done)
+        return self._is_over
 
     def wait(self) -> None:
-        self.driver.enter()
-        (self.event or self.stream).sync()
+        if not self._is_over:
+            self.driver.enter()
+            (self.event or self.stream).sync()
+            self._is_over = self.event is not None
 
     def land(self) -> None:
         """Once the copy is over, under the ring's lock."""

@@ -16,7 +16,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from itertools import accumulate, pairwise, permutations
+from itertools import permutations
 from math import inf
 from pathlib import Path
 from threading import RLock
@@ -45,6 +45,7 @@ from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat import encode_chat
 from . import completion
+from .batch import Batch, layout
 from .completion import Arguments, Generation, Piece, Prompt
 from .kept import Kept
 from .likelihood import Likelihood, Text, score_many
@@ -398,10 +399,10 @@ class Context:
             self._take_back()
             checked = self._checked_batch(batch)
             # rows of the result: for each sequence its last ones
-            n_rows = [{"all": len(ids), "argmaxes": len(ids), "none": 0}.get(logits, 1) for _, ids in checked]
+            n_rows = checked.counts if logits in ("all", "argmaxes") else (int(logits != "none"),) * len(checked.counts)
             wanted = "argmax" if logits.startswith("argmax") else "logits"
             results = self._decode(checked, n_rows, wanted)
-            empty = [np.empty((0, self.model.n_vocab), np.float32)] * len(checked)
+            empty = [np.empty((0, self.model.n_vocab), np.float32)] * len(checked.counts)
             return results[0] if results else empty
 
     def likelihoods(self, batch: Iterable[tuple[int, Tokens, Tokens]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -414,34 +415,41 @@ class Context:
             self._take_back()
             batch = list(batch)
             checked = self._checked_batch((seq_id, tokens) for seq_id, tokens, _ in batch)
-            targets = [self._checked_ids("targets", ids) if len(ids) else np.empty(0, np.int32) for _, _, ids in batch]
-            for (seq_id, ids), wanted in zip(checked, targets):
-                if len(wanted) > len(ids):
-                    raise UserError(f"targets: sequence {seq_id} has {len(wanted)} for {len(ids)} tokens; allowed: one for each")
-            results = self._decode(checked, [len(ids) for ids in targets], "likelihoods",
-                                   np.concatenate([*targets, np.empty(0, np.int32)]))
+            targets = [self._ids("targets", ids) if len(ids) else np.empty(0, np.int32) for _, _, ids in batch]
+            for seq_id, n, wanted in zip(checked.seq_ids, checked.counts, targets):
+                if len(wanted) > n:
+                    raise UserError(f"targets: sequence {seq_id} has {len(wanted)} for {n} tokens; allowed: one for each")
+            n_rows = tuple(len(ids) for ids in targets)
+            results = self._decode(checked, n_rows, "likelihoods", self._in_vocabulary("targets", targets))
             if not results:
                 return [(np.empty(0, np.float32), np.empty(0, np.int32)) for _ in batch]
             return [(found[:, 0], best) for found, best in zip(*results)]
 
-    def _checked_batch(self, batch: Iterable[tuple[int, Tokens]]) -> list[tuple[int, np.ndarray]]:
-        checked = [(seq_id, self._checked(seq_id, tokens)) for seq_id, tokens in batch]
-        if len({seq_id for seq_id, _ in checked}) != len(checked):
-            raise UserError(f"decode_batch: a sequence may occur once, got {[seq_id for seq_id, _ in checked]}")
-        return checked
+    def _checked_batch(self, batch: Iterable[tuple[int, Tokens]]) -> Batch:
+        seq_ids, ids_of_each = [], []
+        for seq_id, tokens in batch:
+            self._check_sequence(seq_id)
+            seq_ids.append(seq_id)
+            ids_of_each.append(self._ids("tokens", tokens))
+        if len({*seq_ids}) != len(seq_ids):
+            raise UserError(f"decode_batch: a sequence may occur once, got {seq_ids}")
+        ids = self._in_vocabulary("tokens", ids_of_each)
+        starts = tuple(self.memory.length(seq_id) for seq_id in seq_ids)
+        counts = tuple(each.size for each in ids_of_each)
+        for seq_id, used, n in zip(seq_ids, starts, counts):
+            if used + n > self.n_ctx:
+                raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {n} more do not fit")
+        return Batch(tuple(seq_ids), starts, counts, ids)
 
-    def _decode(self, batch: list[tuple[int, np.ndarray]], n_rows: list[int], wanted: str,
+    def _decode(self, batch: Batch, n_rows: tuple[int, ...], wanted: str,
                 targets: np.ndarray | None = None) -> list[list[np.ndarray]]:
         """Continue the sequences. Returns each output of a program (`wanted`, of `program`), of the last n_rows tokens of each
         sequence; nothing where no rows are wanted. targets: int32, one for each row."""
-        if not batch:
+        if not batch.seq_ids:
             return []
-        starts = [(seq_id, self.memory.length(seq_id)) for seq_id, _ in batch]
-        tokens = np.concatenate([ids for _, ids in batch])
-        seq = np.concatenate([np.full(len(ids), seq_id, np.int32) for seq_id, ids in batch])
-        pos = np.concatenate([np.arange(start, start + len(ids), dtype=np.int32) for (_, start), (_, ids) in zip(starts, batch)])
-        has_row = np.concatenate([np.arange(len(ids)) >= len(ids) - n for n, (_, ids) in zip(n_rows, batch)])
-        row = np.cumsum(has_row) - has_row  # of the result, that a token with a row has
+        tokens = batch.tokens
+        seq, within, results, micro_batches = layout(batch.seq_ids, batch.counts, n_rows, self.n_ubatch)
+        pos = np.repeat(np.array(batch.starts, np.int32), batch.counts) + within
         parts: list[list[np.ndarray]] = []  # of each micro-batch with rows, its outputs
         queued: deque[tuple[slice, Outputs]] = deque()
 
@@ -453,11 +461,10 @@ class Context:
             if rows:
                 parts.append(rows)
 
-        with self._undone_if_it_fails(starts):
-            for first in range(0, len(tokens), self.n_ubatch):
-                part = slice(first, first + self.n_ubatch)
-                outputs = self._queue(tokens[part], seq[part], pos[part], np.flatnonzero(has_row[part]), wanted,
-                                      None if targets is None else targets[row[part][has_row[part]], None])
+        with self._undone_if_it_fails(batch.seq_ids, batch.starts):
+            for part, rows, of_result, n_seq in micro_batches:
+                outputs = self._queue(tokens[part], seq[part], pos[part], rows, n_seq, wanted,
+                                      None if targets is None else targets[of_result, None])
                 queued.append((part, outputs))
                 # One is queued behind another; where several devices have layers, one for each of them
                 while len(queued) > (len(self.model.backends) if outputs.program.runs_ahead else 0):
@@ -465,7 +472,7 @@ class Context:
             while queued:
                 wait()
         whole = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*parts))
-        return [[out[first:last] for first, last in pairwise(accumulate(n_rows, initial=0))] for out in whole]
+        return [[out[rows] for rows in results] for out in whole]
 
     def greedy(self, token: int, n: int, seq_id: int = 0, see: Callable[[np.ndarray], None] | None = None) -> Iterator[int]:
         """Continue a sequence by `token` and what is likeliest after it: n ids, each what `decode([the one before], seq_id,
@@ -482,9 +489,9 @@ class Context:
                 with self._turn():
                     if ahead is None or ahead is not self.ahead:
                         self._take_back()
-                        ahead, ids = None, self._checked(seq_id, [token])
+                        ahead, ids = None, self._checked_batch([(seq_id, [token])]).tokens
                     position = ahead.position if ahead else self.memory.length(seq_id)
-                    with self._undone_if_it_fails([(seq_id, position)]):
+                    with self._undone_if_it_fails([seq_id], [position]):
                         self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids, wanted)
                         runs_ahead = left > 1 and position + 1 < self.n_ctx and step.outputs.program.runs_ahead
                         ahead = self._greedy_step(seq_id, position + 1, step.outputs, wanted) if runs_ahead else None
@@ -507,7 +514,7 @@ class Context:
 
     def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs, wanted: str) -> Step:
         seq, pos, row = np.array([[seq_id], [position], [0]], np.int32)
-        return Step(seq_id, position, self._queue(ids, seq, pos, row, wanted))
+        return Step(seq_id, position, self._queue(ids, seq, pos, row, 1, wanted))
 
     def _take_back(self) -> None:
         """The sequences are as if no step had been queued ahead; what it writes to its cell is not there for later ones."""
@@ -516,40 +523,38 @@ class Context:
             self.ahead = None
 
     @contextmanager
-    def _undone_if_it_fails(self, starts: list[tuple[int, int]]) -> Iterator[None]:
-        """starts: (sequence, position), to which the sequences are taken back."""
-        for seq_id, start in starts:
+    def _undone_if_it_fails(self, seq_ids: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
+        """starts: the positions to which the sequences are taken back."""
+        for seq_id, start in zip(seq_ids, starts):
             self.memory.hold(seq_id, start)
         try:
             yield
         except BaseException:
-            for seq_id, start in starts:
+            for seq_id, start in zip(seq_ids, starts):
                 self.memory.seq_rm(seq_id, start, self.n_ctx)
             raise
 
-    def _checked(self, seq_id: int, tokens: Tokens) -> np.ndarray:
-        self._check_sequence(seq_id)
-        ids = self._checked_ids("tokens", tokens)
-        used = self.memory.length(seq_id)
-        if used + ids.size > self.n_ctx:
-            raise UserError(f"context: sequence {seq_id} has {used} of {self.n_ctx} positions in use, {ids.size} more do not fit")
-        return ids
-
-    def _checked_ids(self, name: str, tokens: Tokens) -> np.ndarray:
+    def _ids(self, name: str, tokens: Tokens) -> np.ndarray:
+        """Integers of any kind, not yet looked at."""
         ids = np.asarray(tokens)
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
             raise UserError(f"{name}: must be a one-dimensional list of ids, at least one, got {ids.dtype} {list(ids.shape)}")
-        if ids.min() < 0 or ids.max() >= self.model.n_vocab:
-            raise UserError(f"{name}: must be 0 to {self.model.n_vocab - 1}, got "
-                            f"{ids[(ids < 0) | (ids >= self.model.n_vocab)][0]}")
+        return ids
+
+    def _in_vocabulary(self, name: str, ids_of_each: list[np.ndarray]) -> np.ndarray:
+        """int32, of all one behind the other."""
+        ids = np.concatenate([*ids_of_each, ()], dtype=np.int64, casting="unsafe")
+        if ids.size and ids.view(np.uint64).max() >= self.model.n_vocab:  # negative ones are large there
+            found = next(int(each) for ids in ids_of_each for each in ids if not 0 <= each < self.model.n_vocab)
+            raise UserError(f"{name}: must be 0 to {self.model.n_vocab - 1}, got {found}")
         return ids.astype(np.int32)
 
-    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, wanted: str = "logits",
-               targets: np.ndarray | None = None) -> Outputs:
+    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray,
+               rows: np.ndarray, n_seq: int, wanted: str = "logits", targets: np.ndarray | None = None) -> Outputs:
         hot = self.model.architecture.hot
         values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, **self._memory_values(seq, pos)}
         shape = len(seq), len(rows), wanted if len(rows) else "logits"
-        hidden, n_seq = self.observer is not None, len(np.unique(seq))
+        hidden = self.observer is not None
         apart = n_seq > 1 and len(seq) <= MOST_APART * n_seq
         with self.model.lock, using(self.n_threads_batch if len(seq) > 1 else None):
             if hot is not None:

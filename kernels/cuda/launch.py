@@ -42,6 +42,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
@@ -71,6 +72,7 @@ HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
 SMALL = 4096              # threads of a launch that lets the next one start at once, unless it is of clusters
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
+ASSEMBLERS = 4            # threads in which the driver assembles PTX
 
 
 @dataclass(frozen=True)
@@ -317,16 +319,24 @@ class Target:
         kept = [kept_ptx(code.kernel, self.cc) for code in waiting]
         missing = {code.kernel: code for code, ptx in zip(waiting, kept) if ptx is None}
         with compiled.running("this GPU", len(missing)):
-            if not alone:
-                with closing(self._compiled_elsewhere([kernel for kernel in missing if kernel.source])) as ready:
-                    for kernel in ready:
-                        compiled.add(1)
-                        with suppress(Exception):  # other launches are none the worse for it
-                            self._load(missing[kernel])
-            for code, ptx in zip(waiting, kept):
+            with ThreadPoolExecutor(ASSEMBLERS) as pool:
+                for code, ptx in zip(waiting, kept):
+                    if ptx is not None:
+                        pool.submit(self._load_or_leave, code, ptx)
+                if not alone:
+                    with closing(self._compiled_elsewhere([kernel for kernel in missing if kernel.source])) as ready:
+                        for kernel in ready:
+                            compiled.add(1)
+                            pool.submit(self._load_or_leave, missing[kernel])
+            for code in missing.values():
                 if code.handle is None:
-                    with suppress(Exception):
-                        self._load(code, ptx)
+                    self._load_or_leave(code)
+
+    def _load_or_leave(self, code: Code, ptx: str | None = None) -> None:
+        """Of any thread. What is wrong is said by the launch; others are none the worse for it."""
+        with suppress(Exception):
+            self.device.set_current()
+            self._load(code, ptx)
 
     def _compiled_elsewhere(self, kernels: list[Kernel]) -> Generator[Kernel, None, None]:
         """Those that workers compile, each when the disk cache has it."""

@@ -74,6 +74,39 @@ def test_an_error_is_of_its_run():
                 outputs[i].result()
 
 
+def test_what_is_known_to_be_zero_is_not_written():
+    """Where errors lie is cleared before a run unless the last one has told that it left none."""
+    program, values = graph(["up", "down"])
+    program.run(values)
+
+    def is_cleared():
+        del BACKEND.written[:]
+        outputs = program.queue(values)
+        return BACKEND.faults.buffer.handle in [address for address, _ in BACKEND.written], outputs
+    cleared, first = is_cleared()
+    assert not cleared
+    cleared, second = is_cleared()
+    assert cleared  # nobody has waited for the first one
+    first.result()
+    cleared, third = is_cleared()
+    assert cleared  # nor for the second one, and what the first one told is older
+    second.result(), third.result()
+    assert not is_cleared()[0]
+    BACKEND.left = 1, 0, 9, 0
+    with pytest.raises(IndexError, match="^up: token 0 has expert 9"):
+        program.run(values)
+    assert is_cleared()[0]
+    program.run(values)
+    BACKEND.left, launch = (1, 0, 9, 0), BACKEND.read
+    try:
+        BACKEND.read = lambda *given: 1 // 0
+        with pytest.raises(ZeroDivisionError):  # behind the kernels, before anything is asked of them
+            program.queue(values)
+    finally:
+        BACKEND.read = launch
+    program.run(values)
+
+
 def test_other_programs_do_not_ask():
     program, values = graph([])
     assert program.late == []

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import re
+import threading
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -361,6 +362,31 @@ def test_workers_are_expected_once_and_only_for_an_empty_cache(cache, monkeypatc
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_kernels_are_loaded_by_several_threads(alone, cache, monkeypatch):
+    """What the cache has, what workers bring and what they leave; one that is refused keeps nothing from the others."""
+    kernels = [KERNELS[name][0](*KERNELS[name][1]) for name in ("take_rows", "by_number[scale]", "binary[add]", "quantize")]
+    ptx = launch.cached_ptx(kernels[0], (9, 0))
+    target, loaded = object.__new__(launch.Target), {}
+    target.cc, target.device, target._waiting = (9, 0), SimpleNamespace(set_current=lambda: None), []
+
+    def brought(wanted):
+        assert wanted == kernels[1:]
+        yield from wanted[:2]
+
+    def load(code, ptx=None):
+        if code.kernel is kernels[1]:
+            raise RuntimeError("refused")
+        loaded[code.kernel] = ptx, threading.current_thread() is threading.main_thread()
+        code.handle = object()
+    target._compiled_elsewhere, target._load = brought, load
+    codes = [launch.Code(kernel, None) for kernel in kernels]
+    target._waiting = [*codes]
+    target.load(alone)
+    assert loaded == {kernels[0]: (ptx, False), kernels[2]: (None, alone), kernels[3]: (None, True)}
+    assert codes[1].handle is None and not target._waiting
+
+
 def test_workers_end_where_nothing_can_be_kept(cache, monkeypatch):
     """The process that wants the kernels compiles them itself then, and says so."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
@@ -440,7 +466,7 @@ def test_launches_load_together(cache, monkeypatch):
     monkeypatch.setattr(launch, "launch", lambda stream, config, handle, *args: launched.append(handle))
     monkeypatch.setattr(launch, "n_workers", lambda n, folder: min(n, 2) if n > 1 else 0)
     target = object.__new__(launch.Target)
-    target.cc, target._codes, target._waiting = (9, 0), {}, []
+    target.cc, target.device, target._codes, target._waiting = (9, 0), SimpleNamespace(set_current=lambda: None), {}, []
     target._allow_shared = lambda handle, n_bytes: allowed.append(n_bytes)
     scale, binary = KERNELS["by_number[scale]"][0]("scale"), KERNELS["binary[add]"][0]("add")
     first, same = (target.launch(scale, 1, 256, (0, 0, n, 2.0), shared) for n, shared in ((1, 64 << 10), (2, 60 << 10)))

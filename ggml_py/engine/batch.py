@@ -1,0 +1,47 @@
+"""Tokens of several sequences that are computed together, and the micro-batches that they are computed in."""
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Tokens that continue sequences, one sequence behind the other."""
+    seq_ids: tuple[int, ...]
+    starts: tuple[int, ...]  # the position of each sequence's first token
+    counts: tuple[int, ...]  # tokens of each
+    tokens: np.ndarray  # int32
+
+
+class MicroBatch(NamedTuple):
+    tokens: slice
+    rows: np.ndarray  # i64: those of the tokens that have a row of the result
+    of_result: slice  # these rows
+    n_seq: int  # sequences
+
+
+class Layout(NamedTuple):
+    """What all batches of these sequences, with as many tokens of each, have in common. Arrays are read-only."""
+    seq: np.ndarray  # int32: of each token, its sequence
+    within: np.ndarray  # int32: how many of the sequence's tokens are before it
+    results: list[slice]  # rows of each sequence
+    micro_batches: list[MicroBatch]
+
+
+@lru_cache(4)
+def layout(seq_ids: tuple[int, ...], counts: tuple[int, ...], n_rows: tuple[int, ...], n_ubatch: int) -> Layout:
+    """n_rows: of each sequence, how many of its last tokens have a row of the result. n_ubatch: tokens of a micro-batch."""
+    n_tokens, left = np.array(counts), np.array(n_rows)
+    seq = np.repeat(np.array(seq_ids, np.int32), n_tokens)
+    within = np.arange(len(seq), dtype=np.int32) - np.repeat((n_tokens.cumsum() - n_tokens).astype(np.int32), n_tokens)
+    has_row = within >= np.repeat(n_tokens - left, n_tokens)
+    micro_batches, row = [], 0
+    for first in range(0, len(seq), n_ubatch):
+        part = slice(first, first + n_ubatch)
+        rows = np.flatnonzero(has_row[part])
+        micro_batches.append(MicroBatch(part, rows, slice(row, row + len(rows)), len(np.unique(seq[part]))))
+        row += len(rows)
+    for array in seq, within, *(each.rows for each in micro_batches):
+        array.flags.writeable = False
+    return Layout(seq, within, [slice(*ends) for ends in pairwise(accumulate(n_rows, initial=0))], micro_batches)
