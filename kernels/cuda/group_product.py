@@ -10,11 +10,13 @@ loaded behind the `wait` for the one that had its registers, and used later, beh
 
 Integer scales are multiplied to the levels while these are unpacked (`splitter`), so that nothing is left to do before the end of
 a chunk. Sums that a float scale follows are taken by turns: one product runs while the sums of the other are followed up. The
-blocks of a chunk follow each other without a loop.
+blocks of a chunk follow each other without a loop. Two warpgroups may multiply by turns (`Turn`), so that one prepares scales and
+follows up its sums while the other multiplies.
 """
 from typing import NamedTuple
 
 from ...quant.formats import CHUNK, Format, format_of
+from . import mbarrier
 from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, prmt, shuffle, syncwarp, u32
 from .tile_product import (Factors, Form, TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum,
                            splitter, token_limbs)
@@ -32,6 +34,14 @@ def in_order(lane, a, b):
     v = shuffle(a if first else b, row | (q >> 1) | (odd << 1))
     w = shuffle(b if first else a, row | (q >> 1) | ((1 - odd) << 1))
     return w if odd else v, v if odd else w
+
+
+class Turn(NamedTuple):
+    """By which two warpgroups multiply by turns, for device functions: int32 words of shared memory at which barriers lie, that
+    for a warpgroup's own turn and that for the other one's; the parity of the phase at whose end its turn begins."""
+    own: object
+    other: object
+    parity: object
 
 
 class Constants(NamedTuple):
@@ -244,18 +254,25 @@ def chunk_folder(const: Constants):
     return fold
 
 
-def integer_multiplier(const: Constants):
-    """`group_product`'s multiply of a format with integer scales."""
+def integer_multiplier(const: Constants, by_turns: bool):
+    """`group_product`'s multiply of a format with integer scales. The other warpgroup's turn begins two blocks before the end of
+    one's own."""
     hold_scales, fold = scale_holder(const), chunk_folder(const)
     load_split, multiply_blocks = split_multiplier(const)
 
     @device
-    def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e):
+    def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e, turn):
         b, scales = place(shared, act), hold_scales(lane, half, shared, tile, scratch)
         w = load_split(lane, half, shared, tile, scales, 0)
+        if by_turns:
+            mbarrier.wait(shared, turn.own, turn.parity)
         w = multiply_blocks(lane, half, shared, tile, b, scales, 0, w, d, e)
         w = multiply_blocks(lane, half, shared, tile, b, scales, 2, w, d, e)
         w = multiply_blocks(lane, half, shared, tile, b, scales, 4, w, d, e)
+        if by_turns:
+            syncwarp()
+            if lane == 0:
+                mbarrier.arrive(shared, turn.other)
         multiply_blocks(lane, half, shared, tile, b, scales, 6, w, d, e)
         fold(lane, half, shared, tile, limbs, scratch, scales, acc, d, e)
     return multiply
@@ -343,7 +360,7 @@ def float_multiplier(const: Constants):
     follow, two_turns = scale_follower(const), turn_multiplier(const)
 
     @device
-    def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e):
+    def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e, turn):
         i, b = i32(0), place(shared, act)
         w = load_part(lane, half, shared, tile, i)
         start_part(d, shared, b, i, w, z)
@@ -386,10 +403,10 @@ def float_multiplier(const: Constants):
     return multiply
 
 
-def group_product(name: str, n_quads: int) -> TileProduct:
-    """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e): acc[2 quad + k] = acc of section 3, of row 16 half +
-    l / 4 + 8 k and token l % 4. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk to chunk.
-    n_quads: even."""
+def group_product(name: str, n_quads: int, by_turns: bool) -> TileProduct:
+    """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e, turn): acc[2 quad + k] = acc of section 3, of row 16
+    half + l / 4 + 8 k and token l % 4. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk to
+    chunk. n_quads: even. turn: `Turn`, looked at where by_turns."""
     unpack, n_entries, entry = shared_unpacker(name, 0)
     const = constants(name, unpack, n_quads)
-    return TileProduct(integer_multiplier(const) if const.form.integer else float_multiplier(const), n_entries, entry)
+    return TileProduct(integer_multiplier(const, by_turns) if const.form.integer else float_multiplier(const), n_entries, entry)

@@ -3,8 +3,8 @@
 A block takes `row_tiles` tiles of 32 rows and `groups` groups of `quads` quads of tokens, a warp for each tile and group
 (`tile_product`), or on Hopper two warps for each tile (`group_product`). It goes through the chunks of 256 columns: while one
 lies in a slot of shared memory and is multiplied, the weight tiles and activations of the next one are on their way to the other.
-One barrier a chunk; a warp's totals stay in registers. Two warpgroups of formats with float scales go each at its own pace
-instead (`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it.
+One barrier a chunk; a warp's totals stay in registers. Two warpgroups of most formats go each at its own pace instead
+(`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it.
 """
 from dataclasses import astuple, dataclass
 from functools import lru_cache
@@ -107,10 +107,18 @@ def most_quads(fmt: Format) -> int:
     return 16 if form(fmt) == Form(32, False, False, False) and not fmt.has_min else 8
 
 
+def takes_turns(fmt: Format, block: Block) -> bool:
+    """Whether two warpgroups multiply by turns (`group_product.Turn`): with integer scales that are prepared in shared memory.
+    Minima by integers are products of tensor cores, too."""
+    prepared = form(fmt).integer and not group_product.holds_scales(fmt, unpacker(fmt.name))
+    return block.n_teams == 1 and block.warpgroups and block.row_tiles > 2 and prepared and not fmt.has_min
+
+
 def is_paced(fmt: Format, block: Block) -> bool:
-    """Whether two warpgroups go each at its own pace, by barriers of the slots. With integer scales that is no faster, gate and
-    up are slower. Teams always do."""
-    return block.n_teams > 1 or (block.warpgroups and block.row_tiles > 2 and not form(fmt).integer)
+    """Whether two warpgroups go each at its own pace, by barriers of the slots. With integer scales that is no faster without
+    turns. Teams always do."""
+    two = block.warpgroups and block.row_tiles > 2
+    return block.n_teams > 1 or (two and not form(fmt).integer) or takes_turns(fmt, block)
 
 
 def chunk_slot(fmt: Format, block: Block) -> Slot:
@@ -160,7 +168,7 @@ def exchange(fmt: Format, block: Block) -> Exchange:
 
 def n_words(fmt: Format, block: Block) -> int:
     at = exchange(fmt, block)
-    return at.n_words if block.n_teams > 1 else at.sums
+    return at.n_words if block.n_teams > 1 else at.sums + 2 * mbarrier.WORDS * takes_turns(fmt, block)
 
 
 def shared_bytes(names: tuple[str, ...], block: Block) -> int:
@@ -454,6 +462,29 @@ def slot_barriers(fmt: Format, block: Block):
     return begin_barriers, end_barriers
 
 
+def turn_barriers(block: Block, at: int):
+    """(begin_turns, end_turns), (tid, shared): as of `slot_barriers`, of the two barriers for turns, from word `at` on. turn_at:
+    (warp, chunk) -> `group_product.Turn` of a warpgroup: the second one's turn begins behind that of the first, and the first
+    one's behind that of the second in the chunk before."""
+    words, n_warps = mbarrier.WORDS, block.n_warps // 2
+
+    @device
+    def begin_turns(tid, shared):
+        if tid < 2:
+            mbarrier.begin(shared, at + tid * words, n_warps)
+
+    @device
+    def end_turns(tid, shared):
+        if tid < 2:
+            mbarrier.end(shared, at + tid * words)
+
+    @device
+    def turn_at(warp, chunk):
+        second = warp >> 2
+        return group_product.Turn(i32(at + second * words), i32(at + (1 - second) * words), i32((chunk ^ second ^ 1) & 1))
+    return begin_turns, end_turns, turn_at
+
+
 def slot_filler(fmt: Format, block: Block, part: Part):
     """(find, fill, fill_tile, fill_tokens). fill: (tid, shared, to, turn, chunk, operands, found): the block starts the copies of
     a chunk, if there is one, to a slot that it fills for the turn-th time, by its parity. At its own pace a warpgroup waits here
@@ -511,21 +542,21 @@ def warp_placer(block: Block):
 
 
 def chunk_folder(fmt: Format, block: Block, multiply):
-    """(lane, warp, team, shared, now, total, acc, d, e): multiplies a warp's rows and tokens in the slot and adds them up: total
-    = fma(acc, d of the token, total). Teams leave that to `exchanger`. multiply: of `TileProduct`; d, e: int32 arrays in
-    registers, of a warpgroup's products."""
+    """(lane, warp, team, shared, now, total, acc, d, e, turn): multiplies a warp's rows and tokens in the slot and adds them up:
+    total = fma(acc, d of the token, total). Teams leave that to `exchanger`. multiply: of `TileProduct`; d, e: int32 arrays in
+    registers, of a warpgroup's products, and its `group_product.Turn`."""
     act_at, d_at, limbs_at, _, tiles_at = chunk_slot(fmt, block)
     warpgroups, quads, n_rows_lane, place_of = block.warpgroups, block.quads, block.n_rows_lane, warp_placer(block)
     tile_words, own_words, first_warp = tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(fmt.name)
     alone, n_warps = block.n_teams == 1, block.n_warps
 
     @stage
-    def fold_chunk(lane, warp, team, shared, now, total, acc, d, e):
+    def fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn):
         tile, half, group = place_of(warp)
         first_quad, scratch = i32(group * quads), i32(first_warp + (team * n_warps + warp) * own_words)
         tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
         if warpgroups:
-            multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e)
+            multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e, turn)
             for i in range(quads // 4 if alone else 0):
                 d0, d1, d2, d3 = lds4(shared, now + d_at + (lane & 3) * quads + 4 * i)
                 for k in range(n_rows_lane):
@@ -759,7 +790,10 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     """The body of a kernel, the products with one matrix: (words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out),
     last: of the last matrix."""
     fmt, warpgroups, slots, paced = format_of(name), block.warpgroups, block.slots, is_paced(format_of(name), block)
-    multiply, n_entries, entry = (group_product.group_product if warpgroups else tile_product)(name, block.quads)
+    by_turns, turns_at = takes_turns(fmt, block), exchange(fmt, block).sums
+    multiply, n_entries, entry = (group_product.group_product(name, block.quads, by_turns) if warpgroups
+                                  else tile_product(name, block.quads))
+    begin_turns, end_turns, turn_at = turn_barriers(block, turns_at)
     (find, fill, fill_tile, fill_tokens), fold_chunk = slot_filler(fmt, block, part), chunk_folder(fmt, block, multiply)
     store_totals = totals_writer(block, ending, part)
     (begin_barriers, end_barriers), (there, done) = slot_barriers(fmt, block), barrier_places(fmt, block)
@@ -805,6 +839,8 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         if paced:
             if team == 0:
                 begin_barriers(tid, shared, first)
+            if by_turns:
+                begin_turns(tid, shared)
             meet()
         if early:
             while copied < ahead * n_teams:  # the copies run ahead by so many chunks
@@ -821,8 +857,9 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         if teams > 1 and free > last_step + step - slot_words:
             free, free_turn = i32(free - ring_words), i32(1)
         # These warps fill slots behind their products, so that two warps of a scheduler are not at the same work; and those
-        # whose slot another team multiplies in the same turn, for which all must first have added the sums of the turn before
-        later = (team & 1 == 1 or team >= slots - teams) if teams > 1 else warpgroups and tid >= 128
+        # whose slot another team multiplies in the same turn, for which all must first have added the sums of the turn before;
+        # and those that multiply by turns, while the others may still follow up the sums of what lay there
+        later = (team & 1 == 1 or team >= slots - teams) if teams > 1 else warpgroups and (by_turns or tid >= 128)
         while chunk < n_chunks:
             if paced:
                 mbarrier.wait(shared, now + there, turn)
@@ -839,7 +876,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             if not warpgroups:
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
-            fold_chunk(lane, warp, team, shared, now, total, acc, d, e)
+            fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn_at(warp, chunk))
             if n_teams > 1:
                 send(tid, team, rank, shared, now, turn_of, n_chunks, acc)
             if paced:
@@ -873,6 +910,8 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             meet()  # none waits any more
             if team == 0:
                 end_barriers(tid, shared, first)
+            if by_turns:
+                end_turns(tid, shared)
             if n_teams > 1:
                 end_exchange(tid, team, shared)
     return run

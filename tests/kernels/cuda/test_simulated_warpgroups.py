@@ -38,7 +38,8 @@ def simulate_mmq(machine, name, n_cols):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n", [
     ("TQ2_0", 129, 1280, 65),
-    ("Q4_K", 100, 1024, 3)])  # whose sums are followed up behind a chunk
+    ("IQ4_XS", 129, 1280, 3),  # by turns
+    ("Q4_K", 100, 1024, 3)])   # whose sums are followed up behind a chunk, with a barrier for each
 def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
     """Warpgroups that go each at its own pace, and copy before and after their products; slots used again;
     rows and tokens beyond a block."""
@@ -77,9 +78,10 @@ def simulate_three_matrices(machine, names, n_rows, n, block, biased):
     check_mul_mat_qkv(machine, names, n_rows, 768, n, biased, block)
 
 
-def simulate_glu_slots(machine):
+@pytest.mark.parametrize("names", [("Q8_0", "Q4_K"), ("IQ4_XS", "Q3_K")])
+def simulate_glu_slots(machine, names):
     """Barriers of one matrix end before those of the next begin."""
-    check_mul_mat_glu(machine, "silu", ("Q8_0", "Q4_K"), 33, 512, 2, False, TWO_WARPGROUPS)
+    check_mul_mat_glu(machine, "silu", names, 33, 512, 2, False, TWO_WARPGROUPS)
 
 
 @pytest.mark.parametrize("name", ["Q6_K", "IQ3_S"])
