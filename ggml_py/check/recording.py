@@ -152,6 +152,7 @@ class RecordedContext(Context):
     def __init__(self, visit: Callable[[Node, Batch, Any], None], model, *, n_ctx: int, n_ubatch: int = N_UBATCH, **settings):
         super().__init__(model, n_ctx, n_ubatch, **settings)
         self.visit, self.replays = visit, dict.fromkeys(model.backends, self)  # `run` is called with the steps of a run of nodes
+        self.fills = False  # each row of a result is a token's
         for cache in self.cuda_graphs.values():
             cache.most = 1 << 20
         self.history: dict[tuple[int, int], bytes] = {}  # (sequence, next position) -> key of the token before it
@@ -160,7 +161,7 @@ class RecordedContext(Context):
         if self.office is not None:
             self.office = _Visits(self.office, self)
 
-    def _queue(self, tokens, seq, pos, rows, n_seq, wanted="logits", targets=None) -> Outputs:
+    def _queue(self, tokens, seq, pos, rows, n_seq, wanted="logits", targets=None, n_more=0) -> Outputs:
         if isinstance(tokens, Outputs):
             tokens, = tokens.result()  # keys are of ids
         keys = []
@@ -172,8 +173,8 @@ class RecordedContext(Context):
         self.sent = {}
         return super()._queue(tokens, seq, pos, rows, n_seq, wanted, targets)
 
-    def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
-        values = super()._memory_values(seq, pos)
+    def _memory_values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
+        values = super()._memory_values(seq, pos, n)
         self.batch.runs = values.get("runs")
         return values
 

@@ -21,6 +21,13 @@ class MicroBatch(NamedTuple):
     n_seq: int  # sequences
 
 
+def size_of(n: int) -> int:
+    """To how many tokens a micro-batch of n is filled up: up to 16 as it is, then multiples of 8, from 128 on of 16, from 256 on
+    of 32 and so on, so at most an eighth more behind 64."""
+    step = max(8, 1 << max(n.bit_length() - 4, 0))
+    return n if n <= 16 else -(-n // step) * step
+
+
 class Layout(NamedTuple):
     """What all batches of these sequences, with as many tokens of each, have in common. Arrays are read-only."""
     seq: np.ndarray  # int32: of each token, its sequence

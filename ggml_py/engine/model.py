@@ -14,7 +14,7 @@ loaded it: its contexts are refused in a forked one.
 """
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import permutations
 from math import inf
@@ -45,7 +45,7 @@ from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat import encode_chat
 from . import completion
-from .batch import Batch, layout
+from .batch import Batch, layout, size_of
 from .completion import Arguments, Generation, Piece, Prompt
 from .kept import Kept
 from .likelihood import Likelihood, Text, score_many
@@ -316,9 +316,9 @@ Observer = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
 
 
 class Step(NamedTuple):
-    """A greedy step of one token that is queued: the token's sequence and position, and the id to come."""
-    seq_id: int
-    position: int
+    """A greedy step of a token of each of several sequences that is queued: where the tokens are, and the ids to come."""
+    seq_ids: np.ndarray  # int32
+    positions: np.ndarray  # int32
     outputs: Outputs
 
 
@@ -366,6 +366,9 @@ class Context:
         self.settings = self.no_fuse, type_k, type_v, kv_write  # of a graph's key
         self.is_closed = False
         self.observer: Observer | None = None
+        # Each size of a micro-batch has a program and graphs of its own: to make them takes longer than a GPU takes for some
+        # tokens more
+        self.fills = all(backend.asynchronous for backend in model.backends.values())
         self.ahead: Step | None = None  # queued before anybody asked for it, and taken back when something else is asked for
         self.lock, self.is_half_done = RLock(), False
         lock_holders.add(self)
@@ -457,14 +460,14 @@ class Context:
             part, outputs = queued.popleft()
             rows = outputs.result()
             if self.observer is not None:
-                self.observer(tokens[part], seq[part], pos[part], rows.pop())
+                self.observer(tokens[part], seq[part], pos[part], rows.pop()[:len(seq[part])])
             if rows:
                 parts.append(rows)
 
         with self._undone_if_it_fails(batch.seq_ids, batch.starts):
             for part, rows, of_result, n_seq in micro_batches:
-                outputs = self._queue(tokens[part], seq[part], pos[part], rows, n_seq, wanted,
-                                      None if targets is None else targets[of_result, None])
+                filled, n_more = self._filled(tokens[part], seq[part], pos[part])
+                outputs = self._queue(*filled, rows, n_seq, wanted, None if targets is None else targets[of_result, None], n_more)
                 queued.append((part, outputs))
                 # One is queued behind another; where several devices have layers, one for each of them
                 while len(queued) > (len(self.model.backends) if outputs.program.runs_ahead else 0):
@@ -483,25 +486,51 @@ class Context:
         context. UserError for a NaN, and where the context ends, IndexError for an id that is no expert. If a step fails or is
         interrupted, the sequence is as before it.
         """
-        ahead, wanted = None, "argmax" if see is None else "both"
+        with closing(self._greedy([(seq_id, token)], n, "argmax" if see is None else "both")) as steps:
+            for (position,), ((id,), *others) in steps:
+                if id < 0:
+                    raise not_a_number(position + 1)
+                if see is not None:
+                    see(others[0][0])
+                yield int(id)
+
+    def greedy_batch(self, batch: Iterable[tuple[int, int]], n: int,
+                     more: Callable[[], bool] | None = None) -> Iterator[np.ndarray]:
+        """`greedy` of several sequences together, one micro-batch a step: [(seq_id, token), ...]. n times the ids of all, int32;
+        -1 where there is a NaN, which goes on as id 0.
+
+        more: is asked behind each step whether a further one is wanted. A step that is queued already is given all the same."""
+        with closing(self._greedy([*batch], n, "argmax", more)) as steps:
+            for _, (ids,) in steps:
+                yield ids
+
+    def _greedy(self, fed: Sequence[tuple[int, int]], n: int, wanted: str,
+                more: Callable[[], bool] | None = None) -> Generator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Of each step of `greedy_batch` the positions of what was fed, and the outputs, the ids first."""
+        if len(fed) > self.n_ubatch:
+            raise UserError(f"greedy_batch: {len(fed)} sequences are no micro-batch; allowed: up to {self.n_ubatch}")
+        ahead, ids = None, np.array([token for _, token in fed])
         try:
             for left in range(n, 0, -1):
                 with self._turn():
                     if ahead is None or ahead is not self.ahead:
                         self._take_back()
-                        ahead, ids = None, self._checked_batch([(seq_id, [token])]).tokens
-                    position = ahead.position if ahead else self.memory.length(seq_id)
-                    with self._undone_if_it_fails([seq_id], [position]):
-                        self.ahead, step = None, ahead or self._greedy_step(seq_id, position, ids, wanted)
-                        runs_ahead = left > 1 and position + 1 < self.n_ctx and step.outputs.program.runs_ahead
-                        ahead = self._greedy_step(seq_id, position + 1, step.outputs, wanted) if runs_ahead else None
-                        (token,), *others = step.outputs.result()
+                        batch = self._checked_batch((seq_id, [token]) for (seq_id, _), token in zip(fed, ids))
+                        ahead, seq_ids, positions = None, *np.array([batch.seq_ids, batch.starts], np.int32)
+                        ids = batch.tokens
+                    else:
+                        seq_ids, positions = ahead.seq_ids, ahead.positions
+                    with self._undone_if_it_fails(seq_ids, positions):
+                        self.ahead, step = None, ahead or self._greedy_step(seq_ids, positions, ids, wanted)
+                        runs_ahead = (left > 1 and step.outputs.program.runs_ahead and positions.max() + 1 < self.n_ctx
+                                      and (more is None or more()))
+                        ahead = self._greedy_step(seq_ids, positions + 1, step.outputs, wanted) if runs_ahead else None
+                        found = step.outputs.result()
                         self.ahead = ahead
-                if token < 0:
-                    raise not_a_number(position + 1)
-                if see is not None:
-                    see(others[0][0])
-                yield int(token)
+                ids = np.maximum(found[0], 0)
+                yield positions, found
+                if ahead is None and more is not None and not more():
+                    return
         finally:
             # Where another thread has its turn, that thread takes the step back. Waiting for it could be for ever: a garbage
             # collection may end this generator in a thread that holds another lock.
@@ -512,19 +541,22 @@ class Context:
                 finally:
                     self.lock.release()
 
-    def _greedy_step(self, seq_id: int, position: int, ids: np.ndarray | Outputs, wanted: str) -> Step:
-        seq, pos, row = np.array([[seq_id], [position], [0]], np.int32)
-        return Step(seq_id, position, self._queue(ids, seq, pos, row, 1, wanted))
+    def _greedy_step(self, seq_ids: np.ndarray, positions: np.ndarray, ids: np.ndarray | Outputs, wanted: str) -> Step:
+        rows = np.arange(len(seq_ids))
+        return Step(seq_ids, positions, self._queue(ids, seq_ids, positions, rows, len(rows), wanted))
 
     def _take_back(self) -> None:
-        """The sequences are as if no step had been queued ahead; what it writes to its cell is not there for later ones."""
+        """The sequences are as if no step had been queued ahead; what it writes to its cells is not there for later ones."""
         if self.ahead is not None:
-            self.memory.seq_rm(self.ahead.seq_id, self.ahead.position, self.n_ctx)
+            for seq_id, position in zip(self.ahead.seq_ids.tolist(), self.ahead.positions.tolist()):
+                self.memory.seq_rm(seq_id, position, self.n_ctx)
             self.ahead = None
 
     @contextmanager
-    def _undone_if_it_fails(self, seq_ids: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
+    def _undone_if_it_fails(self, seq_ids: Sequence[int] | np.ndarray,
+                            starts: Sequence[int] | np.ndarray) -> Iterator[None]:
         """starts: the positions to which the sequences are taken back."""
+        seq_ids, starts = np.array([seq_ids, starts]).tolist()
         for seq_id, start in zip(seq_ids, starts):
             self.memory.hold(seq_id, start)
         try:
@@ -549,13 +581,14 @@ class Context:
             raise UserError(f"{name}: must be 0 to {self.model.n_vocab - 1}, got {found}")
         return ids.astype(np.int32)
 
-    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray,
-               rows: np.ndarray, n_seq: int, wanted: str = "logits", targets: np.ndarray | None = None) -> Outputs:
-        hot = self.model.architecture.hot
-        values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, **self._memory_values(seq, pos)}
+    def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, n_seq: int,
+               wanted: str = "logits", targets: np.ndarray | None = None, n_more: int = 0) -> Outputs:
+        """n_more: tokens at the end that fill the micro-batch up."""
+        hot, n = self.model.architecture.hot, len(seq) - n_more
+        values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, **self._memory_values(seq, pos, n)}
         shape = len(seq), len(rows), wanted if len(rows) else "logits"
         hidden = self.observer is not None
-        apart = n_seq > 1 and len(seq) <= MOST_APART * n_seq
+        apart = n_seq > 1 and n <= MOST_APART * n_seq
         with self.model.lock, using(self.n_threads_batch if len(seq) > 1 else None):
             if hot is not None:
                 values |= hot.values()
@@ -565,8 +598,20 @@ class Context:
                 hot.queued(len(seq))
         return outputs
 
-    def _memory_values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
-        return self.memory.values(seq, pos)
+    def _filled(self, tokens: np.ndarray, seq: np.ndarray,
+                pos: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]:
+        """A micro-batch of a size of `size_of`, where its last sequence has room, and how many tokens were added. They go on with
+        that sequence, have no row of the result and are not marked as there, so nobody sees them."""
+        size = size_of(len(seq))
+        n_more = size - len(seq)
+        if not self.fills or not n_more or size > self.n_ubatch or pos[-1] + n_more >= self.n_ctx:
+            return (tokens, seq, pos), 0
+        more = np.arange(1, n_more + 1, dtype=np.int32)
+        return (np.concatenate([tokens, np.zeros_like(more)]), np.concatenate([seq, np.full_like(more, seq[-1])]),
+                np.concatenate([pos, pos[-1] + more])), n_more
+
+    def _memory_values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
+        return self.memory.values(seq, pos, n)
 
     def program(self, n_tokens: int, n_outputs: int, wanted: str = "logits", hidden: bool = False,
                 apart: bool = False) -> Program:

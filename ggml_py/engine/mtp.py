@@ -105,7 +105,7 @@ class MTP:
 
     def _queue(self, logits: str, tokens, hidden, pos: np.ndarray) -> Outputs:
         values = {"tokens": tokens, "hidden": hidden, "pos": pos, "out_ids": np.arange(len(pos), dtype=np.int32),
-                  **self.memory.values(np.zeros(len(pos), np.int32), pos)}
+                  **self.memory.values(np.zeros(len(pos), np.int32), pos, len(pos))}
         with self.model.lock:
             return self._program(len(pos), logits).queue(values, self.replays, (len(pos), logits))
 

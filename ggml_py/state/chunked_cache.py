@@ -23,8 +23,8 @@ class ChunkedKVCache(KVCache):
             graph.input("chunk", "i32", (n_tokens,))
             graph.input("chunk_pos", "i32", (n_tokens,))
 
-    def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
-        found = super().values(seq, pos)
+    def values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
+        found = super().values(seq, pos, n)
         if self.n_ctx > self.chunk:
             chunks = seq * (self.n_ctx // self.chunk) + pos // self.chunk
             found |= {"chunk": chunks.astype(np.int32), "chunk_pos": (pos % self.chunk).astype(np.int32)}

@@ -34,8 +34,8 @@ class HybridMemory:
         self.states.hold(seq_id, position)
         self.cache.hold(seq_id, position)
 
-    def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
-        return {**self.states.values(seq, pos), **self.cache.values(seq, pos)}
+    def values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
+        return {**self.states.values(seq, pos, n), **self.cache.values(seq, pos, n)}
 
     def length(self, seq_id: int) -> int:
         return self.cache.length(seq_id)

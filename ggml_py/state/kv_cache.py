@@ -125,11 +125,11 @@ class KVCache:
         for n in self.own_checkpoints[seq_id] - {position}:
             self._drop(seq_id, n)
 
-    def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
+    def values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
         if self.reused:
             self._keep_what_calls_go_back_to(seq, pos)
-        self.present[seq, pos] = 1
-        np.maximum.at(self.lengths, seq, pos + 1)
+        self.present[seq[:n], pos[:n]] = 1
+        np.maximum.at(self.lengths, seq[:n], pos[:n] + 1)
         np.maximum.at(self.written, seq, pos + 1)
         if self.kv_write == "cpy":
             rows = seq * self.ring_of_slot + pos % self.ring_of_slot

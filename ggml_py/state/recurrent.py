@@ -71,9 +71,11 @@ class RecurrentMemory:
     def hold(self, seq_id: int, position: int) -> None:
         self.kept[seq_id] = position
 
-    def values(self, seq: np.ndarray, pos: np.ndarray) -> dict[str, np.ndarray]:
+    def values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
+        """No run has the tokens that fill a micro-batch up: what recurrent layers make of them is whatever lay there."""
         runs = np.full((min(len(seq), self.n_seq_max), 3 + self.n_rollback), -1, np.int32)
         runs[:, :2] = 0
+        seq = seq[:n]
         firsts = [0, *(np.flatnonzero(np.diff(seq)) + 1), len(seq)]
         for run, first, end in zip(runs, firsts, firsts[1:]):
             seq_id, begin = int(seq[first]), int(pos[first])

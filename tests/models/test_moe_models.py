@@ -299,7 +299,7 @@ def test_nextn_blocks_on_request(without, tokens, tmp_path):
                           Arenas({"cpu": model.backend}))
         logits = lambda ids, hidden: program.run({"tokens": ids, "hidden": np.full((3, 64), hidden, np.float32), "pos": pos,
                                                   "out_ids": pos,
-                                                  **memory.values(np.zeros(3, np.int32), pos)})[0]
+                                                  **memory.values(np.zeros(3, np.int32), pos, 3)})[0]
         found = logits(tokens[:3], 1)
         assert found.shape == (3, 70) and np.isfinite(found).all() and found.std() > 0
         assert_bitwise_equal(logits(tokens[:3], 2), found, "the half that is ignored")

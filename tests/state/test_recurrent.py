@@ -258,11 +258,11 @@ def test_runs():
     """Which slots a micro-batch of three sequences reads and writes."""
     memory = RecurrentMemory({"cpu": CPUBackend()}, {0: {"conv": 4}}, ["cpu"], 50, 3, 2)
     seq, pos = np.repeat(np.int32([2, 0, 1]), [3, 1, 2]), np.int32([0, 1, 2, 0, 0, 1])
-    runs = memory.values(seq, pos)["runs"]
+    runs = memory.values(seq, pos, len(seq))["runs"]
     assert runs[:, :3].tolist() == [[0, 3, -1], [3, 1, -1], [4, 2, -1]]
     written = [set(run[3:]) - {-1} for run in runs]
     assert [len(each) for each in written] == [2, 1, 2]
     assert all(seq_id * 3 <= row < seq_id * 3 + 3 for seq_id, rows in zip((2, 0, 1), written) for row in rows)
     memory.hold(2, 3)
-    again = memory.values(np.int32([2]), np.int32([3]))["runs"]
+    again = memory.values(np.int32([2]), np.int32([3]), 1)["runs"]
     assert again.tolist() == [[0, 1, runs[0, 3], *again[0, 3:]]] and again[0, 3] not in (runs[0, 3],) and again[0, 4] == -1
