@@ -9,7 +9,7 @@ of a task and cuts texts at their stops. Batch size, device and placement change
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from inspect import signature
@@ -34,6 +34,7 @@ from .. import NUMERICS_VERSION, __version__
 from ..base.defaults import CHAT_DATE, DRAFT_MAX, MODEL
 from ..base.errors import ParameterError, UserError, printable
 from ..check.attestation import files_sha256, tokenizer_sha256
+from ..engine.completion import Generation
 from ..engine.likelihood import Likelihood, text_ids
 from ..engine.model import Model
 from ..engine.settings import check_context
@@ -63,7 +64,7 @@ class HarnessTokenizer:
 
 
 class Asked(NamedTuple):
-    """A text to generate.   requests: the numbers of those that ask for it.   arguments: of `Model.generate`."""
+    """A text to generate.   requests: the numbers of those that ask for it.   arguments: of `Model.generate_many`."""
     ids: list[int]
     requests: list[int]
     arguments: dict[str, Any]
@@ -73,10 +74,10 @@ class Asked(NamedTuple):
 class GGMLPy(TemplateLM):
     """pretrained: a GGUF file, or "smollm2".   hf: in its place a model of the hub, OWNER/NAME or OWNER/NAME:QUANT.
     device: "auto", "cpu", "cuda:N", several with / between.   n_ctx: positions at most; by default what the model was trained on.
-    batch_size: pairs that are scored side by side; "auto": as fit.   type_k, type_v: of the KV cache.   max_gen_toks: of tasks
-    that do not say.   seed: of tasks that draw.   draft, draft_max: as of `Model.generate`.   date, enable_thinking,
-    chat_template_args: for the chat template.   think_end_token: the text behind which answers begin.   placement: of
-    `placing.placement_of`."""
+    batch_size: pairs that are scored, and texts that are generated, side by side; "auto": as fit.   type_k, type_v: of the KV
+    cache.   max_gen_toks: of tasks that do not say.   seed: of tasks that draw.   draft, draft_max: as of `Model.generate`; texts
+    are then generated one after the other.   date, enable_thinking, chat_template_args: for the chat template.   think_end_token:
+    the text behind which answers begin.   placement: of `placing.placement_of`."""
 
     def __init__(self, pretrained: str | None = None, hf: str | None = None, device: str | None = None,  # noqa: PLR0913
                  n_ctx: int | None = None, batch_size: int | str | None = None, type_k: str = "f16", type_v: str = "f16",
@@ -99,7 +100,8 @@ class GGMLPy(TemplateLM):
         self.max_gen_toks = max_gen_toks
         # what a task does not set is off
         self.drawing: dict[str, Any] = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": -1,
-                                        "seed": seed, "draft": draft, "draft_max": draft_max}
+                                        "seed": seed}
+        self.drafting: dict[str, Any] = {} if draft is None else {"draft": draft, "draft_max": draft_max}
         self.types: dict[str, Any] = {"type_k": type_k, "type_v": type_v}
         self.date, self.think_end_token = date, think_end_token
         self.template_arguments = {**(chat_template_args or {}),
@@ -180,9 +182,7 @@ class GGMLPy(TemplateLM):
                     yield each
 
     def _scored(self, pairs: list[tuple[list[int], list[int]]], bar: tqdm) -> list[Likelihood]:
-        before = bar.n
-        show = lambda done, n: bar.update(before + len(pairs) * done // n - bar.n)
-        return self.model.score_many(pairs, n_seq_max=self.n_seq_max, progress=show, **self.types)
+        return self.model.score_many(pairs, n_seq_max=self.n_seq_max, progress=_shower(bar, len(pairs)), **self.types)
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Of too many ids the last max_length + 1. An empty context is `prefix_token_id`."""
@@ -196,23 +196,40 @@ class GGMLPy(TemplateLM):
         return context[max(n, 0):], continuation
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
-        """Requests that are equal ask for several samples, or, without a draw, for one text. Texts that begin alike follow each
-        other: what they share is decoded once."""
+        """Requests that are equal ask for several samples, or, without a draw, for one text. Texts with the same settings are
+        generated side by side; with drafts one after the other, those that begin alike behind each other."""
         same: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             same.setdefault(json.dumps(request.args, sort_keys=True, default=str), []).append(i)
+        alike: dict[str, list[Asked]] = {}
+        for places in same.values():
+            asked = self._asked(requests[places[0]].args, places)
+            alike.setdefault(json.dumps(asked.arguments, default=str), []).append(asked)
         answers = [""] * len(requests)
         with tqdm(total=len(requests), desc="Running generate_until requests", disable=disable_tqdm) as bar:
-            for asked in sorted((self._asked(requests[places[0]].args, places) for places in same.values()), key=itemgetter(0)):
-                places, draws = asked.requests, asked.arguments["temperature"] > 0
-                found = self.model.generate(asked.ids, n=len(places) if draws else 1, **asked.arguments, **self.types)
-                for i, completion in zip(places, cycle(found.completions)):
-                    answers[i] = postprocess_generated_text(completion.text, asked.arguments["stop"], self.think_end_token)
-                    self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
-                bar.update(len(places))
+            for every in alike.values():
+                every.sort(key=itemgetter(0))
+                for first in range(0, len(every), KEPT):
+                    part = every[first:first + KEPT]
+                    for asked, found in zip(part, self._generated(part, bar)):
+                        for i, completion in zip(asked.requests, cycle(found.completions)):
+                            answers[i] = postprocess_generated_text(completion.text, asked.arguments["stop"],
+                                                                    self.think_end_token)
+                            self.cache_hook.add_partial("generate_until", requests[i].args, answers[i])
         for text in answers:
             self._digest.update(text.encode("utf-8", "surrogateescape") + b"\0")
         return answers
+
+    def _generated(self, texts: list[Asked], bar: tqdm) -> Iterator[Generation]:
+        """Of texts with the same arguments."""
+        arguments = {**texts[0].arguments, **self.types}
+        if self.drafting:
+            for asked in texts:
+                yield self.model.generate(asked.ids, **arguments, **self.drafting)
+                bar.update(len(asked.requests))
+            return
+        yield from self.model.generate_many([asked.ids for asked in texts], n_seq_max=self.n_seq_max,
+                                            progress=_shower(bar, sum(len(asked.requests) for asked in texts)), **arguments)
 
     def _asked(self, args: tuple[str, dict], requests: list[int]) -> Asked:
         context, gen_kwargs = args
@@ -230,7 +247,9 @@ class GGMLPy(TemplateLM):
                                        f"{', '.join(SAMPLING)}")
         arguments = {**self.drawing, **{SAMPLING[name]: value for name, value in settings.items()}, "max_tokens": n,
                      "stop": stops}
-        return Asked(ids, requests, arguments if draws else {**arguments, "temperature": 0.0})
+        if not draws:
+            arguments["temperature"] = 0.0
+        return Asked(ids, requests, {**arguments, "n": len(requests) if arguments["temperature"] > 0 else 1})
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The source; of several the one of this name, which `apply_chat_template` then takes too."""
@@ -277,6 +296,12 @@ class GGMLPy(TemplateLM):
 
 
 ARGUMENTS = *list(signature(GGMLPy).parameters)[:-1], *PLACING
+
+
+def _shower(bar: tqdm, n_requests: int) -> Callable[[int, int], None]:
+    """(how many are done, of how many) moves the bar over so many requests."""
+    before = bar.n
+    return lambda done, n: bar.update(before + n_requests * done // n - bar.n)
 
 
 def _n_seq_max(batch_size: int | str | None) -> int | None:

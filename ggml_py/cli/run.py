@@ -41,7 +41,7 @@ def run(options, load_model) -> None:
     rollback = {"n_rollback": options.draft_max + 1} if source else {}
     with load(options, load_model, **({"nextn": True} if source == "mtp" else {})) as model:
         tokenizer, choice = model.tokenizer, choice_of(options, model.tokenizer)
-        wanted = {"stop": options.stop, "matcher": matcher_of(options, tokenizer)}
+        matcher = matcher_of(options, tokenizer)
         messages = [] if system is None else [{"role": "system", "content": system}]
         n_most = options.n_predict or (-1 if is_chat else 128)
         if is_chat:
@@ -60,26 +60,27 @@ def run(options, load_model) -> None:
                 from ..engine.conversation import Conversation
                 from .chat import chat
                 conversation = Conversation(context, tokenizer, encode, None if n_most < 0 else n_most, speculation,
-                                            **wanted)
+                                            options.stop, matcher)
                 conversation.messages = messages
                 chat(conversation, choice, text, options.chat, lambda *answer: tell_speed(options, *answer))
             else:
                 if options.echo:
                     print(text, end="")
-                said = continue_prompt(options, context, tokenizer, prompt, n_most, choice, speculation, wanted)
+                said = continue_prompt(options, context, tokenizer, prompt, n_most, choice, speculation, matcher)
     if options.timings and not is_chat:
         print(f"run: {said}", file=sys.stderr)
     if speculation is not None:
         print(f"run: {speculation.report()}", file=sys.stderr)
 
 
-def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int, choice, speculation, wanted: dict) -> str:
-    """Prints what continues it; returns the speed, and why it ended. wanted: of `pieces`, by name."""
-    from ..engine.completion import pieces
+def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int, choice, speculation, matcher) -> str:
+    """Prints what continues it; returns the speed, and why it ended. matcher: of `pieces`."""
+    from ..engine.completion import Wanted, pieces
     times = [working_time()]  # the beginning, then when each token was there
     new: list[int] = []
     text, reason = "", None
-    for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation, digest=options.json is not None, **wanted):
+    wanted = Wanted(tuple(options.stop), digest=options.json is not None)
+    for piece in pieces(context, tokenizer, prompt, n_most, choice, speculation, wanted, matcher=matcher):
         times += [working_time()] * len(piece.ids)
         text, reason = text + piece.text, piece.finish_reason
         new += piece.ids
@@ -89,7 +90,7 @@ def continue_prompt(options, context, tokenizer, prompt: list[int], n_most: int,
         write_json(options.json, context.model, tokens=[*prompt, *new], n_prompt=len(prompt), text=text, finish_reason=reason,
                    digest=piece.digest)
     full = f"-n {n_most} is reached" if (options.n_predict or 1) > 0 else f"the context of {context.n_ctx} tokens is full"
-    the_end = "the grammar is at its end" if wanted["matcher"].is_complete else "the model ended its text"
+    the_end = "the grammar is at its end" if matcher.is_complete else "the model ended its text"
     ended = {"length": full, "stop": "-r has come"}.get(reason or "", the_end)
     return f"{speed_of_run(len(prompt), times, end)}; {ended}"
 

@@ -4,13 +4,13 @@
 text, at a stop text, or at as many tokens as are asked for.
 """
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import groupby
 from numbers import Integral
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -32,14 +32,12 @@ Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
 MAX_TOKENS = 128
 
 
-class Arguments(TypedDict, total=False):
-    """Of `Model.generate`, which says what they mean; those that `stream` does not name are of `Sampling`."""
+class TextArguments(TypedDict, total=False):
+    """Of `Model.generate_many` and `Model.generate`, which says what they mean; those that `asked` does not name are of
+    `Sampling`."""
     max_tokens: int | None
     stop: str | Sequence[str]
     logprobs: int
-    echo: bool
-    draft: Any  # None, "ngram", "mtp" or a Model
-    draft_max: int
     n: int
     digest: bool
     grammar: Grammar | None
@@ -56,6 +54,13 @@ class Arguments(TypedDict, total=False):
     frequency_penalty: float
     repeat_last_n: int
     logit_bias: Mapping[int, float]
+
+
+class Arguments(TextArguments, total=False):
+    """Of `Model.generate`."""
+    echo: bool
+    draft: Any  # None, "ngram", "mtp" or a Model
+    draft_max: int
 
 
 @dataclass(frozen=True)
@@ -141,44 +146,79 @@ def token_logprob(row: np.ndarray, id: int, n_top: int) -> TokenLogprob:
     return TokenLogprob(id, chosen, tuple(zip(top.tolist(), others)))
 
 
-def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sampling: Sampling,  # noqa: PLR0913 (of `stream`)
-           speculation: Speculation | None = None, stop: Sequence[str] = (), logprobs: int = 0, digest: bool = False,
-           n_held: int = 0, matcher: Matcher = FREE, ends: Container[int] = ()) -> Iterator[Piece]:
-    """A completion of the prompt, a piece a token and a last one.   n_most: tokens at most.   n_held, matcher: of `generate`.
-    ends: tokens that end it as stop texts do."""
-    rows: deque[np.ndarray] = deque()
-    reason: Reason = "end"
-    hash = sha256()
+@dataclass(frozen=True)
+class Wanted:
+    """What of a completion is wanted.   ends: tokens that end it as stop texts do."""
+    stop: tuple[str, ...] = ()
+    logprobs: int = 0
+    digest: bool = False
+    ends: frozenset[int] = frozenset()
 
-    def see(row: np.ndarray) -> None:
-        if digest:
-            hash.update(np.ascontiguousarray(one_nan(row), "<f4").data)
-        if logprobs:
-            rows.append(row)
+    @property
+    def rows(self) -> bool:
+        """Whether it needs the logits that tokens are chosen from."""
+        return self.logprobs > 0 or self.digest
 
-    def is_end(token: int) -> bool:
-        nonlocal reason
-        reason = "stop" if token in ends else "end"
-        return token in ends or tokenizer.is_end_of_generation(token)
 
-    text, stops, n, stopped = Detokenizer(tokenizer), StopTexts(stop), 0, False
-    tokens = generate(context, prompt, n_most, sampling.forbidding(tokenizer.suppressed), is_end, speculation,
-                      see if logprobs or digest else None, n_held, matcher)
+class Writer:
+    """A completion that grows by one token after the other, and where it ends.   n_most: tokens at most.   stopped: whether a
+    stop text has come, behind which there is nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, n_most: int, index: int = 0, wanted: Wanted = Wanted(), matcher: Matcher = FREE):
+        self.tokenizer, self.n_most, self.index, self.wanted, self.matcher = tokenizer, n_most, index, wanted, matcher
+        self.text, self.stops, self.n, self.stopped = Detokenizer(tokenizer), StopTexts(wanted.stop), 0, False
+        self.rows: deque[np.ndarray] = deque()
+        self.reason: Reason = "end"
+        self.hash = sha256()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no token may follow."""
+        return self.stopped or self.n == self.n_most or self.matcher.is_complete
+
+    def see(self, row: np.ndarray) -> None:
+        """The logits, float32 [V], that the next token is chosen from."""
+        if self.wanted.digest:
+            self.hash.update(np.ascontiguousarray(one_nan(row), "<f4").data)
+        if self.wanted.logprobs:
+            self.rows.append(row)
+
+    def is_end(self, token: int) -> bool:
+        """Whether the next token ends the completion and is no part of it."""
+        self.reason = "stop" if token in self.wanted.ends else "end"
+        return token in self.wanted.ends or self.tokenizer.is_end_of_generation(token)
+
+    def add(self, token: int) -> Piece:
+        """The next token."""
+        self.n += 1
+        known = (token_logprob(self.rows.popleft(), token, self.wanted.logprobs),) if self.wanted.logprobs else ()
+        certain, self.stopped = self.stops.feed(self.text.feed(token))
+        return Piece(self.index, certain, (token,), known)
+
+    def finish(self) -> Piece:
+        """The last piece."""
+        rest, stopped = "", self.stopped
+        if not stopped:
+            rest, stopped = self.stops.feed(self.text.finish())
+            rest += "" if stopped else self.stops.held
+        if stopped or (self.n == self.n_most and not self.matcher.is_complete):
+            self.reason = "stop" if stopped else "length"
+        return Piece(self.index, rest, finish_reason=self.reason, digest=self.hash.hexdigest() if self.wanted.digest else None)
+
+
+def pieces(context, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int, sampling: Sampling,
+           speculation: Speculation | None = None, wanted: Wanted = Wanted(), n_held: int = 0,
+           matcher: Matcher = FREE) -> Iterator[Piece]:
+    """A completion of the prompt, a piece a token and a last one.   n_most: tokens at most.   n_held, matcher: of `generate`."""
+    writer = Writer(tokenizer, n_most, sampling.sample, wanted, matcher)
+    tokens = generate(context, prompt, n_most, sampling.forbidding(tokenizer.suppressed), writer.is_end, speculation,
+                      writer.see if wanted.rows else None, n_held, matcher)
     with closing(tokens):  # type: ignore[type-var]
         for token in tokens:
-            n += 1
-            known = (token_logprob(rows.popleft(), token, logprobs),) if logprobs else ()
-            certain, stopped = stops.feed(text.feed(token))
-            yield Piece(sampling.sample, certain, (token,), known)
-            if stopped:
+            yield writer.add(token)
+            if writer.stopped:
                 break
-    rest = ""
-    if not stopped:
-        rest, stopped = stops.feed(text.finish())
-        rest += "" if stopped else stops.held
-    if stopped or (n == n_most and not matcher.is_complete):
-        reason = "stop" if stopped else "length"
-    yield Piece(sampling.sample, rest, finish_reason=reason, digest=hash.hexdigest() if digest else None)
+    yield writer.finish()
 
 
 @contextmanager
@@ -200,8 +240,8 @@ def drafting(model, draft, n_ctx: int, draft_max: int = DRAFT_MAX, p_min: float 
         yield source and Speculation(source, draft_max)
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt) -> list[int]:
-    """Of a text, of a list of messages, or of ids; at least one."""
+def prompt_ids(tokenizer: Tokenizer, prompt, name: str = "prompt") -> list[int]:
+    """Of a text, of a list of messages, or of ids; at least one.   name: for messages."""
     if isinstance(prompt, str):
         ids = list(tokenizer.encode(prompt))
     elif is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
@@ -209,9 +249,9 @@ def prompt_ids(tokenizer: Tokenizer, prompt) -> list[int]:
     elif is_list(prompt) and all(isinstance(id, Integral) for id in prompt):
         ids = [int(id) for id in prompt]
     else:
-        raise ParameterError("prompt", f"must be a text, ids, or messages, got {prompt!r:.60}")
+        raise ParameterError(name, f"must be a text, ids, or messages, got {prompt!r:.60}")
     if not ids:
-        raise ParameterError("prompt", "has no tokens, allowed: at least one")
+        raise ParameterError(name, "has no tokens, allowed: at least one")
     return ids
 
 
@@ -223,38 +263,66 @@ def control_tokens(tokenizer: Tokenizer, texts: Iterable[str]) -> frozenset[int]
     return frozenset(id for id, *more in ids if not more and not tokenizer.token_bytes(id))
 
 
-def stream(model, prompt, max_tokens: int | None = MAX_TOKENS, stop: str | Sequence[str] = (),  # noqa: PLR0913 (`Model.generate`)
-           logprobs: int = 0, echo: bool = False, draft=None, draft_max: int = DRAFT_MAX, n: int = 1, digest: bool = False,
-           grammar: Grammar | None = None, n_ctx: int | None = None, type_k: str = "f16", type_v: str = "f16",
-           **sampling: Any) -> Iterator[Piece]:
-    """The pieces of `Model.generate`: of n completions, one after the other. Arguments are checked at once."""
-    if unknown := sampling.keys() - Arguments.__annotations__.keys():
-        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}; allowed: stream, "
-                        f"{', '.join(Arguments.__annotations__)}")
+class Asked(NamedTuple):
+    """What is asked for, of whatever prompt.   choices: of each completion.   types: of the KV cache."""
+    max_tokens: int | None
+    n_ctx: int | None
+    choices: list[Sampling]
+    wanted: Wanted
+    matcher: Matcher
+    types: dict[str, str]
+
+
+def asked(model, max_tokens: int | None = MAX_TOKENS, stop: str | Sequence[str] = (),
+          logprobs: int = 0, n: int = 1, digest: bool = False, grammar: Grammar | None = None, n_ctx: int | None = None,
+          type_k: str = "f16", type_v: str = "f16", **sampling: Any) -> Asked:
+    """Checked. `Model.generate` says what they mean."""
     stops = [stop] if isinstance(stop, str) else [*stop] if isinstance(stop, Iterable) else [stop]
     if not all(isinstance(each, str) and each for each in stops):
         raise ParameterError("stop", f"must be texts of at least one character, got {stop!r:.60}")
     for name, value, least in (("n", n, 1), ("logprobs", logprobs, 0), ("max_tokens", 0 if max_tokens is None else max_tokens, 0),
-                               ("n_ctx", 1 if n_ctx is None else n_ctx, 1), ("draft_max", draft_max, 1)):
-        if not isinstance(value, Integral) or value < least:
-            raise ParameterError(name, f"must be an integer, at least {least}, got {value!r}")
+                               ("n_ctx", 1 if n_ctx is None else n_ctx, 1)):
+        check_count(name, value, least)
     if grammar is not None and not isinstance(grammar, Grammar):
         raise ParameterError("grammar", f"must be None or a Grammar, such as Grammar.regex(...), got {grammar!r:.60}")
     choices = [Sampling(**sampling, sample=i) for i in range(n)]
-    ids = prompt_ids(model.tokenizer, prompt)
-    space = n_ctx or (model.n_ctx_train if max_tokens is None else min(len(ids) + max(max_tokens, 1), model.n_ctx_train))
+    wanted = Wanted(tuple(stops), int(logprobs), digest, control_tokens(model.tokenizer, stops))
+    return Asked(max_tokens, n_ctx, choices, wanted, grammar.matcher(model.tokenizer) if grammar else FREE,
+                 {"type_k": type_k, "type_v": type_v})
+
+
+def check_count(name: str, value, least: int) -> None:
+    if not isinstance(value, Integral) or value < least:
+        raise ParameterError(name, f"must be an integer, at least {least}, got {value!r}")
+
+
+def check_names(who: str, names: Iterable[str], allowed: Iterable[str]) -> None:
+    if unknown := {*names} - {*allowed}:
+        raise TypeError(f"{who}() got an unexpected keyword argument {min(unknown)!r}; allowed: {', '.join(allowed)}")
+
+
+def room(model, ids: Sequence[int], request: Asked, name: str = "prompt") -> tuple[int, int]:
+    """The positions that a prompt's completions may take with it, and the tokens of each at most.   name: for messages."""
+    max_tokens = request.max_tokens
+    space = request.n_ctx or (model.n_ctx_train if max_tokens is None else min(len(ids) + max(max_tokens, 1), model.n_ctx_train))
     if len(ids) >= space:
-        raise ParameterError("prompt", f"has {len(ids)} tokens, allowed: up to {space - 1} in a context of {space}")
-    n_most = space - len(ids) if max_tokens is None else min(max_tokens, space - len(ids))
-    matcher = grammar.matcher(model.tokenizer) if grammar else FREE
-    return _stream(model, prompt, ids, choices, n_most, space, echo, draft, draft_max, matcher,
-                   {"stop": stops, "logprobs": int(logprobs), "digest": digest, "ends": control_tokens(model.tokenizer, stops)},
-                   {"type_k": type_k, "type_v": type_v})
+        raise ParameterError(name, f"has {len(ids)} tokens, allowed: up to {space - 1} in a context of {space}")
+    return space, space - len(ids) if max_tokens is None else min(max_tokens, space - len(ids))
 
 
-def _stream(model, prompt, ids: list[int], choices: list[Sampling], n_most: int, n_ctx: int, echo: bool, draft,  # noqa: PLR0913
-            draft_max: int, matcher: Matcher, wanted: dict[str, Any], types: dict[str, str]) -> Iterator[Piece]:
-    n_logprobs, before = wanted["logprobs"], len(ids) - 1
+def stream(model, prompt, echo: bool = False, draft=None, draft_max: int = DRAFT_MAX, **arguments: Any) -> Iterator[Piece]:
+    """The pieces of `Model.generate`: of n completions, one after the other. Arguments are checked at once."""
+    check_names("generate", arguments, ["stream", *Arguments.__annotations__])
+    check_count("draft_max", draft_max, 1)
+    request = asked(model, **arguments)
+    ids = prompt_ids(model.tokenizer, prompt)
+    return _stream(model, prompt, ids, request, *room(model, ids, request), echo, draft, draft_max)
+
+
+def _stream(model, prompt, ids: list[int], request: Asked, n_ctx: int, n_most: int, echo: bool, draft,
+            draft_max: int) -> Iterator[Piece]:
+    _, _, choices, wanted, matcher, types = request
+    n_logprobs, before = wanted.logprobs, len(ids) - 1
     echoed = Piece(0, "")
     with (model.kept.text(n_ctx, LEAST_ROLLBACK if draft is None else draft_max + 1, **types) as text,
           drafting(model, draft, n_ctx, draft_max, 0.0, **types) as speculation):
@@ -280,8 +348,7 @@ def _stream(model, prompt, ids: list[int], choices: list[Sampling], n_most: int,
                 yield Piece(choice.sample, echoed.text, echoed.ids, echoed.logprobs)
             context.keep(0, n_held)
             text.tokens = [*ids]
-            for piece in pieces(context, model.tokenizer, ids, n_most, choice, speculation, n_held=n_held,
-                                matcher=matcher.fresh(), **wanted):
+            for piece in pieces(context, model.tokenizer, ids, n_most, choice, speculation, wanted, n_held, matcher.fresh()):
                 text.tokens += piece.ids
                 yield piece
 

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..base.errors import UserError
 from ..tokenizer import Tokenizer
-from .completion import Piece, pieces
+from .completion import Piece, Wanted, pieces
 from .grammar import FREE, Matcher
 from .likelihood import shared
 from .sampling import Sampling
@@ -45,8 +45,8 @@ class Conversation:
         text, n_most = "", space if self.n_most is None else min(self.n_most, space)
         try:
             n_held = self._decode(prompt)
-            for piece in pieces(self.context, self.tokenizer, prompt, n_most, sampling, self.speculation, self.stop,
-                                n_held=n_held, matcher=self.matcher.fresh()):
+            for piece in pieces(self.context, self.tokenizer, prompt, n_most, sampling, self.speculation,
+                                Wanted(tuple(self.stop)), n_held, self.matcher.fresh()):
                 text += piece.text
                 self.ids += piece.ids
                 yield piece

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import fsum
 from numbers import Integral
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from .settings import Settings, new_context
 
 Ids = tuple[int, ...]
 Pair = tuple[Ids, Ids]  # of a context, at least one, and of its continuation
+Leaf = tuple[Ids, Any]  # a context, and what goes on with its last token: of a `Pair` the continuation
 Text = str | Sequence[int] | np.ndarray
 
 LEAST_SHARED = 16  # positions: copying fewer, and waiting for them, takes longer than decoding them again
@@ -99,33 +102,50 @@ def n_positions(pair: Pair) -> int:
 
 @dataclass
 class Branch:
-    """What several sequences begin with.   tokens: from the first position on.   pairs: those whose contexts end one token behind
-    it.   branches: what other sequences that begin so go on with."""
+    """What several sequences begin with.   tokens: from the first position on.   leaves: those whose contexts end one token
+    behind it.   branches: what other sequences that begin so go on with."""
     tokens: Ids = ()
-    pairs: list[Pair] = field(default_factory=list)
+    leaves: list[Leaf] = field(default_factory=list)
     branches: list["Branch"] = field(default_factory=list)
 
     @property
-    def parts(self) -> list["Branch | Pair"]:
-        return [*self.branches, *self.pairs]
+    def parts(self) -> list["Branch | Leaf"]:
+        return [*self.branches, *self.leaves]
 
 
-def tree(pairs: Sequence[Pair]) -> Branch:
-    """Of pairs in the order of their contexts without the last token, behind which the part begins that is a pair's own."""
+def tree(leaves: Sequence[Leaf]) -> Branch:
+    """Of leaves in the order of their contexts without the last token, behind which the part begins that is a leaf's own."""
     root = Branch()
-    left = [(root, [*pairs])]
+    left = [(root, [*leaves])]
     while left:
-        above, pairs = left.pop()
-        beginnings = {pair: pair[0][len(above.tokens):-1][:LEAST_SHARED] for pair in pairs}
-        for _, alike in groupby(pairs, beginnings.__getitem__):
-            group = [*alike]
-            first, last = (pair[0][:-1] for pair in (group[0], group[-1]))
+        above, below = left.pop()
+        beginnings = [leaf[0][len(above.tokens):-1][:LEAST_SHARED] for leaf in below]
+        for _, alike in groupby(zip(beginnings, below), itemgetter(0)):
+            group = [leaf for _, leaf in alike]
+            first, last = (leaf[0][:-1] for leaf in (group[0], group[-1]))
             if first == above.tokens:
-                above.pairs += group
+                above.leaves += group
             else:
                 above.branches.append(Branch(first[:shared(first, last)]))
                 left.append((above.branches[-1], group))
     return root
+
+
+def levels(context, level: list[tuple[int, Branch | Leaf]], fresh: Iterator[int]) -> Iterator[list[tuple[int, Branch | Leaf]]]:
+    """Sequences of a context, and what each goes on with: those of `level`, then those that branch off there, which begin with
+    copies. Whoever is given some decodes them before asking for more.   fresh: sequences for what branches off."""
+    while level:
+        yield level
+        below: list[tuple[int, Branch | Leaf]] = []
+        for slot, each in level:
+            if not isinstance(each, Branch):
+                continue
+            for i, part in enumerate(each.parts):
+                to = slot if i == 0 else next(fresh)
+                if to != slot:
+                    context.seq_cp(slot, to, len(each.tokens))
+                below.append((to, part))
+        level = below
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -145,23 +165,13 @@ class Scorer:
         """At most a pair for each sequence."""
         root, (held, has), self.held = tree(pairs), self.held, (0, ())
         fresh = iter([held, *(slot for slot in range(self.context.memory.n_seq_max) if slot != held)])
-        level: list[tuple[int, Branch | Pair]] = []  # a sequence, and what it goes on with
+        level: list[tuple[int, Branch | Leaf]] = []  # a sequence, and what it goes on with
         for i, each in enumerate(root.parts):
             slot = next(fresh)
             self.context.keep(slot, self._kept(slot, has, root) if i == 0 else 0)
             level.append((slot, each))
-        while level:
-            yield from self._decode(level)
-            below: list[tuple[int, Branch | Pair]] = []
-            for slot, each in level:
-                if not isinstance(each, Branch):
-                    continue
-                for i, part in enumerate(each.parts):
-                    to = slot if i == 0 else next(fresh)
-                    if to != slot:
-                        self.context.seq_cp(slot, to, len(each.tokens))
-                    below.append((to, part))
-            level = below
+        for now in levels(self.context, level, fresh):
+            yield from self._decode(now)
 
     def _kept(self, slot: int, has: Ids, root: Branch) -> int:
         """How many positions of what a sequence has go on with the first branches. Others can be copied from where these end."""
@@ -174,7 +184,7 @@ class Scorer:
             n = min(n, *ends[1:2])
         return self.context.reachable(slot, n)
 
-    def _decode(self, level: list[tuple[int, Branch | Pair]]) -> Iterator[tuple[Pair, Likelihood]]:
+    def _decode(self, level: list[tuple[int, Branch | Leaf]]) -> Iterator[tuple[Pair, Likelihood]]:
         batch, scored = [], []
         for slot, each in level:
             context, targets = (each.tokens, ()) if isinstance(each, Branch) else each

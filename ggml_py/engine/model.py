@@ -46,7 +46,8 @@ from ..tokenizer import Tokenizer
 from ..tokenizer.chat import encode_chat
 from . import completion
 from .batch import Batch, layout, size_of
-from .completion import Arguments, Generation, Piece, Prompt
+from .completion import Arguments, Generation, Piece, Prompt, TextArguments
+from .generate_many import generate_many
 from .kept import Kept
 from .likelihood import Likelihood, Text, score_many
 from .sampling import not_a_number
@@ -195,6 +196,20 @@ class Model:
         self._check_open()
         found = completion.stream(self, prompt, **arguments)
         return found if stream else completion.joined(completion.prompt_ids(self.tokenizer, prompt), found)
+
+    def generate_many(self, prompts: Iterable[Prompt], *, n_seq_max: int | None = None,
+                      progress: Callable[[int, int], None] | None = None,
+                      **arguments: Unpack[TextArguments]) -> list[Generation]:
+        """Continue many prompts side by side: of each what `generate` gives with these arguments, bit for bit, in the order of
+        the prompts; of many, several times as fast.
+
+        A prompt is what `generate` takes, and so are the arguments but for stream, echo, draft and draft_max. A text that ends
+        makes room for the next prompt; what prompts begin with alike is computed once.   n_seq_max: texts side by side; None: up
+        to 64, as fit into half of the GPU's free memory, on a CPU into 1 GiB of KV cache.   progress: is told how many different
+        texts are done, and how many there are.
+        ParameterError as of `generate`, which names the prompt; UserError for logits that hold NaN."""
+        self._check_open()
+        return generate_many(self, prompts, n_seq_max, progress, **arguments)
 
     @overload
     def chat(self, messages: Sequence[Mapping], *, stream: Literal[False] = False, **arguments: Any) -> Generation: ...

@@ -146,8 +146,12 @@ def test_a_stop_may_be_a_control_token(tiny):
     def generate(context, prompt, n, sampling, is_end, *rest):
         yield from takewhile(lambda token: not is_end(token), said)
 
+    def greedy_batch(context, batch, n, more):
+        yield from ([id] * len(batch) for id in [*said, EOS])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ggml_py.engine.completion.generate", generate)
+        patch.setattr("ggml_py.engine.model.Context.greedy_batch", greedy_batch)
         one = lambda until: lm.generate_until(requests("generate_until", ("then", {"until": until, "max_gen_toks": 9})),
                                               disable_tqdm=True)
         assert one([]) == ["abc"] and one(["<|user|>"]) == ["ab"] and one(["bx", "<|user|>"]) == ["ab"]

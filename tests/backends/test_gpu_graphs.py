@@ -9,6 +9,7 @@ import pytest
 import goldens
 import smollm2
 from cuda_simulator import no_gpu
+from ggml_py.base.defaults import TEXT
 from ggml_py.base.errors import UserError
 from ggml_py.engine.model import Model
 from ggml_py.graph.fuse import PASSES
@@ -59,7 +60,7 @@ def both(model, play, **settings):
 
 @pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0"), ("f32", "f32"), ("q8_0", "f32")], ids=str)
 def test_over_edges_of_pieces(tiny, types, kv_write):
-    """Tokens at positions 250 to 269, 505 to 524 and 765 to 769."""
+    """Tokens at positions 250 to 269, 505 to 524 and 765 to 769; the parts before are filled up to 256, 240 and 240."""
     def play(context):
         found, done = [], 0
         for start, n in ((250, 20), (505, 20), (765, 5)):
@@ -68,7 +69,7 @@ def test_over_edges_of_pieces(tiny, types, kv_write):
             done = start + n
         return found
     counters = both(tiny, play, n_ctx=800, type_k=types[0], type_v=types[1], kv_write=kv_write)
-    assert counters.captures == 1 and counters.replays == 45 - 1
+    assert counters.captures == 2 and counters.replays == 45 - 1 + 1
 
 
 def test_verification_and_several_sequences(tiny, kv_write):
@@ -118,6 +119,18 @@ def test_greedy(smol, graphs, kv_write):
             assert context.counters.captures >= 1 and context.counters.replays >= 30
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert_bitwise_equal(np.asarray(a), np.asarray(b), f"{i}")
+
+
+@pytest.mark.parametrize("arguments", [dict(), dict(temperature=0.9, seed=4, n=2), dict(logprobs=1, digest=True)], ids=str)
+def test_texts_side_by_side(smol, arguments):
+    """They are what they are one by one: steps of several sequences ahead, other widths, prompts that begin later."""
+    words = TEXT.read_text().split()
+    prompts = [" ".join(words[:40] * (i % 3 == 0) + words[7 * i:7 * i + 5 + i % 11]) for i in range(30)]
+    arguments = {"max_tokens": 24, "stop": [".", ";"], **arguments}
+    found = smol.generate_many(prompts, n_seq_max=12, **arguments)
+    assert found == [smol.generate(prompt, **arguments) for prompt in prompts]
+    assert len({len(each.ids) for each in found}) > 8
+    assert found[:4] == smol.generate_many(prompts[:4], **arguments)
 
 
 def test_greedy_ends_with_a_nan(tmp_path):

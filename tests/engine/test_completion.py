@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from tiny_models import write_model
 
 from ggml_py import Grammar, Model, ParameterError, Sampling, UserError
-from ggml_py.engine.completion import Arguments, StopTexts, joined, stream
+from ggml_py.engine.completion import Arguments, StopTexts, asked, joined, stream
 from ggml_py.engine.sampling import adjusted
 from ggml_py.tokenizer import Detokenizer
 
@@ -196,8 +196,8 @@ def test_a_real_model(tmp_path):
                 assert tuple(known.logprob for known in each.logprobs[1:]) == scored.logprobs
             assert model.generate([1, 2, 3], max_tokens=8, draft="ngram", **sampling).ids == whole.ids[3:]
             assert model.generate([1, 2, 3], max_tokens=8, draft=model, **sampling).ids == whole.ids[3:]
-        parameters = {*signature(stream).parameters, *Sampling.__dataclass_fields__}
-        assert {*Arguments.__annotations__} == parameters - {"model", "prompt", "sampling", "sample"}
+        parameters = {*signature(stream).parameters, *signature(asked).parameters, *Sampling.__dataclass_fields__}
+        assert {*Arguments.__annotations__} == parameters - {"model", "prompt", "arguments", "sampling", "sample"}
 
 
 def test_a_model_without_a_vocabulary_goes_on_from_ids_to_ids(tmp_path):

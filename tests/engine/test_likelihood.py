@@ -100,11 +100,11 @@ def test_trees():
     p, q = tuple(range(16)), tuple(range(16, 33))
     root = tree([((*p, 1), (2,)), ((*p, *q, 1), (2,)), ((*p, *q, 1), (3,)), ((*p, *q[:16], 50, 1), (2,))])
     stem, = root.branches
-    assert stem.tokens == p and len(stem.pairs) == 1 and not root.pairs
+    assert stem.tokens == p and len(stem.leaves) == 1 and not root.leaves
     fork, = stem.branches
     assert fork.tokens == (*p, *q[:16]) and [each.tokens for each in fork.branches] == [(*p, *q), (*p, *q[:16], 50)]
-    assert [len(each.pairs) for each in fork.branches] == [2, 1]
-    (pair,) = tree([((1,), (2,))]).pairs
+    assert [len(each.leaves) for each in fork.branches] == [2, 1]
+    (pair,) = tree([((1,), (2,))]).leaves
     assert pair == ((1,), (2,))
 
 
