@@ -113,3 +113,16 @@ def test_generation_ends_without_the_end_token_and_decodes_nothing_in_vain():
 def test_the_largest_are_those_of_a_stable_sort(values, n):
     x = np.float32(values)
     assert largest(x, n).tolist() == np.argsort(-x, kind="stable")[:n].tolist()
+
+
+@pytest.mark.parametrize("n_nan", [0, 1, 200, 1990])
+@pytest.mark.parametrize("n", [1, 3, 40, 62, 63, 200, 1999])
+def test_the_largest_of_many(n, n_nan):
+    """By groups and without: equal values, zeros of both signs, infinities and NaN, the largest in one group or in all."""
+    rng = np.random.default_rng(n + n_nan)
+    for x in (rng.standard_normal(2000), rng.integers(-3, 4, 2000) * rng.choice([1.0, -1.0], 2000), np.arange(2000) % 640,
+              np.where(np.arange(2000) % 16 == 5, 9, rng.standard_normal(2000)), np.full(2000, -np.inf)):
+        x = x.astype(np.float32)
+        x[rng.integers(0, 2000, 5)] = np.inf, -np.inf, 0.0, -0.0, np.inf
+        x[rng.permutation(2000)[:n_nan]] = np.nan
+        assert largest(x, n).tolist() == np.argsort(-x, kind="stable")[:n].tolist()
