@@ -100,7 +100,7 @@ class SideBySide:
         level = [(self._place(begins(part), free), part) for part in parts]
         for each in levels(self.context, level, iter(free)):
             batch = []
-            for i, part in each:
+            for i, part in sorted(each, key=lambda pair: -len(begins(pair[1]))):  # the shortest last, as in `Scorer`
                 tokens = begins(part)
                 if rest := tokens[self.context.memory.length(i):]:
                     batch.append((i, rest))

@@ -185,15 +185,16 @@ class Scorer:
         return self.context.reachable(slot, n)
 
     def _decode(self, level: list[tuple[int, Branch | Leaf]]) -> Iterator[tuple[Pair, Likelihood]]:
-        batch, scored = [], []
+        asked = []
         for slot, each in level:
             context, targets = (each.tokens, ()) if isinstance(each, Branch) else each
             fed = context if isinstance(each, Branch) else (context + targets)[:-1]
             if tokens := fed[self.context.memory.length(slot):]:
-                batch.append((slot, tokens, targets))
-                scored.append(each)
+                asked.append((len(fed), each, (slot, tokens, targets)))
             self.held = max(self.held, (slot, fed), key=lambda held: held[1])
-        for each, (logprobs, best) in zip(scored, self.context.likelihoods(batch)):
+        # the shortest last: there is room to fill a micro-batch up
+        asked.sort(key=itemgetter(0), reverse=True)
+        for (_, each, _), (logprobs, best) in zip(asked, self.context.likelihoods(each for *_, each in asked)):
             if not isinstance(each, Branch):
                 yield each, Likelihood(each[1], tuple(logprobs.tolist()), best.tolist() == [*each[1]])
 

@@ -469,21 +469,26 @@ class Context:
         seq, within, results, micro_batches = layout(batch.seq_ids, batch.counts, n_rows, self.n_ubatch)
         pos = np.repeat(np.array(batch.starts, np.int32), batch.counts) + within
         parts: list[list[np.ndarray]] = []  # of each micro-batch with rows, its outputs
-        queued: deque[tuple[slice, Outputs]] = deque()
+        queued: deque[tuple[slice, slice | np.ndarray, Outputs]] = deque()
 
         def wait() -> None:
-            part, outputs = queued.popleft()
+            part, wanted_ones, outputs = queued.popleft()
             rows = outputs.result()
             if self.observer is not None:
                 self.observer(tokens[part], seq[part], pos[part], rows.pop()[:len(seq[part])])
             if rows:
-                parts.append(rows)
+                parts.append([each[wanted_ones] for each in rows])
 
         with self._undone_if_it_fails(batch.seq_ids, batch.starts):
             for part, rows, of_result, n_seq in micro_batches:
                 filled, n_more = self._filled(tokens[part], seq[part], pos[part])
-                outputs = self._queue(*filled, rows, n_seq, wanted, None if targets is None else targets[of_result, None], n_more)
-                queued.append((part, outputs))
+                rows, wanted_ones = self._filled_rows(rows, len(filled[0]))
+                ids = None
+                if targets is not None:
+                    ids = np.zeros((len(rows), 1), np.int32)
+                    ids[wanted_ones, 0] = targets[of_result]
+                outputs = self._queue(*filled, rows, n_seq, wanted, ids, n_more)
+                queued.append((part, wanted_ones, outputs))
                 # One is queued behind another; where several devices have layers, one for each of them
                 while len(queued) > (len(self.model.backends) if outputs.program.runs_ahead else 0):
                     wait()
@@ -624,6 +629,16 @@ class Context:
         more = np.arange(1, n_more + 1, dtype=np.int32)
         return (np.concatenate([tokens, np.zeros_like(more)]), np.concatenate([seq, np.full_like(more, seq[-1])]),
                 np.concatenate([pos, pos[-1] + more])), n_more
+
+    def _filled_rows(self, rows: np.ndarray, n_tokens: int) -> tuple[np.ndarray, slice | np.ndarray]:
+        """As many rows of the result as `size_of` has, and which of them are wanted. Of all tokens they are in the tokens' order,
+        so that nothing takes them."""
+        size, n = size_of(len(rows)), len(rows)
+        if not self.fills or size == n:
+            return rows, slice(n)
+        if size < n_tokens:
+            return np.concatenate([rows, np.zeros(size - n, rows.dtype)]), slice(n)
+        return np.arange(n_tokens), slice(n) if rows[-1] == n - 1 else rows
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos, n)

@@ -77,7 +77,7 @@ def played(model, seed: int, fills: bool, **settings) -> tuple[list[np.ndarray],
                 context.decode_batch(batch, "none")
                 found.append(np.array([*context.greedy_batch([(i, 5) for i, _ in batch], 3)]))
             found.append(np.array([context.memory.length(i) for i in range(N_SEQ)]))
-        return found, {key[0] for key in context.programs}
+        return found, {size for key in context.programs for size in key[:2]}
 
 
 @pytest.mark.parametrize("seed", range(3))
