@@ -204,12 +204,13 @@ def runner(is_quantized):
 class Products:
     """A step: out = w x of several matrices with the same x, which threads share as one job."""
 
-    def __init__(self, matrices, x, n_cols: int, limbs=None, isa: str | None = None, tiles=amx.tiles):
+    def __init__(self, matrices, x, n_cols: int, limbs=None, isa: str | None = None, tiles=None):
         """matrices: of each (format, words u32 of its tiles, out f32 [n, m]); x: quantized activations (q, d, sums) of n_cols
         columns, or (values f32 [n, k],) for float weights. limbs: memory u8 for those of the activations, of `limbs_shape`, where
         `limbs_for` says so; of many columns products are by tiles then, where they can be. isa: a name in vector.ISAS, by default
-        the best. The bits are the same with each."""
-        units = [compiled_unit(name, isa, tiles if limbs is not None and len(x[0]) >= TILE_COLUMNS else None)
+        the best. tiles: by which, as of `amx`; None: `tiles_for`. The bits are the same with each."""
+        many = limbs is not None and len(x[0]) >= TILE_COLUMNS
+        units = [compiled_unit(name, isa, (tiles or tiles_for(format_of(name), len(x[0]), isa)) if many else None)
                  for name, _, _ in matrices]
         self.table, self.n_multiplications, n_units = np.zeros((len(matrices), COLUMNS), np.int64), 0, 0
         for row, (address, fmt, _), (_, words, out) in zip(self.table, units, matrices):

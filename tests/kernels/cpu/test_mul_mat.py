@@ -9,8 +9,8 @@ from op_runs import product_input
 from random_weights import random_weight
 
 from ggml_py.kernels import threads
-from ggml_py.kernels.cpu import amx
-from ggml_py.kernels.cpu.mul_mat import PARALLEL, Products, mul_mat_arrays
+from ggml_py.kernels.cpu import amx, mul_mat
+from ggml_py.kernels.cpu.mul_mat import PARALLEL, Products, compiled_unit, mul_mat_arrays
 from ggml_py.kernels.cpu.quantized_products import BLOCK, N_COLUMNS, TILE_COLUMNS, form_of, has_tiles, limbs_shape
 from ggml_py.kernels.cpu.vector import ISAS, available_isas
 from ggml_py.kernels.reference.mul_mat import mul_mat_arrays as reference_arrays
@@ -133,6 +133,23 @@ def test_emulated_tiles(name):
         out = np.full((17, 33), np.nan, np.float32)
         Products([(name, words, out)], x, n_cols, np.empty(limbs_shape(17, 2), np.uint8), isa, amx.emulated)()
         assert_bitwise_equal(out, expected, f"mul_mat[{name}, isa={isa}] by emulated tiles")
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_tiles_are_those_of_the_cpu(available, monkeypatch):
+    """Limbs may be there for other products of the same activations, which have few columns: a CPU without AMX has no tiles for
+    the many columns of this one, and their code would end the process. Nor has a product with a named instruction set."""
+    asked = []
+    monkeypatch.setattr(amx, "available", lambda: available)
+    monkeypatch.setattr(mul_mat, "compiled_unit", lambda *arguments: asked.append(arguments) or compiled_unit(arguments[0]))
+    fmt, rng = format_of("Q4_0"), seeded("tiles or not")
+    data = random_weight(fmt, 33, CHUNK, rng)
+    x, words = product_input("Q4_0", activations(17, CHUNK, rng)).arrays, tiles(fmt, data, CHUNK)
+    out = np.zeros((17, 33), np.float32)
+    for isa in None, "plain":
+        Products([("Q4_0", words, out)], x, CHUNK, np.empty(limbs_shape(17, 1), np.uint8), isa)()
+        assert_bitwise_equal(out, run(reference_arrays("Q4_0"), words, x, 17, 33), f"{isa}")
+    assert asked == [("Q4_0", None, amx.tiles if available else None), ("Q4_0", "plain", None)]
 
 
 def test_what_has_tiles():
