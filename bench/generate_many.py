@@ -14,8 +14,7 @@ import checkout  # noqa: F401
 import numpy as np
 
 from ggml_py.engine.model import Model
-from records import dump
-from whole_models import begun_record, chosen, written
+from whole_models import record_rows
 
 MODELS = ("llama-3-8b", "Q4_K"), ("qwen3-30b-a3b", "Q4_K")
 N_POSITIONS, N_PROMPT = 512, (128, 385)
@@ -55,16 +54,8 @@ def main() -> int:
     p.add_argument("--alone", type=int, default=8, help="of these, so many are generated one by one too")
     options = p.parse_args()
     keys = {f"{shape}:{type_}": (shape, type_) for shape, type_ in MODELS}
-    names = chosen(p, options.only, keys)
-    record, device = begun_record(p, "generate_many.py", options.device)
-    rows = []
-    for name in names:
-        with Model.load(str(written(options.models, *keys[name])), device) as model:
-            for n in map(int, options.side_by_side.split(",")):
-                rows.append(row(model, name, options.texts, options.alone, n))
-                print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
-    return 0
+    return record_rows(p, "generate_many.py", options, keys, options.side_by_side,
+                       lambda model, name, n: row(model, name, options.texts, options.alone, n))
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import checkout  # noqa: F401
 import numpy as np
 
 from ggml_py.engine.model import Model
-from records import dump
-from whole_models import begun_record, chosen, written
+from whole_models import record_rows
 
 N_SEQUENCES = 4, 16, 64
 # (shape, type) -> t/s of llama.cpp on one H200, by the number of sequences
@@ -44,18 +43,12 @@ def main() -> int:
     p.add_argument("--steps", type=int, default=32)
     options = p.parse_args()
     keys = {f"{shape}:{type_}": (shape, type_) for shape, type_ in LLAMA_CPP}
-    names = chosen(p, options.only, keys)
-    record, device = begun_record(p, "sequences.py", options.device)
-    rows = []
-    for name in names:
-        with Model.load(str(written(options.models, *keys[name])), device) as model:
-            for n in map(int, options.sequences.split(",")):
-                seconds = statistics.median(steps_together(model, n, options.behind, options.steps))
-                rows.append({"model": name, "sequences": n, "behind": options.behind, "avg_ts": round(n / seconds, 1),
-                             "llama_cpp": LLAMA_CPP[keys[name]].get(n)})
-                print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-        options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
-    return 0
+
+    def row(model: Model, name: str, n: int) -> dict:
+        seconds = statistics.median(steps_together(model, n, options.behind, options.steps))
+        return {"model": name, "sequences": n, "behind": options.behind, "avg_ts": round(n / seconds, 1),
+                "llama_cpp": LLAMA_CPP[keys[name]].get(n)}
+    return record_rows(p, "sequences.py", options, keys, options.sequences, row)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import checkout  # noqa: F401
 import synth
 from ggml_py.backends import open_backend
 from ggml_py.base.errors import UserError
-from records import conditions
+from ggml_py.engine.model import Model
+from records import conditions, dump
 
 
 def written(folder: Path, shape: str, type_: str, n_nextn: int = 0) -> Path:
@@ -45,6 +46,22 @@ def chosen(p: argparse.ArgumentParser, only: str | None, known: Iterable[str]) -
     if unknown := [name for name in names if name not in known]:
         p.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(known)}")
     return names
+
+
+def record_rows(p: argparse.ArgumentParser, program: str, options: argparse.Namespace, keys: Mapping[str, tuple[str, str]],
+                numbers: str, row: Callable[[Model, str, int], dict]) -> int:
+    """Prints a row for each model that --only names and each of the numbers, which commas separate, and writes the record.
+    keys: name -> shape and type of a model."""
+    names = chosen(p, options.only, keys)
+    record, device = begun_record(p, program, options.device)
+    rows: list[dict] = []
+    for name in names:
+        with Model.load(str(written(options.models, *keys[name])), device) as model:
+            for n in map(int, numbers.split(",")):
+                rows.append(row(model, name, n))
+                print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+        options.out.write_text(dump(record, "rows", rows))  # what was measured stays, should a later model fail
+    return 0
 
 
 def begun_record(p: argparse.ArgumentParser, program: str, device: str) -> tuple[dict, str]:

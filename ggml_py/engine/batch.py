@@ -28,6 +28,31 @@ def size_of(n: int) -> int:
     return n if n <= 16 else -(-n // step) * step
 
 
+def filled(tokens: np.ndarray, seq: np.ndarray, pos: np.ndarray, most: int,
+           n_ctx: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]:
+    """A micro-batch of a size of `size_of`, `most` at most, where its last sequence has room in its n_ctx positions; and how many
+    tokens were added. They go on with that sequence, have no row of the result and are not marked as there, so nobody sees them.
+    """
+    size = size_of(len(seq))
+    n_more = size - len(seq)
+    if not n_more or size > most or pos[-1] + n_more >= n_ctx:
+        return (tokens, seq, pos), 0
+    more = np.arange(1, n_more + 1, dtype=np.int32)
+    return (np.concatenate([tokens, np.zeros_like(more)]), np.concatenate([seq, np.full_like(more, seq[-1])]),
+            np.concatenate([pos, pos[-1] + more])), n_more
+
+
+def filled_rows(rows: np.ndarray, n_tokens: int) -> tuple[np.ndarray, slice | np.ndarray]:
+    """As many rows of the result as `size_of` has, and which of them are wanted. Of all tokens they are in the tokens' order, so
+    that nothing takes them."""
+    size, n = size_of(len(rows)), len(rows)
+    if size == n:
+        return rows, slice(n)
+    if size < n_tokens:
+        return np.concatenate([rows, np.zeros(size - n, rows.dtype)]), slice(n)
+    return np.arange(n_tokens), slice(n) if rows[-1] == n - 1 else rows
+
+
 class Layout(NamedTuple):
     """What all batches of these sequences, with as many tokens of each, have in common. Arrays are read-only."""
     seq: np.ndarray  # int32: of each token, its sequence

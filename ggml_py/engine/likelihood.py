@@ -194,7 +194,7 @@ class Scorer:
             self.held = max(self.held, (slot, fed), key=lambda held: held[1])
         # the shortest last: there is room to fill a micro-batch up
         asked.sort(key=itemgetter(0), reverse=True)
-        for (_, each, _), (logprobs, best) in zip(asked, self.context.likelihoods(each for *_, each in asked)):
+        for (_, each, _), (logprobs, best) in zip(asked, self.context.likelihoods(batch for *_, batch in asked)):
             if not isinstance(each, Branch):
                 yield each, Likelihood(each[1], tuple(logprobs.tolist()), best.tolist() == [*each[1]])
 

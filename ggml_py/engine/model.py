@@ -45,7 +45,7 @@ from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
 from ..tokenizer.chat import encode_chat
 from . import completion
-from .batch import Batch, layout, size_of
+from .batch import Batch, filled, filled_rows, layout
 from .completion import Arguments, Generation, Piece, Prompt, TextArguments
 from .generate_many import generate_many
 from .kept import Kept
@@ -481,13 +481,15 @@ class Context:
 
         with self._undone_if_it_fails(batch.seq_ids, batch.starts):
             for part, rows, of_result, n_seq in micro_batches:
-                filled, n_more = self._filled(tokens[part], seq[part], pos[part])
-                rows, wanted_ones = self._filled_rows(rows, len(filled[0]))
-                ids = None
+                fed, n_more, ids = (tokens[part], seq[part], pos[part]), 0, None
+                wanted_ones: slice | np.ndarray = slice(len(rows))
+                if self.fills:
+                    fed, n_more = filled(*fed, self.n_ubatch, self.n_ctx)
+                    rows, wanted_ones = filled_rows(rows, len(fed[0]))
                 if targets is not None:
                     ids = np.zeros((len(rows), 1), np.int32)
                     ids[wanted_ones, 0] = targets[of_result]
-                outputs = self._queue(*filled, rows, n_seq, wanted, ids, n_more)
+                outputs = self._queue(*fed, rows, n_seq, wanted, ids, n_more)
                 queued.append((part, wanted_ones, outputs))
                 # One is queued behind another; where several devices have layers, one for each of them
                 while len(queued) > (len(self.model.backends) if outputs.program.runs_ahead else 0):
@@ -617,28 +619,6 @@ class Context:
             if hot is not None:
                 hot.queued(len(seq))
         return outputs
-
-    def _filled(self, tokens: np.ndarray, seq: np.ndarray,
-                pos: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]:
-        """A micro-batch of a size of `size_of`, where its last sequence has room, and how many tokens were added. They go on with
-        that sequence, have no row of the result and are not marked as there, so nobody sees them."""
-        size = size_of(len(seq))
-        n_more = size - len(seq)
-        if not self.fills or not n_more or size > self.n_ubatch or pos[-1] + n_more >= self.n_ctx:
-            return (tokens, seq, pos), 0
-        more = np.arange(1, n_more + 1, dtype=np.int32)
-        return (np.concatenate([tokens, np.zeros_like(more)]), np.concatenate([seq, np.full_like(more, seq[-1])]),
-                np.concatenate([pos, pos[-1] + more])), n_more
-
-    def _filled_rows(self, rows: np.ndarray, n_tokens: int) -> tuple[np.ndarray, slice | np.ndarray]:
-        """As many rows of the result as `size_of` has, and which of them are wanted. Of all tokens they are in the tokens' order,
-        so that nothing takes them."""
-        size, n = size_of(len(rows)), len(rows)
-        if not self.fills or size == n:
-            return rows, slice(n)
-        if size < n_tokens:
-            return np.concatenate([rows, np.zeros(size - n, rows.dtype)]), slice(n)
-        return np.arange(n_tokens), slice(n) if rows[-1] == n - 1 else rows
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
         return self.memory.values(seq, pos, n)
