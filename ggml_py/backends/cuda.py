@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -102,6 +103,16 @@ class CUDABackend(KernelBackend, Transfers):
             raise ParameterError("device", str(error)) from None
         self.device = f"cuda:{ordinal}"
         Transfers.__init__(self, CUDADriver(ordinal), self.target.device.create_stream())
+        self.target.run_once = WeakMethod(self._run_once)
+
+    def _run_once(self, launch: Callable, found: Sequence[np.ndarray], results: Sequence[np.ndarray]) -> None:
+        """launch: (addresses) -> a step that reads copies of found and writes what results are filled with."""
+        buffers = [*map(self.upload, found), *(self.empty(array.nbytes) for array in results)]
+        self.run([launch([int(buffer.handle) for buffer in buffers])])
+        for buffer, array in zip(buffers[len(found):], results):
+            array.reshape(-1).view(np.uint8)[:] = self.read(buffer, 0, array.nbytes).result()
+        for buffer in buffers:
+            self.free(buffer)
 
     @property
     def name(self) -> str:

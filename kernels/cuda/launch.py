@@ -297,6 +297,7 @@ class Target:
         if self.cc < (8, 0):
             found = "{}.{}".format(*self.cc)
             raise RuntimeError(f"cuda:{ordinal} ({self.device.name}) has compute capability {found}; 8.0 or later is needed")
+        self.run_once: Callable = lambda: None  # () -> `run` of half_check, or None
         self._codes: dict[Kernel, Code] = {}
         self._waiting: list[Code] = []  # to be loaded
 
@@ -306,6 +307,14 @@ class Target:
         folder = cache_folder() / "cuda"
         if not started and not any(folder.glob("*.ptx")) and (n := n_workers(MOST_WORKERS, folder)):
             started.append(Workers(n))
+
+    @cached_property
+    def halves(self) -> bool:
+        """Whether products of float16 are added exactly, as this GPU shows (`half_check`). Without the memory of a backend, which
+        sets `run_once`, that is not known."""
+        from .half_check import half_check  # which is made of what is here
+        run = self.run_once()
+        return self.warpgroups and run is not None and half_check(self, run)
 
     def close(self) -> None:
         """Ends workers that no `load` has taken."""

@@ -6,7 +6,9 @@ from ...quant.tile import ROWS
 from ..call import Call, Operand
 from .launch import need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
+from .half_product import has_halves
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, RESERVED, FewShape, few_shape, mmq_few
+from .mmq_half import BLOCK as HALF_BLOCK, Halves, half_limbs, limb_words, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
@@ -15,9 +17,12 @@ from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.45, 8: 0.2, 16: 1.35}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
+# us of mmq_half: of a round of blocks, and of each of its chunks; of the launch before, and of each value of the activations
+HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 3.0, 1.75, 2.0, 2.4e-6
+FEWEST_OF_HALVES = 33  # tokens, of which mmq_half takes 64 together
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
-KERNELS = {Block: mmq, FewShape: mmq_few, MMVQShape: mmvq, StagedShape: mmvq_staged}  # by their plans
+KERNELS = {Block: mmq, Halves: mmq_half, FewShape: mmq_few, MMVQShape: mmvq, StagedShape: mmvq_staged}  # by their plans
 
 
 def fills(block: Block, n_rows: int, n: int, n_multiprocessors: int) -> bool:
@@ -47,6 +52,20 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_few."""
     n_blocks = -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW)
     return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
+
+
+def half_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
+    """What a matrix takes by mmq_half."""
+    n_rounds = -(-(-(-n_rows // HALF_BLOCK.rows) * -(-n // HALF_BLOCK.tokens)) // n_multiprocessors)
+    return n_rounds * (HALF_ROUND_US + HALF_US * -(-n_cols // CHUNK)) + HALF_START_US + WIDEN_US * n * n_cols
+
+
+def halves_pay(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> bool:
+    """Whether mmq_half takes less than warpgroups in blocks of that shape."""
+    if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not shape.warpgroups or not has_halves(format_of(type_)):
+        return False
+    us = block_us((format_of(type_).name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
+    return half_us(n_rows, n_cols, n, n_multiprocessors) < us
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
@@ -107,9 +126,21 @@ def limits(target) -> tuple[int, int, bool]:
     return target.n_multiprocessors, target.shared_limit, target.warpgroups
 
 
-def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block:
+def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block | Halves:
     """Of the product of call.w and call.x: one of `KERNELS`."""
+    shape = plan_without_scratch(call)
+    pays = halves_pay(call.w.dtype, shape, *call.w.shape, call.x.shape[0], *limits(call.device)[:2])
+    return Halves() if pays and call.device.halves else shape
+
+
+def plan_without_scratch(call: Call) -> MMVQShape | StagedShape | FewShape | Block:
+    """As `plan`, of those that need no scratch memory."""
     return mul_mat_shape(call.w.dtype, *call.w.shape, call.x.shape[0], *limits(call.device))
+
+
+def scratch(call: Call) -> tuple[str, tuple[int]] | None:
+    """The widened activations of `mmq_half`."""
+    return ("i32", (limb_words(*call.x.shape),)) if isinstance(call.plan, Halves) else None
 
 
 def mul_mat(call: Call):
@@ -119,8 +150,27 @@ def mul_mat(call: Call):
     return KERNELS[type(call.plan)](call)
 
 
-def product(call: Call, w: Operand, out: Operand, shape=None):
-    """The launch of out = w x, as a part of a call whose x it is. shape: its plan, where it is known."""
+def part_of(call: Call, w: Operand, out: Operand, shape=None) -> Call:
+    """out = w x, as a part of a call whose x and scratch memory it takes. shape: its plan, where it is known."""
     part = call.part("mul_mat", w=w, x=call.x, out=out)
-    part.plan = shape or plan(part)
-    return mul_mat(part)
+    part.plan, part.scratch = plan(part) if shape is None else shape, call.scratch
+    return part
+
+
+def product(call: Call, w: Operand, out: Operand, shape=None):
+    """The launch of `part_of`."""
+    return mul_mat(part_of(call, w, out, shape))
+
+
+def products(call: Call, pairs: list[tuple[Operand, Operand]]) -> list:
+    """The launches of several (w, out), whose activations are widened once for all of a type."""
+    launches, widened = [], None
+    for w, out in pairs:
+        part = part_of(call, w, out)
+        if isinstance(part.plan, Halves):
+            launches += [] if widened == w.dtype else [half_limbs(part)]
+            launches.append(mmq_of_halves(part))
+            widened = w.dtype
+        else:
+            launches.append(mul_mat(part))
+    return launches

@@ -11,7 +11,7 @@ def check(call: Call) -> None:
     check_grid(call.out)
 
 
-plan = mul_mat.plan
+plan, scratch = mul_mat.plan, mul_mat.scratch
 
 
 def mul_mat_bias(call: Call):

@@ -9,7 +9,8 @@ from .elementwise import add, check_grid
 from .launch import Launches
 from .mmq import Block, hopper_blocks, mmq_qkv, qkv_bytes, team_blocks
 from .mmq_few import FewShape, mmq_few_qkv, qkv_shape
-from .mul_mat import FEWEST_OF_WARPGROUPS, block_us, check_sizes, fastest, few_us, limits, mul_mat_shape, product
+from . import mul_mat
+from .mul_mat import FEWEST_OF_WARPGROUPS, block_us, check_sizes, fastest, few_us, limits, mul_mat_shape, part_of, products
 from .operands import is_quantized, qkv_of
 
 QKV_ROWS = 64  # of a block of one launch
@@ -60,6 +61,17 @@ def plan(call: Call) -> FewShape | Block | None:
     return None
 
 
+def scratch(call: Call) -> tuple[str, tuple[int]] | None:
+    """That of the products one after the other, which share it."""
+    if call.plan is not None:
+        return None
+    return next(filter(None, (mul_mat.scratch(part_of(call, w, out)) for w, out in matrices(call))), None)
+
+
+def matrices(call: Call) -> list:
+    return [(call.q, call.q_out), (call.k, call.k_out), (call.v, call.v_out)]
+
+
 def mul_mat_qkv(call: Call):
     """q_out, k_out, v_out = q x + q_bias, k x + k_bias, v x + v_bias.
 
@@ -67,6 +79,6 @@ def mul_mat_qkv(call: Call):
     f32 [m], or none is there; results: f32 [n, m]."""
     if isinstance(call.plan, FewShape):
         return mmq_few_qkv(call)
-    parts = (call.q, call.q_bias, call.q_out), (call.k, call.k_bias, call.k_out), (call.v, call.v_bias, call.v_out)
-    products = [mmq_qkv(call)] if call.plan else [product(call, w, out) for w, _, out in parts]
-    return Launches((*products, *(add(call.part("add", x=out, y=bias, out=out)) for _, bias, out in parts if bias is not None)))
+    made = [mmq_qkv(call)] if call.plan else products(call, matrices(call))
+    biases = (call.q_bias, call.q_out), (call.k_bias, call.k_out), (call.v_bias, call.v_out)
+    return Launches((*made, *(add(call.part("add", x=out, y=bias, out=out)) for bias, out in biases if bias is not None)))

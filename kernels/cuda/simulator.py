@@ -152,6 +152,10 @@ def fma2(a, b, c):
     return (a * b + c).astype(np.float16).view(u32)[0]
 
 
+def halves(a, b):
+    return np.array([a, b], f32).astype(np.float16).view(u32)[0]
+
+
 def afresh(x):
     return x
 
@@ -173,7 +177,7 @@ _MEANING = {
     **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
     "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
     "f2i": f2i, "dp4a": dp4a, "dot4": dot4, "dot2": dot2, "mad": mad, "implied": implied, "prmt": prmt,
-    "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan, "add2": add2, "fma2": fma2,
+    "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan, "add2": add2, "fma2": fma2, "halves": halves,
     "rotate": rotate, "shr": shr, "popc": popc,
 }
 
@@ -691,6 +695,22 @@ def _multiply(n_a, n_b, a_type):
     return compute
 
 
+def _multiply_halves(lanes):
+    """Fragments of C + A B of float16, words of pairs, as of int8 whose words are as many: the sum as a float32, which is what
+    tensor cores give where it is exact."""
+    operands = np.array([lane[:6] for lane in lanes], np.int64).astype(np.int32).reshape(8, 4, 6)
+    a = operands[..., :4].reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).copy().view(np.float16).reshape(16, -1).astype(np.float64)
+    b = operands[..., 4:].transpose(0, 2, 1).copy().view(np.float16).reshape(8, -1).astype(np.float64)
+    c = np.array([lane[6:] for lane in lanes], np.float64).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+    result = (c + a @ b.T).astype(f32).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
+    return [tuple(r) for r in result]
+
+
+def half_product(*operands):
+    convert, zero = _as_int(i32), f32(0)
+    return _together(_multiply_halves, [*map(convert, operands), zero, zero, zero, zero])
+
+
 def matrix_product(n_a, n_b, a_type):
     compute, convert = _multiply(n_a, n_b, {"s8": np.int8, "u8": np.uint8}[a_type]), _as_int(i32)
     return lambda *operands: _together(compute, [convert(o) for o in operands])
@@ -707,7 +727,7 @@ def ldmatrix4(array, index):
 
 
 def _multiply_group(a_type, n):
-    multiply = _multiply(4, 2, a_type)
+    multiply = _multiply_halves if a_type is np.float16 else _multiply(4, 2, a_type)
 
     def compute(lanes):
         array, index = lanes[0][4:6]
@@ -726,10 +746,12 @@ def _multiply_group(a_type, n):
 
 def group_product(a_type, n):
     """A warp's part of `wgmma.start`; the product is done at once."""
-    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8}[a_type], n), _as_int(i32)
+    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n), _as_int(i32)
+    number = float if a_type == "f16" else int
 
     def start(d, array, place, a0, a1, a2, a3, keep):
-        d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place), [int(x) if keep else 0 for x in d]))
+        kept = [number(x) if keep else 0 for x in d]
+        d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place), kept))
     return start
 
 
@@ -814,7 +836,7 @@ class Target:
     def __init__(self):
         if not config.ENABLE_CUDASIM:
             raise RuntimeError("the simulator needs NUMBA_ENABLE_CUDASIM=1 in the environment before numba is imported")
-        self.cc, self.warpgroups = (8, 0), False
+        self.cc, self.warpgroups, self.halves = (8, 0), False, False
         self.n_multiprocessors = 4
         self.shared_limit = 99 << 10  # what any GPU of compute capability 8.0 or later has
 

@@ -1,5 +1,6 @@
 """Products of a warpgroup on Hopper's tensor cores: D = A B or D + A B of int8, A 64 x 32 in registers, B 32 x n in shared memory
-(PTX ISA, "wgmma": m64n8k32 to m64n256k32, target sm_90a).
+(PTX ISA, "wgmma": m64n8k32 to m64n256k32, target sm_90a); or of float16, A 64 x 16 and B 16 x n (m64n8k16 to m64n256k16), whose
+sums are float32, and exact where all are integers and no partial sum can pass 2^24 (docs/kernels-log.md).
 
 A and D are fragments as of `ptx.mma32`, warp w of the four with rows 16 w .. 16 w + 15; D in eights of columns: D[4 i + k] of a
 lane is C[k] of the columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes on 1024 bytes, piece p of 16
@@ -40,15 +41,21 @@ class Products(NamedTuple):
     wait_but_one: object  # the same, but for the product started last
 
 
-def _tied(n_sums, text, extra=lambda args: [], constraints=()):
-    """The codegen of assembly whose first operands, the n_sums elements of the local array d, are read and written: they stay in
-    the registers they are in. extra: (args) -> the other operands."""
+class HalfProducts(NamedTuple):
+    """The same of float16, with D a local array of n / 2 float32. Words of A and B are pairs of float16."""
+    start: object
+    wait: object
+
+
+def _tied(n_sums, text, extra=lambda args: [], constraints=(), floats=False):
+    """The codegen of assembly whose first operands, the n_sums elements of the local array d, int32 or float32, are read and
+    written: they stay in the registers they are in. extra: (args) -> the other operands."""
     def emit(context, builder, signature, args):
         word, data = ir.IntType(32), context.make_array(signature.args[0])(context, builder, args[0]).data
         pointers = [builder.gep(data, [word(i)]) for i in range(n_sums)]
         operands = [builder.load(p) for p in pointers] + extra(args)
-        kind = ir.FunctionType(ir.LiteralStructType([word] * n_sums), [o.type for o in operands])
-        tied = ["=r"] * n_sums + [str(i) for i in range(n_sums)]
+        kind = ir.FunctionType(ir.LiteralStructType([ir.FloatType() if floats else word] * n_sums), [o.type for o in operands])
+        tied = ["=f" if floats else "=r"] * n_sums + [str(i) for i in range(n_sums)]
         value = builder.call(ir.InlineAsm(kind, text, ",".join([*tied, *constraints, "~{memory}"]), True), operands)
         for i, p in enumerate(pointers):
             builder.store(builder.extract_value(value, i), p)
@@ -58,29 +65,30 @@ def _tied(n_sums, text, extra=lambda args: [], constraints=()):
 def _start(name, a_type, n):
     if SIMULATED:
         return simulator.group_product(a_type, n)
-    n_sums = n // 2
+    n_sums, floats = n // 2, a_type == "f16"
+    kind, more = (f"k16.f32.{a_type}.f16", ", 1, 1, 0") if floats else (f"k32.s32.{a_type}.s8", "")
     results = ", ".join(f"${i}" for i in range(n_sums))
     a, b, keep = ", ".join(f"${i}" for i in range(2 * n_sums, 2 * n_sums + 4)), f"${2 * n_sums + 4}", f"${2 * n_sums + 5}"
     text = (f"{{ .reg .pred keep; setp.ne.b32 keep, {keep}, 0; wgmma.fence.sync.aligned; "
             f".reg .b64 b; mov.b64 b, {{{b}, {DESCRIPTOR[0]}}}; "
-            f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a_type}.s8 {{{results}}}, {{{a}}}, b, keep; "
+            f"wgmma.mma_async.sync.aligned.m64n{n}{kind} {{{results}}}, {{{a}}}, b, keep{more}; "
             f"wgmma.commit_group.sync.aligned; }}")
 
     def typed(typingctx, d, array, place, a0, a1, a2, a3, keep):
         for t in (place, a0, a1, a2, a3, keep):
             _check(name, "r", t)
-        codegen = _tied(n_sums, text, lambda args: [*args[3:7], args[2], args[7]], ["r"] * 6)
+        codegen = _tied(n_sums, text, lambda args: [*args[3:7], args[2], args[7]], ["r"] * 6, floats)
         return types.void(d, array, *[types.int32] * 6), codegen
     return intrinsic(_named(name, 8)(typed))
 
 
-def _wait(but, n):
+def _wait(but, n, floats=False):
     """but: products started last that it does not wait for."""
     if SIMULATED:
         return lambda d: None
 
     def typed(typingctx, d):
-        return types.void(d), _tied(n // 2, f"wgmma.wait_group.sync.aligned {but};")
+        return types.void(d), _tied(n // 2, f"wgmma.wait_group.sync.aligned {but};", floats=floats)
     return intrinsic(_named("wait", 1)(typed))
 
 
@@ -102,8 +110,18 @@ def products(n: int) -> Products:
     return Products(_start("start", "s8", n), _start("start_u", "u8", n), _wait(0, n), _wait(1, n))
 
 
-wait_for_all_but_one, wait_for_all_but_two = (_effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};")
-                                              for n in (1, 2))
+@lru_cache(None)
+def half_products(n: int) -> HalfProducts:
+    return HalfProducts(_start("start", "f16", n), _wait(0, n, floats=True))
+
+
+@lru_cache(None)
+def wait_for_all_but(n: int):
+    """The intrinsic that waits for all products but the n started last."""
+    return _effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};")
+
+
+wait_for_all_but_one, wait_for_all_but_two = wait_for_all_but(1), wait_for_all_but(2)
 
 
 @lru_cache(None)

@@ -8,7 +8,7 @@ from ggml_py.kernels.together import steps
 
 class H200:
     """As much of `launch.Target` as kernels ask when they decide."""
-    cc, warpgroups, n_multiprocessors, shared_limit = (9, 0), True, 132, 227 << 10
+    cc, warpgroups, halves, n_multiprocessors, shared_limit = (9, 0), True, True, 132, 227 << 10
 
 
 class ComposingCPU(CPUBackend):

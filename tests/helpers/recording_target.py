@@ -110,7 +110,7 @@ class Device:
 
 class Target:
     """`launch.Target` of an H200."""
-    cc, warpgroups, n_multiprocessors, shared_limit = (9, 0), True, 132, 227 << 10
+    cc, warpgroups, halves, n_multiprocessors, shared_limit = (9, 0), True, True, 132, 227 << 10
 
     def __init__(self):
         self.device = Device()

@@ -39,7 +39,7 @@ class Driver:
 class Target:
     """Checks arguments of launches, as a GPU's target would before it compiles. A kernel takes `us` in a graph; those launched
     outside of a capture are in `loaded`."""
-    cc, warpgroups, n_multiprocessors, shared_limit = (9, 0), True, 132, 227 << 10
+    cc, warpgroups, halves, n_multiprocessors, shared_limit = (9, 0), True, True, 132, 227 << 10
     device = SimpleNamespace(name="scripted")
 
     def __init__(self, driver: Driver, us: float):

@@ -58,7 +58,7 @@ def test_kernel(name, cc, process, tmp_path):
 @pytest.mark.slow
 def test_products_of_warpgroups_are_not_held_up(tmp_path):
     """ptxas warns where it lets no product run beside other work."""
-    for name in ("mmq[Q8_0, 4, 1, 16, True, 3, 1, 1]", "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1]",
+    for name in ("mmq[Q8_0, 4, 1, 16, True, 3, 1, 1]", "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1]", "mmq_half[Q4_K]",
                  "mmq_id[Q4_K, False, 2, 1, 4, True, 3, 1, 1]",
                  "mmq_id[Q8_0, False, 2, 1, 12, True, 2, 1, 1]", "flash_attn_ext_group[128, 128, 4]",
                  "mmq_glu[silu, Q8_0, Q8_0, False, 4, 1, 16, True, 3, 1, 1]",

@@ -6,9 +6,10 @@ from cuda_simulator import GPUMachine, no_gpu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
+from ggml_py.kernels.cuda.mmq_half import Halves
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
-                                check_mul_mat, check_quantize, check_take_rows, few, float16_edges, largest_block, seeded)
+                                check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
@@ -92,6 +93,32 @@ def test_mmq_any_block(machine, name, block):
         pytest.skip("no such block")
     for n_rows, n in ((31, 9), (block.rows + 1, block.tokens), (block.rows, block.tokens + 1)):
         check_mul_mat(machine, name, n_rows, 512, n, block)
+
+
+@pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65)])
+def test_mmq_half(machine, n_rows, n_cols, n):
+    if not machine.target.warpgroups:
+        pytest.skip("no warpgroups")
+    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves())
+
+
+LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127).astype(np.float32),
+         "some": lambda x: np.where(np.arange(len(x))[:, None] % 100 == 7, np.sign(x), x),
+         "special": lambda x: edges(*x.shape, seeded("special"))}
+
+
+@pytest.mark.parametrize("which", LARGE)
+def test_mmq_half_of_large_sums(machine, which):
+    """Whose chunks are multiplied in halves: all, or those with some tokens."""
+    if not machine.target.warpgroups:
+        pytest.skip("no warpgroups")
+    check_mul_mat(machine, "Q4_K", 289, 1280, 129, Halves(), LARGE[which](activations(129, 1280, seeded("large"))))
+    check_extremes(machine, "Q4_K", 0xff, 0xff, 65, Halves())
+
+
+def test_sums_of_halves_are_exact(machine):
+    """On the GPUs known to have warpgroups."""
+    assert machine.target.halves == machine.target.warpgroups
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 8, 16, 33])

@@ -1,0 +1,141 @@
+"""Whether tensor cores add products of float16 exactly where `half_product` relies on it: tried on the GPU itself, once, with the
+extremes of every bound. Hopper's do; exactness is a property of a chip that nobody promises."""
+import numpy as np
+from numba import cuda, types
+
+from ...quant.activation import LIMIT
+from ...quant.formats import CHUNK, format_of
+from .half_product import EXACT, PRODUCTS, QUADS, largest_weight, most_squares
+from .launch import F32, HOPPER, Kernel, N, U32, factory
+from .ptx import f32, i32, ld, mma_half, st, sts, wait_for_previous
+from .wgmma import ATOM_WORDS, fence, half_products, place
+
+N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
+A_WORDS, B_WORDS = N_THREADS * STEPS * 4, 4 * QUADS * ATOM_WORDS
+MINIMA = 4            # sums of a lane by `mma_half`
+FORMAT = "Q4_K"       # whose bounds are the tightest
+
+
+@factory([()])
+def half_check_kernel():
+    """d: f32 [case][lane][64], the products A B of 64 x 256 and 256 x 128; e: f32 [case][lane][4], those of 16 x 16 and 16 x 8 of
+    each warp. a, b, minima: words of A [case][lane][step][4], of B as atoms [case], of both of e [case][lane][6]. A block: a
+    case."""
+    start, wait, words_of_unit = half_products(N_COLUMNS).start, half_products(N_COLUMNS).wait, QUADS * ATOM_WORDS // 4
+
+    def kernel(a, b, minima, d, e, n):
+        shared, sums = cuda.shared.array(0, types.uint32), cuda.local.array(PRODUCTS, f32)
+        tid, case = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
+        wait_for_previous()
+        i = tid
+        while i < B_WORDS:
+            sts(shared, i, ld(b, case * B_WORDS + i))
+            i = i32(i + N_THREADS)
+        for o in range(PRODUCTS):
+            sums[o] = f32(0)
+        fence()
+        cuda.syncthreads()  # B is there
+        first, at = place(shared, 0), i32((case * N_THREADS + tid) * (STEPS * 4))
+        step = i32(0)
+        while step < STEPS:
+            x = i32(at + 4 * step)
+            start(sums, shared, i32(first + (step >> 2) * words_of_unit + 2 * (step & 3)), i32(ld(a, x)), i32(ld(a, x + 1)),
+                  i32(ld(a, x + 2)), i32(ld(a, x + 3)), step)
+            wait(sums)
+            step = i32(step + 1)
+        for o in range(PRODUCTS):
+            st(d, (case * N_THREADS + tid) * PRODUCTS + o, sums[o])
+        x = i32((case * N_THREADS + tid) * 6)
+        m = mma_half(i32(ld(minima, x)), i32(ld(minima, x + 1)), i32(ld(minima, x + 2)), i32(ld(minima, x + 3)),
+                     i32(ld(minima, x + 4)), i32(ld(minima, x + 5)))
+        for k in range(MINIMA):
+            st(e, (case * N_THREADS + tid) * MINIMA + k, m[k])
+    return Kernel(kernel, (U32, U32, U32, F32, F32, N), N_THREADS, arch=HOPPER)
+
+
+# Cases: integers, so that every sum is known
+
+def weights_and_limbs() -> tuple[np.ndarray, np.ndarray]:
+    """int64 [case, 64, 256] and [case, 128, 256], level times scale and limbs, no partial sum of whose products passes 2^24, but
+    that come near it: the largest of half a chunk, of one sign and of both, of nearly equal ones; as many columns as there may
+    be, then the rest; the largest low limbs; limbs whose squares are `most_squares`; large sums, then small ones that only their
+    last bits tell; at random."""
+    fmt, rng, half = format_of(FORMAT), np.random.default_rng(1), CHUNK // 2
+    w, squares = largest_weight(fmt), most_squares(fmt)
+    a, b = np.full((8, N_ROWS, CHUNK), w), np.zeros((8, N_COLUMNS, CHUNK), np.int64)
+    signs = 1 - 2 * (np.arange(CHUNK) & 1)
+    b[0, :, :half] = 127
+    a[1], b[1, :, half:] = w * signs, 127 * signs[half:]
+    a[2], b[2, :, :half:2], b[2, :, 1:half:2] = w - (np.arange(CHUNK) >> 1 & 1), 127, -126
+    n = EXACT // (w * 127)
+    b[3, :, :n], b[3, :, n], a[3, :, n] = 127, 1, EXACT - n * w * 127 & 1022  # an odd sum
+    b[4] = 64 - 128 * (np.arange(N_COLUMNS) & 1)[:, None]
+    b[5] = int(np.sqrt(squares / CHUNK)) - (np.arange(N_COLUMNS) & 1)[:, None]
+    b[6, :, :half], b[6, :, half:-1], a[6, :, half:] = 127, 3 * signs[half:-1], 1
+    a[7] = rng.integers(-w, w + 1, (N_ROWS, CHUNK))
+    b[7] = rng.integers(-110, 111, (N_COLUMNS, CHUNK))
+    bounded = np.einsum("cik,cjk->cij", abs(a), abs(b)) <= EXACT
+    assert (bounded | ((b * b).sum(axis=2) <= squares)[:, None]).all()
+    return a, b
+
+
+def minima_and_sums(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n, 16, 16] and [n, 8, 16]: imin up to 63 and parts of the sums of q, up to 2032."""
+    rng, most = np.random.default_rng(2), 16 * LIMIT // 128
+    a, b = np.full((n, 16, 16), 63), np.full((n, 8, 16), most)
+    b[1] = -most
+    b[2, :, ::2] = 1 - most
+    a[3:], b[3:] = rng.integers(0, 64, a[3:].shape), rng.integers(-most, most + 1, b[3:].shape)
+    return a, b
+
+
+def pairs(values) -> np.ndarray:
+    """uint32 words of two float16 each."""
+    return np.ascontiguousarray(values, np.float16).view(np.uint32)
+
+
+def fragments(a: np.ndarray) -> np.ndarray:
+    """Words of A of 16 rows and 16 columns, uint32 [.., lane, 4], from [.., 16, 16]."""
+    words = pairs(a).reshape(*a.shape[:-2], 2, 8, 2, 4)  # [rows 8 further][row][columns 8 further][two columns]
+    return np.moveaxis(words, (-3, -1, -2, -4), (-4, -3, -2, -1)).reshape(*a.shape[:-2], 32, 4)
+
+
+def atoms(b: np.ndarray) -> np.ndarray:
+    """uint32 [case, words] of B as of `wgmma`, from [case, 128, 256]."""
+    # [case][64 columns][atom][row][place]
+    words = pairs(b).reshape(len(b), N_COLUMNS // 8, 8, 4, 8, 4).transpose(0, 3, 1, 2, 4, 5)
+    rows, places = np.arange(8)[:, None], np.arange(8)
+    return np.ascontiguousarray(words[..., rows, places ^ rows, :]).reshape(len(b), -1)
+
+
+def of_lanes(d: np.ndarray) -> np.ndarray:
+    """Of sums [.., rows 16 a warp, columns] those of each lane: [.., lane, 4 (column / 8) + 2 (rows 8 further) + column % 2]."""
+    *some, n_rows, n_columns = d.shape
+    split = d.reshape(*some, n_rows // 16, 2, 8, n_columns // 8, 4, 2)  # [warp][further][row][eight][quarter][column]
+    return np.moveaxis(split, (-6, -4, -2, -3, -5, -1), (-6, -5, -4, -3, -2, -1)).reshape(*some, 2 * n_rows, n_columns // 2)
+
+
+def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """((a, b, minima) as the kernel takes them, (d, e) as it must leave them)."""
+    a, b = weights_and_limbs()
+    i, q = minima_and_sums(len(a))
+    unit = 2.0**-24
+    words_of_a = fragments((a * unit).reshape(len(a), 4, 16, STEPS, 16).swapaxes(2, 3)).transpose(0, 1, 3, 2, 4)
+    words_of_q = pairs(q).reshape(len(q), 8, 2, 4).transpose(0, 1, 3, 2).reshape(len(q), 32, 2)
+    words_of_e = np.concatenate([fragments(i), words_of_q], axis=-1)
+    d, e = of_lanes(np.einsum("cik,cjk->cij", a, b)), of_lanes(np.einsum("cik,cjk->cij", i, q))
+    return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b).reshape(-1), np.tile(words_of_e, (1, 4, 1)).reshape(-1)),
+            ((d * unit).astype(np.float32), np.tile(e, (1, 4, 1)).astype(np.float32)))
+
+
+def half_check(target, run) -> bool:
+    """Whether all sums are exact. run: (launch of addresses, arrays that it reads, arrays that it writes) runs it and fills
+    these."""
+    found, expected = operands()
+    n = len(expected[0])
+    results = tuple(np.full(x.shape, np.nan, np.float32) for x in expected)
+
+    def launch(addresses):
+        return target.launch(half_check_kernel(), n, N_THREADS, (*addresses, n), 4 * B_WORDS)
+    run(launch, found, results)
+    return all(np.array_equal(x, y) for x, y in zip(results, expected))

@@ -1,0 +1,116 @@
+"""Products of float16 (`mmq_half`) in the simulator, against the reference bit for bit, and the check that a GPU may use them."""
+import numpy as np
+import pytest
+
+pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
+from cuda_simulator import SimulatedMachine, run_in_simulator
+from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.cuda import mul_mat, simulator
+from ggml_py.kernels.cuda.half_check import half_check, half_check_kernel
+from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, most_squares
+from ggml_py.kernels.cuda.mmq_half import Halves
+from ggml_py.kernels.cuda.wgmma import half_products
+from ggml_py.quant.formats import CHUNK, FORMATS
+from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, seeded
+
+
+@pytest.fixture
+def machine():
+    return SimulatedMachine()
+
+
+def test_in_the_simulator():
+    run_in_simulator(__file__)
+
+
+@pytest.mark.parametrize("n_rows, n_cols, n", [(31, 256, 9), (129, 1280, 65), (100, 768, 3)])
+def simulate_mmq_half(machine, n_rows, n_cols, n):
+    """Slots used again; rows and tokens beyond a block."""
+    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves())
+
+
+def simulate_extremes(machine):
+    """The largest sums, by halves of a chunk."""
+    check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves())
+
+
+def simulate_limit(machine):
+    """Chunks by halves and whole ones by turns; those with `most_squares`, and with a little more."""
+    x = activations(3, 1280, seeded("limit"))
+    x[0, :512], x[1, 256:768] = 1, -3
+    x[2, ::2], x[2, 1::2] = 1, 69 / 127
+    check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(), x)
+
+
+def simulate_special(machine):
+    """Chunks of zeros, of too small values, or with d = NaN."""
+    x = activations(5, 512, seeded("special"))
+    x[:, :256] = 0
+    x[:, 3] = [np.inf, np.nan, 0, 1e-35, 1]
+    check_mul_mat(machine, "Q4_K", 2, 512, 5, Halves(), x)
+
+
+def simulate_three_matrices(machine, monkeypatch):
+    """One after the other, whose activations are widened once."""
+    monkeypatch.setattr(mul_mat, "plan", lambda call: Halves())
+    monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.team_shape", lambda *args: None)
+    monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.mul_mat_shape", lambda *args: None)
+    check_mul_mat_qkv(machine, ("Q4_K",) * 3, (33, 31, 2), 512, 5, True)
+
+
+def without_last_bits(exact):
+    """Sums from 2^23 on without their last bit."""
+    def multiply(lanes):
+        return [tuple(np.float32(int(x * 2**24) >> 1 << 1) / np.float32(2**24) if abs(x) >= 0.5 else x for x in own)
+                for own in exact(lanes)]
+    return multiply
+
+
+def without_subnormals(exact):
+    """Float16 below 2^-14 count as 0."""
+    def flushed(word):
+        pair = np.array([word], np.int64).astype(np.int32).view(np.float16)
+        return int(np.where(abs(pair) < 2**-14, np.float16(0), pair).view(np.int32)[0])
+    return lambda lanes: exact([(*map(flushed, lane[:6]), *lane[6:]) for lane in lanes])
+
+
+@pytest.mark.parametrize("fault", [None, without_last_bits, without_subnormals])
+def simulate_check(machine, monkeypatch, fault):
+    """The sums of the simulator are exact; a unit that is not is found."""
+    def run(launch, found, results):
+        launch([machine.target.address(x) for x in (*found, *results)])(None)
+    if fault:
+        monkeypatch.setattr(simulator, "_multiply_halves", fault(simulator._multiply_halves))
+        half_products.cache_clear()
+        half_check_kernel.cache_clear()
+    try:
+        assert half_check(machine.target, run) == (fault is None)
+    finally:
+        half_products.cache_clear()
+        half_check_kernel.cache_clear()
+
+
+def call_of(n, target):
+    return Call("mul_mat", "w x", target, dict(w=Operand("Q4_K", (14336, 4096), None), x=Operand("act", (n, 4096), None),
+                                               out=Operand("f32", (n, 14336), None)))
+
+
+def simulate_plan(machine):
+    """Where they are exact and pay; else as before."""
+    target = machine.target
+    target.warpgroups, target.n_multiprocessors, target.shared_limit = True, 132, 227 << 10
+    assert not isinstance(mul_mat.plan(call_of(512, target)), Halves)
+    target.halves = True
+    assert isinstance(mul_mat.plan(call_of(512, target)), Halves)
+    assert not isinstance(mul_mat.plan(call_of(16, target)), Halves)
+
+
+def test_bounds():
+    """Of the sums over lo, of halves of a chunk over hi, and by Cauchy and Schwarz of a whole one."""
+    formats = [fmt for fmt in FORMATS.values() if fmt.is_quantized and has_halves(fmt)]
+    assert [fmt.name for fmt in formats] == ["Q4_K"]
+    for fmt in formats:
+        w = largest_weight(fmt)
+        assert w * 64 * CHUNK <= EXACT and w * 127 * CHUNK // 2 <= EXACT
+        assert w**2 * CHUNK * most_squares(fmt) <= EXACT**2 < w**2 * CHUNK * (most_squares(fmt) + 1)
+        assert fmt.max_imin * 16 * 2032 <= EXACT
