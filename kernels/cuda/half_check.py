@@ -6,14 +6,14 @@ from numba import cuda, types
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, format_of
 from .half_product import EXACT, PRODUCTS, QUADS, largest_weight, most_squares
-from .launch import F32, HOPPER, Kernel, N, U32, factory
+from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import f32, i32, ld, mma_half, st, sts, wait_for_previous
 from .wgmma import ATOM_WORDS, fence, half_products, place
 
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
-A_WORDS, B_WORDS = N_THREADS * STEPS * 4, 4 * QUADS * ATOM_WORDS
+B_WORDS = 4 * QUADS * ATOM_WORDS
 MINIMA = 4            # sums of a lane by `mma_half`
-FORMAT = "Q4_K"       # whose bounds are the tightest
+FORMAT = "Q4_K"       # the one that `has_halves`
 
 
 @factory([()])
@@ -23,7 +23,7 @@ def half_check_kernel():
     case."""
     start, wait, words_of_unit = half_products(N_COLUMNS).start, half_products(N_COLUMNS).wait, QUADS * ATOM_WORDS // 4
 
-    def kernel(a, b, minima, d, e, n):
+    def kernel(a, b, minima, d, e):
         shared, sums = cuda.shared.array(0, types.uint32), cuda.local.array(PRODUCTS, f32)
         tid, case = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
         wait_for_previous()
@@ -50,7 +50,7 @@ def half_check_kernel():
                      i32(ld(minima, x + 4)), i32(ld(minima, x + 5)))
         for k in range(MINIMA):
             st(e, (case * N_THREADS + tid) * MINIMA + k, m[k])
-    return Kernel(kernel, (U32, U32, U32, F32, F32, N), N_THREADS, arch=HOPPER)
+    return Kernel(kernel, (U32, U32, U32, F32, F32), N_THREADS, arch=HOPPER)
 
 
 # Cases: integers, so that every sum is known
@@ -132,10 +132,9 @@ def half_check(target, run) -> bool:
     """Whether all sums are exact. run: (launch of addresses, arrays that it reads, arrays that it writes) runs it and fills
     these."""
     found, expected = operands()
-    n = len(expected[0])
     results = tuple(np.full(x.shape, np.nan, np.float32) for x in expected)
 
     def launch(addresses):
-        return target.launch(half_check_kernel(), n, N_THREADS, (*addresses, n), 4 * B_WORDS)
+        return target.launch(half_check_kernel(), len(expected[0]), N_THREADS, tuple(addresses), 4 * B_WORDS)
     run(launch, found, results)
     return all(np.array_equal(x, y) for x, y in zip(results, expected))

@@ -42,6 +42,10 @@ BLOCK_WORDS = QUADS * ATOM_WORDS  # of 64 columns of the activations
 SUM_WORDS = 64               # of a quad's sums of q
 
 
+# Upper bytes of float16 from 1024 on, loaded as in weights.lookup_nibbles
+exponents = constant(np.array([0x64646464], np.uint32))
+
+
 def twice(value) -> np.uint32:
     """The word of two float16."""
     return np.array([value, value], np.float16).view(np.uint32)[0]
@@ -77,8 +81,8 @@ def block_starter(fmt: Format, unpack):
     """(load, start_block). load: (lane, half, shared, tile, j) -> the codes of blocks j and j + 1 of 32 columns, four words of A
     each. start_block: (shared, b, held, j, w, d, keep): starts the two products of block j, whose words are w, d = A B, or d +
     A B if keep; those of the block before are done then."""
-    quarter, start, loaded = unpack.quarter, half_products(8 * QUADS).start, constant(np.array([0x64646464], np.uint32))
-    minus_1024, zero, wait = twice(-1024), u32(0), wait_for_all_but(WAITING)
+    quarter, start, wait = unpack.quarter, half_products(8 * QUADS).start, wait_for_all_but(WAITING)
+    minus_1024, zero = twice(-1024), u32(0)
 
     @device
     def load(lane, half, shared, tile, j):
@@ -90,9 +94,9 @@ def block_starter(fmt: Format, unpack):
         return u32(w0), u32(w1), u32(w2), u32(w3), u32(v0), u32(v1), u32(v2), u32(v3)
 
     @device
-    def scale(words, exponents, j):
+    def scale(words, upper, j):
         """isc of block j, twice."""
-        return add2(prmt(words[j >> 2], exponents, u32(0x4040 + 0x0101 * (j & 3))), minus_1024)
+        return add2(prmt(words[j >> 2], upper, u32(0x4040 + 0x0101 * (j & 3))), minus_1024)
 
     @device
     def weights(w, isc):
@@ -101,8 +105,8 @@ def block_starter(fmt: Format, unpack):
 
     @device
     def start_block(shared, b, held, j, w, d, keep):
-        exponents = loaded(0)
-        f, g = scale(held.first, exponents, j), scale(held.second, exponents, j)
+        upper = exponents(0)
+        f, g = scale(held.first, upper, j), scale(held.second, upper, j)
         at = i32(b + (j >> 1) * (BLOCK_WORDS // PLACE) + (j & 1) * (16 // PLACE))
         (a0, a2), (a1, a3) = weights(w[0], f), weights(w[1], g)
         start(d, shared, at, a0, a1, a2, a3, keep)
@@ -115,15 +119,15 @@ def block_starter(fmt: Format, unpack):
 def minimum_product(fmt: Format, unpack):
     """(words_of, product). words_of: (lane, held) -> words of A, imin of both rows. product: (lane, shared, sums, quad, words) ->
     RN(M) of both rows for token l % 4 of the quad."""
-    n_isc, loaded, minus_1024 = CHUNK // fmt.sub // 4, constant(np.array([0x64646464], np.uint32)), twice(-1024)
+    n_isc, minus_1024 = CHUNK // fmt.sub // 4, twice(-1024)
 
     @device
     def words_of(lane, held):
-        exponents, selector = loaded(0), u32(u32(lane & 3) * u32(0x0101) + u32(0x4040))
-        return (i32(add2(prmt(held.first[n_isc], exponents, selector), minus_1024)),
-                i32(add2(prmt(held.second[n_isc], exponents, selector), minus_1024)),
-                i32(add2(prmt(held.first[n_isc + 1], exponents, selector), minus_1024)),
-                i32(add2(prmt(held.second[n_isc + 1], exponents, selector), minus_1024)))
+        upper, selector = exponents(0), u32(u32(lane & 3) * u32(0x0101) + u32(0x4040))
+        return (i32(add2(prmt(held.first[n_isc], upper, selector), minus_1024)),
+                i32(add2(prmt(held.second[n_isc], upper, selector), minus_1024)),
+                i32(add2(prmt(held.first[n_isc + 1], upper, selector), minus_1024)),
+                i32(add2(prmt(held.second[n_isc + 1], upper, selector), minus_1024)))
 
     @device
     def product(lane, shared, sums, quad, words):

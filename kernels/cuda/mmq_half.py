@@ -12,13 +12,14 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
+from ...quant.words import TOPS
 from ..call import Call
 from . import mbarrier
-from .half_product import BLOCK_WORDS, QUADS, SUM_WORDS, half_product, most_squares, twice
+from .half_product import BLOCK_WORDS, QUADS, SUM_WORDS, exponents, half_product, most_squares, twice
 from .launch import F32, HOPPER, Kernel, Launches, N, U32, factory
 from .mmq import Block, Part, dense, launch_grid, totals_writer
 from .operands import addresses
-from .ptx import (add2, ballot, constant, device, dp4a, f32, halves, i2f, i32, i64, ld, ld4, lds4, prmt, shuffle, st, st4, sts4,
+from .ptx import (add2, ballot, device, dp4a, f32, halves, i2f, i32, i64, ld, ld4, lds4, prmt, shuffle, st, st4, sts4,
                   syncwarp, u32, wait_for_previous)
 from .quantize import plane_words
 from .tile_product import STORE, Ending, table_words
@@ -56,31 +57,27 @@ def limb_words(n: int, n_cols: int) -> int:
 
 # Widening
 
+MINUS_1152 = twice(-1152)
+
+
 @device
-def widened(w, exponents, selector):
+def widened(w, upper, selector):
     """Two bytes of limbs, plus 128, as float16: 1024 + byte - 1152."""
-    return add2(prmt(w, exponents, u32(selector)), MINUS_1152)
+    return add2(prmt(w, upper, u32(selector)), MINUS_1152)
 
 
-MINUS_1152, TOPS = twice(-1152), u32(0x80808080)
-
-
-def piece_widener():
-    """(w, i, shared, to, r, piece) -> the sum of the squares of 16 columns of limbs, four words of w from i on: to row r of an
-    atom, of every four columns the first and the third, then the others."""
-    loaded = constant(u32([0x64646464]))
-
-    @device
-    def widen(w, i, shared, to, r, piece):
-        e, w0, w1, w2, w3 = loaded(0), w[i], w[i + 1], w[i + 2], w[i + 3]
-        squares = dp4a(w0, w0, dp4a(w1, w1, dp4a(w2, w2, dp4a(w3, w3, i32(0)))))
-        w0, w1, w2, w3 = u32(w0 ^ TOPS), u32(w1 ^ TOPS), u32(w2 ^ TOPS), u32(w3 ^ TOPS)
-        sts4(shared, to + ((2 * piece ^ r) << 2), widened(w0, e, 0x4240), widened(w1, e, 0x4240), widened(w2, e, 0x4240),
-             widened(w3, e, 0x4240))
-        sts4(shared, to + (((2 * piece + 1) ^ r) << 2), widened(w0, e, 0x4341), widened(w1, e, 0x4341), widened(w2, e, 0x4341),
-             widened(w3, e, 0x4341))
-        return squares
-    return widen
+@device
+def widen(w, i, shared, to, r, piece):
+    """16 columns of limbs, four words of w from i on, to row r of an atom: of every four columns the first and the third, then
+    the others; returns the sum of their squares."""
+    upper, w0, w1, w2, w3 = exponents(0), w[i], w[i + 1], w[i + 2], w[i + 3]
+    squares = dp4a(w0, w0, dp4a(w1, w1, dp4a(w2, w2, dp4a(w3, w3, i32(0)))))
+    w0, w1, w2, w3 = u32(w0 ^ TOPS), u32(w1 ^ TOPS), u32(w2 ^ TOPS), u32(w3 ^ TOPS)
+    sts4(shared, to + ((2 * piece ^ r) << 2), widened(w0, upper, 0x4240), widened(w1, upper, 0x4240),
+         widened(w2, upper, 0x4240), widened(w3, upper, 0x4240))
+    sts4(shared, to + (((2 * piece + 1) ^ r) << 2), widened(w0, upper, 0x4341), widened(w1, upper, 0x4341),
+         widened(w2, upper, 0x4341), widened(w3, upper, 0x4341))
+    return squares
 
 
 @device
@@ -101,8 +98,7 @@ def widen_sums(act, source, limbs, to, token, upper):
 def half_limbs_kernel(name):
     """limbs: [64 tokens][chunk] as of `Limbs`; tokens behind the last repeat it. A block: one chunk of them. Lane l has piece
     l % 4 of each block of 64 columns, of limb l / 4 % 2 of token l / 8 of a quad: eight lanes store to all banks."""
-    most, widen = most_squares(format_of(name)), piece_widener()
-    sums_at, d_at, large_at, n_words = LIMBS
+    most, (sums_at, d_at, large_at, n_words) = most_squares(format_of(name)), LIMBS
 
     def kernel(act, limbs, n, n_chunks):
         shared, words = cuda.shared.array(0, types.uint32), cuda.local.array(N_PIECE_WORDS, u32)

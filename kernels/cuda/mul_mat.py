@@ -60,6 +60,7 @@ def half_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     return n_rounds * (HALF_ROUND_US + HALF_US * -(-n_cols // CHUNK)) + HALF_START_US + WIDEN_US * n * n_cols
 
 
+@lru_cache(None)
 def halves_pay(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> bool:
     """Whether mmq_half takes less than warpgroups in blocks of that shape."""
     if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not shape.warpgroups or not has_halves(format_of(type_)):
@@ -168,9 +169,10 @@ def products(call: Call, pairs: list[tuple[Operand, Operand]]) -> list:
     for w, out in pairs:
         part = part_of(call, w, out)
         if isinstance(part.plan, Halves):
-            launches += [] if widened == w.dtype else [half_limbs(part)]
+            if widened != w.dtype:
+                launches.append(half_limbs(part))
+                widened = w.dtype
             launches.append(mmq_of_halves(part))
-            widened = w.dtype
         else:
             launches.append(mul_mat(part))
     return launches

@@ -95,11 +95,16 @@ def test_mmq_any_block(machine, name, block):
         check_mul_mat(machine, name, n_rows, 512, n, block)
 
 
-@pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65)])
-def test_mmq_half(machine, n_rows, n_cols, n):
+@pytest.fixture
+def hopper(machine):
     if not machine.target.warpgroups:
-        pytest.skip("no warpgroups")
-    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves())
+        pytest.skip("this GPU has no warpgroups")
+    return machine
+
+
+@pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65)])
+def test_mmq_half(hopper, n_rows, n_cols, n):
+    check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves())
 
 
 LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127).astype(np.float32),
@@ -108,12 +113,10 @@ LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127
 
 
 @pytest.mark.parametrize("which", LARGE)
-def test_mmq_half_of_large_sums(machine, which):
+def test_mmq_half_of_large_sums(hopper, which):
     """Whose chunks are multiplied in halves: all, or those with some tokens."""
-    if not machine.target.warpgroups:
-        pytest.skip("no warpgroups")
-    check_mul_mat(machine, "Q4_K", 289, 1280, 129, Halves(), LARGE[which](activations(129, 1280, seeded("large"))))
-    check_extremes(machine, "Q4_K", 0xff, 0xff, 65, Halves())
+    check_mul_mat(hopper, "Q4_K", 289, 1280, 129, Halves(), LARGE[which](activations(129, 1280, seeded("large"))))
+    check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves())
 
 
 def test_sums_of_halves_are_exact(machine):
