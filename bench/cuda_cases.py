@@ -88,6 +88,11 @@ def mul_mat_argmax():
     yield Case("mul_mat_argmax", "Q8_0", dict(m=49152, k=576, n=1))  # SmolLM2-135M
 
 
+def draw():
+    """Of one sequence and of 64, among the 40 largest logits."""
+    yield from (Case("draw", "f32", dict(n=n, k=k), "hot") for k in (49152, 128256) for n in (1, 64))
+
+
 def mul_mat_id():
     yield from (Case("mul_mat_id", name, {**EXPERTS, "n": n}) for name, n in MUL_MAT_ID)
 
@@ -167,9 +172,9 @@ def dense_layer():
 
 
 SUITES = {suite.__name__: suite
-          for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, dense_layer, mul_mat_argmax, mul_mat_id, topk_moe, weighted_sum,
-                        get_rows, dequantize, quantize, rms_norm, layer_norm, rms_norm_act, swiglu, swiglu_act, flash_attn_ext,
-                        ssm_conv, gated_delta_net, ssm_scan)}
+          for suite in (mmvq, mmq, mul_mat_glu, mul_mat_qkv, dense_layer, mul_mat_argmax, draw, mul_mat_id, topk_moe,
+                        weighted_sum, get_rows, dequantize, quantize, rms_norm, layer_norm, rms_norm_act, swiglu, swiglu_act,
+                        flash_attn_ext, ssm_conv, gated_delta_net, ssm_scan)}
 
 
 # Work of a case
@@ -242,6 +247,13 @@ def mul_mat_argmax_work(gpu, kernel, type_, m, k, n, cache) -> Work:
     (x, _), out = activations(gpu, n, k), Operand("i32", (n,), gpu.output(n))
     made = launches(gpu, "mul_mat_argmax", [dict(w=w, x=x, out=out) for w in matrices(gpu, type_, m, k, cache)])
     return Work(made, weight_bytes(type_, m, k) + operand_bytes(x, out), 2 * m * k * n)
+
+
+def draw_work(gpu, kernel, type_, n, k, cache) -> Work:
+    settings = np.tile([40, 0.8, 0.95, 0.05, 0.5], (n, 1))
+    operands = dict(x=floats(gpu, n, k), settings=Operand("f64", settings.shape, gpu.upload(settings)),
+                    out=Operand("i32", (n,), gpu.output(n)))
+    return Work(launches(gpu, "draw", [operands]), operand_bytes(*operands.values()))
 
 
 def routed(n: int, experts: int, used: int, rng) -> np.ndarray:
@@ -402,7 +414,7 @@ def ssm_conv_work(gpu, kernel, type_, n, seqs, cache) -> Work:
 
 WORK = {"mmvq": mul_mat_work, "mmq": mul_mat_work, "quantize + mmq": mul_mat_work, "mul_mat_glu": mul_mat_glu_work,
         "mul_mat_qkv": mul_mat_qkv_work, "dense_layer": dense_layer_work,
-        "mul_mat_argmax": mul_mat_argmax_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work,
+        "mul_mat_argmax": mul_mat_argmax_work, "draw": draw_work, "mul_mat_id": mul_mat_id_work, "topk_moe": topk_moe_work,
         "topk_moe of groups": topk_moe_work,
         "weighted_sum": weighted_sum_work,
         "get_rows": get_rows_work, "dequantize f32": dequantize_work, "dequantize f16": dequantize_work,

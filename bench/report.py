@@ -15,7 +15,8 @@ SECTIONS = {"Matrix times vector (MMVQ)": ("mmvq",), "Matrix times matrix (MMQ)"
             "Mixture of experts": ("mul_mat_id", "topk_moe", "topk_moe of groups", "weighted_sum"),
             "Weights, dequantized": ("get_rows", "dequantize f32", "dequantize f16"), "Attention": ("flash_attn_ext",),
             "Recurrent layers": ("gated_delta_net", "ssm_scan", "ssm_conv"),
-            "Other kernels": ("mul_mat_argmax", "quantize", "rms_norm", "layer_norm", "rms_norm_act", "swiglu", "swiglu_act")}
+            "Other kernels": ("mul_mat_argmax", "draw", "quantize", "rms_norm", "layer_norm", "rms_norm_act", "swiglu",
+                              "swiglu_act")}
 INTRODUCTION = """\
 # Performance
 

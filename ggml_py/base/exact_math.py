@@ -6,22 +6,20 @@ IEEE 754 rounds correctly (+, -, *, /) or that is exact (rint of a bounded value
 its own, so nothing is contracted or reordered. Errors stay below 2 ulp (tests/base/test_exact_math.py measures them against
 60-digit decimals).
 """
+from collections.abc import Sequence
 from math import factorial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-# ln 2 = LN2_HI + LN2_LO; LN2_HI ends in 21 zero bits, so n * LN2_HI is exact for |n| < 2^21.
-LN2_HI = float.fromhex("0x1.62e42fee00000p-1")
-LN2_LO = float.fromhex("0x1.a39ef35793c76p-33")
-LOG2_E = float.fromhex("0x1.71547652b82fep+0")
+from ..kernels.exp64 import EXP_MAX, EXP_MIN, EXP_TERMS, LN2_HI, LN2_LO, LOG2_E
+
 SQRT_HALF = float.fromhex("0x1.6a09e667f3bcdp-1")
 
-EXP_TERMS = [1.0 / factorial(k) for k in range(13, -1, -1)]  # r^13/13! ... 1; the next term is below 2^-57 of the result
 LOG_TERMS = [2.0 / (2 * k + 1) for k in range(11, 0, -1)]  # 2/23 ... 2/3; with z < 0.0295 the next term is below 2^-64
 
 
-def _horner(z: np.ndarray, terms: list[float]) -> np.ndarray:
+def _horner(z: np.ndarray, terms: Sequence[float]) -> np.ndarray:
     """The polynomial with these coefficients, the highest power first."""
     p = np.full_like(z, terms[0])
     for term in terms[1:]:
@@ -36,7 +34,7 @@ def exp(x: ArrayLike) -> np.ndarray:
     n = rint(x * log2 e), r = (x - n * LN2_HI) - n * LN2_LO, |r| < 0.35; p = sum_{k<=13} r^k / k! by Horner's rule;
     result p * 2^n.
     """
-    x = np.clip(np.asarray(x, np.float64), -760.0, 720.0)  # beyond, the result is 0 or inf all the same; NaN stays NaN
+    x = np.clip(np.asarray(x, np.float64), EXP_MIN, EXP_MAX)  # NaN stays NaN
     n = np.rint(x * LOG2_E)
     r = x - n * LN2_HI
     r -= n * LN2_LO

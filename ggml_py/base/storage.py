@@ -10,7 +10,7 @@ from ..quant.formats import CHUNK, FORMATS
 from ..quant.tile import Tiling
 
 DTYPES: dict[str, np.dtype] = {"f32": np.dtype(np.float32), "i32": np.dtype(np.int32), "i64": np.dtype(np.int64),
-                               "u8": np.dtype(np.uint8)}
+                               "u8": np.dtype(np.uint8), "f64": np.dtype(np.float64)}
 CACHE_TYPES: dict[str, tuple[int, int, np.dtype]] = {  # block, its bytes, held as
     "f32": (1, 4, np.dtype(np.float32)), "f16": (1, 2, np.dtype(np.uint16)), "q8_0": (32, 34, np.dtype(np.uint8))}
 Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d float32 and sums int32 of activation blocks

@@ -161,7 +161,8 @@ class RecordedContext(Context):
         if self.office is not None:
             self.office = _Visits(self.office, self)
 
-    def _queue(self, tokens, seq, pos, rows, n_seq, wanted="logits", targets=None, n_more=0) -> Outputs:
+    def _queue(self, tokens, seq, pos, rows, n_seq, wanted="logits", targets=None, n_more=0,
+               draws=None) -> Outputs:
         if isinstance(tokens, Outputs):
             tokens, = tokens.result()  # keys are of ids
         keys = []
@@ -171,7 +172,7 @@ class RecordedContext(Context):
             self.history[s, p + 1] = keys[-1]
         self.batch = Batch(seq, pos, rows, keys, self.n_ctx)
         self.sent = {}
-        return super()._queue(tokens, seq, pos, rows, n_seq, wanted, targets)
+        return super()._queue(tokens, seq, pos, rows, n_seq, wanted, targets, draws=draws)
 
     def _memory_values(self, seq: np.ndarray, pos: np.ndarray, n: int) -> dict[str, np.ndarray]:
         values = super()._memory_values(seq, pos, n)

@@ -6,7 +6,7 @@ from itertools import takewhile
 import numpy as np
 
 from .grammar import FREE, Matcher
-from .sampling import Sampling, choose, not_a_number
+from .sampling import Draw, Sampling, choose, not_a_number
 from .speculation import Speculation
 
 
@@ -24,6 +24,8 @@ def generate(context, prompt, n_tokens: int, sampling: Sampling, is_end: Callabl
             tokens = _greedy(context, prompt, n_tokens, sampling, see, n_held)
         elif speculation is not None or see is not None:
             tokens = _guessed(context, prompt, n_tokens, sampling, speculation, see, n_held, matcher)
+        elif sampling.is_drawn and matcher is FREE:
+            tokens = _drawn_there(context, prompt, n_tokens, sampling, n_held)
         else:
             tokens = _drawn(context, prompt, n_tokens, sampling, n_held, matcher)
         with closing(tokens):
@@ -72,6 +74,18 @@ def _drawn(context, prompt, n_tokens: int, sampling: Sampling, n_held: int, matc
         text.append(token)
         yield token
         decoded = [token]
+
+
+def _drawn_there(context, prompt, n_tokens: int, sampling: Sampling, n_held: int) -> Generator[int, None, None]:
+    """As `_drawn`, where the op `draw` chooses: behind the first token logits stay where they are."""
+    first = choose(context.decode(prompt[n_held:], logits="last")[-1], len(prompt), sampling)
+    yield first
+    draws = [Draw(sampling, len(prompt) + 1)]
+    with closing(context.greedy_batch([(0, first)], n_tokens - 1, draws=draws)) as steps:
+        for position, (token,) in enumerate(steps, len(prompt) + 1):
+            if token < 0:
+                raise not_a_number(position)
+            yield int(token)
 
 
 def _guessed(context, prompt, n_tokens: int, sampling: Sampling, speculation: Speculation | None,

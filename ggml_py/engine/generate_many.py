@@ -22,7 +22,7 @@ from .completion import (Asked, Generation, Piece, Prompt, TextArguments, Writer
                          prompt_ids, room)
 from .grammar import FREE
 from .likelihood import LEAST_SHARED, MOST_SEQUENCES, Branch, Ids, levels, shared, tree
-from .sampling import Sampling, choose, not_a_number
+from .sampling import Draw, Sampling, choose, not_a_number
 
 LEAST_FREE = 8  # of so many sequences one must be free before further prompts begin: the others wait meanwhile
 
@@ -72,8 +72,8 @@ def width_of(n: int, most: int) -> int:
 
 
 class SideBySide:
-    """The sequences of a context, and the texts that have them.   only_ids: whether each text takes the likeliest tokens and
-    nobody wants logits: steps are then queued ahead (`Context.greedy_batch`)."""
+    """The sequences of a context, and the texts that have them.   only_ids: whether each text takes the likeliest tokens, or each
+    those that the op `draw` finds, and nobody wants logits: steps are then queued ahead (`Context.greedy_batch`)."""
 
     def __init__(self, context, only_ids: bool):
         self.context, self.only_ids, self.n = context, only_ids, context.memory.n_seq_max
@@ -168,7 +168,9 @@ class SideBySide:
         fed = lambda: [*((i, text.tokens[-1]) for i, text in together), *((i, 0) for i in idle)]
         n = min(self.context.n_ctx - self.context.memory.length(i) for i, _ in fed())
         if self.only_ids:
-            with closing(self.context.greedy_batch(fed(), n, more)) as steps:
+            draws = [*(Draw(text.sampling, len(text.tokens)) for _, text in together), *[Draw(Sampling(), 0)] * len(idle)]
+            is_drawn = any(text.sampling.is_drawn for _, text in together)
+            with closing(self.context.greedy_batch(fed(), n, more, draws if is_drawn else None)) as steps:
                 yield from steps
             return
         for _ in range(n):
@@ -215,7 +217,7 @@ def generate_many(model, prompts: Iterable[Prompt], n_seq_max: int | None = None
         if ids not in texts:
             texts[ids] = texts_of(model, ids, request, f"prompts[{i}]")
     every = [*chain(*texts.values())]
-    only_ids = (all(text.sampling.is_argmax_of_allowed for text in every) and not request.wanted.rows
+    only_ids = (all(text.sampling.is_argmax_of_allowed or text.sampling.is_drawn for text in every) and not request.wanted.rows
                 and request.matcher is FREE)
     n_over = sum(text.is_over for text in every)
     for is_short in True, False:  # rotary angles may depend on a context's length: that of a text is its own

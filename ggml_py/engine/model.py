@@ -50,7 +50,7 @@ from .completion import Arguments, Generation, Piece, Prompt, TextArguments
 from .generate_many import generate_many
 from .kept import Kept
 from .likelihood import Likelihood, Text, score_many
-from .sampling import not_a_number
+from .sampling import Draw, not_a_number
 from .settings import Settings
 
 MOST_APART = 4  # tokens of each sequence, on average, of a micro-batch that `flash_attn_ext` is told to be `apart`
@@ -516,22 +516,28 @@ class Context:
                     see(others[0][0])
                 yield int(id)
 
-    def greedy_batch(self, batch: Iterable[tuple[int, int]], n: int,
-                     more: Callable[[], bool] | None = None) -> Iterator[np.ndarray]:
+    def greedy_batch(self, batch: Iterable[tuple[int, int]], n: int, more: Callable[[], bool] | None = None,
+                     draws: Sequence[Draw] | None = None) -> Iterator[np.ndarray]:
         """`greedy` of several sequences together, one micro-batch a step: [(seq_id, token), ...]. n times the ids of all, int32;
         -1 where there is a NaN, which goes on as id 0.
 
-        more: is asked behind each step whether a further one is wanted. A step that is queued already is given all the same."""
-        with closing(self._greedy([*batch], n, "argmax", more)) as steps:
+        more: is asked behind each step whether a further one is wanted. A step that is queued already is given all the same.
+        draws: of each sequence, how its ids are chosen in the place of the likeliest; as `sampling.choose` does."""
+        with closing(self._greedy([*batch], n, "argmax" if draws is None else "draws", more, draws)) as steps:
             for _, (ids,) in steps:
                 yield ids
 
-    def _greedy(self, fed: Sequence[tuple[int, int]], n: int, wanted: str,
-                more: Callable[[], bool] | None = None) -> Generator[tuple[np.ndarray, list[np.ndarray]]]:
+    def _greedy(self, fed: Sequence[tuple[int, int]], n: int, wanted: str, more: Callable[[], bool] | None = None,
+                draws: Sequence[Draw] | None = None) -> Generator[tuple[np.ndarray, list[np.ndarray]]]:
         """Of each step of `greedy_batch` the positions of what was fed, and the outputs, the ids first."""
         if len(fed) > self.n_ubatch:
             raise UserError(f"greedy_batch: {len(fed)} sequences are no micro-batch; allowed: up to {self.n_ubatch}")
         ahead, ids = None, np.array([token for _, token in fed])
+
+        def settings(step: int) -> np.ndarray | None:
+            if draws is None:
+                return None
+            return np.array([each.sampling.settings(each.position + step, self.model.n_vocab) for each in draws])
         try:
             for left in range(n, 0, -1):
                 with self._turn():
@@ -543,10 +549,12 @@ class Context:
                     else:
                         seq_ids, positions = ahead.seq_ids, ahead.positions
                     with self._undone_if_it_fails(seq_ids, positions):
-                        self.ahead, step = None, ahead or self._greedy_step(seq_ids, positions, ids, wanted)
+                        self.ahead, step = None, ahead or self._greedy_step(seq_ids, positions, ids, wanted, settings(n - left))
                         runs_ahead = (left > 1 and step.outputs.program.runs_ahead and positions.max() + 1 < self.n_ctx
                                       and (more is None or more()))
-                        ahead = self._greedy_step(seq_ids, positions + 1, step.outputs, wanted) if runs_ahead else None
+                        ahead = None
+                        if runs_ahead:
+                            ahead = self._greedy_step(seq_ids, positions + 1, step.outputs, wanted, settings(n - left + 1))
                         found = step.outputs.result()
                         self.ahead = ahead
                 ids = np.maximum(found[0], 0)
@@ -563,9 +571,11 @@ class Context:
                 finally:
                     self.lock.release()
 
-    def _greedy_step(self, seq_ids: np.ndarray, positions: np.ndarray, ids: np.ndarray | Outputs, wanted: str) -> Step:
+    def _greedy_step(self, seq_ids: np.ndarray, positions: np.ndarray, ids: np.ndarray | Outputs, wanted: str,
+                     draws: np.ndarray | None) -> Step:
+        """draws: settings of `wanted` "draws"."""
         rows = np.arange(len(seq_ids))
-        return Step(seq_ids, positions, self._queue(ids, seq_ids, positions, rows, len(rows), wanted))
+        return Step(seq_ids, positions, self._queue(ids, seq_ids, positions, rows, len(rows), wanted, draws=draws))
 
     def _take_back(self) -> None:
         """The sequences are as if no step had been queued ahead; what it writes to its cells is not there for later ones."""
@@ -604,10 +614,12 @@ class Context:
         return ids.astype(np.int32)
 
     def _queue(self, tokens: np.ndarray | Outputs, seq: np.ndarray, pos: np.ndarray, rows: np.ndarray, n_seq: int,
-               wanted: str = "logits", targets: np.ndarray | None = None, n_more: int = 0) -> Outputs:
-        """n_more: tokens at the end that fill the micro-batch up."""
+               wanted: str = "logits", targets: np.ndarray | None = None, n_more: int = 0,
+               draws: np.ndarray | None = None) -> Outputs:
+        """n_more: tokens at the end that fill the micro-batch up. draws: f64 [n, 5], settings of the op `draw`."""
         hot, n = self.model.architecture.hot, len(seq) - n_more
-        values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, **self._memory_values(seq, pos, n)}
+        values = {"tokens": tokens, "pos": pos, "out_ids": rows, "targets": targets, "draws": draws,
+                  **self._memory_values(seq, pos, n)}
         shape = len(seq), len(rows), wanted if len(rows) else "logits"
         hidden = self.observer is not None
         apart = n_seq > 1 and n <= MOST_APART * n_seq

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from ..base.errors import ParameterError, UserError
 from ..base.exact_math import exp, tree_sum
+from ..kernels.draws import MOST_DRAWN
 
 # type, least, most
 LIMITS: dict[str, tuple[type, float, float]] = {
@@ -76,6 +77,19 @@ class Sampling:
         return bool(self.logit_bias) or (self.repeat_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
+    def is_drawn(self) -> bool:
+        """Whether the op `draw` finds what is chosen: among few of the model's own logits."""
+        return self.temperature > 0 and 0 < self.top_k <= MOST_DRAWN and not self.adjusts
+
+    def u(self, position: int) -> float:
+        """`uniform` of a position."""
+        return uniform(self.seed, position, self.sample) if self.temperature else 0.0
+
+    def settings(self, position: int, n_vocab: int) -> tuple[float, ...]:
+        """Of the op `draw`, of the token at a position."""
+        return min(self.top_k, n_vocab) or 1, self.temperature, self.top_p, self.min_p, self.u(position)
+
+    @property
     def is_argmax(self) -> bool:
         """Whether the largest of the model's own logits is chosen."""
         return self.temperature == 0 and not self.adjusts
@@ -84,6 +98,13 @@ class Sampling:
     def is_argmax_of_allowed(self) -> bool:
         """The same of the ids that have no bias; the others are forbidden."""
         return replace(self, logit_bias={}).is_argmax and all(bias == -np.inf for bias in self.logit_bias.values())
+
+
+class Draw(NamedTuple):
+    """How a sequence's next id is chosen on the device, and those behind it.   sampling: one for which `is_drawn`, or of
+    temperature 0.   position: of the next id in its text."""
+    sampling: Sampling
+    position: int
 
 
 def largest(x: np.ndarray, n: int) -> np.ndarray:
@@ -139,8 +160,8 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence
     ascending, the ids to choose from, None for all (`grammar.Matcher`). Equal logits rank by the lower id.
 
     1. top-k: the k largest logits, in falling order.   2. p = softmax of those; top-p: the fewest whose p sum to at least top_p.
-    3. min-p: those with p >= min_p * p[0].   4. w = exp((l - l[0]) / temperature), cumulative in order; the first whose sum
-    exceeds u * sum.
+    3. min-p: those before the first with p < min_p * p[0].   4. w = exp((l - l[0]) / temperature), cumulative in order; the first
+    whose sum exceeds u * sum, u that of `uniform`. The op `draw` does the same where logits are (docs/numerics.md, section 5).
     """
     if np.isnan(logits).any():
         raise not_a_number(position)
@@ -148,12 +169,12 @@ def choose(logits: np.ndarray, position: int, sampling: Sampling, text: Sequence
     if allowed is not None:
         if not (logits[allowed] > -np.inf).any():
             raise UserError(f"all that the grammar allows as token {position} has a logit of minus infinity")
-        return int(allowed[_chosen(logits[allowed], position, sampling)])
-    return _chosen(logits, position, sampling)
+        return int(allowed[chosen(logits[allowed], sampling, sampling.u(position))])
+    return chosen(logits, sampling, sampling.u(position))
 
 
-def _chosen(logits: np.ndarray, position: int, sampling: Sampling) -> int:
-    """The index that steps 1 to 4 of `choose` take."""
+def chosen(logits: np.ndarray, sampling: Sampling, u: float) -> int:
+    """The index that steps 1 to 4 of `choose` take, as the op `draw` does."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     order = largest(logits, sampling.top_k or len(logits))
@@ -166,8 +187,8 @@ def _chosen(logits: np.ndarray, position: int, sampling: Sampling) -> int:
         # cumsum adds in index order by definition
         n = int(np.searchsorted(np.cumsum(p), sampling.top_p)) + 1
         l, p = l[:n], p[:n]
-    if sampling.min_p > 0:
-        l = l[p >= sampling.min_p * p[0]]
+    if (small := p < sampling.min_p * p[0]).any():
+        l = l[:small.argmax()]
     cumulative = np.cumsum(exp(l / sampling.temperature))
-    i = int(np.searchsorted(cumulative, uniform(sampling.seed, position, sampling.sample) * cumulative[-1], side="right"))
+    i = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     return int(order[min(i, len(cumulative) - 1)])

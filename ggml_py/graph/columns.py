@@ -28,7 +28,7 @@ from .place import put
 
 PRODUCTS = "mul_mat", "mul_mat_id"
 # Products are cut though these read them as a whole. What leads to others, such as the choice of experts, is not worth a gather
-GATHERED = {*PRODUCTS, "quantize", "add", "rms_norm", "layer_norm", "argmax", "log_soft_max"}
+GATHERED = {*PRODUCTS, "quantize", "add", "rms_norm", "layer_norm", "argmax", "draw", "log_soft_max"}
 EVERYWHERE = 16 << 20  # bytes of weights of a node that each device has for itself rather than wait for another one's result
 WORTH_A_GATHER = 16 << 20  # bytes of a matrix that is cut though all that it gives is gathered at once
 HEADS = "n_head", "n_head_kv", "n_head_y"  # parameters that count heads

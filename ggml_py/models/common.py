@@ -16,6 +16,7 @@ from ..files.gguf import GGUFFile
 from ..graph.columns import decide, share
 from ..graph.graph import Graph, Tensor
 from ..graph.place import check_offload, place
+from ..kernels.draws import SETTINGS
 from ..quant import tile
 from ..state.base import Memory
 from ..state.hybrid import HybridMemory
@@ -307,7 +308,8 @@ class Transformer:
     def build(self, memory: Memory, tables: RopeTables, n_tokens: int, n_outputs: int, wanted: str = "logits",
               hidden: bool = False, apart: bool = False) -> Graph:
         """Inputs: tokens, pos, out_ids (the rows whose logits are wanted) and memory's. Output: logits [n_outputs, n_vocab], if
-        any. wanted: "logits"; "argmax": only the ids of the largest, i32 [n_outputs]; "both": these and the logits;
+        any. wanted: "logits"; "argmax": only the ids of the largest, i32 [n_outputs]; "both": these and the logits; "draws": only
+        ids drawn by a further input, draws, f64 [n_outputs, 5], as of `draw`;
         "likelihoods": the logarithm of the softmax at the ids of a further input, targets, f32 [n_outputs, 1], and the ids of the
         largest. hidden: behind them the results of the last norm of all tokens, f32 [n_tokens, n_embd], from which a NextN block
         goes on. apart: as of `flash_attn_ext`."""
@@ -327,7 +329,10 @@ class Transformer:
         rows = g.take_rows(x, b.out_ids, name="result_rows") if hidden and n_outputs < n_tokens else x
         logits = self.logits(b, rows)
         g.outputs = [logits] if n_outputs else []
-        if n_outputs and wanted != "logits":
+        if n_outputs and wanted == "draws":
+            settings = g.input("draws", "f64", (n_outputs, len(SETTINGS)))
+            g.outputs = [g.draw(logits, settings, name="result_draws")]
+        elif n_outputs and wanted != "logits":
             g.outputs = [g.argmax(logits, name="result_argmax"), *[logits] * (wanted == "both")]
         if n_outputs and wanted == "likelihoods":
             targets = g.input("targets", "i32", (n_outputs, 1))

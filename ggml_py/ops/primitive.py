@@ -2,6 +2,7 @@
 Fused ops are made of them (`compose`)."""
 from math import prod
 
+from ..kernels.draws import SETTINGS
 from ..quant.formats import FORMATS
 from .table import Shape, declare, need, op
 
@@ -285,6 +286,15 @@ def swiglu_oai(params, gate, up):
 def argmax(_, x):
     """The first column of the largest value of each row, -1 where one is NaN."""
     _rows(x)
+    return Shape("i32", x.shape[:1])
+
+
+@op("x settings")
+def draw(_, x, settings):
+    """A column of the largest values of each row, drawn by its settings, -1 where a value is NaN."""
+    _rows(x)
+    wanted = x.shape[0], len(SETTINGS)
+    need(settings.dtype == "f64" and settings.shape == wanted, f"settings must be f64 {list(wanted)}")
     return Shape("i32", x.shape[:1])
 
 

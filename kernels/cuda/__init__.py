@@ -11,6 +11,7 @@ mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and
 mul_mat_glu  gate, up and their activation
 mul_mat_qkv  three matrices with one x
 mul_mat_argmax   a matrix, and the row of the largest product
+draw         one of the largest values of a row, chosen as `engine.sampling` does
 add_rms_norm_topk_moe   of one token, a norm, a router's product and the routing: one cluster
 add_rms_norm_mul_mat   both of one token, whose activations each block makes
 mul_mat_id, mul_mat_id_glu   matrices of experts: the choice between mmq_few_id (each block sorts few pairs) and dispatch

@@ -63,7 +63,7 @@ from ..disk_cache import compiled, read_entry, write_entry
 from .compile_workers import MOST_WORKERS, Workers, n_workers
 
 F32, I32, U32, I64 = (types.CPointer(t) for t in (types.float32, types.int32, types.uint32, types.int64))  # parameters: pointers
-I8, U8, I16, U16 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16))
+I8, U8, I16, U16, F64 = (types.CPointer(t) for t in (types.int8, types.uint8, types.int16, types.uint16, types.float64))
 N, N64, SCALAR_F32 = types.int32, types.int64, types.float32  # parameters: scalars
 SCALARS = {types.int32: np.int32, types.int64: np.int64, types.float32: np.float32}
 LIMITS = {type_: (int(np.iinfo(SCALARS[type_]).min), int(np.iinfo(SCALARS[type_]).max)) for type_ in (types.int32, types.int64)}

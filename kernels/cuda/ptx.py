@@ -28,7 +28,7 @@ from numba.cuda.core import config
 
 from .. import arith
 
-f32, i32, u32, i64 = np.float32, np.int32, np.uint32, np.int64
+f32, f64, i32, u32, i64 = np.float32, np.float64, np.int32, np.uint32, np.int64
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 if SIMULATED:
@@ -50,6 +50,7 @@ _REGISTERS = {
     "r": _Register("r", ir.IntType(32), types.int32),
     "u": _Register("r", ir.IntType(32), types.uint32),
     "l": _Register("l", ir.IntType(64), types.int64),
+    "d": _Register("d", ir.DoubleType(), types.float64),
 }
 
 
@@ -132,11 +133,11 @@ def _named(name, n_parameters):
 
 
 def _check(name, operand, actual):
-    """Integers of any width are taken as words, since numba widens them; a float must be float32: a float64 comes of a forgotten
-    type."""
+    """Integers of any width are taken as words, since numba widens them; a float must have its width: where float32 is wanted, a
+    float64 comes of a forgotten type."""
     if isinstance(actual, types.IntegerLiteral):
         actual = actual.literal_type
-    if actual != types.float32 if operand == "f" else not isinstance(actual, types.Integer):
+    if actual != _REGISTERS[operand].numba if operand in "fd" else not isinstance(actual, types.Integer):
         raise TypeError(f"ptx.{name}: expected {_REGISTERS[operand].numba}, got {actual}")
 
 
@@ -174,6 +175,15 @@ f2i = _instruction("f2i", "cvt.rni.s32.f32 $0, $1;", "r", "f")     # the nearest
 as_f32 = _instruction("as_f32", "mov.b32 $0, $1;", "f", "r")       # the bit pattern of a word as a float, and back
 as_i32 = _instruction("as_i32", "mov.b32 $0, $1;", "r", "f")
 as_u32 = _instruction("as_u32", "mov.b32 $0, $1;", "u", "f")
+# float64, which a draw is defined in (docs/numerics.md, section 5) and nothing else
+add64 = _instruction("add64", "add.rn.f64 $0, $1, $2;", "d", "dd")
+sub64 = _instruction("sub64", "sub.rn.f64 $0, $1, $2;", "d", "dd")
+mul64 = _instruction("mul64", "mul.rn.f64 $0, $1, $2;", "d", "dd")
+div64 = _instruction("div64", "div.rn.f64 $0, $1, $2;", "d", "dd")
+rint64 = _instruction("rint64", "cvt.rni.f64.f64 $0, $1;", "d", "d")
+f2d = _instruction("f2d", "cvt.f64.f32 $0, $1;", "d", "f")          # exact
+d2i = _instruction("d2i", "cvt.rni.s32.f64 $0, $1;", "r", "d")      # the nearest int32, ties to even, clamped
+as_f64 = _instruction("as_f64", "mov.b64 $0, $1;", "d", "l")        # the bit pattern of 64 bits as a float64
 # The float of the half in the low 16 bits, of that in the high ones, and the half nearest to a float
 f16_to_f32 = _instruction("f16_to_f32", "{.reg .b16 h, z; mov.b32 {h, z}, $1; cvt.f32.f16 $0, h;}", "f", "u")
 f16_high_to_f32 = _instruction("f16_high_to_f32", "{.reg .b16 z, h; mov.b32 {z, h}, $1; cvt.f32.f16 $0, h;}", "f", "u")
@@ -220,6 +230,7 @@ def _elements(context, builder, type_, value):
 _ACCESS = {  # type of the pointer: (suffix of ld and st, register of the value)
     types.float32: ("f32", "f"), types.int32: ("b32", "r"), types.uint32: ("b32", "u"), types.int64: ("b64", "l"),
     types.int8: ("s8", "r"), types.uint8: ("u8", "r"), types.int16: ("s16", "r"), types.uint16: ("u16", "r"),
+    types.float64: ("f64", "d"),
 }
 
 
@@ -369,8 +380,9 @@ def _shared(name, width):
     """Parts of an access to a shared array: check(array type, index type), pointer(context, builder, array type, array, index,
     element)."""
     def check(array, index):
-        if not isinstance(array, types.Array) or array.ndim != 1 or array.dtype not in (types.int32, types.uint32, types.float32):
-            raise TypeError(f"ptx.{name}: expected a one-dimensional array of int32, uint32 or float32, got {array}")
+        allowed = [types.int32, types.uint32, types.float32] + [types.float64] * (width == 1)
+        if not isinstance(array, types.Array) or array.ndim != 1 or array.dtype not in allowed:
+            raise TypeError(f"ptx.{name}: expected a one-dimensional array of {', '.join(map(str, allowed))}, got {array}")
         _check(name, "l", index)
         return _REGISTERS[_ACCESS[array.dtype][1]]
 
@@ -396,7 +408,7 @@ def _load_shared(name, width):
 
         def codegen(context, builder, signature, args):
             element = register.llvm if width == 1 else ir.VectorType(register.llvm, width)
-            value = builder.load(pointer(context, builder, array, *args, element), align=4 * width)
+            value = builder.load(pointer(context, builder, array, *args, element), align=array.dtype.bitwidth // 8 * width)
             if width == 1:
                 return value
             elements = [builder.extract_element(value, ir.IntType(32)(i)) for i in range(width)]
@@ -411,22 +423,23 @@ def _store_shared(name, n_bytes):
         def put(array, index, value):
             if n_bytes == 1:
                 array, value = array.view(np.uint8), int(value) & 255
-            elif (type(value) is f32) != (array.dtype == f32):
+            elif (array.dtype in (f32, f64) or isinstance(value, np.floating)) and type(value) is not array.dtype.type:
                 raise TypeError(f"{name}: {type(value).__name__} into {array.dtype}")
             if not 0 <= index < len(array):
                 raise IndexError(f"{name}: element {index} of {len(array)}")
-            array[index] = value if array.dtype == f32 else simulator._as_int(array.dtype.type)(value)
+            array[index] = value if array.dtype in (f32, f64) else simulator._as_int(array.dtype.type)(value)
         return put
     check, pointer = _shared(name, n_bytes // 4)
 
     def typed(typingctx, array, index, value):
         register = check(array, index)
-        _check(name, "f" if array.dtype == types.float32 and n_bytes == 4 else "r", value)
+        _check(name, _ACCESS[array.dtype][1] if n_bytes == 4 else "r", value)
         taken = register.numba if n_bytes == 4 else types.int32
 
         def emit(context, builder, signature, args):
             value = args[2] if n_bytes == 4 else builder.trunc(args[2], ir.IntType(8))
-            builder.store(value, pointer(context, builder, array, *args[:2], value.type), align=n_bytes)
+            align = array.dtype.bitwidth // 8 if n_bytes == 4 else 1
+            builder.store(value, pointer(context, builder, array, *args[:2], value.type), align=align)
         return types.void(array, types.int64, taken), _void(emit)
     return intrinsic(_named(name, 3)(typed))
 

@@ -29,7 +29,7 @@ from .. import arith, float16
 from ..compile import jit
 from .launch import Kernel, arguments
 
-f32, i32, u32 = np.float32, np.int32, np.uint32
+f32, f64, i32, u32 = np.float32, np.float64, np.int32, np.uint32
 
 
 # Instructions: compiled for the CPU, called on numpy scalars
@@ -160,6 +160,14 @@ def afresh(x):
     return x
 
 
+def d2i(x):
+    return i32(np.clip(np.rint(x), -2.0**31, 2.0**31 - 1))
+
+
+def as_f64(x):
+    return np.int64(x).view(f64)
+
+
 def _called(name, n_operands, module=arith):
     """The function of that name, an intrinsic as a rule, as one that Python calls."""
     function = getattr(module, name)
@@ -179,13 +187,17 @@ _MEANING = {
     "f2i": f2i, "dp4a": dp4a, "dot4": dot4, "dot2": dot2, "mad": mad, "implied": implied, "prmt": prmt,
     "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan, "add2": add2, "fma2": fma2, "halves": halves,
     "rotate": rotate, "shr": shr, "popc": popc,
+    "add64": np.add, "sub64": np.subtract, "mul64": np.multiply, "div64": np.divide, "rint64": np.rint, "f2d": f64, "d2i": d2i,
+    "as_f64": as_f64,
 }
 
 
-def _as_float(x):
-    if type(x) is not f32:
-        raise TypeError(f"expected float32, got {type(x).__name__} {x!r}")
-    return x
+def _as_float(dtype):
+    def same(x):
+        if type(x) is not dtype:
+            raise TypeError(f"expected {dtype.__name__}, got {type(x).__name__} {x!r}")
+        return x
+    return same
 
 
 def _as_int(dtype):
@@ -200,8 +212,8 @@ def _as_int(dtype):
     return convert
 
 
-_OPERAND = {"f": _as_float, "r": _as_int(i32), "u": _as_int(u32), "l": _as_int(np.int64)}
-_RESULT = {**_OPERAND, "f": f32}  # compiled functions return Python's float and int
+_OPERAND = {"f": _as_float(f32), "d": _as_float(f64), "r": _as_int(i32), "u": _as_int(u32), "l": _as_int(np.int64)}
+_RESULT = {**_OPERAND, "f": f32, "d": f64}  # compiled functions return Python's float and int
 
 
 def checked(name, result, operands):
@@ -274,7 +286,7 @@ def load(name, width):
 def store(name, width):
     def put(pointer, index, *values):
         dtype = pointer.elements.dtype
-        convert = _as_float if dtype == np.float32 else _as_int(dtype.type)
+        convert = (_as_float if dtype.kind == "f" else _as_int)(dtype.type)
         pointer.elements[pointer.slice(name, index, width)] = [convert(v) for v in values]
     return put
 

@@ -146,7 +146,7 @@ def test_a_stop_may_be_a_control_token(tiny):
     def generate(context, prompt, n, sampling, is_end, *rest):
         yield from takewhile(lambda token: not is_end(token), said)
 
-    def greedy_batch(context, batch, n, more):
+    def greedy_batch(context, batch, n, more, draws):
         yield from ([id] * len(batch) for id in [*said, EOS])
 
     with pytest.MonkeyPatch.context() as patch:

@@ -78,9 +78,9 @@ def scripted(cuda_cases, monkeypatch):
 
 
 @pytest.mark.parametrize("suite",
-                         ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "dense_layer", "mul_mat_argmax", "mul_mat_id", "topk_moe",
-                          "weighted_sum", "get_rows", "dequantize", "quantize", "rms_norm", "layer_norm", "rms_norm_act",
-                          "swiglu", "swiglu_act", "flash_attn_ext", "ssm_conv", "gated_delta_net", "ssm_scan"])
+                         ["mmvq", "mmq", "mul_mat_glu", "mul_mat_qkv", "dense_layer", "mul_mat_argmax", "draw", "mul_mat_id",
+                          "topk_moe", "weighted_sum", "get_rows", "dequantize", "quantize", "rms_norm", "layer_norm",
+                          "rms_norm_act", "swiglu", "swiglu_act", "flash_attn_ext", "ssm_conv", "gated_delta_net", "ssm_scan"])
 def test_cases_launch(cuda_cases, scripted, suite):
     cases, gpu = cuda_cases.selected(suite, None), scripted()
     assert cases and len({case.id for case in cases}) == len(cases)
@@ -103,7 +103,7 @@ def test_every_format_is_timed(cuda_cases):
 def test_selection(cuda_cases):
     cases = cuda_cases.selected("mmvq,flash_attn_ext", "q4_K,f16")
     assert {(case.kernel, case.type) for case in cases} == {("mmvq", "Q4_K"), ("mmvq", "F16"), ("flash_attn_ext", "f16")}
-    for arguments, message in ((("mmv", None), "unknown suite mmv; known: dense_layer, dequantize, flash_attn_ext"),
+    for arguments, message in ((("mmv", None), "unknown suite mmv; known: dense_layer, dequantize, draw, flash_attn_ext"),
                                ((None, "Q4_9"), "unknown type q4_9; known: bf16")):
         with pytest.raises(ValueError, match=message):
             cuda_cases.selected(*arguments)

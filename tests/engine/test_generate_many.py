@@ -126,9 +126,9 @@ def test_few_widths(model, monkeypatch):
     widths = Counter()
     greedy_batch = Context.greedy_batch
 
-    def watched(context, batch, n, more):
+    def watched(context, batch, n, more, draws=None):
         widths[len(batch)] += 1
-        return greedy_batch(context, batch, n, more)
+        return greedy_batch(context, batch, n, more, draws)
     monkeypatch.setattr(Context, "greedy_batch", watched)
     prompts = [[i, i + 1] for i in range(30)]
     found = model.generate_many(prompts, n_seq_max=13, max_tokens=30)
@@ -179,8 +179,8 @@ def test_not_a_number_ends_it(tmp_path):
     with load(WRITERS["llama"](tmp_path / "m.gguf"), QueueingBackend) as model:
         def spoiled(first: int):
             """The ids of three texts side by side are NaN for sequences from `first` on."""
-            def greedy_batch(context, batch, n, more):
-                for ids in real(context, batch, n, more):
+            def greedy_batch(context, batch, n, more, draws):
+                for ids in real(context, batch, n, more, draws):
                     yield np.where(np.arange(len(ids)) < first, ids, -1)
             return greedy_batch
         real, prompts = Context.greedy_batch, [[1], [2], [30], [31], [33]]

@@ -8,6 +8,7 @@ import numpy as np
 
 from ggml_py.engine.kept import Kept
 from ggml_py.engine.model import Model
+from ggml_py.engine.sampling import chosen
 
 BOS, EOS = 256, 257
 N_VOCAB = 259  # odd: records of KL files are padded
@@ -77,6 +78,17 @@ class FakeContext:
             else:
                 token = int(self.decode([token], seq_id, "argmax")[-1])
             yield token
+
+    def greedy_batch(self, batch, n, more=None, draws=None):
+        ids = dict(batch)
+        for step in range(n):
+            rows = [each[-1] for each in self.decode_batch([(seq_id, [token]) for seq_id, token in ids.items()])]
+            found = [row.argmax() if draw is None else chosen(row, draw.sampling, draw.sampling.u(draw.position + step))
+                     for row, draw in zip(rows, draws or [None] * len(rows))]
+            ids = dict(zip(ids, [-1 if np.isnan(row).any() else int(token) for row, token in zip(rows, found)]))
+            yield np.array([*ids.values()], np.int32)
+            if more is not None and not more():
+                return
 
     def decode_batch(self, entries, logits="last"):
         assert sum(len(tokens) for _, tokens in entries) <= self.n_batch

@@ -101,6 +101,13 @@ class Operands:
     def columns(self, k: int, n: int) -> Operand:
         return in_rows(plain("columns", self.rng.integers(0, k, (N, n)).astype(np.int32)))
 
+    def draws(self) -> Operand:
+        """Settings of draws: top_k, temperature (of some 0), top_p, min_p, u."""
+        low, high = [1, -0.2, 0.5, 0, 0], [41, 2, 1, 0.1, 1]
+        settings = self.rng.uniform(low, high, (N, 5)).clip(0)
+        settings[:, 0] = np.floor(settings[:, 0])
+        return in_rows(plain("settings", settings))
+
     def states(self, k: int) -> Operand:
         """Two for each row: one that is read, or none, and one that is written."""
         return whole(plain("states", self.floats(2 * N, k)))
@@ -269,6 +276,7 @@ CASES = {
     "slice_heads": (PLAIN, lambda o: [o.x(Q)], {"n_head": HEADS, "first": 8, "n": 20}),
     "concat_heads": (PLAIN, lambda o: [o.x(Q), o.x(DIM)], {"n_head": HEADS, "n_head_y": 1}),
     "argmax": (PLAIN, lambda o: [o.x()], {}),
+    "draw": (PLAIN, lambda o: [o.x(), o.draws()], {}),
     "log_soft_max": (PLAIN, lambda o: [o.x(), o.columns(K, 3)], {}),
     "mul_mat_argmax": (GATES, lambda o: [o.matrix(), o.input()], {}),
     "cpy": (PLAIN, lambda o: [o.x(), o.x()], {}),

@@ -122,6 +122,34 @@ def check_argmax(machine, k) -> None:
     check_op(machine, name, "argmax", x)
 
 
+def draw_rows(k, rng) -> tuple[np.ndarray, np.ndarray]:
+    """Logits, float32 [22, k], and the settings of a draw of each: rows as of `check_argmax`, rows whose values are close or
+    equal, and settings at their bounds."""
+    x = activations(22, k, rng)
+    x[0, k // 2] = x[0, -1] = 1e30
+    x[1], x[2], x[3] = rng.choice([-0.0, 0.0], k), -np.inf, -x[3]**2 - 1
+    x[4], x[5, rng.integers(k, size=3)] = rng.choice(SPECIAL[~np.isnan(SPECIAL)], k), np.inf
+    x[6, rng.integers(k)] = np.nan
+    x[7], x[8], x[9] = rng.integers(0, 3, k), rng.standard_normal(k) * 1e-6, np.arange(k) * np.float32(0.01)
+    x[10:] = rng.standard_normal((12, k)) * 3
+    top_k = rng.integers(1, min(k, 64) + 1, len(x)).astype(np.float64)
+    top_k[:10:2] = min(k, 64)
+    settings = np.stack([top_k, rng.uniform(0.1, 2, len(x)), rng.uniform(0.3, 1, len(x)), rng.uniform(0, 0.2, len(x)),
+                         rng.uniform(0, 1, len(x))], axis=1)
+    settings[10:20, 1:] = [[0, 1, 0, 0.5], [1e6, 1, 0, 0.999], [1e-300, 1, 0, 0.999], [1, 0, 0, 0.7], [1, 1, 1, 0.7],
+                           [1, 1, 0, 1 - 2.0**-53], [1, 1, 0, 0], [5, 0.999999, 1e-9, 0.99], [0.7, 0.95, 0.05, 0.6],
+                           [0.05, 1, 0, 0.9]]
+    settings[[12, 15], 0] = min(k, 64)
+    return x, settings
+
+
+def check_draw(machine, k) -> None:
+    name, rng = case("draw", k=k)
+    x, settings = draw_rows(k, rng)
+    (found,), = check_op(machine, name, "draw", x, settings)
+    assert found[6] == -1 and (np.delete(found, 6) >= 0).all() and found[10] == x[10].argmax()
+
+
 def check_log_soft_max(machine, k, n_ids) -> None:
     """Rows as of check_argmax, by columns that there are and by some that there are not; likelihoods of float64 are near."""
     name, rng = case("log_soft_max", k=k, n_ids=n_ids)

@@ -23,9 +23,10 @@ POISON = 0xA5
 
 
 def plain(name: str, array: np.ndarray) -> Value:
-    """A float32, int32, int64 or uint8 array as an operand."""
+    """A float32, float64, int32, int64 or uint8 array as an operand."""
     array = np.ascontiguousarray(array)
-    return Value(name, {"f4": "f32", "i4": "i32", "i8": "i64", "u1": "u8"}[array.dtype.str[1:]], array.shape, (array,))
+    dtype = {"f4": "f32", "f8": "f64", "i4": "i32", "i8": "i64", "u1": "u8"}[array.dtype.str[1:]]
+    return Value(name, dtype, array.shape, (array,))
 
 
 def weight(name: str, type_: str, blocks: np.ndarray, n_cols: int) -> Value:

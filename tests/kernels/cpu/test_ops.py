@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from cpu_comparisons import (FORMS, SPECIAL, attention_case, compare, compare_attention, compute, f32, holes, matrix, numbers,
                              only_array, positions, seeded)
+from op_comparisons import draw_rows
 from op_runs import define, empty_cache, product_input
 
+from ggml_py.engine.sampling import Sampling, chosen
 from ggml_py.kernels import arith, threads
 from ggml_py.kernels.compile import jit
 from ggml_py.kernels.cpu import amx, vector
@@ -145,6 +147,18 @@ def test_argmax(k):
     x[5, rng.integers(k)] = np.nan
     found = only_array(compare(f"k={k}", "argmax", x))
     assert found.tolist() == argmax_by_numpy(x)
+
+
+@pytest.mark.parametrize("k", [1, 40, 300, 4097, 128256])
+def test_draw(k, n_threads):
+    """The host's own choice, which numpy makes."""
+    x, settings = draw_rows(k, seeded(f"draw {k}"))
+    found = only_array(compare(f"k={k}, threads={n_threads}", "draw", x, settings))
+    for row, (top_k, temperature, top_p, min_p, u), token in zip(x, settings, found.tolist()):
+        if np.isnan(row).any():
+            assert token == -1
+        else:
+            assert token == chosen(row, Sampling(temperature, int(top_k), top_p, min_p), u)
 
 
 @pytest.mark.parametrize("k, n_ids", [(2, 1), (130, 131), (128256, 1)])

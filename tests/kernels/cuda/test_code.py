@@ -91,7 +91,8 @@ def test_contracted_operations_are_seen():
     def approximate(x, y):
         cuda.atomic.add(y, 0, x[0])
     for function in (contracted, wide):
-        assert violations(compiled(function, F32, F32)), function.__name__
+        for of_float64 in False, True:
+            assert violations(compiled(function, F32, F32), of_float64), function.__name__
     arrays = cuda.compile_ptx(approximate, (intrinsics.types.float32[::1],) * 2, cc=(8, 0))[0]
     assert violations(arrays)
 

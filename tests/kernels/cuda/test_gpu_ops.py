@@ -14,11 +14,12 @@ from ggml_py.ops.compose import GATINGS
 from expert_comparisons import check_experts
 from matmul_comparisons import (SPECIAL, check_add_rms_norm_mul_mat, check_add_rms_norm_topk_moe, check_mul_mat_argmax,
                                 check_mul_mat_bias, check_mul_mat_glu, check_mul_mat_qkv)
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_flash_attn_ext, check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act,
-                            check_relu_sqr_act, check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope,
-                            check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai,
-                            check_top_k, check_topk_moe, check_weighted_sum_biased, check_weighted_sum_gated)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy,
+                            check_cpy_rows, check_draw, check_flash_attn_ext, check_glu, check_heads, check_log_soft_max,
+                            check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm, check_rms_norm_act,
+                            check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op, check_scale,
+                            check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
+                            check_weighted_sum_biased, check_weighted_sum_gated)
 from cpu_comparisons import N_EXPERT
 from layer_comparisons import check_dense_layer
 from recurrent_comparisons import (LENGTHS, check_gated_delta_net, check_gated_delta_net_gates, check_l2_norm, check_ssm_conv,
@@ -195,6 +196,11 @@ def test_scale(machine, a):
 @pytest.mark.parametrize("k", [1, 63, 64, 65, 16384, 16385, 49152, 128256])
 def test_argmax(machine, k):
     check_argmax(machine, k)
+
+
+@pytest.mark.parametrize("k", [1, 40, 512, 513, 4096, 4097, 32000, 49152, 128256, 262144])
+def test_draw(machine, k):
+    check_draw(machine, k)
 
 
 @pytest.mark.parametrize("k, n_ids", [(2, 1), (63, 70), (128, 1), (4096, 3), (4097, 1), (128256, 1), (128256, 1100)])

@@ -11,6 +11,7 @@ from ggml_py.base.errors import UserError
 from ggml_py.check.evaluate import Value, make_node
 from ggml_py.kernels.call import Call, Operand, Unsupported
 from ggml_py.kernels.cuda import argmax as cuda_argmax
+from ggml_py.kernels.cuda import draw as cuda_draw
 from ggml_py.kernels.cuda import log_soft_max as cuda_log_soft_max
 from ggml_py.kernels.cuda import quantize as cuda_quantize
 from ggml_py.kernels.cuda import mmq_few
@@ -23,11 +24,12 @@ from ggml_py.quant.formats import FORMATS
 from expert_comparisons import check_experts
 from matmul_comparisons import (activations, check_add_rms_norm_mul_mat, check_mul_mat_argmax, check_mul_mat_bias,
                                 check_mul_mat_glu, check_mul_mat_qkv, seeded)
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy, check_cpy_rows,
-                            check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm,
-                            check_rms_norm_act, check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op,
-                            check_scale, check_set_rows, check_swiglu_act, check_swiglu_oai, check_top_k, check_topk_moe,
-                            check_weighted_sum_biased, check_weighted_sum_gated)
+from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy,
+                            check_cpy_rows, check_draw, check_glu, check_heads, check_log_soft_max, check_mul_sigmoid_act,
+                            check_relu_sqr_act, check_rms_norm, check_rms_norm_act, check_rms_norm_swiglu_act, check_rope,
+                            check_rope_set_rows, check_row_op, check_scale, check_set_rows, check_swiglu_act,
+                            check_swiglu_oai, check_top_k, check_topk_moe, check_weighted_sum_biased,
+                            check_weighted_sum_gated)
 from op_runs import MachineBackend, check_op, empty_cache, plain, product_input
 
 
@@ -158,6 +160,14 @@ def simulate_argmax(machine, small_argmax, k, n_parts, monkeypatch):
     """More parts than columns, rounds of columns in a part, rounds of parts."""
     monkeypatch.setattr(cuda_argmax, "PARTS", n_parts)
     check_argmax(machine, k)
+
+
+@pytest.mark.parametrize("k", [1, 40, 130, 300])
+def simulate_draw(machine, k, monkeypatch):
+    """Warps of 128 columns: one of a row, two, and three of which two take what they leave."""
+    monkeypatch.setattr(cuda_draw, "VALUES", 4)
+    monkeypatch.setattr(cuda_draw, "WIDTH", 128)
+    check_draw(machine, k)
 
 
 @pytest.mark.parametrize("k, n_ids", [(2, 1), (130, 131), (700, 2)])
