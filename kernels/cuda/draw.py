@@ -25,13 +25,18 @@ exp = exponential(device, Operations(add64, sub64, mul64, rint64, d2i, device(la
 @device
 def largest_of(ranks, columns):
     """(rank, column) of the largest of a warp's pairs, of equal ones the first column, for every lane; it is not there any
-    more. ranks, columns: i32 [VALUES], a lane's."""
-    best, column = NO_VALUE, NO_COLUMN
+    more. ranks, columns: i32 [VALUES], a lane's; columns of equal ranks rise."""
+    r, c = cuda.local.array(VALUES, types.int32), cuda.local.array(VALUES, types.int32)
     for i in range(VALUES):
-        if ranks[i] > best:
-            best, column = ranks[i], columns[i]
-    top = redux_max(best)
-    column = redux_min(column if best == top else NO_COLUMN)
+        r[i], c[i] = ranks[i], columns[i]
+    n = VALUES
+    while n > 1:  # of neighbours, so that the first of equal ones stays
+        n //= 2
+        for i in range(n):
+            is_second = r[2 * i + 1] > r[2 * i]
+            r[i], c[i] = r[2 * i + 1] if is_second else r[2 * i], c[2 * i + 1] if is_second else c[2 * i]
+    top = redux_max(r[0])
+    column = redux_min(c[0] if r[0] == top else NO_COLUMN)
     for i in range(VALUES):
         ranks[i] = NO_VALUE if columns[i] == column else ranks[i]
     return top, column
