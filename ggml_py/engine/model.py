@@ -38,6 +38,7 @@ from ..files.pull import resolve
 from ..graph.fuse import switched_off
 from ..graph.place import DeviceOf
 from ..graph.program import Arenas, Outputs, Program
+from ..kernels.draws import MOST_DRAWN
 from ..kernels.threads import MOST, using
 from ..models import model_class
 from ..models.fit import Fit, fitted
@@ -532,6 +533,12 @@ class Context:
         """Of each step of `greedy_batch` the positions of what was fed, and the outputs, the ids first."""
         if len(fed) > self.n_ubatch:
             raise UserError(f"greedy_batch: {len(fed)} sequences are no micro-batch; allowed: up to {self.n_ubatch}")
+        for draw in draws or ():
+            if not (draw.sampling.is_drawn or draw.sampling.is_argmax):
+                raise UserError(f"draws: {draw.sampling} is the host's to follow; allowed: temperature 0 or top_k 1 to "
+                                f"{MOST_DRAWN}, without bias and penalties")
+        if draws is not None and len(draws) != len(fed):
+            raise UserError(f"draws: {len(draws)} for {len(fed)} sequences; allowed: one for each")
         ahead, ids = None, np.array([token for _, token in fed])
 
         def settings(step: int) -> np.ndarray | None:

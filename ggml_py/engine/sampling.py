@@ -82,12 +82,13 @@ class Sampling:
         return self.temperature > 0 and 0 < self.top_k <= MOST_DRAWN and not self.adjusts
 
     def u(self, position: int) -> float:
-        """`uniform` of a position."""
+        """`uniform` of a position, 0 where nothing is drawn."""
         return uniform(self.seed, position, self.sample) if self.temperature else 0.0
 
     def settings(self, position: int, n_vocab: int) -> tuple[float, ...]:
         """Of the op `draw`, of the token at a position."""
-        return min(self.top_k, n_vocab) or 1, self.temperature, self.top_p, self.min_p, self.u(position)
+        top_k = min(self.top_k, n_vocab) if self.temperature else 1
+        return top_k, self.temperature, self.top_p, self.min_p, self.u(position)
 
     @property
     def is_argmax(self) -> bool:
@@ -102,7 +103,7 @@ class Sampling:
 
 class Draw(NamedTuple):
     """How a sequence's next id is chosen on the device, and those behind it.   sampling: one for which `is_drawn`, or of
-    temperature 0.   position: of the next id in its text."""
+    temperature 0 and without bias and penalties.   position: of the next id in its text."""
     sampling: Sampling
     position: int
 

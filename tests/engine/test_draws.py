@@ -9,6 +9,7 @@ from tiny_models import write_model
 
 from ggml_py import Grammar, Model, UserError
 from ggml_py.backends.cpu import CPUBackend
+from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.generate import generate
 from ggml_py.engine.model import Context
 from ggml_py.engine.sampling import Draw, Sampling, choose
@@ -56,11 +57,34 @@ def test_several_sequences_choose_each_by_itself(model):
         for first in range(0, 19, 7):
             batch = [(i, ids[first]) for i, ids in enumerate(expected)]
             draws = [Draw(sampling, len(PROMPT) + first + 1) for sampling in CHOICES]
-            with_rest = context.greedy_batch(batch, 12, draws=draws)
-            found = np.array([*islice(with_rest, 7)]).T.tolist()
+            steps = context.greedy_batch(batch, 12, draws=draws)
+            found = np.array([*islice(steps, 7)]).T.tolist()
             assert [ids[:len(expected[0]) - first - 1] for ids in found] == [ids[first + 1:first + 8] for ids in expected]
-            with_rest.close()
+            steps.close()
             assert context.memory.length(0) == len(PROMPT) + first + 7
+
+
+def test_what_the_device_does_not_draw_is_refused(model):
+    allowed = "temperature 0 or top_k 1 to 64, without bias and penalties"
+    with model.new_context(n_ctx=64) as context:
+        for sampling in (Sampling(temperature=1.0, top_k=65), Sampling(temperature=1.0, top_k=0), Sampling(logit_bias={3: 1.0}),
+                         Sampling(temperature=1.0, repeat_penalty=1.1)):
+            with pytest.raises(UserError, match=rf"^draws: Sampling\(.*\) is the host's to follow; allowed: {allowed}$"):
+                next(context.greedy_batch([(0, 1)], 3, draws=[Draw(sampling, 1)]))
+        with pytest.raises(UserError, match="^draws: 1 for 2 sequences; allowed: one for each$"):
+            next(context.greedy_batch([(0, 1), (1, 2)], 3, draws=[Draw(CHOICES[0], 1)]))
+        assert context.memory.length(0) == 0
+
+
+def test_devices_that_share_columns(model):
+    path, expected = model.file.path, [by_the_host(model, sampling, 12) for sampling in CHOICES[:2]]
+    placement = PlacementOptions(("cpu", "cpu:1"), split_mode="column")
+    with Model.load(path, placement=placement) as both:
+        both._tokenizer = FakeTokenizer(False)
+        for sampling, ids in zip(CHOICES, expected):
+            with both.new_context(n_ctx=64) as context:
+                assert list(generate(context, PROMPT, 12, sampling, lambda token: False)) == ids
+                assert {node.device for node in context.program(1, 1, "draws").nodes} == {"cpu", "cpu:1"}
 
 
 def test_what_is_drawn_where_the_logits_are(model, monkeypatch):
@@ -81,14 +105,14 @@ def test_what_is_drawn_where_the_logits_are(model, monkeypatch):
 def test_a_nan_is_told_by_its_position(model, monkeypatch):
     settings, calls = Sampling.settings, []
 
-    def nan_at_the_third(sampling, position, n_vocab):
+    def noted(sampling, position, n_vocab):
         calls.append(position)
         return settings(sampling, position, n_vocab)
-    monkeypatch.setattr(Sampling, "settings", nan_at_the_third)
+    monkeypatch.setattr(Sampling, "settings", noted)
     with model.new_context(n_ctx=64) as context:
-        found = context.greedy_batch
+        real = context.greedy_batch
         monkeypatch.setattr(context, "greedy_batch", lambda *args, **named: (
-            np.where(i == 2, -1, ids) for i, ids in enumerate(found(*args, **named))))
+            np.where(i == 2, -1, ids) for i, ids in enumerate(real(*args, **named))))
         with pytest.raises(UserError, match=f"^the logits of token {len(PROMPT) + 3} hold NaN$"):
             list(generate(context, PROMPT, 9, CHOICES[0], lambda token: False))
     assert calls[:3] == [len(PROMPT) + 1, len(PROMPT) + 2, len(PROMPT) + 3]
