@@ -1,7 +1,8 @@
 """A draw of one of the largest values of each row (numerics, section 5).
 
-A warp takes 512 columns and leaves its largest MOST_DRAWN, in falling order, as pairs of a rank (`argmax.rank`) and a column;
-further launches take those until one warp has a row, which draws. Places without a value have a rank below that of all values.
+A warp takes 512 columns and leaves a list of its largest, in falling order: MOST_DRAWN pairs of a rank (`argmax.rank`) and a
+column. Further warps merge 32 lists each, a lane has one, until the lists of a row are so few that the warp which draws merges
+them. Places without a value have a rank below that of all values.
 """
 from numba import cuda, types
 
@@ -9,12 +10,17 @@ from ..draws import MOST_DRAWN, SETTINGS
 from ..exp64 import Operations, exponential
 from .argmax import LEAST_RANK, NAN_RANK, NO_COLUMN, rank
 from .launch import F32, F64, I32, Kernel, Launches, N, factory, need
-from .ptx import (add64, as_f64, d2i, device, div64, f2d, f64, i32, i64, ld, lds, mul64, redux_max, redux_min, rint64, st, sts,
-                  sub64, syncwarp)
+from .ptx import (add64, as_f64, d2i, device, div64, f2d, f64, i32, i64, ld, ld2, lds, lds2, mul64, redux_max, redux_min, rint64,
+                  st, st2, sts, sub64, syncwarp)
 from .soft_max import of_order
 
 VALUES = 16             # of a lane
-WIDTH = 32 * VALUES     # columns, or pairs, of a warp
+WIDTH = 32 * VALUES     # columns of a warp
+LISTS = 32              # of a warp that merges
+LIST_WORDS = 2 * MOST_DRAWN
+N_WORDS = LISTS * LIST_WORDS
+N_LOADERS = 256         # threads that bring the lists
+N_OWN = MOST_DRAWN // 32  # values of a lane: j = lane + 32 i
 N_SETTINGS = len(SETTINGS)
 NO_VALUE = LEAST_RANK
 ZERO, ONE = f64(0), f64(1)
@@ -43,37 +49,13 @@ def largest_of(ranks, columns):
 
 
 @device
-def leave_largest(ranks, columns, lane, k, pairs, first):
-    """The k largest pairs, of MOST_DRAWN that begin at pair `first`."""
-    j = i32(0)
-    while j < MOST_DRAWN:
-        top, column = NO_VALUE, NO_COLUMN
-        if j < k:
-            top, column = largest_of(ranks, columns)
-        if lane == 0:
-            st(pairs, 2 * (first + j), top)
-            st(pairs, 2 * (first + j) + 1, column)
-        j = i32(j + 1)
-
-
-@device
-def load_pairs(pairs, first, n, lane, ranks, columns):
-    """n pairs of a warp, from pair `first` on."""
-    for i in range(VALUES):
-        ranks[i], columns[i] = NO_VALUE, NO_COLUMN
-        if lane + 32 * i < n:
-            ranks[i] = ld(pairs, 2 * (first + lane + 32 * i))
-            columns[i] = ld(pairs, 2 * (first + lane + 32 * i) + 1)
-
-
-@device
 def top_k_of(settings, row):
     return d2i(ld(settings, row * N_SETTINGS))
 
 
 @factory([()])
 def draw_first_kernel():
-    def kernel(x, settings, pairs, n_cols):  # block: columns from blockIdx.x * WIDTH of row blockIdx.y
+    def kernel(x, settings, lists, n_cols):  # block: columns from blockIdx.x * WIDTH of row blockIdx.y
         ranks, columns = cuda.local.array(VALUES, types.int32), cuda.local.array(VALUES, types.int32)
         row, lane, first = i64(cuda.blockIdx.y), i32(cuda.threadIdx.x), i32(cuda.blockIdx.x * WIDTH)
         for i in range(VALUES):
@@ -81,18 +63,59 @@ def draw_first_kernel():
             ranks[i], columns[i] = NO_VALUE, NO_COLUMN
             if column < n_cols:
                 ranks[i], columns[i] = rank(ld(x, row * n_cols + column)), column
-        leave_largest(ranks, columns, lane, top_k_of(settings, row), pairs, (row * cuda.gridDim.x + cuda.blockIdx.x) * MOST_DRAWN)
+        at, k, j = (row * cuda.gridDim.x + cuda.blockIdx.x) * MOST_DRAWN, top_k_of(settings, row), i32(0)
+        while j < MOST_DRAWN:
+            top, column = NO_VALUE, NO_COLUMN
+            if j < k:
+                top, column = largest_of(ranks, columns)
+            if lane == 0:
+                st2(lists, 2 * (at + j), top, column)
+            j = i32(j + 1)
     return Kernel(kernel, (F32, F64, I32, N), 32)
+
+
+@device
+def load_lists(lists, first, n, tid, pairs):
+    """n lists, from number `first` on, to shared memory, whose rest are lists without a value; by a block."""
+    i = i32(2 * tid)
+    while i < N_WORDS:
+        top, column = NO_VALUE, NO_COLUMN
+        if i < n * LIST_WORDS:
+            top, column = ld2(lists, first * LIST_WORDS + i)
+        sts(pairs, i, top)
+        sts(pairs, i + 1, column)
+        i = i32(i + 2 * N_LOADERS)
+    cuda.syncthreads()  # all are there
+
+
+@device
+def next_of(pairs, lane, at):
+    """(rank, column, at) of the largest pair of the warp's lists from place `at` of each lane's on, of equal ones the first
+    column, for every lane; it is behind `at` then."""
+    r, c = NO_VALUE, NO_COLUMN
+    if at < MOST_DRAWN:
+        r, c = lds2(pairs, lane * LIST_WORDS + 2 * at)
+    top = redux_max(r)
+    column = redux_min(c if r == top else NO_COLUMN)
+    return top, column, i32(at + 1 if c == column else at)
 
 
 @factory([()])
 def draw_further_kernel():
-    def kernel(pairs, settings, fewer, n):  # block: pairs from blockIdx.x * WIDTH of the n of row blockIdx.y
-        ranks, columns = cuda.local.array(VALUES, types.int32), cuda.local.array(VALUES, types.int32)
-        row, lane, first = i64(cuda.blockIdx.y), i32(cuda.threadIdx.x), i32(cuda.blockIdx.x * WIDTH)
-        load_pairs(pairs, row * n + first, i32(n - first), lane, ranks, columns)
-        leave_largest(ranks, columns, lane, top_k_of(settings, row), fewer, (row * cuda.gridDim.x + cuda.blockIdx.x) * MOST_DRAWN)
-    return Kernel(kernel, (I32, F64, I32, N), 32)
+    def kernel(lists, settings, fewer, n):  # block: lists from blockIdx.x * LISTS of the n of row blockIdx.y
+        pairs = cuda.shared.array(N_WORDS, types.int32)
+        row, lane, first = i64(cuda.blockIdx.y), i32(cuda.threadIdx.x), i32(cuda.blockIdx.x * LISTS)
+        load_lists(lists, row * n + first, i32(n - first), lane, pairs)
+        if lane < 32:
+            to, k, j, at = (row * cuda.gridDim.x + cuda.blockIdx.x) * MOST_DRAWN, top_k_of(settings, row), i32(0), i32(0)
+            while j < MOST_DRAWN:
+                top, column = NO_VALUE, NO_COLUMN
+                if j < k:
+                    top, column, at = next_of(pairs, lane, at)
+                if lane == 0:
+                    st2(fewer, 2 * (to + j), top, column)
+                j = i32(j + 1)
+    return Kernel(kernel, (I32, F64, I32, N), N_LOADERS)
 
 
 @device
@@ -110,100 +133,94 @@ def sum_of(x, n, lane):
 
 
 @device
-def fewest(p, n, top_p):
-    """How many of the first p, float64 in shared memory, sum to at least top_p; n if all do not."""
+def running_sums(x, n, lane, own):
+    """The sum of n float64 in shared memory, in order, for every lane; own: float64 [N_OWN], written, the sum up to each of a
+    lane's."""
     total, j = ZERO, i32(0)
     while j < n:
-        total = add64(total, lds(p, j))
+        total = add64(total, lds(x, j))
+        for i in range(N_OWN):
+            own[i] = total if j == lane + 32 * i else own[i]
         j = i32(j + 1)
-        if total >= top_p:
-            n = j
-    return n
+    return total
 
 
 @device
-def before_small(p, n, least):
-    """How many of the first p come before one that is less than `least`."""
-    j = i32(0)
-    while j < n:
-        n = j if lds(p, j) < least else n
-        j = i32(j + 1)
-    return n
-
-
-@device
-def first_above(w, n, u):
-    """The first of n whose cumulative sum exceeds u times that of all; the last one if none does."""
-    total, j = ZERO, i32(0)
-    while j < n:
-        total = add64(total, lds(w, j))
-        j = i32(j + 1)
-    bound, total, j, found = mul64(u, total), ZERO, i32(0), i32(n - 1)
-    while j < n:
-        total = add64(total, lds(w, j))
-        if total > bound:
-            found, n = j, j
-        j = i32(j + 1)
-    return found
+def first_place(lane, n, holds):
+    """The first of n places of which something holds, n if there is none. holds: i32 [N_OWN], of a lane's."""
+    found = n
+    for i in range(N_OWN):
+        j = i32(lane + 32 * i)
+        found = j if holds[i] and j < found else found
+    return redux_min(found)
 
 
 @factory([()])
 def draw_last_kernel():
-    n_own = MOST_DRAWN // 32
-
-    def kernel(pairs, settings, out, n):  # block: the n pairs of row blockIdx.x, WIDTH at most
-        ranks, columns = cuda.local.array(VALUES, types.int32), cuda.local.array(VALUES, types.int32)
-        top_ranks, top_columns = cuda.shared.array(MOST_DRAWN, types.int32), cuda.shared.array(MOST_DRAWN, types.int32)
-        p, w = cuda.shared.array(MOST_DRAWN, types.float64), cuda.shared.array(MOST_DRAWN, types.float64)
-        d = cuda.local.array(n_own, types.float64)
+    def kernel(lists, settings, out, n):  # block: the n lists of row blockIdx.x, LISTS at most
+        pairs = cuda.shared.array(N_WORDS, types.int32)
+        ranks, columns = cuda.shared.array(MOST_DRAWN, types.int32), cuda.shared.array(MOST_DRAWN, types.int32)
+        x = cuda.shared.array(MOST_DRAWN, types.float64)
+        d, p, own = (cuda.local.array(N_OWN, types.float64), cuda.local.array(N_OWN, types.float64),
+                     cuda.local.array(N_OWN, types.float64))
+        holds = cuda.local.array(N_OWN, types.int32)
         row, lane = i64(cuda.blockIdx.x), i32(cuda.threadIdx.x)
-        load_pairs(pairs, row * n, n, lane, ranks, columns)
-        k, j = top_k_of(settings, row), i32(0)
-        while j < k:
-            top, column = largest_of(ranks, columns)
+        load_lists(lists, row * n, n, lane, pairs)
+        if lane < 32:
+            k, j, at = top_k_of(settings, row), i32(0), i32(0)
+            while j < k:
+                top, column, at = next_of(pairs, lane, at)
+                if lane == 0:
+                    sts(ranks, j, top)
+                    sts(columns, j, column)
+                j = i32(j + 1)
+            syncwarp()  # all are there
+            top, setting = lds(ranks, 0), row * N_SETTINGS
+            temperature, found = ld(settings, setting + 1), i32(0)
+            if temperature > ZERO and top != NAN_RANK:
+                top_p, min_p, u = ld(settings, setting + 2), ld(settings, setting + 3), ld(settings, setting + 4)
+                for i in range(N_OWN):
+                    j, d[i], p[i], own[i] = i32(lane + 32 * i), ZERO, ZERO, ZERO
+                    if j < k:
+                        other = lds(ranks, j)
+                        d[i] = ZERO if other == top else sub64(f2d(of_order(other)), f2d(of_order(top)))
+                        p[i] = exp(d[i])
+                        sts(x, j, p[i])
+                syncwarp()  # all are there
+                total = sum_of(x, k, lane)
+                syncwarp()  # all have it
+                for i in range(N_OWN):
+                    p[i] = div64(p[i], total)
+                    if lane + 32 * i < k:
+                        sts(x, lane + 32 * i, p[i])
+                syncwarp()  # all are there
+                left, least = k, mul64(min_p, lds(x, 0))
+                if top_p < ONE:
+                    running_sums(x, k, lane, own)
+                    for i in range(N_OWN):
+                        holds[i] = own[i] >= top_p
+                    left = i32(min(first_place(lane, k, holds) + 1, k))
+                for i in range(N_OWN):
+                    holds[i] = p[i] < least
+                left = first_place(lane, left, holds)
+                for i in range(N_OWN):
+                    if lane + 32 * i < left:
+                        sts(x, lane + 32 * i, exp(div64(d[i], temperature)))
+                syncwarp()  # all are there
+                bound = mul64(u, running_sums(x, left, lane, own))
+                for i in range(N_OWN):
+                    holds[i] = own[i] > bound
+                found = i32(min(first_place(lane, left, holds), left - 1))
             if lane == 0:
-                sts(top_ranks, j, top)
-                sts(top_columns, j, column)
-            j = i32(j + 1)
-        syncwarp()  # all are there
-        top = lds(top_ranks, 0)
-        at = row * N_SETTINGS
-        temperature, found = ld(settings, at + 1), i32(0)
-        if temperature > ZERO and top != NAN_RANK:
-            for i in range(n_own):
-                j, d[i] = i32(lane + 32 * i), ZERO
-                if j < k:
-                    other = lds(top_ranks, j)
-                    d[i] = ZERO if other == top else sub64(f2d(of_order(other)), f2d(of_order(top)))
-                    sts(w, j, exp(d[i]))
-                    sts(p, j, lds(w, j))
-            syncwarp()  # all are there
-            total, n_left = sum_of(w, k, lane), k
-            for i in range(n_own):
-                j = i32(lane + 32 * i)
-                if j < k:
-                    sts(p, j, div64(lds(p, j), total))
-            syncwarp()  # all are there
-            top_p = ld(settings, at + 2)
-            if top_p < ONE:
-                n_left = fewest(p, k, top_p)
-            n_left = before_small(p, n_left, mul64(ld(settings, at + 3), lds(p, 0)))
-            for i in range(n_own):
-                j = i32(lane + 32 * i)
-                if j < n_left:
-                    sts(w, j, exp(div64(d[i], temperature)))
-            syncwarp()  # all are there
-            found = first_above(w, n_left, ld(settings, at + 4))
-        if lane == 0:
-            st(out, row, i32(-1) if top == NAN_RANK else lds(top_columns, found))
-    return Kernel(kernel, (I32, F64, I32, N), 32)
+                st(out, row, i32(-1) if top == NAN_RANK else lds(columns, found))
+    return Kernel(kernel, (I32, F64, I32, N), N_LOADERS)
 
 
 def levels(n_cols: int) -> list[int]:
-    """How many warps take a row in each launch but the last; they leave MOST_DRAWN pairs each."""
+    """How many lists of a row each launch but the last one leaves."""
     found = [-(-n_cols // WIDTH)]
-    while found[-1] * MOST_DRAWN > WIDTH:
-        found.append(-(-found[-1] * MOST_DRAWN // WIDTH))
+    while found[-1] > LISTS:
+        found.append(-(-found[-1] // LISTS))
     return found
 
 
@@ -213,18 +230,18 @@ def check(call):
 
 
 def scratch(call):
-    return "i32", (call.x.n_rows * 2 * MOST_DRAWN * sum(levels(call.x.n_cols)),)
+    return "i32", (call.x.n_rows * LIST_WORDS * sum(levels(call.x.n_cols)),)
 
 
 def draw(call):
     """out[i] = a column of the top_k largest values of x[i], drawn by settings[i] (`SETTINGS`), -1 where a value is NaN.
     x: f32 [n, k]; settings: f64 [n, 5], top_k 1..MOST_DRAWN and no more than k; out: i32 [n]."""
-    (n, k), settings, device, pairs = call.x.shape, call.settings.data, call.device, call.scratch.data
-    first, *others = levels(k)
-    launches, left = [device.launch(draw_first_kernel(), (first, n), 32, (call.x.data, settings, pairs, k))], first * MOST_DRAWN
-    for warps in others:
-        fewer = pairs + 8 * n * left
-        launches.append(device.launch(draw_further_kernel(), (warps, n), 32, (pairs, settings, fewer, left)))
-        pairs, left = fewer, warps * MOST_DRAWN
-    launches.append(device.launch(draw_last_kernel(), n, 32, (pairs, settings, call.out.data, left)))
+    (n, k), settings, device, lists = call.x.shape, call.settings.data, call.device, call.scratch.data
+    left, *others = levels(k)
+    launches = [device.launch(draw_first_kernel(), (left, n), 32, (call.x.data, settings, lists, k))]
+    for fewer in others:
+        behind = lists + 4 * LIST_WORDS * n * left
+        launches.append(device.launch(draw_further_kernel(), (fewer, n), N_LOADERS, (lists, settings, behind, left)))
+        lists, left = behind, fewer
+    launches.append(device.launch(draw_last_kernel(), n, N_LOADERS, (lists, settings, call.out.data, left)))
     return Launches(tuple(launches))

@@ -162,12 +162,12 @@ def simulate_argmax(machine, small_argmax, k, n_parts, monkeypatch):
     check_argmax(machine, k)
 
 
-@pytest.mark.parametrize("k", [1, 40, 130, 300])
-def simulate_draw(machine, k, monkeypatch):
-    """Warps of 128 columns: one of a row, two, and three of which two take what they leave."""
-    monkeypatch.setattr(cuda_draw, "VALUES", 4)
-    monkeypatch.setattr(cuda_draw, "WIDTH", 128)
-    check_draw(machine, k)
+@pytest.mark.parametrize("k, rows", [(1, slice(None)), (40, slice(None)), (130, slice(None)), (2200, slice(5, 9))], ids=str)
+def simulate_draw(machine, k, rows, monkeypatch):
+    """Warps of 64 columns: one of a row, three, and 35, whose lists two warps merge."""
+    monkeypatch.setattr(cuda_draw, "VALUES", 2)
+    monkeypatch.setattr(cuda_draw, "WIDTH", 64)
+    check_draw(machine, k, rows)
 
 
 @pytest.mark.parametrize("k, n_ids", [(2, 1), (130, 131), (700, 2)])
