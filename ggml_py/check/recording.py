@@ -161,8 +161,7 @@ class RecordedContext(Context):
         if self.office is not None:
             self.office = _Visits(self.office, self)
 
-    def _queue(self, tokens, seq, pos, rows, n_seq, wanted="logits", targets=None, n_more=0,
-               draws=None) -> Outputs:
+    def _queue(self, tokens, seq, pos, rows, n_seq, wanted="logits", targets=None, n_more=0, draws=None) -> Outputs:
         if isinstance(tokens, Outputs):
             tokens, = tokens.result()  # keys are of ids
         keys = []

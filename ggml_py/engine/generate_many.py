@@ -168,9 +168,10 @@ class SideBySide:
         fed = lambda: [*((i, text.tokens[-1]) for i, text in together), *((i, 0) for i in idle)]
         n = min(self.context.n_ctx - self.context.memory.length(i) for i, _ in fed())
         if self.only_ids:
-            draws = [*(Draw(text.sampling, len(text.tokens)) for _, text in together), *[Draw(Sampling(), 0)] * len(idle)]
-            is_drawn = any(text.sampling.is_drawn for _, text in together)
-            with closing(self.context.greedy_batch(fed(), n, more, draws if is_drawn else None)) as steps:
+            draws = None
+            if any(text.sampling.is_drawn for _, text in together):
+                draws = [*(Draw(text.sampling, len(text.tokens)) for _, text in together), *[Draw(Sampling(), 0)] * len(idle)]
+            with closing(self.context.greedy_batch(fed(), n, more, draws)) as steps:
                 yield from steps
             return
         for _ in range(n):

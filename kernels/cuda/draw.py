@@ -2,14 +2,14 @@
 
 A warp takes 512 columns and leaves a list of its largest, in falling order: MOST_DRAWN pairs of a rank (`argmax.rank`) and a
 column. Further warps merge 32 lists each, a lane has one, until the lists of a row are so few that the warp which draws merges
-them. Places without a value have a rank below that of all values.
+them; the other threads of its block bring the lists. Places without a value have a rank below that of all values.
 """
 from numba import cuda, types
 
 from ..draws import MOST_DRAWN, SETTINGS
 from ..exp64 import Operations, exponential
-from .argmax import LEAST_RANK, NAN_RANK, NO_COLUMN, rank
-from .launch import F32, F64, I32, Kernel, Launches, N, factory, need
+from .argmax import LEAST_RANK, NAN_RANK, NO_COLUMN, check as check, rank
+from .launch import F32, F64, I32, Kernel, Launches, N, factory
 from .ptx import (add64, as_f64, d2i, device, div64, f2d, f64, i32, i64, ld, ld2, lds, lds2, mul64, redux_max, redux_min, rint64,
                   st, st2, sts, sub64, syncwarp)
 from .soft_max import of_order
@@ -222,11 +222,6 @@ def levels(n_cols: int) -> list[int]:
     while found[-1] > LISTS:
         found.append(-(-found[-1] // LISTS))
     return found
-
-
-def check(call):
-    need(1 <= call.x.n_rows <= 65535, "n", call.x.n_rows, "1..65535")
-    need(call.x.n_cols >= 1, "k", call.x.n_cols, "at least 1")
 
 
 def scratch(call):
