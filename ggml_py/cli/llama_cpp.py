@@ -78,7 +78,8 @@ ABSENT: list[Row] = [
      "--top-nsigma --top-n-sigma --xtc-probability --xtc-threshold --typical --typical-p --dry-multiplier --dry-base "
      "--dry-allowed-length --dry-penalty-last-n --dry-sequence-breaker --adaptive-target --adaptive-decay --dynatemp-range "
      "--dynatemp-exp --mirostat --mirostat-lr --mirostat-ent", "run"),
-    ("greedy choices stay on the device, others are the host's", "-bs --backend-sampling --spec-draft-backend-sampling", "run"),
+    ("choices are made on the device where top_k is 1 to 64 and nothing changes the logits (bias, penalties, grammar), "
+     "else by the host; the ids are the same", "-bs --backend-sampling --spec-draft-backend-sampling", "run"),
     # of texts and chats
     ("a text ends where the context is full: moved positions would be other arithmetic", "--context-shift --keep"),
     ("a text is taken as it is", "-e --escape", "perplexity imatrix"),
