@@ -45,7 +45,7 @@ def first_token(path: str, device: str, started: float) -> dict[str, float]:
     from ggml_py.kernels.disk_cache import compiled
     from ggml_py.engine.model import Model
     imported = clock()
-    backend = open_backend(device)
+    backend = open_backend(device, expect=True)
     before = clock()
     with Model(GGUFFile.open(path), backend) as model:
         settle()

@@ -7,9 +7,10 @@ from ..base.placement import device_name
 from .base import Backend
 
 
-def open_backend(device: str = "auto", parameter: str = "device") -> Backend:
+def open_backend(device: str = "auto", parameter: str = "device", expect: bool = False) -> Backend:
     """The backend of "cpu", "cuda", "cuda:N" or "auto" (the first GPU if there is one); ParameterError when there is none, of the
-    parameter that names the device. "cpu:N" is the same CPU with memory of its own."""
+    parameter that names the device. "cpu:N" is the same CPU with memory of its own. expect: a model will be put there, which is
+    better known before a GPU is opened (`Backend.expect`)."""
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and (kind == "auto" or not index.isdecimal())):
         raise ParameterError(parameter, f"{device!r} is not a device; allowed: auto, cpu, cpu:N, cuda, cuda:N")
@@ -17,7 +18,7 @@ def open_backend(device: str = "auto", parameter: str = "device") -> Backend:
         from . import cuda
         missing = cuda.unavailable(int(index or 0))
         if missing is None:
-            return cuda.CUDABackend(int(index or 0))
+            return cuda.CUDABackend(int(index or 0), expect)
         if kind == "cuda":
             raise ParameterError(parameter, f"{device}: {missing}")
     from .cpu import CPUBackend

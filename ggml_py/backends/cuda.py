@@ -94,12 +94,16 @@ class CUDABackend(KernelBackend, Transfers):
     activations = LIMBS
     asynchronous = True
 
-    def __init__(self, ordinal: int = 0):
-        from ..kernels.cuda.launch import Target
+    def __init__(self, ordinal: int = 0, expect: bool = False):
+        """expect: as of `open_backend`."""
+        from ..kernels.cuda import launch
         KernelBackend.__init__(self, "cuda")
+        if expect:
+            launch.expect()
         try:
-            self.target = Target(ordinal)
+            self.target = launch.Target(ordinal)
         except RuntimeError as error:
+            launch.dismiss()
             raise ParameterError("device", str(error)) from None
         self.device = f"cuda:{ordinal}"
         Transfers.__init__(self, CUDADriver(ordinal), self.target.device.create_stream())
@@ -198,7 +202,8 @@ class CUDABackend(KernelBackend, Transfers):
         return super().step(call)
 
     def expect(self) -> None:
-        self.target.expect()
+        from ..kernels.cuda.launch import expect
+        expect()
 
     def leaves_errors(self, node: Node) -> bool:
         module = self.module(node.op)

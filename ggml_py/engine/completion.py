@@ -20,7 +20,6 @@ from ..kernels.reference.log_soft_max import log_soft_max_arrays
 from ..state.recurrent import LEAST_ROLLBACK
 from ..testing import one_nan
 from ..tokenizer import Detokenizer, Tokenizer
-from ..tokenizer.chat import encode_chat
 from .generate import generate
 from .grammar import FREE, Grammar, Matcher
 from .likelihood import is_list, shared
@@ -245,6 +244,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt, name: str = "prompt") -> list[int]:
     if isinstance(prompt, str):
         ids = list(tokenizer.encode(prompt))
     elif is_list(prompt) and len(prompt) and isinstance(prompt[0], Mapping):
+        from ..tokenizer.chat import encode_chat
         ids = encode_chat(tokenizer, prompt)
     elif is_list(prompt) and all(isinstance(id, Integral) for id in prompt):
         ids = [int(id) for id in prompt]

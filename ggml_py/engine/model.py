@@ -44,7 +44,6 @@ from ..models import model_class
 from ..models.fit import Fit, fitted
 from ..state.recurrent import LEAST_ROLLBACK
 from ..tokenizer import Tokenizer
-from ..tokenizer.chat import encode_chat
 from . import completion
 from .batch import Batch, filled, filled_rows, layout
 from .completion import Arguments, Generation, Piece, Prompt, TextArguments
@@ -124,7 +123,8 @@ class Model:
         with ExitStack() as to_close:  # unless the model has them
             placement = placement and placement.renamed(device_of)
             needed = {each: placement.asked_by(each) for each in placement.needed} if placement else {device: "device"}
-            backends = [to_close.enter_context(closing(open_backend(each, parameter))) for each, parameter in needed.items()]
+            backends = [to_close.enter_context(closing(open_backend(each, parameter, expect=True)))
+                        for each, parameter in needed.items()]
             file = to_close.enter_context(GGUFFile.open(place, mapped))
             asked = placement or PlacementOptions((backends[0].device,))
             if fit is not None and asked.is_of_devices_alone and HOST not in asked.devices:
@@ -223,6 +223,7 @@ class Model:
         as tools, date or enable_thinking (`tokenizer.chat.encode_chat`)."""
         self._check_open()
         own: Any = {name: arguments.pop(name) for name in [*arguments] if name in Arguments.__annotations__}
+        from ..tokenizer.chat import encode_chat  # jinja2 takes a while, and few steps of a program need it
         ids = encode_chat(self.tokenizer, messages, **arguments)
         return self.generate(ids, stream=True, **own) if stream else self.generate(ids, **own)
 

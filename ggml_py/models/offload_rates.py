@@ -14,7 +14,6 @@ from ..backends.base import Backend
 from ..base.placement import HOST, Placement
 from ..base.storage import n_bytes
 from ..kernels.compile import cache_folder
-from ..kernels.cpu.mul_mat import mul_mat_arrays
 from ..kernels.disk_cache import read_entry, write_entry
 from ..kernels.threads import get_num_threads
 from ..ops.node import Tensor
@@ -75,6 +74,7 @@ def first_slower(seconds_of: Callable[[int], float], limit: float) -> int:
 
 def computing(dtype: str, weights: np.ndarray, n_rows: int) -> Callable[[int], float]:
     """A function of n: the seconds that the CPU takes for a product of the weights with n rows of activations."""
+    from ..kernels.cpu.mul_mat import mul_mat_arrays
     kernel, words = mul_mat_arrays(dtype), weights.view(np.uint32)
 
     def seconds_of(n: int) -> float:

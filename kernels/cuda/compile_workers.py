@@ -5,7 +5,7 @@ disk cache and answers with a line, KEPT if the PTX is there. It ends when its i
 What workers leave undone, for whatever reason, is compiled by the process that wants it, which says what is wrong.
 
 A worker imports numba and compiles an empty kernel before it reads, which takes it a second. Where the disk cache has nothing,
-all kernels of a model will be missing: the workers are started before it is read (`launch.Target.expect`).
+all kernels of a model will be missing: the workers are started before its GPU is opened (`launch.expect`).
 """
 import gc
 import os
@@ -123,6 +123,7 @@ def work() -> None:
 
 def _work() -> None:
     gc.disable()  # it would take a fifth of the time
+    sys.modules["scipy"] = None  # type: ignore[assignment]  which numba imports where it is there, a fifth of a worker's start
     from .launch import cached_ptx, nvvm_release
     with suppress(Exception):  # said by the process that wants a kernel
         nvvm_release()  # by which everything is imported that compiling needs

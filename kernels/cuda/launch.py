@@ -274,7 +274,7 @@ def arguments(kernel: Kernel, args: tuple) -> tuple:
     return tuple(found)
 
 
-started: list[Workers] = []  # by `Target.expect`, until a `load` takes them
+started: list[Workers] = []  # by `expect`, until a `load` takes them
 
 
 def _take_started() -> Workers | None:
@@ -282,6 +282,19 @@ def _take_started() -> Workers | None:
         return started.pop()
     except IndexError:
         return None
+
+
+def expect() -> None:
+    """Kernels of a model will be wanted. Where the disk cache has none at all, workers start, for the next `load` of any GPU."""
+    folder = cache_folder() / "cuda"
+    if not started and not any(folder.glob("*.ptx")) and (n := n_workers(MOST_WORKERS, folder)):
+        started.append(Workers(n))
+
+
+def dismiss() -> None:
+    """Ends workers that no `load` has taken."""
+    if (workers := _take_started()) is not None:
+        workers.close()
 
 
 class Target:
@@ -301,13 +314,6 @@ class Target:
         self._codes: dict[Kernel, Code] = {}
         self._waiting: list[Code] = []  # to be loaded
 
-    def expect(self) -> None:
-        """Kernels of a model will be wanted. Where the disk cache has none at all, workers start, for the next `load` of any GPU.
-        """
-        folder = cache_folder() / "cuda"
-        if not started and not any(folder.glob("*.ptx")) and (n := n_workers(MOST_WORKERS, folder)):
-            started.append(Workers(n))
-
     @cached_property
     def halves(self) -> bool:
         """Whether products of float16 are added exactly, as this GPU shows (`half_check`). Without the memory of a backend, which
@@ -317,9 +323,7 @@ class Target:
         return self.warpgroups and run is not None and half_check(self, run)
 
     def close(self) -> None:
-        """Ends workers that no `load` has taken."""
-        if (workers := _take_started()) is not None:
-            workers.close()
+        dismiss()
 
     def load(self, alone: bool = False) -> None:
         """Loads the kernels of all launches prepared so far; what is wrong with one is raised when it is launched. alone: without

@@ -15,27 +15,22 @@ bytes.
 
 Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalars that check the types they are given.
 """
-from functools import lru_cache
 from hashlib import sha256
 from inspect import Parameter, Signature
-from types import FunctionType, ModuleType
 from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
 from numba import cuda, types
-from numba.cuda.core import config
 
 from .. import arith
+from .device_functions import SIMULATED, device, stage  # noqa: F401  which kernels take from here
 
 f32, f64, i32, u32, i64 = np.float32, np.float64, np.int32, np.uint32, np.int64
 
-SIMULATED = bool(config.ENABLE_CUDASIM)
 if SIMULATED:
     from . import simulator
 else:
-    from numba.cuda.compiler import compile_cuda
-    from numba.cuda.dispatcher import CUDADispatcher
     from numba.cuda.extending import intrinsic
 
 
@@ -52,69 +47,6 @@ _REGISTERS = {
     "l": _Register("l", ir.IntType(64), types.int64),
     "d": _Register("d", ir.DoubleType(), types.float64),
 }
-
-
-def device(function):
-    """Compiles a device function, one that kernels and other device functions call. In the simulator it is called as it is."""
-    return function if SIMULATED else _DeviceFunction(function, targetoptions={"device": True})
-
-
-def stage(function):
-    """A device function that is compiled as if its text stood where it is called: a named part of a long function, without code
-    of its own. (Other device functions are put in the places of their calls too, by NVVM. But it simplifies each alone before
-    that, so a cut can change the order of instructions.)"""
-    return function if SIMULATED else _DeviceFunction(function, targetoptions={"device": True, "inline": "always"})
-
-
-if not SIMULATED:
-    class _DeviceFunction(CUDADispatcher):
-        """What cuda.jit(device=True) makes, but without asking a GPU for its compute capability: that of the kernel decides.
-
-        Factories make their functions anew for every kernel. Of functions that are alike one is compiled."""
-
-        def compile_device(self, args, return_type=None):
-            if args not in self.overloads:
-                with self._compiling_counter:
-                    self.overloads[args] = _compiled(_first_alike(self.py_func), args, return_type)
-            return self.overloads[args]
-
-    @lru_cache(None)
-    def _compiled(function: FunctionType, args: tuple, return_type):
-        compiled = compile_cuda(function, return_type, args, nvvm_options={"opt": 3}, cc=(8, 0), forceinline=True)
-        compiled.target_context.insert_user_function(compiled.entry_point, compiled.fndesc, [compiled.library])
-        return compiled
-
-
-# What a function is made of -> the first one that was made of it, and its globals, which so keep their ids
-_first: dict[tuple, tuple[FunctionType, list]] = {}
-
-
-@lru_cache(None)
-def _first_alike(function: FunctionType) -> FunctionType:
-    """The first function of this text on these values: those it closes over, its defaults, and the globals that it names. Itself
-    where it has shared memory of its own."""
-    own, names = function.__globals__, function.__code__.co_names
-    if "shared" in names:
-        return function
-    named = [own[name] for name in names if name in own]
-    named += [getattr(module, name) for module in named if isinstance(module, ModuleType)
-              for name in names if hasattr(module, name)]
-    closed = [cell.cell_contents for cell in function.__closure__ or ()]
-    made_of = function.__code__, *map(id, (own, *named)), *map(_made_of, (*closed, function.__defaults__))
-    return _first.setdefault(made_of, (function, named))[0]
-
-
-def _made_of(value):
-    """Hashable, and equal for values that a compiled function cannot tell apart. `_first` keeps alive what has an id here."""
-    if isinstance(value, FunctionType):
-        return _first_alike(value)
-    if hasattr(value, "py_func"):
-        return _first_alike(value.py_func), repr(value.targetoptions)
-    if isinstance(value, tuple):
-        return type(value), *map(_made_of, value)
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
-        return type(value), repr(value)
-    return object() if isinstance(value, (list, dict, set, np.ndarray)) else id(value)  # what can change is like nothing else
 
 
 @device

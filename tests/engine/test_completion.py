@@ -213,7 +213,7 @@ def test_a_model_without_a_vocabulary_goes_on_from_ids_to_ids(tmp_path):
 def test_chat_splits_its_arguments(tmp_path, monkeypatch):
     """Those of `generate`, and those of the template."""
     seen: list[dict] = []
-    monkeypatch.setattr("ggml_py.engine.model.encode_chat",
+    monkeypatch.setattr("ggml_py.tokenizer.chat.encode_chat",
                         lambda tokenizer, messages, **arguments: seen.append(arguments) or [1, 2])
     with Model.load(write_model(tmp_path / "m.gguf", "llama", n_vocab=70), device="cpu") as model:
         model._tokenizer = FakeModel().tokenizer

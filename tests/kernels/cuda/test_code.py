@@ -17,9 +17,11 @@ import pytest
 numba_cuda = pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from numba import cuda
 
+from ggml_py.backends import cuda as cuda_backend, open_backend
+from ggml_py.base.errors import ParameterError
 from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
-from ggml_py.kernels.cuda import compile_workers, launch, mbarrier, ptx as intrinsics
+from ggml_py.kernels.cuda import compile_workers, device_functions, launch, mbarrier, ptx as intrinsics
 from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, cached_ptx, compile_ptx, entry_name, ptx_version
 from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, LAUNCH, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
                        overlap_violations, statements, violations)
@@ -243,7 +245,7 @@ def test_of_functions_that_are_alike_one_is_compiled():
             made(1, (2, 5), default=2), made(1, (2, 5), True), made(1, (2, 5), True), made(1, [2]), made(1, [2])]
     compiled_functions = [each.compile_device((intrinsics.types.int32,)) for each in code[:9]]
     assert compiled_functions[0] is compiled_functions[1] and len(set(map(id, compiled_functions))) == 8
-    assert len({intrinsics._first_alike(each.py_func) for each in code}) == 10
+    assert len({device_functions._first_alike(each.py_func) for each in code}) == 10
 
 
 def test_a_kernel_has_one_code_whatever_was_compiled_before(cache):
@@ -350,17 +352,34 @@ def test_workers_are_expected_once_and_only_for_an_empty_cache(cache, monkeypatc
     monkeypatch.setattr(launch, "n_workers", lambda n, folder: n)
     for each in (target, other):
         each.cc = (9, 0)
-        each.expect()
+        launch.expect()
     assert [workers.n for workers in made] == [compile_workers.MOST_WORKERS] and not made[0].is_closed
     assert [*other._compiled_elsewhere(["a kernel"])] == ["a kernel"] and made[0].is_closed and len(made) == 1
     assert [*other._compiled_elsewhere(["a", "b"])] == ["a", "b"] and [workers.n for workers in made[1:]] == [2]
-    target.expect()
+    launch.expect()
     target.close(), target.close()
     assert len(made) == 3 and made[2].is_closed and not launch.started
     path, key = launch.ptx_entry(KERNELS["take_rows"][0](), (9, 0))
     disk_cache.write_entry(path, key, b"code")
-    target.expect()
+    launch.expect()
     assert len(made) == 3
+
+
+def test_workers_are_expected_before_the_gpu_is_opened(monkeypatch):
+    """Only of a backend that a model will be put on; they end if the GPU cannot be opened."""
+    calls = []
+
+    def no_gpu(ordinal):
+        calls.append("open")
+        raise RuntimeError("no such GPU")
+    monkeypatch.setattr(launch, "expect", lambda: calls.append("expect"))
+    monkeypatch.setattr(launch, "dismiss", lambda: calls.append("dismiss"))
+    monkeypatch.setattr(launch, "Target", no_gpu)
+    monkeypatch.setattr(cuda_backend, "unavailable", lambda ordinal: None)
+    for expected in (True, False):
+        with pytest.raises(ParameterError, match="no such GPU"):
+            open_backend("cuda:0", expect=expected)
+    assert calls == ["expect", "open", "dismiss", "open", "dismiss"]
 
 
 @pytest.mark.parametrize("alone", [False, True])
