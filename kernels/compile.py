@@ -161,10 +161,6 @@ def _keep_on_disk(dispatcher, key) -> None:
 entries.keep_with(_keep_on_disk)  # what is compiled below this package
 
 
-# Of functions that only compiled ones call: without wrappers, which would double the time
-device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
 def jit(function=None, *, key=(), parallel=False):
     """numba.njit for this project: numpy's division, no fast-math, cached. key: the arguments of the factory that closes over
     `function`.

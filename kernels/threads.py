@@ -30,7 +30,8 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from .compile import device, jit, parallel_lock
+from .compile import jit, parallel_lock
+from .device_functions import device
 
 MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
 SPIN_SECONDS = 0.003             # that a worker looks for the next job, a pause of the processor between two looks

@@ -7,7 +7,8 @@ same order, when all are there.
 import numpy as np
 
 from ..arith import div, exp, fma, mul, sub
-from ..compile import device, jit
+from ..compile import jit
+from ..device_functions import device
 from ..reference.flash_attn_ext import MINUS_INFINITY, PIECE
 from ..reference.set_rows import BLOCK as Q8_0_BLOCK
 from ..reference.set_rows import BLOCK_BYTES as Q8_0_BYTES

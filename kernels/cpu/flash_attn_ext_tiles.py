@@ -17,7 +17,7 @@ from numba import float32, int32, uint32
 
 from ...quant.words import u32
 from ..arith import as_f32, as_i32, div, f2i, f32, i32, mul, rint, tanh
-from ..compile import device
+from ..device_functions import device
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from . import amx, vector

@@ -9,7 +9,8 @@ import numpy as np
 from numba import float32
 
 from ..arith import div, exp, f32, i2f, sqrt
-from ..compile import device, jit
+from ..compile import jit
+from ..device_functions import device
 from ..reference import gated_delta_net as reference
 from ..reference.gated_delta_net import PARTIALS
 from ..threads import sharing

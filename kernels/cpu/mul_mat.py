@@ -14,7 +14,8 @@ from ...quant import tile
 from ...quant.activation import SUM_COLUMNS
 from ...quant.formats import CHUNK, format_of
 from ...quant.words import f32
-from ..compile import device, jit
+from ..compile import jit
+from ..device_functions import device
 from ..threads import THREADS, sharing
 from ..together import code_of
 from . import amx

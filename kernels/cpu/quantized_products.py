@@ -13,7 +13,8 @@ from ...quant import tile
 from ...quant.activation import LIMIT, SUM_COLUMNS
 from ...quant.formats import CHUNK
 from ...quant.words import f32, i32, u32
-from ..compile import device, jit
+from ..compile import jit
+from ..device_functions import device
 from ..threads import sharing
 from . import amx
 from .parallel import PART

@@ -9,7 +9,8 @@ import numpy as np
 from numba import float32
 
 from ..arith import add as plus, exp, f32, mul as times, softplus
-from ..compile import device, jit
+from ..compile import jit
+from ..device_functions import device
 from ..reference import ssm_scan as reference
 from ..reference.gated_delta_net import PARTIALS
 from ..threads import sharing

@@ -8,7 +8,7 @@ from numba import uint32
 from ...quant import tile
 from ...quant.formats import CHUNK
 from ...quant.words import ONES, i32, primitives, u32
-from ..compile import device
+from ..device_functions import device
 from ..float16 import f16_to_f32
 from .vector import (ISAS, high_bytes, high_pair, instructions, low_bytes, low_pair, mul_i16, prefetch, rolled,
                      shift_right, stack, store)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from ggml_py.kernels import threads
-from ggml_py.kernels.compile import device, jit
+from ggml_py.kernels.compile import jit
+from ggml_py.kernels.device_functions import device
 from ggml_py.kernels.threads import sharing
 
 
