@@ -5,14 +5,12 @@ A turn is `llama-bench` and then `ggml-py bench`, each on the same file, cores a
 minute, so a row has the medians over the turns, and the quotients of the turns.
 """
 import argparse
-import json
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
 import checkout
-from records import conditions, dump
+from records import conditions, dump, json_of
 
 from ggml_py.backends import open_backend
 from ggml_py.base.errors import UserError
@@ -21,10 +19,7 @@ from ggml_py.files.pull import resolve
 
 def run(command: list[str]) -> list[dict]:
     """The tests that a command in the manner of `llama-bench -o json` has timed. RuntimeError with its messages if it fails."""
-    done = subprocess.run(command, cwd=checkout.ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
-    return json.loads(done.stdout)
+    return json_of(command, cwd=checkout.ROOT)
 
 
 def rows(turns: list[tuple[list[dict], list[dict]]]) -> list[dict]:

@@ -6,16 +6,14 @@ bench/first_token.py. Python's byte code is another matter: pip leaves it on dis
 had to compile; `python -m compileall` before leaves none.
 """
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import checkout
 from first_token import clock
-from records import conditions, dump
+from records import conditions, dump, json_of
 
 WARM_RUNS = 5
 
@@ -25,10 +23,7 @@ def run(path: Path, device: str, cache: str) -> dict[str, float]:
     RuntimeError with its messages if it fails."""
     env = os.environ | {"XDG_CACHE_HOME": cache, "CUDA_CACHE_PATH": f"{cache}/driver"}
     command = [sys.executable, str(checkout.ROOT / "bench" / "first_token.py"), str(path), device]
-    done = subprocess.run([*command, str(clock())], env=env, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
-    return json.loads(done.stdout)
+    return json_of([*command, str(clock())], env=env)
 
 
 def measure(path: Path, device: str, n_warm: int) -> list[dict]:

@@ -223,7 +223,7 @@ class Model:
         as tools, date or enable_thinking (`tokenizer.chat.encode_chat`)."""
         self._check_open()
         own: Any = {name: arguments.pop(name) for name in [*arguments] if name in Arguments.__annotations__}
-        from ..tokenizer.chat import encode_chat  # jinja2 takes a while, and few steps of a program need it
+        from ..tokenizer.chat import encode_chat  # jinja2 takes a while to import, and only chats need it
         ids = encode_chat(self.tokenizer, messages, **arguments)
         return self.generate(ids, stream=True, **own) if stream else self.generate(ids, **own)
 
