@@ -104,7 +104,11 @@ def q4_k(p, ldw, ld4, ld2):
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES)
 
-    return Parts(halves(p, word), **six_bit_scales(p, ldw, 8))
+    @p.jit
+    def nibbles(t, j, q):
+        return u32(ldw(t, j, q)), u32(ldw(t, j + 1, q))
+
+    return Parts(halves(p, word), nibbles=nibbles, **six_bit_scales(p, ldw, 8))
 
 
 def q5_k(p, ldw, ld4, ld2):

@@ -75,6 +75,9 @@ class Parts(NamedTuple):
     # (t) -> uint32 words of the bytes isc of all sub-blocks, then of the bytes imin, if that is less work than `sub` of each
     packed: Callable | None = None
     scales: Scales | None = None   # what sub and shift give, where there is a shorter way for several
+    # (t, j, q), j even -> two uint32 words whose low nibbles are the codes of quarter (t, j, q), and whose high ones those of (t,
+    # j + 1, q), where they lie so
+    nibbles: Callable | None = None
 
 
 class Unpacker(NamedTuple):
@@ -93,6 +96,7 @@ class Unpacker(NamedTuple):
     shift: Callable | None
     packed: Callable | None             # see `Parts`
     scales: Scales | None
+    nibbles: Callable | None
 
 
 class Cubic(NamedTuple):
@@ -390,7 +394,8 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
         g, h = quarter(t, j, 3)
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
-    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed, parts.scales)
+    return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed, parts.scales,
+                    parts.nibbles)
 
 
 def halves(p, word):

@@ -28,7 +28,7 @@ from .flash_attn_ext_tile import (MINUS_ZERO, ONE, Q_WORDS, ROWS, Constants, add
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, SCALAR_F32, factory
 from .ptx import (add, as_f32, as_i32, device, f32, fma, fmax, fmax_nan, i2f, i32, i64, ld, lds, lds2, lds4, mul, redux_max, sts,
                   sub, syncwarp, u32)
-from .wgmma import ATOM_WORDS, PLACE, fence, limb_sums, place
+from .wgmma import ATOM_WORDS, PLACE, fence, limb_sums, uniform_place
 
 N_WARPS, N_PLACES = 8, 2
 STEP, STEP_V = 32, 64  # keys, and channels of values, of a product
@@ -119,13 +119,6 @@ def bringers(group: Group):
         return bring
     return (bringer(group.where.k, 0, group.k_words, group.barrier(0), group.barrier(1)),
             bringer(group.where.v, group.tile.v, group.v_words, group.barrier(2), group.barrier(3)))
-
-
-@device
-def uniform_place(s, at):
-    """`place`, which is the same for all lanes: what `redux` gives, the assembler knows to be that, and counts on from it in
-    registers of the warp, in which products take places."""
-    return redux_max(place(s, at))
 
 
 # 1. Scores

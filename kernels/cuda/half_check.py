@@ -5,13 +5,15 @@ from numba import cuda, types
 
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, format_of
-from .half_product import EXACT, PRODUCTS, QUADS, largest_weight, most_squares
+from .group_product import MOST_QUADS as QUADS
+from .half_product import EXACT, largest_weight, most_squares
 from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import f32, i32, ld, mma_half, st, sts, wait_for_previous
 from .wgmma import ATOM_WORDS, fence, half_products, place
 
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
 B_WORDS = 4 * QUADS * ATOM_WORDS
+PRODUCTS = 4 * QUADS  # sums of a lane
 MINIMA = 4            # sums of a lane by `mma_half`
 FORMAT = "Q4_K"       # the one that `has_halves`
 

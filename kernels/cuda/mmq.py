@@ -261,31 +261,29 @@ def in_a_row(block: Block, at: int) -> Part:
     return dense(block)._replace(row_block=device(lambda shared: i32(lds(shared, at))))
 
 
-def grouped(block: Block, at: int) -> Part:
-    """Of an item of work (`taker`), which lies in shared memory from word `at` on: row block, matrix, tokens, then their sources,
-    then their targets."""
-    first_source, first_target = at + 3, at + 3 + block.tokens
-    return Part(row_block=device(lambda shared: i32(lds(shared, at))),
-                matrix=device(lambda shared: i32(lds(shared, at + 1))),
-                sources=device(lambda shared: i32(first_source)),
+def grouped(tokens: int, at) -> Part:
+    """Of an item of work (`taker`) of so many tokens at most, which lies in shared memory from word at() on: row block, matrix,
+    tokens, then their sources, then their targets."""
+    return Part(row_block=device(lambda shared: i32(lds(shared, at()))),
+                matrix=device(lambda shared: i32(lds(shared, at() + 1))),
+                sources=device(lambda shared: i32(at() + 3)),
                 # A block may have more threads than tokens
-                source=device(lambda shared, number, last: i32(lds(shared, min(number, first_target - 1)))),
-                targets=device(lambda shared: i32(first_target)),
+                source=device(lambda shared, number, last: i32(lds(shared, min(number, at() + (2 + tokens))))),
+                targets=device(lambda shared: i32(at() + (3 + tokens))),
                 target=device(lambda shared, number: i32(lds(shared, number))),
-                n_tokens=device(lambda shared: i32(lds(shared, at + 2))))
+                n_tokens=device(lambda shared: i32(lds(shared, at() + 2))))
 
 
-def item_words(block: Block) -> int:
-    return 3 + 2 * block.tokens
+def item_words(tokens: int) -> int:
+    return 3 + 2 * tokens
 
 
-def taker(block: Block, at: int, heads: bool):
+def taker(tokens: int, n_threads: int, at, heads: bool):
     """(count, take) of items of work: an expert and some of its rows, by the table of `dispatch`, or a head and some tokens.
 
-    count: (table, pairs) -> how many. take: (tid, shared, table, item, row_block, order, pairs): the block writes one as
-    `grouped` reads it, which the kernel's barrier protects. table: int32, of `dispatch`; order: word of it at which the sorted
+    count: (table, pairs) -> how many. take: (tid, shared, table, item, row_block, order, pairs): so many threads write one as
+    `grouped` reads it, which the caller's barrier protects. table: int32, of `dispatch`; order: word of it at which the sorted
     pairs begin; pairs: `Pairs`."""
-    tokens, n_threads = block.tokens, 32 * block.n_warps
 
     @device
     def count(table, pairs):
@@ -298,10 +296,11 @@ def taker(block: Block, at: int, heads: bool):
             n = i32(min(tokens, pairs.n_pairs // pairs.n_matrices - first))
         else:
             matrix, first, n, _ = ld4(table, ITEMS + 4 * item)
+        place = at()
         if tid == 0:
-            sts(shared, at, row_block)
-            sts(shared, at + 1, matrix)
-            sts(shared, at + 2, n)
+            sts(shared, place, row_block)
+            sts(shared, place + 1, matrix)
+            sts(shared, place + 2, n)
         i = tid
         while i < tokens:
             row = i32(first + min(i, n - 1))
@@ -312,8 +311,8 @@ def taker(block: Block, at: int, heads: bool):
                 pair = ld(table, order + row)
                 token = i32(pair // pairs.n_used)
                 source = i32(token * pairs.x_rows + i32(pair - token * pairs.n_used) % pairs.x_rows)
-            sts(shared, at + 3 + i, source)
-            sts(shared, at + 3 + tokens + i, pair if i < n else pairs.n_pairs)
+            sts(shared, place + 3 + i, source)
+            sts(shared, place + 3 + tokens + i, pair if i < n else pairs.n_pairs)
             i = i32(i + n_threads)
     return count, take
 
@@ -1033,14 +1032,16 @@ def resident(block: Block) -> int:
 
 def grouped_bytes(names: tuple[str, ...], block: Block) -> int:
     """Bytes of shared memory: an item lies behind all else."""
-    return shared_bytes(names, block) + 4 * item_words(block)
+    return shared_bytes(names, block) + 4 * item_words(block.tokens)
 
 
 def grouped_products(names: tuple[str, ...], block: Block, ending: Ending, heads: bool):
     """The body of a kernel, whose out is [pairs, rows]: (words, other_words, bias, other_bias, act, table, out, order, pairs), as
     of `both_products` and `taker`."""
     at, rows = shared_bytes(names, block) // 4, block.rows
-    part, (count, take) = grouped(block, at), taker(block, at, heads)
+    item_at = device(lambda: i32(at))
+    part = grouped(block.tokens, item_at)
+    count, take = taker(block.tokens, 32 * block.n_warps, item_at, heads)
     multiply = both_products(names, block, ending, part)
 
     @device

@@ -1,10 +1,12 @@
-"""MMQ in float16: products of quantized weights with many tokens on Hopper (docs/numerics.md, section 3; `half_product`).
+"""MMQ in float16: products of quantized weights with many tokens on Hopper, of one matrix or of experts' (docs/numerics.md,
+sections 3 and 9; `half_product`).
 
-A launch before (`half_limbs`) widens the limbs of the activations to float16, as products take them, once for all rows. Then a
-block takes 128 rows and 64 tokens: two warpgroups multiply, a warp half a row tile, and one thread has bulk copies bring the
-chunks. Slots are filled and taken by barriers of their own (`mbarrier`), those of activations and weights as soon as their
-products are there.
+A launch before widens the activations (`half_limbs`). Then blocks take items of work one after the other, rows of a matrix and
+some tokens (`mmq.taker`): warpgroups multiply, a warp half a row tile, and one thread has bulk copies bring the chunks, those of
+the next item before this one's totals are stored. Slots are filled and taken by barriers of their own (`mbarrier`), those of
+activations and weights as soon as their products are there.
 """
+from dataclasses import astuple
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,214 +14,113 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
-from ...quant.words import TOPS
 from ..call import Call
 from . import mbarrier
-from .half_product import BLOCK_WORDS, QUADS, SUM_WORDS, exponents, half_product, most_squares, twice
-from .launch import F32, HOPPER, Kernel, Launches, N, U32, factory
-from .mmq import Block, Part, dense, launch_grid, totals_writer
-from .operands import addresses
-from .ptx import (add2, ballot, device, dp4a, f32, halves, i2f, i32, i64, ld, ld4, lds4, prmt, shuffle, st, st4, sts4,
-                  syncwarp, u32, wait_for_previous)
-from .quantize import plane_words
-from .tile_product import STORE, Ending, table_words
+from .dispatch import dispatch_table
+from .half_limbs import N_THREADS as N_WIDENING, TOKEN_WORDS, half_limbs_kernel, rest_of, unit_words
+from .half_product import exponents, half_product
+from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
+from .mmq import Block, Part, grouped, item_words, taker, totals_writer
+from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
+from .ptx import ballot, device, f32, i32, i64, lds, syncwarp, u32, wait_for_previous
+from .tile_product import STORE, Ending, gate_and_store, table_words
 from .wgmma import ATOM_WORDS, fence
 
-BLOCK = Block(4, 1, QUADS, True, 2)  # rows and tokens of a block, and the warpgroups that multiply
-N_THREADS = 32 * BLOCK.n_warps + 32  # and the warp of the thread that brings
-N_REST = 4                           # slots of what follows products
-N_CONVERTERS = 256                   # threads of a block that widens
-BLOCKS = CHUNK // 64                 # of 64 columns, an atom of a quad each
-N_WARPS = N_CONVERTERS // 32
-TURNS = QUADS // N_WARPS             # quads of a warp
-N_PIECE_WORDS = 4 * TURNS * BLOCKS
+DENSE = Block(4, 1, 16, True, 2)
+EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3)  # by their tokens
+N_REST = 4  # slots of what follows products
 
-
-class Limbs(NamedTuple):
-    """Words of 64 tokens and a chunk: of the activations for products, then of the rest."""
-    sums: int   # of q over 16 columns, float16, as of `half_product`; before them atoms of float16, [block of 64 columns][quad]
-    d: int      # scales of the tokens, [token % 4][quad]
-    large: int  # [warp that widened] whether a token has more than `most_squares`
-    n_words: int
-
-    @property
-    def n_rest(self) -> int:
-        return self.n_words - self.sums
-
-
-LIMBS = Limbs(*accumulate((BLOCKS * BLOCK_WORDS, QUADS * SUM_WORDS, BLOCK.tokens, 16)))
-
-
-def limb_words(n: int, n_cols: int) -> int:
-    """Words of the activations of n tokens: [64 tokens][chunk], `Limbs`."""
-    return -(-n // BLOCK.tokens) * -(-n_cols // CHUNK) * LIMBS.n_words
-
-
-# Widening
-
-MINUS_1152 = twice(-1152)
-
-
-@device
-def widened(w, upper, selector):
-    """Two bytes of limbs, plus 128, as float16: 1024 + byte - 1152."""
-    return add2(prmt(w, upper, u32(selector)), MINUS_1152)
-
-
-@device
-def widen(w, i, shared, to, r, piece):
-    """16 columns of limbs, four words of w from i on, to row r of an atom: of every four columns the first and the third, then
-    the others; returns the sum of their squares."""
-    upper, w0, w1, w2, w3 = exponents(0), w[i], w[i + 1], w[i + 2], w[i + 3]
-    squares = dp4a(w0, w0, dp4a(w1, w1, dp4a(w2, w2, dp4a(w3, w3, i32(0)))))
-    w0, w1, w2, w3 = u32(w0 ^ TOPS), u32(w1 ^ TOPS), u32(w2 ^ TOPS), u32(w3 ^ TOPS)
-    sts4(shared, to + ((2 * piece ^ r) << 2), widened(w0, upper, 0x4240), widened(w1, upper, 0x4240),
-         widened(w2, upper, 0x4240), widened(w3, upper, 0x4240))
-    sts4(shared, to + (((2 * piece + 1) ^ r) << 2), widened(w0, upper, 0x4341), widened(w1, upper, 0x4341),
-         widened(w2, upper, 0x4341), widened(w3, upper, 0x4341))
-    return squares
-
-
-@device
-def widen_sums(act, source, limbs, to, token, upper):
-    """128 a + b of eight sums of a token, its last ones if upper."""
-    a, b, x, y = cuda.local.array(8, f32), cuda.local.array(8, f32), ld4(act, source), ld4(act, source + 4)
-    for k in range(8):
-        s = i32(x[k] if k < 4 else y[k - 4])
-        t = i32((s + 64) >> 7)
-        a[k], b[k] = i2f(t), i2f(i32(s - (t << 7)))
-    to = to + (token >> 2) * SUM_WORDS + (token & 3) * 16 + upper
-    for k in range(4):
-        st(limbs, to + 2 * k, halves(a[2 * k], a[2 * k + 1]))
-        st(limbs, to + 8 + 2 * k, halves(b[2 * k], b[2 * k + 1]))
-
-
-@factory([("Q4_K",)])
-def half_limbs_kernel(name):
-    """limbs: [64 tokens][chunk] as of `Limbs`; tokens behind the last repeat it. A block: one chunk of them. Lane l has piece
-    l % 4 of each block of 64 columns, of limb l / 4 % 2 of token l / 8 of a quad: eight lanes store to all banks."""
-    most, (sums_at, d_at, large_at, n_words) = most_squares(format_of(name)), LIMBS
-
-    def kernel(act, limbs, n, n_chunks):
-        shared, words = cuda.shared.array(0, types.uint32), cuda.local.array(N_PIECE_WORDS, u32)
-        tid, chunk, first, last = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x), i32(cuda.blockIdx.y * 64), i32(n - 1)
-        lane, warp, large = i32(tid & 31), i32(tid >> 5), i32(0)
-        lo, d, sums, _ = plane_words(n, n_chunks)
-        at = (i64(cuda.blockIdx.y) * n_chunks + chunk) * n_words
-        plane, r = (lo if lane & 4 else i64(0)) + chunk * 64 + (lane & 3) * 4, i32(2 * (lane >> 3) + ((lane >> 2) & 1))
-        for i in range(TURNS):  # all loads are on their way together
-            source = plane + i64(min(first + 4 * (warp + N_WARPS * i) + (lane >> 3), last)) * n_chunks * 64
-            for block in range(BLOCKS):
-                x = ld4(act, source + block * 16)
-                for k in range(4):
-                    words[(BLOCKS * i + block) * 4 + k] = x[k]
-        if tid < 128:
-            source = (sums + (i64(min(first + (tid >> 1), last)) * n_chunks + chunk) * 16) + 8 * (tid & 1)
-            widen_sums(act, source, limbs, at + sums_at, i32(tid >> 1), i32(tid & 1))
-        elif tid < 192:
-            token = i32(tid & 63)
-            scale = ld(act, d + i64(min(first + token, last)) * n_chunks + chunk)
-            st(limbs, at + d_at + (token & 3) * QUADS + (token >> 2), scale)
-        for i in range(TURNS):
-            quad, squares = i32(warp + N_WARPS * i), i32(0)
-            for block in range(BLOCKS):
-                squares = i32(squares + widen(words, 4 * (BLOCKS * i + block), shared,
-                                              i32(block * BLOCK_WORDS + quad * ATOM_WORDS + r * 32), r, lane & 3))
-            squares = i32(squares + shuffle(squares, lane ^ 1))
-            squares = i32(squares + shuffle(squares, lane ^ 2))
-            large = i32(1 if squares > most and lane & 4 == 0 else large)
-        any_large = ballot(large)
-        if lane == 0:
-            st(limbs, at + large_at + warp, any_large)
-        cuda.syncthreads()  # all is there
-        i = i32(4 * tid)
-        while i < sums_at:
-            x = lds4(shared, i)
-            st4(limbs, at + i, x[0], x[1], x[2], x[3])
-            i = i32(i + 4 * N_CONVERTERS)
-    return Kernel(kernel, (U32, U32, N, N), N_CONVERTERS, arch=HOPPER)
-
-
-# Products
 
 class Shared(NamedTuple):
     """Words of shared memory."""
-    rest: int        # slots of the rest of `Limbs`; before them those of activations, behind which lie the block's row tiles
+    rest: int        # slots of `half_limbs.Rest`; before them those of activations, atoms, and of the block's row tiles
     there: int       # barriers of these, [slot]: the chunk is there;
     done: int        # all warps are done with it
     rest_there: int  # of the rest likewise
     rest_done: int
-    scratch: int     # [warp][1024]
+    scratch: int     # [warp][sum of a lane][lane]
+    items: int       # [warp], and of the warp that brings: an item, as `mmq.grouped` reads it
     n_words: int
 
 
-def slot_words(fmt: Format) -> int:
-    return LIMBS.sums + BLOCK.row_tiles * tile_bytes(fmt) // 4
+def slot_words(fmt: Format, block: Block) -> int:
+    return block.tokens * TOKEN_WORDS + block.row_tiles * tile_bytes(fmt) // 4
 
 
-def shared_layout(fmt: Format) -> Shared:
-    slots, words = BLOCK.slots, mbarrier.WORDS
-    assert slot_words(fmt) % ATOM_WORDS == 0 and not table_words(fmt.name), fmt.name
-    return Shared(*accumulate((slots * slot_words(fmt), N_REST * LIMBS.n_rest, slots * words, slots * words, N_REST * words,
-                               N_REST * words, BLOCK.n_warps * 1024)))
+def shared_layout(fmt: Format, block: Block) -> Shared:
+    slots, words, n_warps, n_rest = block.slots, mbarrier.WORDS, block.n_warps, rest_of(block.tokens).n_words
+    assert slot_words(fmt, block) % ATOM_WORDS == 0 and not table_words(fmt.name), fmt.name
+    return Shared(*accumulate((slots * slot_words(fmt, block), N_REST * n_rest, slots * words, slots * words, N_REST * words,
+                               N_REST * words, 32 * n_warps * block.n_sums, (n_warps + 1) * item_words(block.tokens))))
 
 
-def bringers(fmt: Format, part: Part):
-    """(bring_tiles, bring_act, bring_rest), by one thread. bring_tiles: (shared, words, n_rows, n_chunks, chunk, slot): expects
-    all of a chunk in the slot, and starts the copies of its row tiles; those behind the last repeat it. bring_act, bring_rest:
-    (shared, limbs, at, slot): of what lies at word `at` of limbs."""
-    tile_words, row_tiles, row_block, matrix = tile_bytes(fmt) // 4, BLOCK.row_tiles, part.row_block, part.matrix
-    (rest_at, there, _, rest_there, *_), words_of_slot = shared_layout(fmt), slot_words(fmt)
-    n_act, n_rest = LIMBS.sums, LIMBS.n_rest
+def half_bytes(fmt: Format, block: Block) -> int:
+    return 4 * shared_layout(fmt, block).n_words
+
+
+class Turns(NamedTuple):
+    """Which slots are next, and the parity of the phases for which they are, for device functions: int32."""
+    slot: object
+    parity: object
+    rest: object
+    rest_parity: object
+
+
+def turner(slots: int):
+    """(turns) -> those of the next chunk."""
+    @device
+    def following(turns):
+        slot, rest = i32(turns.slot + 1), i32(turns.rest + 1)
+        return Turns(i32(0 if slot == slots else slot), i32(turns.parity ^ (1 if slot == slots else 0)),
+                     i32(0 if rest == N_REST else rest), i32(turns.rest_parity ^ (1 if rest == N_REST else 0)))
+    return following
+
+
+class Sources(NamedTuple):
+    """What chunks are brought from, for device functions."""
+    words: object  # uint32, the weight's tiles,
+    limbs: object  # and what `half_limbs` made of the activations
+    n_rows: object
+    n_chunks: object
+
+
+def chunk_bringer(fmt: Format, block: Block, part: Part):
+    """(shared, sources, work, turns) -> turns: all chunks of an item, whose activations are the work-th ones, by one thread. Row
+    tiles behind the last repeat it; quads behind the last token are left out."""
+    (rest_at, there, done, rest_there, rest_done, *_), words_of_slot = shared_layout(fmt, block), slot_words(fmt, block)
+    n_act, n_rest, words_of_unit = block.tokens * TOKEN_WORDS, rest_of(block.tokens).n_words, unit_words(block.tokens)
+    tile_words, row_tiles, following, n_blocks = tile_bytes(fmt) // 4, block.row_tiles, turner(block.slots), CHUNK // 64
+    row_block, matrix, tokens_of = part.row_block, part.matrix, part.n_tokens
 
     @device
-    def bring_tiles(shared, words, n_rows, n_chunks, chunk, slot):
-        barrier = i32(there + slot * mbarrier.WORDS)
-        mbarrier.expect(shared, barrier, i32(4 * words_of_slot))
-        for tile in range(row_tiles):
-            row_tile = (i64(min(row_block(shared) * row_tiles + tile, (n_rows - 1) >> 5))
-                        + matrix(shared) * ((n_rows + 31) >> 5))
-            mbarrier.bring(shared, slot * words_of_slot + n_act + tile * tile_words, words,
-                           (row_tile * n_chunks + chunk) * tile_words, i32(tile_words), barrier)
+    def bring_tiles(shared, sources, first, chunk, to, barrier):
+        tile, last = i32(0), i32((sources.n_rows - 1) >> 5)
+        before = i64(matrix(shared)) * (last + 1)
+        while tile < row_tiles:
+            row_tile = before + min(i32(first + tile), last)
+            at = (row_tile * sources.n_chunks + chunk) * tile_words
+            mbarrier.bring(shared, to, sources.words, at, i32(tile_words), barrier)
+            tile, to = i32(tile + 1), i32(to + tile_words)
 
     @device
-    def bring_act(shared, limbs, at, slot):
-        mbarrier.bring(shared, slot * words_of_slot, limbs, at, i32(n_act), i32(there + slot * mbarrier.WORDS))
-
-    @device
-    def bring_rest(shared, limbs, at, slot):
-        barrier = i32(rest_there + slot * mbarrier.WORDS)
-        mbarrier.expect(shared, barrier, i32(4 * n_rest))
-        mbarrier.bring(shared, rest_at + slot * n_rest, limbs, at + n_act, i32(n_rest), barrier)
-    return bring_tiles, bring_act, bring_rest
-
-
-def filler(fmt: Format, part: Part):
-    """(shared, words, limbs, first, n_rows, n_chunks): all chunks, by one thread. first: word of limbs at which those of the
-    tokens begin."""
-    bring_tiles, bring_act, bring_rest = bringers(fmt, part)
-    slots, (_, _, done, _, rest_done, *_), n_words = BLOCK.slots, shared_layout(fmt), LIMBS.n_words
-
-    @device
-    def fill(shared, words, limbs, first, n_rows, n_chunks):
-        for slot in range(slots):
-            if slot < n_chunks:
-                bring_tiles(shared, words, n_rows, n_chunks, i32(slot), i32(slot))
-        wait_for_previous()
-        chunk, slot, turn, rest, rest_turn, at = i32(0), i32(0), i32(1), i32(0), i32(1), first
-        while chunk < n_chunks:
-            mbarrier.wait(shared, done + slot * mbarrier.WORDS, turn)
-            if chunk >= slots:
-                bring_tiles(shared, words, n_rows, n_chunks, chunk, slot)
-            bring_act(shared, limbs, at, slot)
-            mbarrier.wait(shared, rest_done + rest * mbarrier.WORDS, rest_turn)
-            bring_rest(shared, limbs, at, rest)
-            chunk, slot, rest, at = i32(chunk + 1), i32(slot + 1), i32(rest + 1), at + n_words
-            if slot == slots:
-                slot, turn = i32(0), i32(turn ^ 1)
-            if rest == N_REST:
-                rest, rest_turn = i32(0), i32(rest_turn ^ 1)
-    return fill
+    def bring(shared, sources, work, turns):
+        chunk, at, first = i32(0), i64(work) * sources.n_chunks * words_of_unit, i32(row_block(shared) * row_tiles)
+        own_words = i32(((tokens_of(shared) + 3) >> 2) * ATOM_WORDS)  # of 64 columns
+        while chunk < sources.n_chunks:
+            barrier, to = i32(there + turns.slot * mbarrier.WORDS), i32(turns.slot * words_of_slot)
+            mbarrier.wait(shared, done + turns.slot * mbarrier.WORDS, i32(turns.parity ^ 1))
+            mbarrier.expect(shared, barrier, i32(4 * (n_blocks * own_words + row_tiles * tile_words)))
+            bring_tiles(shared, sources, first, chunk, i32(to + n_act), barrier)
+            for i in range(n_blocks):
+                further = i * (n_act // n_blocks)
+                mbarrier.bring(shared, to + further, sources.limbs, at + further, own_words, barrier)
+            barrier = i32(rest_there + turns.rest * mbarrier.WORDS)
+            mbarrier.wait(shared, rest_done + turns.rest * mbarrier.WORDS, i32(turns.rest_parity ^ 1))
+            mbarrier.expect(shared, barrier, i32(4 * n_rest))
+            mbarrier.bring(shared, rest_at + turns.rest * n_rest, sources.limbs, at + n_act, i32(n_rest), barrier)
+            chunk, at, turns = i32(chunk + 1), at + words_of_unit, following(turns)
+        return turns
+    return bring
 
 
 @device
@@ -230,47 +131,47 @@ def leave(lane, shared, barrier):
         mbarrier.arrive(shared, barrier)
 
 
-def chunk_multiplier(name: str):
-    """(tid, shared, n_chunks, total): all chunks, by the warps that multiply. total: f32 [32] of a lane, as of
-    `half_product.follow`."""
+def chunk_multiplier(name: str, block: Block):
+    """(tid, shared, n_chunks, total, turns) -> turns: all chunks of an item, by the warps that multiply. total: f32 [n_sums] of a
+    lane, as of `half_product.follow`."""
     fmt = format_of(name)
-    (rest_at, there, done, rest_there, rest_done, scratch, _), words_of_slot = shared_layout(fmt), slot_words(fmt)
-    slots, n_sums, n_act, n_rest, tile_words = BLOCK.slots, BLOCK.n_sums, LIMBS.sums, LIMBS.n_rest, tile_bytes(fmt) // 4
-    (multiply, multiply_halves, follow), d_at, large_at = half_product(name), LIMBS.d - LIMBS.sums, LIMBS.large - LIMBS.sums
+    (rest_at, there, done, rest_there, rest_done, scratch, *_), words_of_slot = shared_layout(fmt, block), slot_words(fmt, block)
+    n_sums, n_act, tokens, tile_words = block.n_sums, block.tokens * TOKEN_WORDS, block.tokens, tile_bytes(fmt) // 4
+    (multiply, multiply_halves, follow), (d_at, large_at, n_rest) = half_product(name, block.quads), rest_of(block.tokens)
+    following = turner(block.slots)
 
     @device
-    def any_large(shared, at):
-        a, b = lds4(shared, at), lds4(shared, at + 4)
-        return a[0] | a[1] | a[2] | a[3] | b[0] | b[1] | b[2] | b[3]
+    def any_large(lane, shared, at):
+        found = lds(shared, at + (lane & (tokens - 1)))
+        if tokens > 32:
+            found = u32(found | lds(shared, at + 32 + lane))
+        return ballot(found)
 
     @device
-    def multiply_chunks(tid, shared, n_chunks, total):
-        s, lane, warp = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5)
-        chunk, slot, turn, rest, rest_turn = i32(0), i32(0), i32(0), i32(0), i32(0)
+    def multiply_chunks(tid, shared, n_chunks, total, turns):
+        s, lane, warp, chunk = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), i32(0)
+        upper = exponents(0)
         while chunk < n_chunks:
-            now, act = i32(rest_at + rest * n_rest), i32(slot * words_of_slot)
+            now, act = i32(rest_at + turns.rest * n_rest), i32(turns.slot * words_of_slot)
             tile = i32(act + n_act + (warp >> 1) * tile_words)
-            mbarrier.wait(shared, rest_there + rest * mbarrier.WORDS, rest_turn)
-            large = any_large(shared, i32(now + large_at))
-            mbarrier.wait(shared, there + slot * mbarrier.WORDS, turn)
+            mbarrier.wait(shared, rest_there + turns.rest * mbarrier.WORDS, turns.rest_parity)
+            large = any_large(lane, shared, i32(now + large_at))
+            mbarrier.wait(shared, there + turns.slot * mbarrier.WORDS, turns.parity)
             if large:
-                scales = multiply_halves(lane, warp & 1, shared, tile, act, i32(scratch + 1024 * warp), s)
+                scales = multiply_halves(lane, warp & 1, shared, tile, act, i32(scratch + 32 * n_sums * warp), upper, s)
             else:
-                scales = multiply(lane, warp & 1, shared, tile, act, s)
-            leave(lane, shared, i32(done + slot * mbarrier.WORDS))
+                scales = multiply(lane, warp & 1, shared, tile, act, upper, s)
+            leave(lane, shared, i32(done + turns.slot * mbarrier.WORDS))
             follow(lane, shared, now, i32(now + d_at), scales, s, total)
-            leave(lane, shared, i32(rest_done + rest * mbarrier.WORDS))
-            chunk, slot, rest = i32(chunk + 1), i32(slot + 1), i32(rest + 1)
-            if slot == slots:
-                slot, turn = i32(0), i32(turn ^ 1)
-            if rest == N_REST:
-                rest, rest_turn = i32(0), i32(rest_turn ^ 1)
+            leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
+            chunk, turns = i32(chunk + 1), following(turns)
+        return turns
     return multiply_chunks
 
 
-def barrier_beginner(fmt: Format):
+def barrier_beginner(fmt: Format, block: Block):
     """(shared), by one thread."""
-    (_, there, done, rest_there, rest_done, *_), slots, n_warps = shared_layout(fmt), BLOCK.slots, BLOCK.n_warps
+    (_, there, done, rest_there, rest_done, *_), slots, n_warps = shared_layout(fmt, block), block.slots, block.n_warps
 
     @device
     def begin_barriers(shared):
@@ -284,62 +185,139 @@ def barrier_beginner(fmt: Format):
     return begin_barriers
 
 
-def products(name: str, ending: Ending, part: Part):
-    """The body of a kernel, the products with one matrix: (words, bias, other_bias, limbs, out, last, n_rows, n_cols, n_out), as
-    of `mmq.products`."""
-    fmt, n_warps, n_sums, n_words = format_of(name), BLOCK.n_warps, BLOCK.n_sums, LIMBS.n_words
-    begin_barriers, fill, multiply_chunks = barrier_beginner(fmt), filler(fmt, part), chunk_multiplier(name)
-    store_totals = totals_writer(BLOCK, ending, part)
+def products(name: str, n_products: int, block: Block, ending: Ending, experts: bool):
+    """The body of a kernel for one matrix, or one of each expert, or two of them one after the other: (words, other_words, bias,
+    other_bias, limbs, table, out, order, pairs), as of `mmq.grouped_products`; limbs: of `half_limbs`."""
+    fmt, n_warps, n_sums, rows = format_of(name), block.n_warps, block.n_sums, block.rows
+    (*_, scratch, items, _), own_words = shared_layout(fmt, block), item_words(block.tokens)
+    at = device(lambda: i32(items + (cuda.threadIdx.x >> 5) * own_words))  # each warp has an item of its own
+    part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
+    begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
+    multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part)
 
     @device
-    def run(words, bias, other_bias, limbs, out, last, n_rows, n_cols, n_out):
-        shared, tid, n_chunks = cuda.shared.array(0, types.uint32), i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8)
+    def run(words, other_words, bias, other_bias, limbs, table, out, order, pairs):
+        shared, tid = cuda.shared.array(0, types.uint32), i32(cuda.threadIdx.x)
+        lane, n_chunks, total = i32(tid & 31), i32((pairs.n_cols + 255) >> 8), cuda.local.array(n_sums, f32)
         if tid == 0:
             begin_barriers(shared)
         cuda.syncthreads()  # they are there
-        total = cuda.local.array(n_sums, f32)
-        for o in range(n_sums):
-            total[o] = f32(0)
-        if tid == 32 * n_warps:
-            fill(shared, words, limbs, i64(cuda.blockIdx.y) * n_chunks * n_words, n_rows, n_chunks)
-        else:
-            wait_for_previous()
-            if tid < 32 * n_warps:
-                multiply_chunks(tid, shared, n_chunks, total)
-        cuda.syncthreads()  # all slots are free
-        if tid < 32 * n_warps:
-            store_totals(tid, shared, i32(0), total, i32(0), out, n_rows, n_out, last, bias, other_bias)
+        wait_for_previous()
+        n_row_blocks, turns = i32((pairs.n_rows + (rows - 1)) // rows), Turns(i32(0), i32(0), i32(0), i32(0))
+        item, end = i32(cuda.blockIdx.x), i32(count(table, pairs) * n_row_blocks)
+        while item < end:
+            work, left = i32(item // n_row_blocks), i32(n_products)
+            take(lane, shared, table, work, i32(item - work * n_row_blocks), order, pairs)
+            syncwarp()  # the item is there
+            while left > 0:
+                left = i32(left - 1)
+                if tid == 32 * n_warps:
+                    sources = Sources(words if left > 0 else other_words, limbs, pairs.n_rows, n_chunks)
+                    turns = bring(shared, sources, work, turns)
+                elif tid < 32 * n_warps:
+                    for o in range(n_sums):
+                        total[o] = f32(0)
+                    turns = multiply_chunks(tid, shared, n_chunks, total, turns)
+                    store_totals(tid, shared, i32(scratch), total, i32(0), out, pairs.n_rows, pairs.n_pairs, left == 0, bias,
+                                 other_bias)
+            syncwarp()  # all are done with the item
+            item = i32(item + cuda.gridDim.x)
     return run
 
 
-@factory([("Q4_K",)])
-def mmq_half_kernel(name):
-    run = products(name, STORE, dense(BLOCK))
+CASES = [astuple(block) for block in EXPERTS]
 
-    def kernel(words, limbs, out, n_rows, n_cols, n):  # block: rows from blockIdx.x * rows, tokens from blockIdx.y * tokens
-        run(words, out, out, limbs, out, True, n_rows, n_cols, n)
-    return Kernel(kernel, (U32, U32, F32, N, N, N), N_THREADS, arch=HOPPER)
+
+@factory([("Q4_K", False, *astuple(DENSE)), *(("Q4_K", True, *block) for block in CASES)])
+def mmq_half_kernel(name, experts, *block):
+    block = Block(*block)
+    run = products(name, 1, block, STORE, experts)
+
+    def kernel(words, limbs, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
+        # A block: items from blockIdx.x by gridDim.x
+        run(words, words, out, out, limbs, table, out, order, Pairs(n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows))
+    return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), block.n_threads + 32, arch=HOPPER)
+
+
+@factory([("silu", "Q4_K", False, 0.0, 0.0, *block) for block in CASES])
+def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
+    block = Block(*block)
+    run = products(name, 2, block, gate_and_store(activation, biased, alpha, limit), True)
+
+    def kernel(gate_words, up_words, gate_bias, up_bias, limbs, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used,
+               x_rows):  # as in mmq_half_kernel
+        run(gate_words, up_words, gate_bias, up_bias, limbs, table, out, order,
+            Pairs(n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows))
+    return Kernel(kernel, (U32, U32, F32, F32, U32, I32, F32, *[N] * 8), block.n_threads + 32, arch=HOPPER)
 
 
 class Halves(NamedTuple):
-    """The plan of `mmq_half`."""
+    """The plan of products in float16."""
+    block: Block
+
+
+class Items(NamedTuple):
+    """Of a call: its sizes, and words of call.scratch."""
+    sizes: Pairs
+    n_items: int
+    order: int  # of the table of `dispatch`; a single matrix needs none
+    limbs: int  # at which the widened activations begin
+    n_words: int
+
+
+def items_of(call: Call) -> Items:
+    """Of a product with one matrix, or with those of experts, whose plan is `Halves`."""
+    block = call.plan.block
+    if "ids" in call.values:
+        sizes = pairs_of(call)
+        table = dispatch_table(sizes.n_matrices, sizes.n_pairs, block.tokens)
+        n_items, order, limbs = table.n_items, table.order, -(-table.n_words // 4) * 4
+    else:
+        n = call.x.shape[0]
+        sizes, n_items, order, limbs = Pairs(1, *call.w.shape, n, n, 1, 1), -(-n // block.tokens), 0, 0
+    return Items(sizes, n_items, order, limbs, limbs + n_items * -(-sizes.n_cols // CHUNK) * unit_words(block.tokens))
+
+
+def half_scratch(call: Call) -> tuple[str, tuple[int]]:
+    """Type and shape of what a call takes."""
+    return "i32", (items_of(call).n_words,)
 
 
 def half_limbs(call: Call):
-    """The activations of call.x as `Limbs`, for a weight of the type of call.w, to call.scratch."""
-    n, n_cols = call.x.shape
-    kernel, grid = half_limbs_kernel(call.w.dtype), (-(-n_cols // CHUNK), -(-n // BLOCK.tokens))
-    return call.device.launch(kernel, grid, N_CONVERTERS, (call.x.data, call.scratch.data, n, grid[0]), 4 * LIMBS.sums)
+    """The activations of call.x for weights of the type of call's matrices, to call.scratch."""
+    (sizes, n_items, order, limbs, n_words), tokens = items_of(call), call.plan.block.tokens
+    n_chunks, scratch, per_block = -(-sizes.n_cols // CHUNK), call.scratch.data, N_WIDENING // 32
+    need(n_words < 1 << 31, "words of scratch memory", n_words, f"less than {1 << 31}")
+    kernel = half_limbs_kernel(matrices_of(call)[0].dtype, tokens, "ids" in call.values)
+    args = call.x.data, scratch, scratch + 4 * limbs, order, sizes.n, n_chunks, n_items, sizes.n_used, sizes.x_rows
+    return call.device.launch(kernel, -(-n_items * tokens * n_chunks // per_block), N_WIDENING, args)
+
+
+def launch_halves(call: Call, kernel: Kernel, *matrices):
+    """Blocks that take items of work one after the other. matrices: addresses of them, and of biases."""
+    (sizes, n_items, order, limbs, _), block, scratch = items_of(call), call.plan.block, call.scratch.data
+    n_all_rows, n_blocks = sizes.n_matrices * sizes.n_rows, n_items * -(-sizes.n_rows // block.rows)
+    need(n_all_rows < 1 << 31, "n_matrices * n_rows", n_all_rows, f"less than {1 << 31}")
+    need(n_blocks < 1 << 31, "blocks", n_blocks, f"less than {1 << 31}")
+    args = *matrices, scratch + 4 * limbs, scratch, call.out.data, order, *sizes
+    return call.device.launch(kernel, min(n_blocks, call.device.n_multiprocessors), kernel.n_threads, args,
+                              half_bytes(format_of(matrices_of(call)[0].dtype), block))
 
 
 def mmq_of_halves(call: Call):
     """The product with what `half_limbs` left in call.scratch."""
-    name, sizes = call.w.dtype, (*call.w.shape, call.x.shape[0])
-    kernel, args = mmq_half_kernel(name), (*addresses(call.w, call.scratch, call.out), *sizes)
-    return call.device.launch(kernel, launch_grid(BLOCK, *sizes), N_THREADS, args, 4 * shared_layout(format_of(name)).n_words)
+    return launch_halves(call, mmq_half_kernel(call.w.dtype, "ids" in call.values, *astuple(call.plan.block)), call.w.data)
 
 
 def mmq_half(call: Call):
-    """out = w x, as of `mul_mat`, w of a format that `has_halves`. plan: `Halves`; scratch: i32 [`limb_words`], on 16 bytes, left
-    with anything in it."""
+    """out = w x, as of `mul_mat`, or out = w[ids] x, as of `mul_mat_id`, w of a format that `has_halves`. plan: `Halves`;
+    scratch: i32 [`half_scratch`], on 16 bytes, with what `dispatch` writes for the block's tokens where there are experts."""
     return Launches((half_limbs(call), mmq_of_halves(call)))
+
+
+def mmq_half_glu(call: Call):
+    """out = act(gate[ids] x + its bias) * (up[ids] x + its bias), as of `mul_mat_id_glu`, gate and up of one format that
+    `has_halves`. plan, scratch: as of `mmq_half`."""
+    (name, _), biased, matrices = gated_of(call)
+    kernel = mmq_half_glu_kernel(call.act, name, biased, *constants_of(call), *astuple(call.plan.block))
+    return Launches((half_limbs(call), launch_halves(call, kernel, *matrices)))

@@ -8,7 +8,7 @@ from .launch import need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .half_product import has_halves
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, RESERVED, FewShape, few_shape, mmq_few
-from .mmq_half import BLOCK as HALF_BLOCK, Halves, half_limbs, limb_words, mmq_half, mmq_of_halves
+from .mmq_half import DENSE, Halves, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
@@ -18,7 +18,7 @@ FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.45, 8: 0.2, 16: 1.35}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 # us of mmq_half: of a round of blocks, and of each of its chunks; of the launch before, and of each value of the activations
-HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 3.0, 1.75, 2.0, 2.4e-6
+HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, 1.76, 2.0, 1.6e-6
 FEWEST_OF_HALVES = 33  # tokens, of which mmq_half takes 64 together
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
@@ -56,7 +56,7 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
 
 def half_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
-    n_rounds = -(-(-(-n_rows // HALF_BLOCK.rows) * -(-n // HALF_BLOCK.tokens)) // n_multiprocessors)
+    n_rounds = -(-(-(-n_rows // DENSE.rows) * -(-n // DENSE.tokens)) // n_multiprocessors)
     return n_rounds * (HALF_ROUND_US + HALF_US * -(-n_cols // CHUNK)) + HALF_START_US + WIDEN_US * n * n_cols
 
 
@@ -131,7 +131,7 @@ def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block | Halves:
     """Of the product of call.w and call.x: one of `KERNELS`."""
     shape = plan_without_scratch(call)
     pays = halves_pay(call.w.dtype, shape, *call.w.shape, call.x.shape[0], *limits(call.device)[:2])
-    return Halves() if pays and call.device.halves else shape
+    return Halves(DENSE) if pays and call.device.halves else shape
 
 
 def plan_without_scratch(call: Call) -> MMVQShape | StagedShape | FewShape | Block:
@@ -141,7 +141,7 @@ def plan_without_scratch(call: Call) -> MMVQShape | StagedShape | FewShape | Blo
 
 def scratch(call: Call) -> tuple[str, tuple[int]] | None:
     """The widened activations of `mmq_half`."""
-    return ("i32", (limb_words(*call.x.shape),)) if isinstance(call.plan, Halves) else None
+    return half_scratch(call) if isinstance(call.plan, Halves) else None
 
 
 def mul_mat(call: Call):

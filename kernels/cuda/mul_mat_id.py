@@ -12,14 +12,17 @@ from ...quant.formats import format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
 from .dispatch import dispatch, dispatch_table
+from .half_product import has_halves
 from .launch import Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
+from .mmq_half import EXPERTS, Halves, half_scratch, mmq_half
 from .mmq_few import IN_FLIGHT, RESERVED, FewShape
 from .mmq_few_id import MOST_MATRICES, MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
 from .mmvq import mmvq_id
 from .operands import is_quantized, late_error as late_error, matrices_of, pairs_of
 
 FEWEST_TOKENS = 16  # of an item of work, where that is its most
+MOST_EMPTY = 4 / 3  # rows of blocks of mmq_half over those that there are
 FEW_ROWS = 4        # of a matrix on average, for which mmq_few_id takes less than dispatch and items of FEWEST_TOKENS
 
 
@@ -59,24 +62,38 @@ def grouped_shape(names: tuple[str, ...], n: int, shared_limit: int, warpgroups:
     return max(next((shapes for shapes in sizes if shapes[0].block.tokens >= n), sizes[-1]), key=fitness)
 
 
+@lru_cache(None)
+def half_block(names: tuple[str, ...], n_rows: int, n: int) -> Block | None:
+    """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`."""
+    if len(set(names)) > 1 or not has_halves(format_of(names[0])):
+        return None
+    block = next((block for block in EXPERTS if block.tokens >= n), EXPERTS[-1])
+    return block if -(-n_rows // block.rows) * block.rows <= MOST_EMPTY * n_rows else None
+
+
 def table_words(n_expert: int, n_tokens: int, n_used: int) -> int:
     """Of a dispatch table for any block, up to the next 16 bytes."""
     return -(-dispatch_table(n_expert, n_tokens * n_used, FEWEST_TOKENS).n_words // 4) * 4
 
 
-def plan(call: Call) -> FewShape | GroupedShape | None:
-    """Of mmq_few_id or of mmq_id, or of their forms for heads and for gate and up; None of float matrices."""
+def plan(call: Call) -> FewShape | GroupedShape | Halves | None:
+    """Of mmq_few_id, mmq_half or mmq_id, or of their forms for heads and for gate and up; None of float matrices."""
     names, sizes, target = tuple(w.dtype for w in matrices_of(call)), pairs_of(call), call.device
     if not is_quantized(call.op, names):
         return None
     if is_few(sizes.n_matrices, sizes.n_pairs):
         return id_shape(names, *sizes[:3], sizes.n_pairs, sizes.n_tokens, target.n_multiprocessors, target.shared_limit)
     n = sizes.n_tokens if call.op == "mul_mat_heads" else likely_rows(sizes.n_matrices, sizes.n_pairs)
+    block = half_block(names, sizes.n_rows, n) if call.op != "mul_mat_heads" and target.warpgroups else None
+    if block and target.halves:
+        return Halves(block)
     return grouped_shape(names, n, target.shared_limit, target.warpgroups)
 
 
 def scratch(call: Call) -> tuple[str, tuple[int]] | None:
-    """A dispatch table. Heads need none."""
+    """A dispatch table, and the widened activations of `mmq_half`. Heads need none."""
+    if isinstance(call.plan, Halves):
+        return half_scratch(call)
     return None if call.op == "mul_mat_heads" else ("i32", (table_words(call.w.shape[0], *call.ids.shape),))
 
 
@@ -98,7 +115,7 @@ def mul_mat_id(call: Call):
     it."""
     if isinstance(call.plan, FewShape):
         return mmq_few_id(call)
-    return Launches((sorted_pairs(call), mmvq_id(call) if call.plan is None else mmq_id(call)))
+    return Launches((sorted_pairs(call), {Halves: mmq_half, GroupedShape: mmq_id}.get(type(call.plan), mmvq_id)(call)))
 
 
 def mul_mat_heads(call: Call):

@@ -9,6 +9,7 @@ from .glu import gated_unit
 from .launch import F32, I32, Kernel, Launches, N, factory, need
 from .mmq import mmq_id_glu
 from .mmq_few import FewShape
+from .mmq_half import Halves, half_scratch, mmq_half_glu
 from .mmq_few_id import mmq_few_id_glu
 from .mmvq import mmvq_id
 from .mul_mat_id import plan as plan, sorted_pairs, table_words
@@ -44,6 +45,8 @@ def check(call: Call) -> None:
 
 def scratch(call: Call) -> tuple[str, tuple[int]]:
     """A dispatch table, and behind it the products of up and x of float matrices."""
+    if isinstance(call.plan, Halves):
+        return half_scratch(call)
     products = call.out.n_rows * call.out.n_cols if call.plan is None else 0
     return "i32", (table_words(call.gate.shape[0], *call.ids.shape) + products,)
 
@@ -56,7 +59,7 @@ def mul_mat_id_glu(call: Call):
     if isinstance(call.plan, FewShape):
         return mmq_few_id_glu(call)
     if call.plan is not None:
-        return Launches((sorted_pairs(call), mmq_id_glu(call)))
+        return Launches((sorted_pairs(call), mmq_half_glu(call) if isinstance(call.plan, Halves) else mmq_id_glu(call)))
     (_, biased, (_, _, *biases)), out, n_expert = gated_of(call), call.out, call.gate.shape[0]
     up = call.scratch.behind(4 * table_words(n_expert, *call.ids.shape), "f32", out.shape)
     parts = [call.part("mul_mat_id", w=w, x=call.x, ids=call.ids, out=result) for w, result in ((call.gate, out), (call.up, up))]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _check, _effect, _named, _shared_address, _void
+from .ptx import SIMULATED, _check, _effect, _named, _shared_address, _void, device, redux_max
 
 ATOM_WORDS = 256     # eight columns
 # Words, high and low, to which the place is added: 128-byte swizzle, atoms 1024 bytes apart
@@ -103,6 +103,13 @@ def _typed_place(typingctx, array, index):
 
 
 place = (lambda array, index: int(index) // PLACE) if SIMULATED else intrinsic(_named("place", 2)(_typed_place))
+
+
+@device
+def uniform_place(array, index):
+    """`place`, which is the same for all lanes: what `redux` gives, the assembler knows to be that, and counts on from it in
+    registers of the warp, in which products take places."""
+    return redux_max(place(array, index))
 
 
 @lru_cache(None)

@@ -3,10 +3,11 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
+from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
-from ggml_py.kernels.cuda.mmq_half import Halves
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
                                 check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded)
@@ -104,7 +105,15 @@ def hopper(machine):
 
 @pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65)])
 def test_mmq_half(hopper, n_rows, n_cols, n):
-    check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves())
+    check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(DENSE))
+
+
+@pytest.mark.parametrize("block", EXPERTS, ids=str)
+def test_mmq_half_of_experts(hopper, block):
+    """None to all tokens of an expert, and ids that are none."""
+    ids = np.minimum(seeded("ids").integers(-1, 40, (150, 3)), 19).astype(np.int32)
+    check_mul_mat_id(hopper, "Q4_K", 20, 300, 1280, ids, 3, Halves(block))
+    check_mul_mat_id_glu(hopper, "silu", ("Q4_K", "Q4_K"), 20, 300, 1280, ids, 1, True, Halves(block))
 
 
 LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127).astype(np.float32),
@@ -115,8 +124,8 @@ LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127
 @pytest.mark.parametrize("which", LARGE)
 def test_mmq_half_of_large_sums(hopper, which):
     """Whose chunks are multiplied in halves: all, or those with some tokens."""
-    check_mul_mat(hopper, "Q4_K", 289, 1280, 129, Halves(), LARGE[which](activations(129, 1280, seeded("large"))))
-    check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves())
+    check_mul_mat(hopper, "Q4_K", 289, 1280, 129, Halves(DENSE), LARGE[which](activations(129, 1280, seeded("large"))))
+    check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves(DENSE))
 
 
 def test_sums_of_halves_are_exact(machine):

@@ -5,12 +5,15 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
-from ggml_py.kernels.cuda import mul_mat, simulator
+from ggml_py.kernels.cuda import mul_mat, mul_mat_id_glu, simulator
 from ggml_py.kernels.cuda.half_check import half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, most_squares
-from ggml_py.kernels.cuda.mmq_half import Halves
+from ggml_py.kernels.cuda.mmq import GroupedShape
+from ggml_py.kernels.cuda.mmq_few import FewShape
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, half_bytes
 from ggml_py.kernels.cuda.wgmma import half_products
 from ggml_py.quant.formats import CHUNK, FORMATS
+from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, seeded
 
 
@@ -25,13 +28,33 @@ def test_in_the_simulator():
 
 @pytest.mark.parametrize("n_rows, n_cols, n", [(31, 256, 9), (129, 1280, 65), (100, 768, 3)])
 def simulate_mmq_half(machine, n_rows, n_cols, n):
-    """Slots used again; rows and tokens beyond a block."""
-    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves())
+    """Slots used again; rows and tokens beyond a block; several items for a block of the GPU."""
+    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(DENSE))
+
+
+def routed(n, n_used, n_expert, name):
+    """Ids of experts, one of which has most of the pairs, and some that are none."""
+    ids = np.minimum(seeded(name).integers(0, 2 * n_expert, (n, n_used)), n_expert - 1).astype(np.int32)
+    ids[0, 0], ids[-1, -1] = -1, n_expert
+    return ids
+
+
+@pytest.mark.parametrize("n_rows, n_cols, n, b, block", [(33, 512, 23, 1, EXPERTS[0]), (70, 1280, 29, 2, EXPERTS[1])])
+def simulate_experts(machine, n_rows, n_cols, n, b, block):
+    """Experts without a token, with few, with more than an item takes."""
+    check_mul_mat_id(machine, "Q4_K", 5, n_rows, n_cols, routed(n, 2, 5, "experts"), b, Halves(block))
+
+
+@pytest.mark.parametrize("biased, block", [(False, EXPERTS[1]), (True, EXPERTS[0])])
+def simulate_gated_experts(machine, biased, block):
+    """The gate's totals wait until those of up are there."""
+    ids = routed(40, 2, 4, "gated")
+    check_mul_mat_id_glu(machine, "silu", ("Q4_K", "Q4_K"), 4, 34, 512, ids, 1, biased, Halves(block))
 
 
 def simulate_extremes(machine):
     """The largest sums, by halves of a chunk."""
-    check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves())
+    check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(DENSE))
 
 
 def simulate_limit(machine):
@@ -39,7 +62,7 @@ def simulate_limit(machine):
     x = activations(3, 1280, seeded("limit"))
     x[0, :512], x[1, 256:768] = 1, -3
     x[2, ::2], x[2, 1::2] = 1, 69 / 127
-    check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(), x)
+    check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(DENSE), x)
 
 
 def simulate_special(machine):
@@ -47,12 +70,12 @@ def simulate_special(machine):
     x = activations(5, 512, seeded("special"))
     x[:, :256] = 0
     x[:, 3] = [np.inf, np.nan, 0, 1e-35, 1]
-    check_mul_mat(machine, "Q4_K", 2, 512, 5, Halves(), x)
+    check_mul_mat(machine, "Q4_K", 2, 512, 5, Halves(DENSE), x)
 
 
 def simulate_three_matrices(machine, monkeypatch):
     """One after the other, whose activations are widened once."""
-    monkeypatch.setattr(mul_mat, "plan", lambda call: Halves())
+    monkeypatch.setattr(mul_mat, "plan", lambda call: Halves(DENSE))
     monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.team_shape", lambda *args: None)
     monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.mul_mat_shape", lambda *args: None)
     check_mul_mat_qkv(machine, ("Q4_K",) * 3, (33, 31, 2), 512, 5, True)
@@ -103,6 +126,32 @@ def simulate_plan(machine):
     target.halves = True
     assert isinstance(mul_mat.plan(call_of(512, target)), Halves)
     assert not isinstance(mul_mat.plan(call_of(16, target)), Halves)
+
+
+def experts_call(n, n_rows, types, target):
+    operands = dict(zip(("gate", "up"), (Operand(t, (128, n_rows, 2048)) for t in types)), x=Operand("act", (n, 2048)),
+                    ids=Operand("i32", (n, 8)), out=Operand("f32", (8 * n, n_rows)))
+    return Call("mul_mat_id_glu", "experts", target, operands)
+
+
+def simulate_plan_of_experts(machine):
+    """With many tokens, where matrices are of one format and fill blocks."""
+    target = machine.target
+    target.warpgroups, target.n_multiprocessors, target.shared_limit = True, 132, 227 << 10
+    both = "Q4_K", "Q4_K"
+    assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, both, target)), GroupedShape)
+    target.halves = True
+    for n, block in (128, EXPERTS[0]), (512, EXPERTS[1]), (4096, EXPERTS[1]):
+        assert mul_mat_id_glu.plan(experts_call(n, 768, both, target)) == Halves(block)
+    assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
+    assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
+    assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
+
+
+@pytest.mark.parametrize("block", [DENSE, *EXPERTS], ids=str)
+def test_blocks_fit(block):
+    """In shared memory of a multiprocessor of Hopper."""
+    assert half_bytes(FORMATS["Q4_K"], block) <= 227 << 10
 
 
 def test_bounds():
