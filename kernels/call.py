@@ -13,7 +13,27 @@ it may stand, for all ops of the module:
 
 All but the last are asked in this order, before any memory is there: `data` of every operand is None until `op` is called.
 """
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
+
+HALVES = "products of float16"
+_left_out: ContextVar[frozenset[str]] = ContextVar("left out of plans", default=frozenset())
+
+
+@contextmanager
+def planned_without(what: str) -> Iterator[None]:
+    """What this thread plans meanwhile does without it: HALVES. No bit depends on it, and `verify` sees to that."""
+    token = _left_out.set(left_out() | {what})
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def left_out() -> frozenset[str]:
+    return _left_out.get()
 
 
 class Unsupported(ValueError):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..base.errors import UserError
 from ..base.storage import LEVELS, ActivationLayout
-from ..kernels.call import Call, Operand, Unsupported
+from ..kernels.call import Call, Operand, Unsupported, left_out
 from ..ops.node import GraphError, Node, Tensor
 from ..ops.table import OPS
 
@@ -165,11 +165,12 @@ class KernelBackend:
 
     def _decide(self, node: Node) -> _Decision | None:
         """None without a kernel. Asked once for all nodes of the same op, dtypes, shapes and parameters: those of a model's
-        layers."""
+        layers; and once more where plans leave something out."""
         module = self.module(node.op)
         if module is None or not module.asks:
             return module and _Decision()
-        key = (node.op, *[(tensor.dtype, tensor.shape) for tensor in (*node.src, *node.results)], *node.params.values())
+        key = (node.op, *[(tensor.dtype, tensor.shape) for tensor in (*node.src, *node.results)], *node.params.values(),
+               left_out())
         if key not in self._decisions:
             if len(self._decisions) == MOST_DECISIONS:
                 self._decisions.clear()

@@ -12,6 +12,7 @@ from ..base.defaults import N_UBATCH
 from ..base.errors import ParameterError
 from ..graph.fuse import PASSES
 from ..kernels import threads
+from ..kernels.call import HALVES, planned_without
 from ..base.placement import ExpertsOnHost, HOST, Override, PlacementOptions
 from ..state.recurrent import LEAST_ROLLBACK
 from .noise import Noise
@@ -28,6 +29,7 @@ AXES = {
     "kv_write": "cells of the KV cache by number or by address",
     "fusion": "graph passes left out",
     "noise": "a second stream keeps the GPU busy",
+    "products": "products of int8 where the GPU may form them of float16",
     "placement": "weights, caches and nodes on several devices",
     "letters": "results handed from device to device by letters, or copied",
     "experts": "experts on the CPU, some with copies on another device",
@@ -55,6 +57,7 @@ class Setting:
     kv_write: str = "set_rows"
     no_fuse: tuple[str, ...] = ()
     noise: bool = False
+    halves: bool = True            # whether a GPU may form products of float16
     n_tokens: int = 0              # only so many of the first window; 0: all windows
     type_k: str = "f16"
     type_v: str = "f16"
@@ -88,8 +91,9 @@ class Setting:
 
     @contextmanager
     def conditions(self) -> Iterator[None]:
-        """What is around a run: threads, and other work on the GPU."""
-        with threads.using(self.n_threads), Noise(self.device) if self.noise else nullcontext():
+        """What is around a run: threads, other work on the GPU, and how its products may be planned."""
+        with (threads.using(self.n_threads), Noise(self.device) if self.noise else nullcontext(),
+              nullcontext() if self.halves else planned_without(HALVES)):
             yield
 
 
@@ -123,7 +127,7 @@ def settings_of(axes, devices: list[str], shape: tuple[int, int], reruns: int = 
     found = [replace(shortened(setting, shape), type_k=type_k, type_v=type_v)
              for device in devices for setting in _of_device(axes, device, devices, shape, reruns)]
     missing = {"threads": "" if not all(map(is_gpu, devices)) else "no CPU among the devices",
-               **dict.fromkeys(("launch", "noise"), "" if any(map(is_gpu, devices)) else no_gpu),
+               **dict.fromkeys(("launch", "noise", "products"), "" if any(map(is_gpu, devices)) else no_gpu),
                "sequences": "" if shape[0] > 1 else "the text is one window",
                "letters": "" if not all(map(is_gpu, devices)) or len(devices) > 1 else "one GPU",
                "device": "" if len(devices) > 1 else f"no device but {devices[0]}"}
@@ -189,6 +193,8 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
                 yield setting("without any, 8 at a time", no_fuse=("all",), n_ubatch=8)
             case "noise" if on_gpu:
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))
+            case "products" if on_gpu:
+                yield from (setting(f"int8 alone, {n} at a time", halves=False, n_ubatch=n) for n in (100, N_UBATCH))
             case "placement":
                 yield from (setting(name, placement=options) for name, options in _placements(device, devices))
             case "letters" if others := _near(device, devices):

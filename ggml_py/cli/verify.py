@@ -35,7 +35,8 @@ def options(p) -> None:
     telling(p)
     p.add_argument("--axes", type=listed(str), metavar="NAME[,NAME]",
                    help="of rerun, ubatch, pieces, sequences, prefix, speculation, threads, launch, kv_write, fusion, noise, "
-                        "placement, which loads the weights a second time, and device, all by default; one must run here")
+                        "products, placement, which loads the weights a second time, letters, experts and device, all by "
+                        "default; one must run here")
     p.add_argument("--reruns", type=at_least(1), default=2, metavar="N", help="of the default setting")
     p.add_argument("--json", type=output(check_file), metavar="FILE", help="the results, or what was confirmed, for machines")
     report(p)

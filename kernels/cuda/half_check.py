@@ -5,6 +5,7 @@ from numba import cuda, types
 
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, format_of
+from ..call import HALVES, left_out
 from .group_product import MOST_QUADS as QUADS
 from .half_product import EXACT, largest_weight, most_squares
 from .launch import F32, HOPPER, Kernel, U32, factory
@@ -16,6 +17,11 @@ B_WORDS = 4 * QUADS * ATOM_WORDS
 PRODUCTS = 4 * QUADS  # sums of a lane
 MINIMA = 4            # sums of a lane by `mma_half`
 FORMAT = "Q4_K"       # the one that `has_halves`
+
+
+def may_be_halves(target) -> bool:
+    """Whether products on a `launch.Target` may be of float16. The first question runs `half_check`."""
+    return HALVES not in left_out() and target.halves
 
 
 @factory([()])

@@ -6,6 +6,7 @@ from ...quant.tile import ROWS
 from ..call import Call, Operand
 from .launch import need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
+from .half_check import may_be_halves
 from .half_product import has_halves
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, RESERVED, FewShape, few_shape, mmq_few
 from .mmq_half import DENSE, Halves, half_limbs, half_scratch, mmq_half, mmq_of_halves
@@ -131,7 +132,7 @@ def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block | Halves:
     """Of the product of call.w and call.x: one of `KERNELS`."""
     shape = plan_without_scratch(call)
     pays = halves_pay(call.w.dtype, shape, *call.w.shape, call.x.shape[0], *limits(call.device)[:2])
-    return Halves(DENSE) if pays and call.device.halves else shape
+    return Halves(DENSE) if pays and may_be_halves(call.device) else shape
 
 
 def plan_without_scratch(call: Call) -> MMVQShape | StagedShape | FewShape | Block:

@@ -12,6 +12,7 @@ from ...quant.formats import format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
 from .dispatch import dispatch, dispatch_table
+from .half_check import may_be_halves
 from .half_product import has_halves
 from .launch import Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
@@ -85,7 +86,7 @@ def plan(call: Call) -> FewShape | GroupedShape | Halves | None:
         return id_shape(names, *sizes[:3], sizes.n_pairs, sizes.n_tokens, target.n_multiprocessors, target.shared_limit)
     n = sizes.n_tokens if call.op == "mul_mat_heads" else likely_rows(sizes.n_matrices, sizes.n_pairs)
     block = half_block(names, sizes.n_rows, n) if call.op != "mul_mat_heads" and target.warpgroups else None
-    if block and target.halves:
+    if block and may_be_halves(target):
         return Halves(block)
     return grouped_shape(names, n, target.shared_limit, target.warpgroups)
 

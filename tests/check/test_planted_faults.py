@@ -20,7 +20,7 @@ from planted_faults import (FAULTS, KEPT_FAULTS, FaultyBackend, HastyBackend, St
                             tile_across_experts, verify, write)
 
 WINDOWS = np.random.default_rng(0).integers(0, 70, (3, 90)).astype(np.int32)
-ON_CPU = [axis for axis in AXES if axis not in ("launch", "noise", "placement", "letters", "experts", "device")]
+ON_CPU = [axis for axis in AXES if axis not in ("launch", "noise", "products", "placement", "letters", "experts", "device")]
 
 
 @pytest.fixture(scope="module")

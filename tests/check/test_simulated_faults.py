@@ -81,6 +81,52 @@ def simulate_bisection(tmp_path):
                            "not as defined: mul_mat (Klin-0)")
 
 
+def without_last_bits(exact):
+    """Sums of products of float16, which count 2^-24, without their last bit."""
+    def less(x):
+        return np.float32(int(x * 2**24) >> 1 << 1) / np.float32(2**24) if abs(x) < 1 else x
+    return lambda lanes: [tuple(map(less, own)) for own in exact(lanes)]
+
+
+@pytest.mark.parametrize("fault", [None, without_last_bits])
+def simulate_products(tmp_path, monkeypatch, fault):
+    """The axis `products` finds what products of float16 add wrong, and bisection names the product."""
+    from ggml_py.check.axes import settings_of
+    from ggml_py.check.verify import Verification
+    from ggml_py.engine.model import Model
+    from ggml_py.files.gguf import GGUFFile
+    from ggml_py.kernels.cuda import mul_mat, simulator
+    from ggml_py.kernels.cuda.half_product import has_halves
+    from ggml_py.kernels.cuda.mmq_half import mmq_half_kernel
+    from ggml_py.kernels.cuda.wgmma import half_products
+    from ggml_py.quant.formats import format_of
+    from simulated_backend import simulated_backend
+
+    def forget():
+        for made in half_products, mmq_half_kernel:
+            made.cache_clear()
+    if fault:
+        monkeypatch.setattr(simulator, "_multiply_halves", fault(simulator._multiply_halves))
+    monkeypatch.setattr(mul_mat, "halves_pay", lambda type_, *sizes: has_halves(format_of(type_)))
+    forget()
+    path = write_model(tmp_path / "m.gguf", "llama", ("Q4_K",), **SIZES | dict(n_embd=256, n_ff=256, head=128))
+    backend = simulated_backend()
+    backend.target.halves = True
+    settings = settings_of(["products"], ["cuda:0"], WINDOWS.shape)[:2]
+    try:
+        with Model(GGUFFile.open(path), backend) as model, Verification(lambda device: nullcontext(model), WINDOWS,
+                                                                        settings) as verification:
+            verification.run()
+            if fault is None:
+                assert verification.confirmed
+            else:
+                found = verification.bisect(verification.first_mismatch())
+                assert found.inputs_equal and found.culprits == [
+                    f"{found.name}, kernels/cuda/mul_mat.py: mul_mat[Q4_K] on cuda:0, in: default, one window after the other"]
+    finally:
+        forget()
+
+
 class Atomic:
     """Threads of the simulator run one at a time."""
 

@@ -74,10 +74,10 @@ def test_every_axis_has_settings_or_a_reason():
         for s in settings:
             on_gpu = not s.device.startswith("cpu")
             assert bool(s.reason) == (not s.device)
-            assert not s.reason or s.axis in ({"threads"} if "cpu" not in devices else {"launch", "noise"}
+            assert not s.reason or s.axis in ({"threads"} if "cpu" not in devices else {"launch", "noise", "products"}
                                               if devices[0] == "cpu" else set()) | (
                 {"device"} if len(devices) == 1 else set()) | ({"letters"} if devices == ["cuda:0"] else set())
-            assert s.reason or ((s.axis in ("launch", "noise")) <= on_gpu and (s.axis == "threads") <= (not on_gpu))
+            assert s.reason or ((s.axis in ("launch", "noise", "products")) <= on_gpu and (s.axis == "threads") <= (not on_gpu))
 
 
 def test_settings_are_those_of_the_promise():
@@ -86,6 +86,7 @@ def test_settings_are_those_of_the_promise():
     assert {s.no_fuse for s in by_axis["fusion"]} == {("all",), *((name,) for name in PASSES)}
     assert all(sorted(s.order) == [0, 1, 2, 3]
                for s in by_axis["sequences"]) and len({s.order for s in by_axis["sequences"]}) == 2
+    assert by_axis["products"] and not any(s.halves for s in by_axis["products"])
     assert all(s.noise for s in by_axis["noise"]) and by_axis["noise"] and {s.graphs for s in by_axis["launch"]} == {True, False}
     assert [s.kv_write for s in by_axis["kv_write"]] == ["cpy"] and [s.piece for s in by_axis["pieces"]] == [17, 100, 0]
     growing = by_axis["pieces"][-1]
@@ -169,7 +170,7 @@ def test_one_digest(path):
     verification = verify_on(path, WINDOWS, list(AXES), {"cpu": CPUBackend()})
     statuses = {result.setting.axis: result.status for result in verification.results}
     assert statuses == {**dict.fromkeys(["default", *AXES], "same"),
-                        **dict.fromkeys(["launch", "noise", "experts", "device"], "not run")}
+                        **dict.fromkeys(["launch", "noise", "products", "experts", "device"], "not run")}
     assert verification.confirmed and verification.first_mismatch() is None
     assert len({r.digest for r in verification.results if r.digest and not r.setting.n_tokens}) == 1
     short = [r for r in verification.results if r.setting.n_tokens]
