@@ -22,7 +22,7 @@ from .operands import FAULT, fault_of, matrices_of
 from .ptx import device, i32, i64, ld, lds, match, popc, shuffle, st, st4, stage, sts, syncwarp
 
 MOST_EXPERTS, MOST_THREADS, STEP = 512, 1024, 128  # threads are a multiple of STEP: four warps
-BLOCK_PAIRS, MOST_BLOCKS = 1024, 32                # of a block at least, where there are several
+ALONE, BLOCK_PAIRS, MOST_BLOCKS = 3072, 1024, 32   # pairs that one block sorts; of each of several at least
 TOGETHER = 8                                       # counts of blocks whose loads are under way together
 ITEMS = 8                                          # word of a table at which its items begin
 
@@ -48,7 +48,7 @@ def dispatch_table(n_expert: int, n_pairs: int, tokens: int) -> Table:
 
 
 def blocks_of(n_pairs: int) -> int:
-    return min(MOST_BLOCKS, -(-n_pairs // BLOCK_PAIRS))
+    return 1 if n_pairs <= ALONE else min(MOST_BLOCKS, -(-n_pairs // BLOCK_PAIRS))
 
 
 @device
@@ -233,7 +233,8 @@ def dispatch_counts_kernel():
 
 @factory([()])
 def dispatch_kernel():
-    def kernel(ids, table, fault, node, n_pairs, n_expert, tokens, bounds, order, share, counts):  # block as before
+    def kernel(ids, table, fault, node, n_pairs, n_expert, tokens, bounds, order, share, counts):
+        # Blocks as in dispatch_counts_kernel
         shared = cuda.shared.array(0, types.int32)
         tid, n_threads, block, n_blocks = (i32(cuda.threadIdx.x), i32(cuda.blockDim.x), i32(cuda.blockIdx.x), i32(cuda.gridDim.x))
         n_kinds, n_warps = i32(n_expert + 1), i32(n_threads >> 5)

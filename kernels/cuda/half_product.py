@@ -1,5 +1,5 @@
-"""A weight tile's chunk (32 rows x 256 columns) times 64 tokens by products of float16 on Hopper, half of it by each of two warps
-(docs/numerics.md, section 3).
+"""A weight tile's chunk (32 rows x 256 columns) times up to 64 tokens by products of float16 on Hopper, half of it by each of two
+warps (docs/numerics.md, section 3).
 
 What `group_product` does for formats with integer scales, with one product in the place of two: level times scale is one float16,
 and so is a limb of q. Sums are float32 and exact while no partial sum can pass 2^24: then S = 128 H + L, H and L the sums over hi

@@ -84,7 +84,7 @@ RANDOM = seeded("dispatch")
     (RANDOM.integers(0, 60, 300), 60, 48),             # several groups of a warp
     (RANDOM.integers(0, 3, 257), 3, 5),
     ([-1, 3, 4, 1 << 30, -(1 << 31), 0], 4, 2),        # no experts
-    (RANDOM.integers(-1, 42, 2100), 41, 16),           # several blocks
+    (RANDOM.integers(-1, 42, 3100), 41, 16),           # several blocks
     ([7, 7, 7], 7, 2)], ids=lambda p: str(p)[:24])
 def simulate_dispatch(machine, ids, n_expert, tokens):
     check_dispatch(machine, ids, n_expert, tokens)
