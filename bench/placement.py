@@ -13,7 +13,8 @@ import checkout  # noqa: F401
 import numpy as np
 
 from ggml_py.base.placement import ExpertsOnHost, PlacementOptions
-from ggml_py.engine.model import Context, Model
+from ggml_py.engine.context import Context
+from ggml_py.engine.model import Model
 from ggml_py.kernels import threads
 from ggml_py.kernels.compile import jit
 from records import dump

@@ -16,7 +16,8 @@ import checkout  # noqa: F401
 import numpy as np
 
 from ggml_py.base.placement import PlacementOptions
-from ggml_py.engine.model import Context, Model
+from ggml_py.engine.context import Context
+from ggml_py.engine.model import Model
 from ggml_py.testing import digest
 from records import dump
 from whole_models import begun_record, median_seconds, written

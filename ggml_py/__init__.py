@@ -7,9 +7,10 @@ if TYPE_CHECKING:
     from .base.errors import ParameterError as ParameterError, UserError as UserError
     from .engine.completion import Completion as Completion, Generation as Generation
     from .engine.completion import Piece as Piece, TokenLogprob as TokenLogprob
+    from .engine.context import Context as Context
     from .engine.grammar import Grammar as Grammar
     from .engine.likelihood import Likelihood as Likelihood
-    from .engine.model import Context as Context, Model as Model
+    from .engine.model import Model as Model
     from .engine.sampling import Sampling as Sampling
     from .files.gguf import GGUFError as GGUFError
     from .files.hub import HubModel as HubModel
@@ -24,7 +25,7 @@ if _os.path.isfile(_os.path.join(_root, "pyproject.toml")) and _os.path.isdir(_o
     __path__.append(_root)  # a bare checkout: ggml_py.kernels and ggml_py.quant lie beside this folder
 
 # Public names are imported when first asked for: numba and tokenizers take a second, and `import ggml_py` should not.
-_HOME = {"Model": ".engine.model", "Context": ".engine.model", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf",
+_HOME = {"Model": ".engine.model", "Context": ".engine.context", "Tokenizer": ".tokenizer", "GGUFError": ".files.gguf",
          "PlacementOptions": ".base.placement", "Override": ".base.placement", "ExpertsOnHost": ".base.placement",
          "Fit": ".models.fit", "Likelihood": ".engine.likelihood", "ParameterError": ".base.errors", "UserError": ".base.errors",
          "Completion": ".engine.completion", "Generation": ".engine.completion", "Piece": ".engine.completion",

@@ -18,7 +18,7 @@ from .. import testing
 from ..base.defaults import N_UBATCH
 from ..backends.letters import PostOffice
 from ..base.storage import Arrays, n_bytes
-from ..engine.model import Context
+from ..engine.context import Context
 from ..graph.graph import Node, Tensor
 from ..graph.letters import Post, Take
 from ..graph.program import Outputs, Program

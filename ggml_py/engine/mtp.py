@@ -13,7 +13,8 @@ import numpy as np
 from ..backends.cuda_graphs import SHAPES
 from ..base.errors import ParameterError
 from ..graph.program import Arenas, Outputs, Program
-from .model import Context, Model
+from .context import Context
+from .model import Model
 from .speculation import probability_of_best
 
 SEQ = 0  # whose text it follows

@@ -151,7 +151,7 @@ def test_a_stop_may_be_a_control_token(tiny):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ggml_py.engine.completion.generate", generate)
-        patch.setattr("ggml_py.engine.model.Context.greedy_batch", greedy_batch)
+        patch.setattr("ggml_py.engine.context.Context.greedy_batch", greedy_batch)
         one = lambda until: lm.generate_until(requests("generate_until", ("then", {"until": until, "max_gen_toks": 9})),
                                               disable_tqdm=True)
         assert one([]) == ["abc"] and one(["<|user|>"]) == ["ab"] and one(["bx", "<|user|>"]) == ["ab"]

@@ -26,7 +26,8 @@ from ggml_py.files.gguf import GGUFFile
 from ggml_py.graph import split
 from ggml_py.graph.program import Crossing, Landing
 from ggml_py.testing import assert_bitwise_equal
-from ggml_py.engine.model import Context, Model
+from ggml_py.engine.context import Context
+from ggml_py.engine.model import Model
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from ggml_py import Grammar, Model, UserError
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.placement import PlacementOptions
 from ggml_py.engine.generate import generate
-from ggml_py.engine.model import Context
+from ggml_py.engine.context import Context
 from ggml_py.engine.sampling import Draw, Sampling, choose
 from ggml_py.files.gguf import GGUFFile
 

@@ -19,7 +19,7 @@ from ggml_py import Grammar, Model, ParameterError, UserError
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.engine import generate_many
 from ggml_py.engine.generate_many import width_of
-from ggml_py.engine.model import Context
+from ggml_py.engine.context import Context
 from ggml_py.files.gguf import GGUFFile
 
 WRITERS = {"llama": lambda path: write_model(path, "llama", ("Q8_0", "F16", "Q4_0"), n_vocab=70),

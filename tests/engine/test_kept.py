@@ -10,7 +10,7 @@ from tiny_layer_models import write_layer_model
 from tiny_models import write_model
 
 from ggml_py import Model, UserError
-from ggml_py.engine.model import Context
+from ggml_py.engine.context import Context
 
 WRITERS = {"llama": lambda path: write_model(path, "llama", n_vocab=70),
            "gated delta nets": lambda path: write_delta_net_model(path, "qwen35"),

@@ -110,7 +110,7 @@ def test_trees():
 
 def test_nan(tiny, monkeypatch):
     """Logits that are no numbers have no likelihood, and nothing is likeliest."""
-    from ggml_py.engine.model import Context
+    from ggml_py.engine.context import Context
     real = Context.likelihoods
     monkeypatch.setattr(Context, "likelihoods", lambda self, batch: [(a * np.nan, b * 0 - 1) for a, b in real(self, batch)])
     found = tiny.score([1], [2, 3])

@@ -7,7 +7,8 @@ import pytest
 
 from ggml_py.base.errors import UserError
 from ggml_py.base.placement import PlacementOptions
-from ggml_py.engine.model import Context, Model
+from ggml_py.engine.context import Context
+from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
 from ggml_py.models import model_class
 from ggml_py.state.kv_cache import ring_of
