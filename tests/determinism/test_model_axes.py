@@ -56,7 +56,7 @@ def test_small_models(kind, types, tmp_path):
         assert mismatch is None, f"{mismatch.setting}\n{verification.bisect(mismatch)}"
     assert verification.confirmed, verification.verdict()
     confirmed = {r.setting.axis for r in verification.results if r.status == "same"}
-    assert confirmed >= {"default", *AXES} - {"launch", "noise", "experts", "device"}
+    assert confirmed >= {"default", *AXES} - {"launch", "noise", "products", "experts", "device"}
     assert ("experts" in confirmed) == model_has_experts(path)
 
 
@@ -92,7 +92,7 @@ def verify_smollm2(tmp_path, *argv) -> dict:
 def test_smollm2_on_the_cpu(tmp_path):
     report = verify_smollm2(tmp_path, "--devices", "cpu", "-c", "100", "--chunks", "2", "--reruns", "1")
     assert report["confirmed"] and {s["axis"] for s in report["settings"]
-                                    if s["status"] == "not run"} == {"launch", "noise", "experts", "device"}
+                                    if s["status"] == "not run"} == {"launch", "noise", "products", "experts", "device"}
 
 
 @pytest.mark.gpu
