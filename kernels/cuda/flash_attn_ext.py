@@ -24,7 +24,9 @@ FEW_TOKENS, MANY_TOKENS, MOST_PIECES = 8, 32, 2048
 # Of more tokens, pieces are computed side by side where tiles of rows (token, head) do not fill a machine, while those of a full
 # context are no more floats
 MOST_ROWS, MOST_FLOATS = 8192, 1 << 25
-NARROW_PIECES = 1  # of a multiprocessor, from which on q8_0 caches of narrow heads have a kernel of their own
+# Of a multiprocessor, from which on narrow heads have a kernel of their own: pieces, of f16 caches and of others; blocks that
+# each take all pieces of a token's heads
+HALF_PIECES, NARROW_PIECES, ALONE = 2, 1, 1.5
 # Blocks of flash_attn_ext_any on a multiprocessor; of flash_attn_ext_tile that share pieces, for each multiprocessor
 ANY_RESIDENT = TILES = 4
 MOST_LIMBS = 1 << 28  # words that flash_attn_ext_group makes limbs in
@@ -76,7 +78,9 @@ def plan(call: Call) -> AttentionShape:
     split = is_few or (n * n_head <= MOST_ROWS and piece_floats(n, n_head, n_ctx, dim_v) <= MOST_FLOATS)
 
     def n_splits(n_blocks, n_together):
-        return min(most_pieces(n_ctx, window), max(1, n_blocks * n_multiprocessors // n_together))
+        """As few as have no more pieces each than as many as are resident at once would."""
+        n_pieces = most_pieces(n_ctx, window)
+        return -(-n_pieces // -(-n_pieces // max(1, n_blocks * n_multiprocessors // n_together)))
 
     def n_tiles(n_warps):
         return -(-n // (n_warps * tile.ROWS // heads)) * parts
@@ -86,11 +90,10 @@ def plan(call: Call) -> AttentionShape:
     if is_few:
         n_pieces = n * parts * most_pieces(n_ctx, window) / n_multiprocessors
         if narrow.takes(call):
-            splits = n_splits(narrow.RESIDENT, n * parts)
-            if splits == 1 and n * parts >= n_multiprocessors:
+            if n * parts >= ALONE * n_multiprocessors:
                 return AttentionShape("narrow", heads)
-            if "q8_0" in (type_k, type_v) and n_pieces >= NARROW_PIECES:
-                return AttentionShape("narrow", heads, splits)
+            if n_pieces >= (HALF_PIECES if type_k == type_v == "f16" else NARROW_PIECES):
+                return AttentionShape("narrow", heads, n_splits(narrow.resident(call), n * parts))
         if fast and max(dim_k, dim_v) <= few.MOST_CHANNELS:
             n_warps = few.block_warps(type_k, type_v, dim_k, dim_v, n_pieces)
             return AttentionShape("few", heads, n_splits(few.RESIDENT[n_warps], n * parts), n_warps)

@@ -1,22 +1,23 @@
-"""Rows of f16 and q8_0 caches through shared memory: a warp copies its rows of the next piece of 128 keys while it works on one,
-and a lane takes octets of channels of them to registers (`fixed_point.Octets`).
+"""Rows of f16 and q8_0 caches in shared memory: a warp copies rows of keys or values, and a lane takes octets of channels of them
+to registers (`fixed_point.Octets`), or the same few channels of four neighbouring rows.
 """
 from collections.abc import Callable
 from typing import NamedTuple
 
 from .fixed_point import CHANNELS, OCTETS, Octets, TOP_BITS
-from .ptx import (add2, afresh, amax2, as_f32, as_i32, copies4, copy1, copy2, copy4, device, f16_high_to_f32, f16_to_f32, f32,
-                  fma, i32, i64, lds, lds4, mul, prmt, sts4, syncwarp, u32)
+from .ptx import (add2, amax2, as_f32, as_i32, copy1, copy2, copy4, device, dp4a, f16_high_to_f32, f16_to_f32, f32, fma, i32,
+                  i64, lds, lds2, lds4, moved, mul, prmt, u32)
 from .set_rows import larger
 
-ROWS = 16  # of a warp
+BIASED, MINUS_BIAS = i32(0x4b400000), f32(-12582912)  # an integer added to the bits of 1.5 2^23 is added to the float
+SECTION = 32  # rows of values that a warp copies; lane t of four reads those of the t-th warp
 
 
 class Cache(NamedTuple):
-    """Where the keys, or the values, of a sequence and a KV head lie, for device functions, in words."""
-    words: object  # pointer
-    first: object  # int64, of the sequence's first cell
-    row: object    # int32, from cell to cell
+    """Where the keys, or the values, of a sequence and a KV head lie, for device functions."""
+    words: object  # pointer to words
+    first: object  # bytes from there to the sequence's first cell, int64,
+    row: object    # and from cell to cell, int32
 
 
 @device
@@ -24,109 +25,257 @@ def smaller(a, b):
     return i32(a if a < b else b)
 
 
+@device
+def words_at(cache, cell, n):
+    """Pointer to byte n of a cell."""
+    return moved(cache.words, cache.first + n + i64(cell) * cache.row)
+
+
 class Form(NamedTuple):
     """Of a cache's type."""
-    words: Callable       # (channels) -> words of a row
-    staged: Callable      # (channels of a head) -> words of shared memory for a warp's rows of one
-    copier: Callable      # (dim, n_rows, n_octets, step, first, row_of, octet_of) -> (fetch, take), below
-    octets: Octets        # how an octet in registers is read
+    words: Callable          # (channels) -> words of a row
+    section: Callable        # (channels of a head, rows) -> words of shared memory for so many rows of one
+    keys: Callable           # (dim) -> (fetch, take), below
+    values: Callable         # (dim) -> (fetch, amax, take4)
+    octets: Octets           # how an octet in registers is read
+    value: Callable          # (dim) -> function, below
 
 
-# fetch (cache, key, position, lane, warp, s) asks for the warp's 16 rows of a head of `dim` channels, from position `key` on, the
-# row at `position` in the place of those behind it; take (lane, warp, s, raw) -> raw, u32 array: n_octets octets of each of
-# n_rows rows of the lane, when its copies are there. first: where the warps' copies begin in s, the block's shared memory, int32;
-# row_of(i, lane): a lane's i-th row; octet_of(lane): its first octet, the others being `step` on each time.
+# fetch (cache, key, position, lane, s, at) asks for a warp's rows of a head of `dim` channels, to word `at` of s, the block's
+# shared memory, int32; a row lies at `position` where it would be behind that.
+#     keys: 16 rows, 2 g + e that of position key + 4 g + e. take (s, at, lane, raw) -> raw, u32 array: of rows 2 g and 2 g + 1
+#     octets t + 4 j, all j; zeros behind a row's end.
+#     values: 32 rows, from position `key` on, the warp's section of four. amax (s, at, section, i, lane) -> the state, as of
+#     `Octets.amax`, of a quarter of row 4 g + i, all of which lanes 4 g .. 4 g + 3 have. take4 (s, at, section, pair, half, lane,
+#     raw) -> raw: of four rows of section t, from 8 pair + 4 half on, the lane's channels: 32 section + 4 g .. 4 g + 3 where
+#     dim > 64, else 16 section + 2 g and 2 g + 1. value (raw, i, c) -> the float of row i and channel c of these.
 
-def f16_copier(dim, n_rows, n_octets, step, first, row_of, octet_of):
-    """A lane copies what it takes itself, to [row][octet][lane][4]; zeros behind a row's end."""
-    row_copies = copies4(n_octets, 4 * step)
-
-    @device
-    def fetch(cache, key, position, lane, warp, s):
-        octet = octet_of(lane)
-        for i in range(n_rows):
-            at = cache.first + i64(smaller(i32(key + row_of(i, lane)), position)) * cache.row
-            place = first + (warp * n_rows + i) * n_octets * 128 + 4 * lane
-            if dim % CHANNELS == 0:
-                row_copies(s, place, cache.words, at + 4 * octet)
-            else:
-                for j in range(n_octets):
-                    if octet + j * step < dim // 8:
-                        copy4(s, place + 128 * j, cache.words, at + 4 * (octet + j * step))
-                    else:
-                        sts4(s, place + 128 * j, 0, 0, 0, 0)
-
-    @device
-    def take(lane, warp, s, raw):
-        for i in range(n_rows * n_octets):
-            w = lds4(s, first + (warp * n_rows * n_octets + i) * 128 + 4 * lane)
-            raw[4 * i], raw[4 * i + 1], raw[4 * i + 2], raw[4 * i + 3] = u32(w[0]), u32(w[1]), u32(w[2]), u32(w[3])
-    return fetch, take
-
-
-def q8_0_copier(dim, n_rows, n_octets, step, first, row_of, octet_of):
-    """A row of 64 channels is 17 words, of 128 17 times two: a half warp copies 16 of these parts, and 16 lanes the last ones of
-    all rows, to [row][20 words for 64 channels]. In registers an octet is its levels, 128 added to each, and d as a float."""
-    width = dim // CHANNELS
-    stride, copy_part, by_lane = 20 * width, copy1 if width == 1 else copy2, step == 8
-
-    @device
-    def fetch_part(cache, row, key, position, part, warp, s):
-        at = cache.first + i64(smaller(i32(key + row), position)) * cache.row
-        copy_part(s, first + (warp * ROWS + row) * stride + width * part, cache.words, at + width * part)
-
-    @device
-    def fetch(cache, key, position, lane, warp, s):
-        syncwarp()  # what was there has been taken
-        lane = afresh(lane)  # places are computed where they are used, registers are for values
-        for i in range(ROWS // 2):
-            fetch_part(cache, i32(2 * i + (lane >> 4)), key, position, i32(lane & 15), warp, s)
-        if lane < ROWS:
-            fetch_part(cache, lane, key, position, i32(16), warp, s)
-
-    @device
-    def levels(s, begin, odd):
-        """Words of eight levels, 128 added to each; odd: they begin a word, else in the middle of one."""
-        a, b = lds(s, begin), lds(s, begin + 1)
-        if by_lane:
-            c, selector = lds(s, begin + 2), u32(0x3210 if odd else 0x5432)
-            return u32(prmt(a, b, selector) ^ TOP_BITS), u32(prmt(b, c, selector) ^ TOP_BITS)
-        if odd:
-            return u32(u32(a) ^ TOP_BITS), u32(u32(b) ^ TOP_BITS)
-        return u32(prmt(a, b, 0x5432) ^ TOP_BITS), u32(prmt(b, lds(s, begin + 2), 0x5432) ^ TOP_BITS)
-
-    @device
-    def take_octet(s, block, octet, odd, raw, at):
-        raw[at], raw[at + 1] = levels(s, i32(block + 2 * octet + odd), odd)
-        d = u32(lds(s, block))
-        if by_lane:
-            raw[at + 2] = u32(as_i32(f16_to_f32(u32(d >> u32(16 * odd)))))
-        else:
-            raw[at + 2] = u32(as_i32(f16_high_to_f32(d) if odd else f16_to_f32(d)))
-
-    @device
-    def take(lane, warp, s, raw):
-        syncwarp()  # what the other lanes have copied is there
-        lane = afresh(lane)
-        row = i32(first + (warp * ROWS + row_of(i32(0), lane)) * stride)
-        for i in range(n_rows):
-            for j in range(n_octets):
-                here = row + (8 * (i & 1) + (i >> 1)) * stride
-                # a block of 32, every second of which begins in the middle of a word
-                if by_lane:
-                    odd = i32(lane >> 4)
-                    take_octet(s, i32(here + 17 * j + 8 * odd), i32((lane >> 2) & 3), odd, raw, 3 * (i * n_octets + j))
-                else:
-                    take_octet(s, i32(here + 17 * (j >> 1) + 8 * (j & 1)), i32(lane & 3), j & 1, raw, 3 * (i * n_octets + j))
-    return fetch, take
+# f16: a row of 64 channels is 32 words, of 128 64, without padding. Octet o of a row, four words, lies at place o ^ turn, so that
+# what lanes read together lies in different banks. They read together
+#     rows 2 g, or 2 g + 1, of keys: turn is 4 in every second pair of rows, else 0;
+#     rows 4 g + i of a section of values, or the same row of all sections: turn is 2 section, ^ 4 in every second four of rows.
+# Below, `word` is where an octet lies in rows without that 4, and `word ^ FLIP` in rows with it: areas begin on 2 FLIP words.
+FLIP = 16
 
 
 @device
-def _q8_0_amax(state, raw, at):
-    a, b = raw[at], raw[at + 1]
-    most = amax2(amax2(amax2(amax2(u32(0), _level_pair(a, 0x4140)), _level_pair(a, 0x4342)), _level_pair(b, 0x4140)),
-                 _level_pair(b, 0x4342))
-    return larger(state, mul(as_f32(i32(raw[at + 2])), f16_to_f32(amax2(most, prmt(most, most, 0x1032)))))
+def flipped(word, has_4):
+    return i32(word ^ FLIP) if has_4 else word
+
+
+def f16_fetcher(dim, n_rows, is_key):
+    """(cache, key, position, lane, turn, s, at): octets of a row by lanes side by side. turn: what all rows have of it."""
+    n_octets = 8 * -(-dim // CHANNELS)
+    at_once, row_words, whole, bit = 32 // n_octets, 4 * n_octets, dim % CHANNELS == 0, 2 if is_key else 4
+
+    @device
+    def fetch(cache, key, position, lane, turn, s, at):
+        octet, own = i32(lane & (n_octets - 1)), i32((lane & 31) >> (n_octets // 8 + 2))
+        if is_key and at_once == 4:
+            turn = i32(turn ^ ((own & 2) << 1))
+        word = i32(at + own * row_words + 4 * (octet ^ turn))
+        first = i32(key + (4 * (own >> 1) + (own & 1) if is_key else own))
+        if whole or octet < dim // 8:
+            for i in range(n_rows // at_once):
+                row = at_once * i
+                cell = smaller(i32(first + (2 * row if is_key else row)), position)
+                copy4(s, flipped(word, row & bit) + row * row_words, words_at(cache, cell, 16 * octet), 0)
+    return fetch
+
+
+def f16_keys(dim):
+    n_octets = 8 * -(-dim // CHANNELS)
+    fetch_rows, whole, row_words = f16_fetcher(dim, 16, True), dim % CHANNELS == 0, 4 * n_octets
+
+    @device
+    def fetch(cache, key, position, lane, s, at):
+        fetch_rows(cache, key, position, lane, i32(0), s, at)
+
+    @device
+    def take(s, at, lane, raw):
+        t, first = i32(lane & 3), 0
+        word = i32(at + 2 * (lane >> 2) * row_words + 4 * (t ^ (lane & 4)))
+        for e in range(2):
+            for j in range(n_octets // 4):
+                w = 0, 0, 0, 0
+                if whole or t + 4 * j < dim // 8:
+                    w = lds4(s, flipped(word, j & 1) + e * row_words + 32 * (j >> 1))
+                raw[first], raw[first + 1], raw[first + 2], raw[first + 3] = u32(w[0]), u32(w[1]), u32(w[2]), u32(w[3])
+                first += 4
+    return fetch, take
+
+
+def f16_values(dim):
+    n_octets = 8 * -(-dim // CHANNELS)
+    fetch_rows, row_words, whole = f16_fetcher(dim, SECTION, False), 4 * n_octets, dim % CHANNELS == 0
+
+    @device
+    def fetch(cache, key, position, lane, section, s, at):
+        fetch_rows(cache, key, position, lane, i32(2 * section), s, at)
+
+    @device
+    def amax(s, at, section, i, lane):
+        t, state = i32(lane & 3), u32(0)
+        word = i32(at + (lane & 28) * row_words + 4 * (t ^ (lane & 4) ^ (2 * section)))
+        for j in range(n_octets // 4):
+            if whole or t + 4 * j < dim // 8:
+                w = lds4(s, flipped(word, j & 1) + i * row_words + 32 * (j >> 1))
+                state = amax2(amax2(amax2(amax2(state, u32(w[0])), u32(w[1])), u32(w[2])), u32(w[3]))
+        return i32(state)
+
+    @device
+    def take4(s, at, section, pair, half, lane, raw):
+        g, t = i32(lane >> 2), i32(lane & 3)
+        n_own, shift = n_octets // 8, 1 if n_octets == 16 else 2
+        octet = i32(((2 * n_own * section) | (g >> shift)) ^ (2 * t))
+        word = i32(at + t * (SECTION * row_words) + 4 * octet + n_own * (g & (2 * shift - 1)))
+        for i in range(4):
+            place = flipped(word, half) + (8 * pair + 4 * half + i) * row_words
+            if n_octets == 16:
+                w = lds2(s, place)
+                raw[2 * i], raw[2 * i + 1] = u32(w[0]), u32(w[1])
+            else:
+                raw[i] = u32(lds(s, place))
+    return fetch, amax, take4
+
+
+def f16_value(dim):
+    n_words = -(-dim // CHANNELS)
+
+    @device
+    def value(raw, i, c):
+        w = raw[n_words * i + (c >> 1)]
+        return f16_high_to_f32(w) if c & 1 else f16_to_f32(w)
+    return value
+
+
+# q8_0: a row of 64 channels is 17 words, of 128 34. Every second block of 32 begins in the middle of a word. In registers an
+# octet is its levels and d as a float.
+
+def q8_0_words(dim):
+    return dim // CHANNELS * 17
+
+
+def q8_0_section(dim, rows):
+    """What follows, and eight words, so that sections begin in different banks."""
+    return rows * 18 * (dim // CHANNELS) + 8
+
+
+def q8_0_place(dim):
+    """(eight, row) -> the word of row 8 eight + row; of the rows 4 g + i that lanes read together all lie in different banks."""
+    stride = 18 * (dim // CHANNELS)
+    return device(lambda eight, row: i32(eight * (8 * stride + 2) + row * stride))
+
+
+def q8_0_fetcher(dim, n_rows, is_key):
+    """A half warp copies 16 of 17 parts of a row, and lanes the last ones of a row each."""
+    width, place = dim // CHANNELS, q8_0_place(dim)
+    copy_part = copy1 if width == 1 else copy2
+
+    @device
+    def fetch_part(cache, row, key, position, part, s, at):
+        cell = smaller(i32(key + (4 * (row >> 1) + (row & 1) if is_key else row)), position)
+        copy_part(s, at + place(row >> 3, row & 7) + width * part, words_at(cache, cell, 4 * width * part), 0)
+
+    @device
+    def fetch(cache, key, position, lane, s, at):
+        for i in range(n_rows // 2):
+            fetch_part(cache, i32(2 * i + (lane >> 4)), key, position, i32(lane & 15), s, at)
+        if lane < n_rows:
+            fetch_part(cache, lane, key, position, i32(16), s, at)
+    return fetch
+
+
+@device
+def q8_0_octet(s, block, octet, odd, raw, at):
+    """block: the word with d; odd: that of a block that begins in the middle of a word."""
+    d, begin = u32(lds(s, block)), i32(block + 2 * octet + odd)
+    a, b = u32(lds(s, begin)), u32(lds(s, begin + 1))
+    if odd:
+        raw[at], raw[at + 1], raw[at + 2] = a, b, u32(as_i32(f16_high_to_f32(d)))
+    else:
+        raw[at], raw[at + 1] = prmt(a, b, 0x5432), prmt(b, u32(lds(s, begin + 2)), 0x5432)
+        raw[at + 2] = u32(as_i32(f16_to_f32(d)))
+
+
+def q8_0_keys(dim):
+    n_octets, place = dim // 32, q8_0_place(dim)  # of a lane and row
+
+    @device
+    def take(s, at, lane, raw):
+        row = at + place(i32(lane >> 4), i32(2 * ((lane >> 2) & 3)))
+        for e in range(2):
+            for j in range(n_octets):
+                block = i32(row + e * 18 * (dim // CHANNELS) + 17 * (j >> 1) + 8 * (j & 1))
+                q8_0_octet(s, block, i32(lane & 3), j & 1, raw, 3 * (e * n_octets + j))
+    return q8_0_fetcher(dim, 16, True), take
+
+
+def q8_0_values(dim):
+    n_blocks, place, n_section = dim // 32, q8_0_place(dim), q8_0_section(dim, SECTION)
+    fetch_rows, n_words = q8_0_fetcher(dim, SECTION, False), 2 * n_blocks  # of a lane, of a row
+
+    @device
+    def fetch(cache, key, position, lane, section, s, at):
+        fetch_rows(cache, key, position, lane, s, at)
+
+    @device
+    def amax(s, at, section, i, lane):
+        """Of 128 channels a block, of 64 half of one. Where it begins in the middle of a word, so does the end of its last."""
+        part = i32(lane & 3)
+        odd, later = (part & 1, i32(0)) if n_blocks == 4 else (part >> 1, i32(4 * (part & 1)))
+        row = at + place(i32(lane >> 3), i32((lane & 4) + i))
+        block = i32(row + (17 * (part >> 1) + 8 * odd if n_blocks == 4 else 8 * odd))
+        d, first = u32(lds(s, block)), i32(block + later)
+        most = larger_level(u32(0), prmt(u32(lds(s, first)), u32(lds(s, first + n_words)), u32(0x7654 if odd else 0x5432)))
+        for w in range(1, n_words):
+            most = larger_level(most, u32(lds(s, first + w)))
+        return larger(i32(0), mul(f16_to_f32(u32(d >> u32(16 * odd))), level_of(most)))
+
+    @device
+    def take4(s, at, section, pair, half, lane, raw):
+        """A row: levels, d."""
+        g, begin = i32(lane >> 2), at + i32(lane & 3) * n_section + place(pair, 4 * half)
+        for i in range(4):
+            row = i32(begin + i * 18 * (dim // CHANNELS))
+            if n_blocks == 4:
+                odd = i32(section & 1)
+                block = i32(row + 17 * (section >> 1) + 8 * odd)
+                first = i32(block + g + odd)
+                raw[2 * i] = prmt(u32(lds(s, first)), u32(lds(s, first + 1)), u32(0x3210 if odd else 0x5432))
+            else:
+                odd = i32(section >> 1)
+                block, at_half = i32(row + 8 * odd), i32(8 * (section & 1) + g + 1 + odd)  # of a word, from d's on
+                raw[2 * i] = u32(u32(lds(s, block + (at_half >> 1))) >> u32(16 * (at_half & 1)))
+            raw[2 * i + 1] = u32(as_i32(f16_to_f32(u32(u32(lds(s, block)) >> u32(16 * odd)))))
+    return fetch, amax, take4
+
+
+@device
+def _q8_0_value(w, c, d, offset):
+    """mul(d, level) of byte c, which is exact: so is that of level + 1.5 2^23, less 1.5 2^23 d."""
+    return fma(as_f32(dp4a(i32(w), i32(1 << (8 * c)), BIASED)), d, offset)
+
+
+def q8_0_value(dim):
+    @device
+    def value(raw, i, c):
+        d = as_f32(i32(raw[2 * i + 1]))
+        return _q8_0_value(raw[2 * i], c, d, mul(d, MINUS_BIAS))
+    return value
+
+
+@device
+def larger_level(most, w):
+    """Of magnitudes of levels, as two float16: those of a word with."""
+    w = u32(w ^ TOP_BITS)
+    return amax2(amax2(most, _level_pair(w, 0x4140)), _level_pair(w, 0x4342))
+
+
+@device
+def level_of(most):
+    """The larger one, as a float."""
+    return f16_to_f32(amax2(most, prmt(most, most, 0x1032)))
 
 
 @device
@@ -136,20 +285,20 @@ def _level_pair(w, selector):
 
 
 @device
-def _q8_0_value(w, selector, d, offset):
-    return fma(as_f32(i32(prmt(w, 0x47000000, selector))), d, offset)
+def _q8_0_amax(state, raw, at):
+    return larger(state, mul(as_f32(i32(raw[at + 2])), level_of(larger_level(larger_level(u32(0), raw[at]), raw[at + 1]))))
 
 
 @device
 def _q8_0_values(raw, at):
-    """mul(d, level), which is exact: so is that of level + 2^15 + 128, less (2^15 + 128) d."""
     a, b, d = raw[at], raw[at + 1], as_f32(i32(raw[at + 2]))
-    offset = mul(d, f32(-32896))
-    return (_q8_0_value(a, 0x7604, d, offset), _q8_0_value(a, 0x7614, d, offset), _q8_0_value(a, 0x7624, d, offset),
-            _q8_0_value(a, 0x7634, d, offset), _q8_0_value(b, 0x7604, d, offset), _q8_0_value(b, 0x7614, d, offset),
-            _q8_0_value(b, 0x7624, d, offset), _q8_0_value(b, 0x7634, d, offset))
+    offset = mul(d, MINUS_BIAS)
+    return (_q8_0_value(a, 0, d, offset), _q8_0_value(a, 1, d, offset), _q8_0_value(a, 2, d, offset),
+            _q8_0_value(a, 3, d, offset), _q8_0_value(b, 0, d, offset), _q8_0_value(b, 1, d, offset),
+            _q8_0_value(b, 2, d, offset), _q8_0_value(b, 3, d, offset))
 
 
-FORMS = {"f16": Form(lambda n: n // 2, lambda n: -(-n // CHANNELS) * 4 * 128, f16_copier, OCTETS["f16"]),
-         "q8_0": Form(lambda n: n // CHANNELS * 17, lambda n: n // CHANNELS * 20 * ROWS, q8_0_copier,
-                      OCTETS["q8_0"]._replace(amax=_q8_0_amax, values=_q8_0_values))}
+FORMS = {"f16": Form(lambda n: n // 2, lambda dim, rows: rows * 32 * -(-dim // CHANNELS), f16_keys, f16_values, OCTETS["f16"],
+                     f16_value),
+         "q8_0": Form(q8_0_words, q8_0_section, q8_0_keys, q8_0_values,
+                      OCTETS["q8_0"]._replace(amax=_q8_0_amax, values=_q8_0_values), q8_0_value)}

@@ -276,7 +276,23 @@ def _pointer_at():
     return intrinsic(_named("pointer_at", 2)(typed))
 
 
-pointer_at = _pointer_at()
+def _moved():
+    """(pointer, n) -> the pointer n bytes on. n: int64."""
+    if SIMULATED:
+        return simulator.moved
+
+    def typed(typingctx, pointer, n):
+        _pointer("moved", pointer, 1)
+        _check("moved", "l", n)
+
+        def codegen(context, builder, signature, args):
+            address = builder.add(builder.ptrtoint(args[0], ir.IntType(64)), args[1])
+            return builder.inttoptr(address, args[0].type)
+        return pointer(pointer, types.int64), codegen
+    return intrinsic(_named("moved", 2)(typed))
+
+
+pointer_at, moved = _pointer_at(), _moved()
 
 
 def constant(entries):

@@ -273,6 +273,13 @@ def pointer_at(pointer, address):
     return Pointer(Address(pointer.memory, int(first)), pointer.elements.dtype)
 
 
+def moved(pointer, n):
+    first = pointer.address - pointer.memory.ctypes.data + int(n)
+    if not 0 <= first < pointer.memory.nbytes:
+        raise IndexError(f"moved: byte {first} of {pointer.memory.nbytes}")
+    return Pointer(Address(pointer.memory, first), pointer.elements.dtype)
+
+
 def _widened(value):
     return value if value.itemsize >= 4 else i32(value)
 

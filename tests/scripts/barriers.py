@@ -33,8 +33,6 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
      "syncwarp()  # the work on one slab after that on the other, or it takes all registers"): COMPILER,
     ("flash_attn_ext_group.py", "syncwarp()  # all lanes have read"):
         "in the simulator, lanes of a warp go on before other warps do",
-    ("flash_attn_ext_narrow.py", "apart()"): COMPILER,
-    ("flash_attn_ext_narrow.py", "syncwarp()"): COMPILER,
     ("flash_attn_ext_tile.py", "apart()"): COMPILER,
     ("tile_product.py", "apart()"): COMPILER,
     ("tile_product.py",
