@@ -22,6 +22,7 @@ Where a block has all pieces of its heads, it combines them itself, as `flash_at
 head's length, lanes those of their outputs. They are written as floats, or quantized (`quantize`).
 """
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 from numba import cuda, types
@@ -34,7 +35,7 @@ from .flash_attn_ext_combine import (MOST_HEADS, ONE, PIECE, addresses, capping,
                                      ring_of, sink, sizes, span_of, statistics_at, stride)
 from .flash_attn_ext_few import Z, add_lane, get, max_lane, max_pattern, put, query_loader, sum8
 from .flash_attn_ext_rows import FORMS, SECTION, Cache, smaller
-from .launch import F32, I32, Kernel, N, SCALAR_F32, U32, U8, factory
+from .launch import F32, I32, Kernel, N, RESERVED, SCALAR_F32, U32, U8, even_bytes, factory
 from .ptx import (afresh, as_f32, as_i32, before_blackwell, copies_commit, copies_wait_but, device, div, exp, f32, fma, i32, i64,
                   ld, ldc, lds, lds2, lds4, mma32, mul, shuffle, st, st2, st4, sts, sts4, sub, syncwarp, u32, wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer
@@ -60,7 +61,7 @@ class Shared(NamedTuple):
     kept: int     # f32 [8 heads]: a of a head's chain,
     scales: int   # and b
     inv: int      # f32 [128]: 16256 / amax of a value
-    planes: int   # limbs of p', bytes [head][high, low][key]
+    planes: int   # limbs of p', bytes [head][high, low][key]; of two tiles in the place of p, when that is read
     p: int        # f32 [heads][128]
     n_words: int
     # of one tile only before the first p
@@ -85,7 +86,7 @@ def shared_layout(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) 
     n_tiles, n_blocks = -(-heads // TILE), -(-dim_k // CHANNELS)
     n_queries = n_blocks * (256 + MOST_HEADS)
     sizes = (WARPS * FORMS[type_k].section(dim_k, STEP), WARPS * FORMS[type_v].section(dim_v, SECTION), WARPS * MOST_HEADS,
-             WARPS * MOST_HEADS, MOST_HEADS, MOST_HEADS, PIECE, 2 * TILE * n_tiles * PLANE,
+             WARPS * MOST_HEADS, MOST_HEADS, MOST_HEADS, PIECE, 2 * TILE * PLANE * (n_tiles == 1),
              max(heads * PIECE, n_queries if n_tiles == 1 else 0))
     *places, n_words = accumulate(sizes, initial=0)
     q = places[-1] if n_tiles == 1 else n_words
@@ -427,15 +428,6 @@ def flash_attn_ext_narrow_kernel(type_k, type_v, dim_k, dim_v, heads, parts, res
             heads_here = n_head if n_tiles == 1 else afresh(n_head)
             statistics = statistics_at(cuda.gridDim.z, heads_here, n_ctx, dim_v) + 2 * first_piece_of
             for j in range(n_tiles):
-                w = lds4(s, where.amaxes + (TILE * j + t) * WARPS)
-                d_p[j], inv_p = scales(max(w[0], w[1], w[2], w[3]))
-                if tid < TILE and not alone and head_there(TILE * j + t):
-                    st(out, statistics + i32(2 * (TILE * j + t) * most_pieces), m[j])
-                high, low = limbs4_masked((x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]), inv_p, mask)
-                plane = i32(where.planes + 2 * (TILE * j + t) * PLANE + 8 * warp + g)
-                sts(s, plane, i32(high))
-                sts(s, plane + PLANE, i32(low))
-            for j in range(n_tiles):
                 head = i32(TILE * j + warp)
                 if head_there(head):
                     l = sum8(s, where.p + head * PIECE + (lane & 15))
@@ -452,6 +444,17 @@ def flash_attn_ext_narrow_kernel(type_k, type_v, dim_k, dim_v, heads, parts, res
                             put(s, where.scales + head, MINUS_ONE if left_out else b)
                     elif lane == 0:
                         st(out, statistics + i32(2 * head * most_pieces) + 1, l)
+            if n_tiles > 1:
+                cuda.syncthreads()  # p is read
+            for j in range(n_tiles):
+                w = lds4(s, where.amaxes + (TILE * j + t) * WARPS)
+                d_p[j], inv_p = scales(max(w[0], w[1], w[2], w[3]))
+                if tid < TILE and not alone and head_there(TILE * j + t):
+                    st(out, statistics + i32(2 * (TILE * j + t) * most_pieces), m[j])
+                high, low = limbs4_masked((x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]), inv_p, mask)
+                plane = i32(where.planes + 2 * (TILE * j + t) * PLANE + 8 * warp + g)
+                sts(s, plane, i32(high))
+                sts(s, plane + PLANE, i32(low))
             cuda.syncthreads()  # limbs of p' are written
 
             # 3. o
@@ -506,11 +509,11 @@ def flash_attn_ext_narrow_kernel(type_k, type_v, dim_k, dim_v, heads, parts, res
 
 
 def resident(call) -> int:
-    """Blocks that find room on a multiprocessor; each takes 1 KiB more than it asks for."""
+    """Blocks that find room on a multiprocessor."""
     size = sizes(call)
     heads = heads_together(size.n_head // size.n_head_kv)
     n_words = shared_layout(call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, heads).n_words
-    return min(RESIDENT, (call.device.shared_limit + 1024) // (4 * n_words + 1024))
+    return min(RESIDENT, (call.device.shared_limit + RESERVED) // (4 * n_words + RESERVED))
 
 
 def takes(call) -> bool:
@@ -542,5 +545,8 @@ def flash_attn_ext_narrow(call):
                                           *((result, sinks_there, *rest) if rest or result != "pieces" else ()))
     args = (*addresses(call), (call.sinks or call.q).data, out.data, size.n_ctx, FORMS[call.v.dtype].words(size.row_v),
             span_of(size), score_scale(call))
+    grid = (plan.n_splits or 1) * parts, size.n_head_kv, size.n
     n_bytes = 4 * shared_layout(call.k.dtype, call.v.dtype, size.dim_k, size.dim_v, plan.heads).n_words
-    return call.device.launch(kernel, ((plan.n_splits or 1) * parts, size.n_head_kv, size.n), THREADS, args, n_bytes)
+    if prod(grid) <= (RESIDENT - 1) * call.device.n_multiprocessors:  # else registers see to it, and memory is for the cache
+        n_bytes = even_bytes(n_bytes, prod(grid), call.device.n_multiprocessors, call.device.shared_limit)
+    return call.device.launch(kernel, grid, THREADS, args, n_bytes)

@@ -72,6 +72,7 @@ HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
 SMALL = 4096              # threads of a launch that lets the next one start at once, unless it is of clusters
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
+RESERVED = 1024           # bytes of a block's shared memory that are the driver's
 ASSEMBLERS = 4            # threads in which the driver assembles PTX
 
 
@@ -254,6 +255,13 @@ def has_large(step) -> bool:
 def is_large(kernel: Kernel, grid, block) -> bool:
     """Whether a launch lets the next one start only when it has waited."""
     return kernel.n_cluster > 1 or size(grid) * size(block) > SMALL
+
+
+def even_bytes(n_bytes: int, n_blocks: int, n_multiprocessors: int, shared_limit: int) -> int:
+    """Shared memory of a block, n_bytes at least, with which no multiprocessor holds more of n_blocks than an even share: where
+    launches follow one another, blocks would lie closer together while other multiprocessors have none (docs/kernels-log.md)."""
+    n_more = -(-n_blocks // n_multiprocessors) + 1
+    return max(n_bytes, (shared_limit + RESERVED) // n_more // 16 * 16 - RESERVED + 16)
 
 
 def size(shape) -> int:

@@ -20,7 +20,7 @@ from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
 from . import mbarrier
 from .argmax import LEAST_RANK, best_of_warp, rank
-from .launch import F32, I32, Kernel, N, U32, factory
+from .launch import F32, I32, Kernel, N, RESERVED, U32, even_bytes, factory
 from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, architecture, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma,
                   i32, i64, ldc, lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
@@ -36,7 +36,6 @@ SUM_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 ch
 MOST_SLOTS = 3      # of a warp, for several tokens
 MOST_IN_BULK = QUAD  # tokens of a block whose weights come by bulk copies; of more that gains nothing (docs/kernels-log.md)
 BARRIER = 4         # last words of their slots: an mbarrier, on 16 bytes
-RESERVED = 1024     # bytes of a block's shared memory that are the driver's
 LATENCY = 3           # chunks that a scheduler can issue while one waits
 IN_FLIGHT = 33 << 10  # bytes on their way that keep the memory of a multiprocessor busy (docs/kernels-log.md)
 SCHEDULERS = 4        # of a multiprocessor: warp w of all belongs to w % 4
@@ -647,10 +646,7 @@ def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multip
 
 
 def evenly(shape: FewShape, n_multiprocessors: int, shared_limit: int) -> FewShape:
-    """With so much shared memory that no multiprocessor holds more blocks than an even share: where products follow one another,
-    those of the next launch would begin closer together while others have none (docs/kernels-log.md)."""
-    n_more = -(-shape.grid[0] * shape.grid[1] // n_multiprocessors) + 1
-    return replace(shape, n_bytes=max(shape.n_bytes, (shared_limit + RESERVED) // n_more // 16 * 16 - RESERVED + 16))
+    return replace(shape, n_bytes=even_bytes(shape.n_bytes, shape.grid[0] * shape.grid[1], n_multiprocessors, shared_limit))
 
 
 def few_launch(call: Call, kernel: Kernel, args: tuple):

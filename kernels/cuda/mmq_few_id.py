@@ -18,8 +18,8 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call
 from .dispatch import report, sum_before
-from .launch import F32, I32, Kernel, N, U32, factory, need
-from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, RESERVED, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
+from .launch import F32, I32, Kernel, N, RESERVED, U32, factory, need
+from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
 from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, popc, stage, sts, syncwarp

@@ -13,8 +13,7 @@ from numba import cuda, types
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
-from .launch import F32, Kernel, N, U32, factory
-from .mmq_few import RESERVED
+from .launch import F32, Kernel, N, RESERVED, U32, factory
 from .mmvq import FLOATS, eight
 from .operands import addresses
 from .ptx import (add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, st, stage, sts, sts4,

@@ -4,11 +4,11 @@ from functools import lru_cache
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call, Operand
-from .launch import need
+from .launch import RESERVED, need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .half_check import may_be_halves
 from .half_product import has_halves
-from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, RESERVED, FewShape, few_shape, mmq_few
+from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
 from .mmq_half import DENSE, Halves, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape

@@ -14,10 +14,10 @@ from ..call import Call
 from .dispatch import dispatch, dispatch_table
 from .half_check import may_be_halves
 from .half_product import has_halves
-from .launch import Launches, need
+from .launch import RESERVED, Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
 from .mmq_half import EXPERTS, Halves, half_scratch, mmq_half
-from .mmq_few import IN_FLIGHT, RESERVED, FewShape
+from .mmq_few import IN_FLIGHT, FewShape
 from .mmq_few_id import MOST_MATRICES, MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
 from .mmvq import mmvq_id
 from .operands import is_quantized, late_error as late_error, matrices_of, pairs_of

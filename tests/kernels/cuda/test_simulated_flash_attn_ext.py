@@ -21,6 +21,7 @@ from ggml_py.kernels.cuda.flash_attn_ext import MOST_CHANNELS, AttentionShape
 from ggml_py.kernels.cuda.flash_attn_ext_act import fills_chunks, flash_attn_ext_combine_act
 from ggml_py.kernels.cuda.flash_attn_ext_combine import flash_attn_ext_combine, heads_together, most_pieces, piece_floats
 from ggml_py.kernels.cuda.flash_attn_ext_limbs import limb_words, tile_of
+from ggml_py.kernels.cuda.launch import RESERVED, even_bytes
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import seeded
@@ -388,7 +389,7 @@ def test_heads_together(group, heads):
     (("f16", "f16"), 1, (32, 8), (128, 128), 4096, AttentionShape("few", 4, 16, 16)),
     (("f16", "f16"), 1, (32, 8), (128, 128), 4224, AttentionShape("narrow", 4, 33)),    # two pieces for each multiprocessor
     (("f16", "f16"), 1, (32, 8), (128, 128), 32768, AttentionShape("narrow", 4, 64)),   # 66 would have four pieces too
-    (("f16", "f16"), 1, (32, 4), (128, 128), 32768, AttentionShape("narrow", 8, 86)),
+    (("f16", "f16"), 1, (32, 4), (128, 128), 32768, AttentionShape("narrow", 8, 128)),
     (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 32768, AttentionShape("narrow", 4, 64)),
     (("q8_0", "q8_0"), 1, (32, 8), (128, 128), 2048, AttentionShape("few", 4, 16, 16)),
     (("q8_0", "q8_0"), 1, (32, 4), (128, 128), 32768, AttentionShape("narrow", 8, 128)),
@@ -581,15 +582,24 @@ def test_blocks_of_eight_warps_share_a_multiprocessor(heads):
 @pytest.mark.parametrize("types", list(product(("f16", "q8_0"), repeat=2)), ids=str)
 @pytest.mark.parametrize("heads", range(1, 9))
 def test_blocks_of_narrow_heads_share_a_multiprocessor(types, heads):
-    """Four on a GPU as large as an H100, three of the largest. Queries lie where p comes later, or behind all else."""
+    """Four on a GPU as large as an H100. Queries lie where p comes later, or behind all else."""
     layout = narrow_kernel.shared_layout(*types, 128, 128, heads)
     call = attention_call(types=types, n=80, heads=(heads, 1), dims=(128, 128), n_ctx=4096, apart=True)
-    assert narrow_kernel.resident(call) == (3 if types == ("f16", "f16") and heads > 5 else 4)
+    assert narrow_kernel.resident(call) == 4
     starts = list(layout[:-3])
     assert all(start % 4 == 0 for start in layout) and starts == sorted(starts)
     assert all(start % 32 == 0 for start, type_ in zip((layout.keys, layout.values), types) if type_ == "f16")  # FLIP
     end = layout.n_words if layout.q == layout.p else layout.n_words - 2 * (256 + 8)
     assert layout.q in (layout.p, end) and layout.q_d == layout.q + 2 * 256 and layout.q_d + 2 * 8 <= layout.n_words
+
+
+@pytest.mark.parametrize("n_blocks", [1, 132, 133, 256, 264, 396, 397, 2000])
+@pytest.mark.parametrize("limit", [99 << 10, 227 << 10])
+def test_blocks_lie_evenly(n_blocks, limit):
+    """No multiprocessor holds more than an even share; a block that wants more than that leaves gets what it wants."""
+    share, n_bytes = -(-n_blocks // 132), even_bytes(32000, n_blocks, 132, limit)
+    resident = (limit + RESERVED) // (n_bytes + RESERVED)
+    assert n_bytes >= 32000 and resident == min(share, (limit + RESERVED) // (32000 + RESERVED)) and n_bytes <= limit
 
 
 @pytest.mark.parametrize("given, kernel", [

@@ -8,8 +8,9 @@ import pytest
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand, Unsupported
 from ggml_py.kernels.cuda import argmax, mul_mat_glu, mul_mat_qkv
+from ggml_py.kernels.cuda.launch import RESERVED
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, most_quads, shared_bytes
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, RESERVED, FewShape, few_shape, shape_of, shared_words, work
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, shape_of, shared_words, work
 from ggml_py.kernels.cuda.mul_mat import quantized_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (activations, check_extremes, check_mmq_few_qkv, check_mul_mat, check_mul_mat_argmax,

@@ -14,8 +14,8 @@ from expert_comparisons import (check_dispatch, check_mul_mat_heads, check_mul_m
 from ggml_py.kernels.call import Call, Operand, Unsupported
 from ggml_py.kernels.cuda import mul_mat_id, mul_mat_id_glu
 from ggml_py.kernels.cuda.dispatch import MOST_EXPERTS, dispatch, dispatch_table
+from ggml_py.kernels.cuda.launch import RESERVED
 from ggml_py.kernels.cuda.mmq import Block, GroupedShape, grouped_bytes, resident
-from ggml_py.kernels.cuda.mmq_few import RESERVED
 from ggml_py.kernels.cuda.mul_mat_id import FEWEST_TOKENS, grouped_shape, likely_rows
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import seeded
