@@ -4,6 +4,7 @@ sequences; what threads and processes may share is told there (`context`).
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import permutations
 from math import inf
 from pathlib import Path
@@ -94,7 +95,8 @@ class Model:
                 backends += [to_close.enter_context(closing(open_backend(each)))
                              for each in placement.needed if each not in asked.devices]
             model = cls(file, *backends, nextn=nextn, placement=placement)
-            model.fitted = placement if fit is not None and placement != asked else None
+            chosen = replace(placement or asked, tensor_split=asked.tensor_split)  # shares alone: all fits
+            model.fitted = placement if fit is not None and chosen != asked else None
             to_close.pop_all()
         return model
 

@@ -87,6 +87,8 @@ def test_a_model_is_loaded_so(arch, tmp_path, monkeypatch):
         assert model.fitted is None and model.weight_bytes().keys() == {"cpu:1"}
     with Model.load(path, placement=PlacementOptions(("cpu:1",), n_gpu_layers=0), fit=FIT) as model:
         assert model.fitted is None
+    with Model.load(path, placement=TWO, fit=FIT) as model:  # layers are shared by what is free, but all fits
+        assert model.fitted is None and model.weight_bytes().keys() == {"cpu:1", "cpu:2"}
 
 
 def test_the_command_tells(tmp_path, monkeypatch, capsys):
