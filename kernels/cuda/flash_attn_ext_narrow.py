@@ -14,9 +14,9 @@ low limbs in 2 h + 1, so that a sum with either is in one lane; of more than fou
     1. has, twice, of two of its warp's 32 keys the channels 8 t .. and 32 + 8 t .. of each 64, and so gets the scores of head t
        with keys 4 g .. 4 g + 3
     2. exchanges maxima, p for the tree of sums, amaxes, and limbs of p' with the others
-    3. has of all keys of the piece the channels 4 g .. of its warp's 32, four keys of warp t's at a time: their high limbs are a
-       word of A, their low limbs another, those of p' words of B. So tensor cores add up the piece, and the lane gets four
-       outputs of head t
+    3. has of all keys of the piece the channels 4 g .. of its warp's 32 (of heads up to 64 channels 2 g .. of 16), four keys of
+       warp t's at a time: their high limbs are a word of A, their low limbs another, those of p' words of B. So tensor cores add
+       up the piece, and the lane gets four outputs of head t, or two
 
 Where a block has all pieces of its heads, it combines them itself, as `flash_attn_ext_combine` does: a warp has the chain of a
 head's length, lanes those of their outputs. They are written as floats, or quantized (`quantize`).
