@@ -33,13 +33,12 @@ from .fixed_point import (CHANNELS, EVEN_BITS, MINUS_INFINITY, ZERO, fixed_point
                           scales)
 from .flash_attn_ext_combine import (MOST_HEADS, ONE, PIECE, addresses, capping, first_piece, heads_together, of_few_models,
                                      ring_of, sink, sizes, span_of, statistics_at, stride)
-from .flash_attn_ext_few import Z, add_lane, get, max_lane, max_pattern, put, query_loader, sum8
+from .flash_attn_ext_few import Z, add_lane, amax4, get, max_lane, max_pattern, put, query_loader, sum8
 from .flash_attn_ext_rows import FORMS, SECTION, Cache, smaller
 from .launch import F32, I32, Kernel, N, RESERVED, SCALAR_F32, U32, U8, even_bytes, factory
 from .ptx import (afresh, as_f32, as_i32, before_blackwell, copies_commit, copies_wait_but, device, div, exp, f32, fma, i32, i64,
                   ld, ldc, lds, lds2, lds4, mma32, mul, shuffle, st, st2, st4, sts, sts4, sub, syncwarp, u32, wait_for_previous)
 from .quantize import N_THREADS, chunk_quantizer
-from .set_rows import larger
 
 MOST_CHANNELS = 128
 WARPS = 4
@@ -415,8 +414,7 @@ def flash_attn_ext_narrow_kernel(type_k, type_v, dim_k, dim_v, heads, parts, res
                 if head_there(TILE * j + t):
                     sts4(s, where.p + (TILE * j + t) * PIECE + warp * SECTION + 4 * g, as_i32(p[0]), as_i32(p[1]), as_i32(p[2]),
                          as_i32(p[3]))
-                amax = larger(larger(larger(larger(Z, x[4 * j]), x[4 * j + 1]), x[4 * j + 2]), x[4 * j + 3])
-                amax = max_row_patterns(amax, lane)
+                amax = max_row_patterns(amax4(Z, (x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3])), lane)
                 if g == 0:
                     sts(s, where.amaxes + (TILE * j + t) * WARPS + warp, amax)
             for i in range(4):

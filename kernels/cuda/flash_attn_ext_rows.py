@@ -50,6 +50,12 @@ class Form(NamedTuple):
 #     raw) -> raw: of four rows of section t, from 8 pair + 4 half on, the lane's channels: 32 section + 4 g .. 4 g + 3 where
 #     dim > 64, else 16 section + 2 g and 2 g + 1. value (raw, i, c) -> the float of row i and channel c of these.
 
+@device
+def key_offset(row):
+    """Of the position of a row of keys."""
+    return i32(4 * (row >> 1) + (row & 1))
+
+
 # f16: a row of 64 channels is 32 words, of 128 64, without padding. Octet o of a row, four words, lies at place o ^ turn, so that
 # what lanes read together lies in different banks. They read together
 #     rows 2 g, or 2 g + 1, of keys: turn is 4 in every second pair of rows, else 0;
@@ -74,7 +80,7 @@ def f16_fetcher(dim, n_rows, is_key):
         if is_key and at_once == 4:
             turn = i32(turn ^ ((own & 2) << 1))
         word = i32(at + own * row_words + 4 * (octet ^ turn))
-        first = i32(key + (4 * (own >> 1) + (own & 1) if is_key else own))
+        first = i32(key + (key_offset(own) if is_key else own))
         if whole or octet < dim // 8:
             for i in range(n_rows // at_once):
                 row = at_once * i
@@ -156,15 +162,26 @@ def q8_0_words(dim):
     return dim // CHANNELS * 17
 
 
+def q8_0_stride(dim):
+    """From one row to the next one, but for every eighth."""
+    return 18 * (dim // CHANNELS)
+
+
 def q8_0_section(dim, rows):
-    """What follows, and eight words, so that sections begin in different banks."""
-    return rows * 18 * (dim // CHANNELS) + 8
+    """The rows, and eight words: two for each eight of rows, and so that sections begin in different banks."""
+    return rows * q8_0_stride(dim) + 8
 
 
 def q8_0_place(dim):
     """(eight, row) -> the word of row 8 eight + row; of the rows 4 g + i that lanes read together all lie in different banks."""
-    stride = 18 * (dim // CHANNELS)
+    stride = q8_0_stride(dim)
     return device(lambda eight, row: i32(eight * (8 * stride + 2) + row * stride))
+
+
+@device
+def q8_0_block(b):
+    """The word of a row with d of its block b of 32, in the upper half of which that lies where b is odd."""
+    return i32(17 * (b >> 1) + 8 * (b & 1))
 
 
 def q8_0_fetcher(dim, n_rows, is_key):
@@ -174,7 +191,7 @@ def q8_0_fetcher(dim, n_rows, is_key):
 
     @device
     def fetch_part(cache, row, key, position, part, s, at):
-        cell = smaller(i32(key + (4 * (row >> 1) + (row & 1) if is_key else row)), position)
+        cell = smaller(i32(key + (key_offset(row) if is_key else row)), position)
         copy_part(s, at + place(row >> 3, row & 7) + width * part, words_at(cache, cell, 4 * width * part), 0)
 
     @device
@@ -188,7 +205,7 @@ def q8_0_fetcher(dim, n_rows, is_key):
 
 @device
 def q8_0_octet(s, block, octet, odd, raw, at):
-    """block: the word with d; odd: that of a block that begins in the middle of a word."""
+    """block: the word with d; odd: of a block that begins in the middle of a word."""
     d, begin = u32(lds(s, block)), i32(block + 2 * octet + odd)
     a, b = u32(lds(s, begin)), u32(lds(s, begin + 1))
     if odd:
@@ -199,20 +216,19 @@ def q8_0_octet(s, block, octet, odd, raw, at):
 
 
 def q8_0_keys(dim):
-    n_octets, place = dim // 32, q8_0_place(dim)  # of a lane and row
+    n_octets, place, stride = dim // 32, q8_0_place(dim), q8_0_stride(dim)  # octets of a lane and row
 
     @device
     def take(s, at, lane, raw):
         row = at + place(i32(lane >> 4), i32(2 * ((lane >> 2) & 3)))
         for e in range(2):
             for j in range(n_octets):
-                block = i32(row + e * 18 * (dim // CHANNELS) + 17 * (j >> 1) + 8 * (j & 1))
-                q8_0_octet(s, block, i32(lane & 3), j & 1, raw, 3 * (e * n_octets + j))
+                q8_0_octet(s, i32(row + e * stride + q8_0_block(j)), i32(lane & 3), j & 1, raw, 3 * (e * n_octets + j))
     return q8_0_fetcher(dim, 16, True), take
 
 
 def q8_0_values(dim):
-    n_blocks, place, n_section = dim // 32, q8_0_place(dim), q8_0_section(dim, SECTION)
+    n_blocks, place, stride, n_section = dim // 32, q8_0_place(dim), q8_0_stride(dim), q8_0_section(dim, SECTION)
     fetch_rows, n_words = q8_0_fetcher(dim, SECTION, False), 2 * n_blocks  # of a lane, of a row
 
     @device
@@ -223,9 +239,8 @@ def q8_0_values(dim):
     def amax(s, at, section, i, lane):
         """Of 128 channels a block, of 64 half of one. Where it begins in the middle of a word, so does the end of its last."""
         part = i32(lane & 3)
-        odd, later = (part & 1, i32(0)) if n_blocks == 4 else (part >> 1, i32(4 * (part & 1)))
-        row = at + place(i32(lane >> 3), i32((lane & 4) + i))
-        block = i32(row + (17 * (part >> 1) + 8 * odd if n_blocks == 4 else 8 * odd))
+        b, later = (part, i32(0)) if n_blocks == 4 else (i32(part >> 1), i32(4 * (part & 1)))
+        block, odd = i32(at + place(i32(lane >> 3), i32((lane & 4) + i)) + q8_0_block(b)), i32(b & 1)
         d, first = u32(lds(s, block)), i32(block + later)
         most = larger_level(u32(0), prmt(u32(lds(s, first)), u32(lds(s, first + n_words)), u32(0x7654 if odd else 0x5432)))
         for w in range(1, n_words):
@@ -236,16 +251,14 @@ def q8_0_values(dim):
     def take4(s, at, section, pair, half, lane, raw):
         """A row: levels, d."""
         g, begin = i32(lane >> 2), at + i32(lane & 3) * n_section + place(pair, 4 * half)
+        b = section if n_blocks == 4 else i32(section >> 1)
         for i in range(4):
-            row = i32(begin + i * 18 * (dim // CHANNELS))
+            block, odd = i32(begin + i * stride + q8_0_block(b)), i32(b & 1)
             if n_blocks == 4:
-                odd = i32(section & 1)
-                block = i32(row + 17 * (section >> 1) + 8 * odd)
                 first = i32(block + g + odd)
                 raw[2 * i] = prmt(u32(lds(s, first)), u32(lds(s, first + 1)), u32(0x3210 if odd else 0x5432))
             else:
-                odd = i32(section >> 1)
-                block, at_half = i32(row + 8 * odd), i32(8 * (section & 1) + g + 1 + odd)  # of a word, from d's on
+                at_half = i32(8 * (section & 1) + g + 1 + odd)  # of a word, from d's on
                 raw[2 * i] = u32(u32(lds(s, block + (at_half >> 1))) >> u32(16 * (at_half & 1)))
             raw[2 * i + 1] = u32(as_i32(f16_to_f32(u32(u32(lds(s, block)) >> u32(16 * odd)))))
     return fetch, amax, take4

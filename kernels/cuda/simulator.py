@@ -274,10 +274,7 @@ def pointer_at(pointer, address):
 
 
 def moved(pointer, n):
-    first = pointer.address - pointer.memory.ctypes.data + int(n)
-    if not 0 <= first < pointer.memory.nbytes:
-        raise IndexError(f"moved: byte {first} of {pointer.memory.nbytes}")
-    return Pointer(Address(pointer.memory, first), pointer.elements.dtype)
+    return pointer_at(pointer, pointer.address + int(n))
 
 
 def _widened(value):
