@@ -64,9 +64,9 @@ def bits(a: np.ndarray) -> np.ndarray:
 
 def one_nan(array: np.ndarray) -> np.ndarray:
     """The array with every NaN as the positive quiet one (float32: 0x7fc00000)."""
-    if array.dtype.kind != "f" or not (nan := np.isnan(array)).any():
+    if array.dtype.kind != "f" or not array.size or not np.isnan(array.max()):  # the largest is NaN where one is
         return array
-    return np.where(nan, array.dtype.type(np.nan), array)
+    return np.where(np.isnan(array), array.dtype.type(np.nan), array)
 
 
 def digest(array: np.ndarray) -> str:

@@ -23,12 +23,15 @@ addresses of this device and of the host, `copy(..., peer)` from the device of a
 """
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from threading import RLock
 from typing import Any
 
@@ -37,6 +40,10 @@ import numpy as np
 RING_BYTES = 32 << 20
 PIECES = 4      # a copy longer than a quarter of the ring goes in pieces: the host fills one while the device takes another
 ALIGNMENT = 64  # bytes; of slots in the ring
+MOST_LANDERS = 8          # threads that take bytes out of the ring
+LEAST_LANDING = 1 << 20   # bytes that are worth a thread
+LEAST_KEPT = 1 << 25      # bytes of an array whose memory is used again: new memory takes the host longer than the copy
+MOST_KEPT = 1 << 30       # bytes that are kept for that
 
 
 # Device to host
@@ -82,12 +89,45 @@ for _name in ("array", "len", "getitem", "setitem", "iter", "contains", "bool", 
 # Host to device
 
 class Lease:
-    """Lets numpy look at page-locked memory. Arrays made of it, and every view of them, keep it alive,
+    """Lets numpy look at memory. Arrays made of it, and every view of them, keep it alive,
     and it keeps the memory."""
 
     def __init__(self, memory, n_bytes: int, read_only: bool):
         self._memory = memory
         self.__array_interface__ = {"data": (int(memory.handle), read_only), "shape": (n_bytes,), "typestr": "|u1", "version": 3}
+
+
+class Memory:
+    """Memory of the host, which stays in one place."""
+
+    def __init__(self, n_bytes: int):
+        self._array = np.empty(n_bytes, np.uint8)
+        self.handle, self.size = self._array.ctypes.data, n_bytes
+
+
+class Landings:
+    """Arrays for bytes from the device. The memory of a large one is kept when nobody has the array or a view of it any more, for
+    one of a similar size."""
+
+    def __init__(self) -> None:
+        self.kept: list[Memory] = []
+
+    def new(self, n_bytes: int) -> np.ndarray:
+        """uint8 [n_bytes], of any content. Under the ring's lock."""
+        if n_bytes < LEAST_KEPT:
+            return np.empty(n_bytes, np.uint8)
+        fitting = [memory for memory in self.kept if n_bytes <= memory.size <= 2 * n_bytes]
+        memory = min(fitting, key=lambda memory: memory.size) if fitting else Memory(n_bytes)
+        if fitting:
+            self.kept.remove(memory)
+        lease = Lease(memory, n_bytes, read_only=False)
+        weakref.finalize(lease, self._keep, memory).atexit = False
+        return np.asarray(lease)
+
+    def _keep(self, memory: Memory) -> None:
+        """By whichever thread lets go of the array: appending is one step."""
+        if sum(each.size for each in (*self.kept, memory)) <= MOST_KEPT:
+            self.kept.append(memory)
 
 
 class Pinned:
@@ -240,6 +280,7 @@ class Ring:
         self.lock = RLock()
         self.statistics = Statistics()
         self.closed = False
+        self.landers: ThreadPoolExecutor | None = None
 
     def reserve(self, n_bytes: int) -> tuple[int, int]:
         """A slot of n_bytes, at most a piece: its address, and the position of its end. While there is no room,
@@ -265,6 +306,23 @@ class Ring:
     def slot(self, address: int, n_bytes: int) -> np.ndarray:
         first = address - int(self.memory.handle)
         return self.bytes[first:first + n_bytes]
+
+    def take_out(self, slot: np.ndarray, to: np.ndarray) -> None:
+        """The bytes of a slot to where they are wanted, by several threads where they are many."""
+        n = min(MOST_LANDERS, os.cpu_count() or 1, to.size // LEAST_LANDING)
+        if n < 2:
+            to[:] = slot
+            return
+        if self.landers is None:
+            self.landers = ThreadPoolExecutor(MOST_LANDERS, "ggml-py-landing")
+        ends, parts = [to.size * i // n for i in range(n + 1)], []
+        try:
+            for first, last in pairwise(ends):
+                parts.append(self.landers.submit(np.copyto, to[first:last], slot[first:last]))
+        except RuntimeError:  # the interpreter ends, and has no threads any more
+            to[:] = slot
+        finally:
+            wait(parts)  # also after an exception: the slot may be filled anew
 
     def queue(self, flight: Flight, *copies: tuple[int, int, int]) -> None:
         """Queues copies, each (to, source, number of bytes). Their flight is on the list before they are on their way, so that no
@@ -293,6 +351,8 @@ class Ring:
             self.closed = True
             while self.flights:
                 self._retire_oldest()
+            if self.landers is not None:
+                self.landers.shutdown()
             del self.bytes
             self.driver.enter()
             self.memory.close()
@@ -307,7 +367,7 @@ class Transfers:
     def __init__(self, driver, stream, ring_bytes: int = RING_BYTES):
         """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging."""
         self.driver, self.stream = driver, stream
-        self._ring = Ring(driver, stream, ring_bytes)
+        self._ring, self._landings = Ring(driver, stream, ring_bytes), Landings()
         self._bringing: Any = None  # the stream of `bring`
         self._finalizer = weakref.finalize(self, self._ring.close)  # also at the exit of the interpreter
 
@@ -378,11 +438,11 @@ class Transfers:
         The buffer may be overwritten or freed at once."""
         with self._ring.lock:
             source, ring = _address("read", buffer, offset, n_bytes), self._begin("read")
-            pending = Pending(np.empty(n_bytes, np.uint8), ring.lock)
+            pending = Pending(self._landings.new(n_bytes), ring.lock)
             for first in range(0, n_bytes, ring.piece):
                 n = min(ring.piece, n_bytes - first)
                 address, end = ring.reserve(n)
-                flight = Flight(ring, end, landing=_landing(weakref.ref(pending), first, ring.slot(address, n)))
+                flight = Flight(ring, end, landing=_landing(ring, weakref.ref(pending), first, ring.slot(address, n)))
                 ring.queue(flight, (address, source + first, n))
                 pending._flights.append(flight)
             ring.statistics.n_to_host += 1
@@ -544,12 +604,12 @@ def _address(what: str, buffer, offset: int, n_bytes: int) -> int:
     return address + int(offset)
 
 
-def _landing(pending, first: int, slot: np.ndarray):
+def _landing(ring: Ring, pending, first: int, slot: np.ndarray):
     """Takes the bytes of a slot to a pending value, if that is still wanted."""
     def land():
         wanted = pending()
         if wanted is not None:
-            wanted._data[first:first + slot.size] = slot
+            ring.take_out(slot, wanted._data[first:first + slot.size])
     return land
 
 

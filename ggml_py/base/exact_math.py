@@ -1,5 +1,5 @@
 """exp, log and sums of float64 arrays whose bits are the same on every CPU: perplexity, KL divergence and sampling use these and
-no others.
+no others. (`kernels.cpu.row_scores` has them compiled, for many rows.)
 
 numpy's own exp, log and sum choose their algorithm by the CPU's vector width. Here every step is one elementwise operation that
 IEEE 754 rounds correctly (+, -, *, /) or that is exact (rint of a bounded value, ldexp, frexp, comparison), each a ufunc call of
@@ -75,22 +75,6 @@ def tree_sum(x: np.ndarray) -> np.ndarray:
         x[..., :n - m] += x[..., m:n]
         n = m
     return x[..., 0]
-
-
-def log_sum_exp(logits: np.ndarray) -> float:
-    """log(sum_j exp(l_j)) as max + log(sum_j exp(l_j - max)).   logits: float64 [n]."""
-    top = logits.max()
-    return float(top + log(tree_sum(exp(logits - top))))
-
-
-def negative_log_likelihood(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """nll[i] = log_sum_exp(l[i]) - l[i, targets[i]].   logits: float32 [n, V]; targets: int [n]; returns float64 [n]."""
-    nll = np.empty(len(targets))
-    with np.errstate(invalid="ignore"):  # infinite logits give NaN, which is the answer
-        for i, target in enumerate(targets):
-            row = logits[i].astype(np.float64)
-            nll[i] = log_sum_exp(row) - row[target]
-    return nll
 
 
 MOST_ANGLE = 2.0**20

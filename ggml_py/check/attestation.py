@@ -24,12 +24,14 @@ import numpy as np
 
 from .. import NUMERICS_VERSION, __version__
 from ..base.errors import UserError, printable
-from ..base.exact_math import exp, negative_log_likelihood, tree_sum
+from ..base.exact_math import exp, tree_sum
+from ..base.likelihoods import negative_log_likelihood
+from ..base.overlap import overlapped
 from ..engine.generate import generate
 from ..engine.sampling import LIMITS, Sampling, choose
 from ..engine.settings import Settings, new_context
 from ..engine.tasks import FORMATS, Answer, Item, answers, read_tasks, to_items
-from ..engine.windows import decode_windows, split_windows
+from ..engine.windows import decode_windows, n_ahead, split_windows
 from ..kernels.threads import get_num_threads
 from ..files.hub import pulled
 from ..files.pull import file_sha256
@@ -373,9 +375,13 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
                                   ("settings.n_chunks", about["n_chunks"], len(windows)),
                                   ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
         _check_claim(what, attested, found)
-    for i, logits in zip(sample, decode_windows(model, windows[sample], settings, log)):
-        _check_window(document, i, digest(logits))
-        nll = negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
+
+    def scored(window: tuple[np.ndarray, int]) -> tuple[int, str, np.ndarray]:
+        logits, i = window
+        return i, digest(logits), negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
+    most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows[sample], settings, log), sample)
+    for i, window, nll in overlapped(decoded, scored, most, max(most, 1)):
+        _check_window(document, i, window)
         total += float(tree_sum(nll))
         count += len(nll)
     if len(sample) < len(windows):

@@ -67,7 +67,8 @@ def run(options, load_model) -> None:
             tokens = encoded(content, options, model.tokenizer, model.n_vocab)
             document = attest_perplexity(model, text_sha256, tokens, settings, sys.stdout, sys.stderr)
     write_document(options, document)
-    print(f"root: {document['merkle_root']}")
+    if generates or asked:  # a perplexity has said it
+        print(f"root: {document['merkle_root']}")
 
 
 def write_document(options, document: dict) -> None:

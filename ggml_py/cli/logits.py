@@ -55,7 +55,7 @@ def run(options, load_model) -> None:
 def top(row, n: int) -> list[tuple[int, float | None]]:
     """(id, natural logarithm of its probability) of the n largest logits, of equal ones the lower id first. row: float32 [V]."""
     import numpy as np
-    from ..base.exact_math import log_sum_exp
+    from ..base.likelihoods import log_sum_exp
+    total, = log_sum_exp(row[None])
     row = row.astype(np.float64)
-    total = log_sum_exp(row)
     return [(int(id), finite(float(row[id] - total))) for id in np.argsort(-row, kind="stable")[:n]]

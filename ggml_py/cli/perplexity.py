@@ -26,6 +26,9 @@ def options(p) -> None:
                         "the mean negative log-likelihood and its error")
     p.add_argument("--kl-divergence-base", "--save-all-logits", type=Path, metavar="FILE",
                    help="the base file, written unless --kl-divergence is given")
+    p.add_argument("--root", action="store_true",
+                   help="the Merkle root of the windows' digests, as attestations have it, in the place of the digest of all "
+                        "logits: threads make them side by side, and a GPU need not wait for them")
     json_option(p, "the perplexity, or the shares of right tasks, with what they are made of, for machines")
     corpus.options(p)
     p.add_argument("--kl-divergence", action="store_true", help="compare with the base file, on its tokens")
@@ -67,7 +70,7 @@ def run(options, load_model) -> None:
     corpus.refuse_without(options)
     with load(options, load_model) as model:
         if base:
-            kl_divergence.compare(model, base, settings, sys.stdout, sys.stderr)
+            kl_divergence.compare(model, base, settings, sys.stdout, sys.stderr, root=options.root)
             return
         if isinstance(content, str):
             print("perplexity: tokenizing the input ..", file=sys.stderr)
@@ -80,13 +83,13 @@ def run(options, load_model) -> None:
             print(f"perplexity: saving all logits to {base_path}", file=sys.stderr)
             writer = lambda windows: kl_divergence.base_writer(base_path, model.n_vocab, windows)
         if settings.stride:
-            found = strided_perplexity(model, tokens, settings, sys.stdout, sys.stderr, rows=rows)
+            found = strided_perplexity(model, tokens, settings, sys.stdout, sys.stderr, rows=rows, root=options.root)
         else:
-            found = perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer, rows=rows)
+            found = perplexity(model, tokens, settings, sys.stdout, sys.stderr, writer, rows=rows, root=options.root)
         if options.json:
-            write_json(options.json, model, ppl=finite(found.ppl), error=finite(found.error), digest=found.digest.hexdigest(),
-                       n_ctx=settings.n_ctx, stride=settings.stride, type_k=settings.type_k, type_v=settings.type_v,
-                       n_tokens=len(tokens), tokens_sha256=tokens_sha256(tokens),
+            write_json(options.json, model, ppl=finite(found.ppl), error=finite(found.error),
+                       **{found.digest.name: found.digest.hexdigest()}, n_ctx=settings.n_ctx, stride=settings.stride,
+                       type_k=settings.type_k, type_v=settings.type_v, n_tokens=len(tokens), tokens_sha256=tokens_sha256(tokens),
                        windows=[{"nll": finite(total), "n": n} for total, n in found.windows])
 
 

@@ -17,7 +17,7 @@ FORMATS = {  # of engine.tasks: where the file comes from, and how many tasks ar
 }
 NAMES = *(f"--{name}" for name in FORMATS), *(f"--{name}-tasks" for name in FORMATS)
 OF_A_TEXT = ("--tokens", "--chunks", "--ppl-stride", "--ppl-output-type", "--kl-divergence", "--kl-divergence-base",
-             *corpus.NAMES)
+             "--root", *corpus.NAMES)
 
 
 class Asked(NamedTuple):

@@ -113,6 +113,12 @@ class Clock:
         self.say(f"perplexity: {self.n_tokens} tokens in {self.seconds:.2f} s, {self.n_tokens / self.seconds:.1f} tokens/s")
 
 
+def n_ahead(model, settings: Settings) -> int:
+    """How many windows may wait to be scored while the next ones are decoded: those that are decoded together, where that is not
+    the work of this CPU."""
+    return n_sequences(settings) if all(backend.asynchronous for backend in model.backends.values()) else 0
+
+
 def decode_windows(model, windows: np.ndarray, settings: Settings, log=None) -> Iterator[np.ndarray]:
     """Yield, window after window, the logits of its positions c/2 .. c-2, float32 [c - 1 - c/2, V]: they score the tokens at
     c/2+1 .. c-1.

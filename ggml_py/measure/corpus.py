@@ -20,9 +20,9 @@ import numpy as np
 from .. import NUMERICS_VERSION
 from ..base.errors import ParameterError, UserError
 from ..check.attestation import files_sha256, made_by, own_sha256, tokens_sha256
-from ..check.merkle import merkle_root
 from ..engine.settings import Settings, new_context
 from ..engine.windows import decode_from, n_sequences, split_windows, with_bos
+from ..testing import digest
 from .perplexity import Score, WindowScore, window_score
 
 MOST_RESTARTS = 100  # of one worker
@@ -62,7 +62,7 @@ class Worker:
         """numbers: of windows, which are as many as are decoded together at most.   windows: int32 [n, c]."""
         c = self.settings.n_ctx
         rows = decode_from(self.context, with_bos(self.model, windows)[:, :c - 1], c // 2, self.settings.n_batch)
-        return numbers, [window_score(logits, window[c // 2 + 1:]) for logits, window in zip(rows, windows)]
+        return numbers, [window_score(logits, window[c // 2 + 1:], digest(logits)) for logits, window in zip(rows, windows)]
 
 
 class Log:
@@ -146,10 +146,10 @@ def corpus_perplexity(open_model: Opener, file, tokens, settings: Settings, clus
     of = {"model": files_sha256(file), "tokens": tokens_sha256(tokens), "n_ctx": settings.n_ctx, "type_k": settings.type_k,
           "type_v": settings.type_v, "numerics": NUMERICS_VERSION, "number of windows": len(windows)}
     log_path = log_path or Path(f"windows-{own_sha256(of)[:16]}.jsonl")
-    with Log(log_path, of, len(windows)) as kept, Score(out, log, len(windows)) as score:
+    with Log(log_path, of, len(windows)) as kept, Score(out, log, len(windows), root=True) as score:
         def add_known() -> None:
             while score.n_windows in kept.found:
-                score.add_score(kept.found[score.n_windows])
+                score.add(kept.found[score.n_windows])
         missing = [i for i in range(len(windows)) if i not in kept.found]
         print(f"perplexity: {len(windows)} chunks, n_ctx={settings.n_ctx}, {len(kept.found)} of them in {log_path}", file=log)
         add_known()
@@ -167,9 +167,8 @@ def corpus_perplexity(open_model: Opener, file, tokens, settings: Settings, clus
                         kept.add(i, each)
                     add_known()
     score.print_estimate()
-    digests = [kept.found[i].digest for i in range(len(windows))]
-    print(f"root: {merkle_root(digests)}", file=out)
-    return score.ppl, digests, kept.makers
+    score.print_digest()
+    return score.ppl, score.digest.windows, kept.makers
 
 
 class Pool:

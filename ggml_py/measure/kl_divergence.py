@@ -19,29 +19,32 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base.errors import UserError
-from ..base.exact_math import exp, log, log_sum_exp, tree_sum
+from ..base.exact_math import exp, log, tree_sum
+from ..base.likelihoods import log_sum_exp
+from ..base.overlap import overlapped
 from ..base.progress import Progress, Told, teller
-from ..check.digest import LogitsDigest
+from ..check.digest import WindowsDigest
 from ..engine.settings import Settings, check_context
-from ..engine.windows import cap_chunks, decode_windows, split_windows
+from ..engine.windows import cap_chunks, decode_windows, n_ahead, split_windows
 from ..files.writing import replacing
+from ..kernels.cpu.row_scores import CODES, HEAD, compare_arrays, encode_arrays
 from .statistics import mean_and_error
 
 logger = logging.getLogger(__name__)
 MAGIC = b"_logits_"
 HEADER_BYTES = 8 + 4 + 4 + 4
-CLIP = np.float32(16)  # nothing below the best logit by more than this is told apart
 MIN_TOKENS_FOR_MEAN_ERROR = 11  # llama.cpp gives errors as 0 with fewer
 MIN_TOKENS_FOR_SUMMARY = 100
 
 
 def record_width(n_vocab: int) -> int:
     """W, uint16 of a record."""
-    return 4 + 2 * ((n_vocab + 1) // 2)
+    return HEAD + 2 * ((n_vocab + 1) // 2)
 
 
 def scored(n_ctx: int) -> int:
@@ -53,36 +56,36 @@ def encode(logits: np.ndarray) -> np.ndarray:
     """Logits to records, each step in float32 as llama.cpp does it, except that sum and exp are float64.   float32 [n,
     V] -> uint16 [n, W]."""
     n, n_vocab = logits.shape
-    if not np.isfinite(logits).all():
-        raise UserError("kl-divergence: the logits hold NaN or infinity, which a base file cannot store")
     records = np.zeros((n, record_width(n_vocab)), "<u2")
-    heads = records[:, :4].view("<f4")  # scale, min_log_prob
-    for i, row in enumerate(logits):
-        top = row.max()
-        low = np.maximum(row.min(), top - CLIP)
-        log_sum = np.float32(log(tree_sum(exp((row - top).astype(np.float64)))))
-        scale = (top - low) / np.float32(65535)
-        heads[i] = scale, low - top - log_sum
-        if scale:
-            codes = np.rint(np.float32(1) / scale * (row - low))
-            records[i, 4:4 + n_vocab] = np.where(row > low, codes, 0)
+    ends, totals = np.empty((n, 2), np.float32), np.empty(n)
+    encode_arrays(np.ascontiguousarray(logits), records, ends, totals)
+    low, top = ends.T
+    if np.isnan(low).any():
+        raise UserError("kl-divergence: the logits hold NaN or infinity, which a base file cannot store")
+    heads = records[:, :HEAD].view("<f4")  # scale, min_log_prob
+    heads[:, 0], heads[:, 1] = (top - low) / CODES, low - top - log(totals).astype(np.float32)
     return records
 
 
 def decode(records: np.ndarray, n_vocab: int) -> np.ndarray:
     """Records to log probabilities, scale * code + min_log_prob in float64.   uint16 [n, W] -> float64 [n, V]."""
-    head = np.ascontiguousarray(records[:, :4]).view("<f4").astype(np.float64)
-    return head[:, :1] * records[:, 4:4 + n_vocab] + head[:, 1:]
+    head = np.ascontiguousarray(records[:, :HEAD]).view("<f4").astype(np.float64)
+    return head[:, :1] * records[:, HEAD:HEAD + n_vocab] + head[:, 1:]
+
+
+class BaseWriter(NamedTuple):
+    """encode: the scored logits of a window, float32 [n, V], to records; by any thread. write: records, window after window."""
+    encode: Callable[[np.ndarray], np.ndarray]
+    write: Callable[[np.ndarray], Any]
 
 
 @contextmanager
-def base_writer(path: str | Path, n_vocab: int, windows: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
-    """Writes a base file; gives a function that takes the scored logits, float32 [n, V], window after window.
-    windows: int32 [n_chunk, c]."""
+def base_writer(path: str | Path, n_vocab: int, windows: np.ndarray) -> Iterator[BaseWriter]:
+    """Writes a base file. windows: int32 [n_chunk, c]."""
     n_chunk, n_ctx = windows.shape
     with replacing(path) as file:
         file.write(MAGIC + np.array([n_ctx, n_vocab, n_chunk], "<i4").tobytes() + windows.astype("<i4").tobytes())
-        yield lambda logits: file.write(encode(logits))
+        yield BaseWriter(encode, file.write)
 
 
 class BaseFile:
@@ -113,12 +116,12 @@ class BaseFile:
             chunk, i = (int(v) for v in bad[0])
             raise UserError(f"{path}: token {i} of chunk {chunk} is {self.tokens[chunk, i]}, must be below n_vocab = "
                             f"{self.n_vocab}")
-        self._records = np.memmap(path, "<u2", "r", start, shape)
+        self._records = np.asarray(np.memmap(path, "<u2", "c", start, shape))  # nobody writes; kernels know one kind of array
 
     def records(self, chunk: int) -> np.ndarray:
         """uint16 [n, W] of a window; refuses scales that no writer makes."""
         records = self._records[chunk]
-        heads = np.ascontiguousarray(records[:, :4]).view("<f4")
+        heads = np.ascontiguousarray(records[:, :HEAD]).view("<f4")
         if not (np.isfinite(heads).all() and (heads[:, 0] >= 0).all()):
             raise UserError(f"{self.path}: chunk {chunk} has a scale or a least log probability that is not finite, or a "
                             "negative scale")
@@ -140,22 +143,16 @@ class Comparison:
 
 def compare_window(logits: np.ndarray, records: np.ndarray, targets: np.ndarray) -> Comparison:
     """nll = -log p(t), KL = sum_{i: log p_base > -16} p_base (log p_base - log p), p_diff = p(t) - p_base(t), same_top = equal
-    argmax (lowest index).
+    argmax (lowest index; rows with NaN have none).
 
     logits: float32 [n, V]; records: uint16 [n, W]; targets: int [n].
     """
-    n, n_vocab = logits.shape
-    nll, nll_base, kld, same_top = np.empty(n), np.empty(n), np.empty(n), np.empty(n, bool)
-    with np.errstate(invalid="ignore"):
-        for i, target in enumerate(targets):
-            row = logits[i].astype(np.float64)
-            log_p = row - log_sum_exp(row)
-            log_base = decode(records[i:i + 1], n_vocab)[0]
-            seen = np.flatnonzero(log_base > -16)
-            terms = exp(log_base[seen]) * (log_base[seen] - log_p[seen])
-            nll[i], nll_base[i] = -log_p[target], -log_base[target]
-            kld[i] = tree_sum(terms) if len(terms) else 0.0
-            same_top[i] = row.argmax() == log_base.argmax()
+    n, rows, targets = len(logits), np.arange(len(logits)), np.asarray(targets)
+    kld, same_top, log_sums = np.empty(n), np.empty(n, bool), log_sum_exp(logits)
+    compare_arrays(np.ascontiguousarray(logits), records, log_sums, kld, same_top)
+    nll = log_sums - logits[rows, targets]
+    heads = np.column_stack([records[:, :HEAD], records[rows, HEAD + targets]])
+    nll_base = -decode(heads, 1)[:, 0]
     return Comparison(nll, nll_base, kld, exp(-nll) - exp(-nll_base), same_top)
 
 
@@ -259,31 +256,36 @@ def summary(s: Statistics) -> str:
         f"Same top p: {s.same_top.times(100):6.3f,5.3f} %"])
 
 
-def compare(model, base: BaseFile, settings: Settings, out=None, log=None, progress: Told | None = None) -> Statistics:
+def compare(model, base: BaseFile, settings: Settings, out=None, log=None,
+            progress: Told | None = None, root: bool = False) -> Statistics:
     """The model against a base file, on the file's tokens; a row after each window and the blocks go to `out`, the rest to `log`:
-    streams. None: nowhere, and to `logging`. progress: is told how many windows are done, and of how many.
+    streams. None: nowhere, and to `logging`. progress: is told how many windows are done, and of how many. root: of
+    `perplexity`.
 
     settings.n_ctx must be base.n_ctx. Returns the statistics over all windows.
     """
     if base.n_vocab != model.n_vocab:
         raise UserError(f"{base.path}: made with a vocabulary of {base.n_vocab} tokens, this model has {model.n_vocab}")
     check_context(model, base.n_ctx)
-    n_chunks, digest, comparison = cap_chunks(base.n_chunk, settings.n_chunks), LogitsDigest(), None
+    n_chunks, digest, comparison = cap_chunks(base.n_chunk, settings.n_chunks), WindowsDigest(root), None
     windows = base.tokens[:n_chunks]
     teller(log, logger.info)(f"kl_divergence: {n_chunks} chunks of {base.path}, n_ctx={base.n_ctx}")
     say = teller(out, lambda line: None)
     say(CHUNK_HEADER)
     with Progress(log, "KL divergence", n_chunks, beside=out, told=progress) as bar:
-        for i, logits in enumerate(decode_windows(model, windows, settings, log)):
-            digest.update(logits)
-            window = compare_window(logits, base.records(i), windows[i, base.n_ctx // 2 + 1:])
+        def compared(window: tuple[int, np.ndarray]) -> tuple[str, Comparison]:
+            i, logits = window
+            return digest.of(logits), compare_window(logits, base.records(i), windows[i, base.n_ctx // 2 + 1:])
+        most, decoded = n_ahead(model, settings), enumerate(decode_windows(model, windows, settings, log))
+        for i, (part, window) in enumerate(overlapped(decoded, compared, most, digest.most_threads(most)), 1):
+            digest.add(part)
             comparison = window if comparison is None else comparison + window
             statistics = Statistics(comparison)
-            say(chunk_row(i + 1, statistics))
+            say(chunk_row(i, statistics))
             bar.advance()
     if statistics.count >= MIN_TOKENS_FOR_SUMMARY:
         say("\n" + summary(statistics))
-    say(f"digest: {digest.hexdigest()}")
+    say(f"{digest.name}: {digest.hexdigest()}")
     return statistics
 
 
@@ -293,11 +295,14 @@ def compare_models(model, source, tokens, settings: Settings, log=None, progress
     if source.n_vocab != model.n_vocab:
         raise UserError(f"{model.file.path}: it has a vocabulary of {model.n_vocab} tokens, {source.file.path} of "
                         f"{source.n_vocab}")
-    windows = split_windows(tokens, settings)
-    comparisons = []
+    windows, comparisons = split_windows(tokens, settings), []
+
+    def compared(window: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Comparison:
+        logits, base, ids = window
+        return compare_window(logits, encode(base), ids[settings.n_ctx // 2 + 1:])
     with Progress(log, "KL divergence", len(windows), told=progress) as bar:
-        both = zip(decode_windows(model, windows, settings, log), decode_windows(source, windows, settings, log))
-        for window, (logits, base) in zip(windows, both):
-            comparisons.append(compare_window(logits, encode(base), window[settings.n_ctx // 2 + 1:]))
+        decoded = zip(decode_windows(model, windows, settings, log), decode_windows(source, windows, settings, log), windows)
+        for comparison in overlapped(decoded, compared, min(n_ahead(model, settings), n_ahead(source, settings))):
+            comparisons.append(comparison)
             bar.advance()
     return Statistics(reduce(add, comparisons))

@@ -14,57 +14,50 @@ device. Shapes: c = n_ctx, n = scored positions of a window = c - 1 - c/2, V = n
 import logging
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from typing import NamedTuple, Self
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from ..base.errors import ParameterError
-from ..base.exact_math import exp, negative_log_likelihood, tree_sum
+from ..base.exact_math import exp, tree_sum
+from ..base.likelihoods import negative_log_likelihood
+from ..base.overlap import overlapped
 from ..base.progress import Progress, Told, teller
 from ..check.attestation import made_by, perplexity_document
-from ..check.digest import LogitsDigest
+from ..check.digest import WindowsDigest
 from ..engine.settings import Settings, check_context, new_context
-from ..engine.windows import Clock, cap_chunks, decode_windows, n_sequences, split_windows
-from ..kernels.threads import get_num_threads
-from ..testing import digest
+from ..engine.windows import Clock, cap_chunks, decode_windows, n_ahead, n_sequences, split_windows
 from .statistics import mean_and_error
 
 logger = logging.getLogger(__name__)
 
 
 class WindowScore(NamedTuple):
-    """Of a window's logits: their digest; sum and sum of squares of their nll, and how many there are."""
+    """Of a window's logits: what `WindowsDigest.of` says; sum and sum of squares of their nll, and how many there are."""
     digest: str
     total: float
     squares: float
     n: int
 
 
-def window_score(logits: np.ndarray, targets: np.ndarray) -> WindowScore:
-    """logits: float32 [n, V]; targets: int [n]."""
-    return WindowScore(digest(logits), *sums(logits, targets))
-
-
-def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
-    n = get_num_threads()
-    with ThreadPoolExecutor(n) as pool:  # rows have nothing to do with one another
-        parts = pool.map(negative_log_likelihood, np.array_split(logits, n), np.array_split(targets, n))
-        nll = np.concatenate([*parts])
-    return float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll)
+def window_score(logits: np.ndarray, targets: np.ndarray, digest: str) -> WindowScore:
+    """logits: float32 [n, V]; targets: int [n]; digest: of the logits."""
+    nll = negative_log_likelihood(logits, targets)
+    return WindowScore(digest, float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll))
 
 
 class Score:
     """What windows score: the perplexity so far, and a digest of their logits. Context manager; the list `[i]ppl,` is printed on
     `out` as it grows, except where a progress bar shares the terminal; there it is printed at the end. out: a stream, or None.
 
-    row: window -> a line in the place of `[i]ppl,`; None: there are none."""
+    row: window -> a line in the place of `[i]ppl,`; None: there are none. root: of `WindowsDigest`."""
 
-    def __init__(self, out, log, n_chunks: int, told: Told | None = None, row: "Callable[[Score], str] | None" = None):
+    def __init__(self, out, log, n_chunks: int, told: Told | None = None, row: "Callable[[Score], str] | None" = None,
+                 root: bool = False):
         self.out, self.log, self.held, self.row = out, log, "", row
         self.is_held = bool(out and out.isatty() and log and log.isatty())
-        self.progress, self.digest = Progress(log, "perplexity", n_chunks, told=told), LogitsDigest()
+        self.progress, self.digest = Progress(log, "perplexity", n_chunks, told=told), WindowsDigest(root)
         self.n_windows, self.total, self.total_of_squares, self.count = 0, 0.0, 0.0, 0
         self.windows: list[tuple[float, int]] = []  # sum of the nll of each, and how many there are
 
@@ -72,21 +65,18 @@ class Score:
         self.progress.__enter__()
         return self
 
-    def add(self, logits: np.ndarray, targets: np.ndarray) -> None:
-        """A window.   logits: float32 [n, V]; targets: int [n]."""
-        self.digest.update(logits)
-        self._add(*sums(logits, targets))
+    def scored(self, logits: np.ndarray, targets: np.ndarray) -> WindowScore:
+        """Of a window; by as many threads at a time as `WindowsDigest` allows.   logits: float32 [n, V]; targets: int [n]."""
+        return window_score(logits, targets, self.digest.of(logits))
 
-    def add_score(self, score: WindowScore) -> None:
-        """One whose logits are elsewhere: they are not in the digest."""
-        self._add(score.total, score.squares, score.n)
-
-    def _add(self, total: float, squares: float, count: int) -> None:
+    def add(self, window: WindowScore) -> None:
+        """The windows one after the other."""
         self.n_windows += 1
-        self.total += total
-        self.total_of_squares += squares
-        self.count += count
-        self.windows.append((total, count))
+        self.total += window.total
+        self.total_of_squares += window.squares
+        self.count += window.n
+        self.windows.append((window.total, window.n))
+        self.digest.add(window.digest)
         item = note = f"[{self.n_windows}]{self.ppl:.4f},"
         if self.row:
             item = self.row(self) + "\n"
@@ -111,6 +101,9 @@ class Score:
         else:
             self.say(f"Final estimate: PPL = {self.ppl:.4f} +/- {self.error:.5f}")
 
+    def print_digest(self) -> None:
+        self.say(f"{self.digest.name}: {self.digest.hexdigest()}")
+
     def say(self, line: str) -> None:
         teller(self.out, lambda line: None)(line)
 
@@ -120,15 +113,16 @@ class Score:
             self.say(self.held.removesuffix("\n"))
 
 
-def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None, progress: Told | None = None,
-               rows: bool = False) -> Score:
+def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
+               progress: Told | None = None, rows: bool = False, root: bool = False) -> Score:
     """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`: streams.
     None: nowhere, and to `logging`.
 
     tokens: int [n_tokens], with whatever special tokens the tokenizer added; base: called with the windows int32 [n_chunks, c],
-    gives a context manager whose value is called with the scored logits of each (kl_divergence.base_writer);
+    gives a context manager of what writes their scored logits (kl_divergence.base_writer);
     progress: is told how many windows are done, and of how many. rows: a line for each window, as llama.cpp's
     --ppl-output-type 1 has it: its first token, and of all so far the perplexity, the mean negative log-likelihood and its error.
+    root: of `WindowsDigest`, in the place of the digest of all logits, which takes longer than a GPU does.
     """
     c, n_seq = settings.n_ctx, n_sequences(settings)
     windows = split_windows(tokens, settings)
@@ -140,19 +134,27 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
     def row(score: Score) -> str:
         mean, error = mean_and_error(score.total, score.total_of_squares, score.count)
         return f"{c * (score.n_windows - 1):8d}  {score.ppl:.4f}  {mean:4f}  {error:4f}"
-    with (base(windows) if base else nullcontext() as write,
-          Score(out, log, len(windows), progress, row if rows else None) as score):
-        for i, logits in enumerate(decode_windows(model, windows, settings, log)):
-            if write:
-                write(logits)
-            score.add(logits, windows[i, c // 2 + 1:])
+    with (base(windows) if base else nullcontext() as writer,
+          Score(out, log, len(windows), progress, row if rows else None, root) as score):
+        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[WindowScore, Any]:
+            logits, ids = window
+            return score.scored(logits, ids[c // 2 + 1:]), writer.encode(logits) if writer else None
+
+        def written(found: tuple[WindowScore, Any]) -> WindowScore:
+            window, records = found
+            if writer:
+                writer.write(records)
+            return window
+        most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows, settings, log), windows)
+        for window in overlapped(overlapped(decoded, scored, most, score.digest.most_threads(most)), written, most):
+            score.add(window)
     score.print_estimate()
-    score.say(f"digest: {score.digest.hexdigest()}")
+    score.print_digest()
     return score
 
 
-def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, progress: Told | None = None,
-                       rows: bool = False) -> Score:
+def strided_perplexity(model, tokens, settings: Settings, out=None, log=None,
+                       progress: Told | None = None, rows: bool = False, root: bool = False) -> Score:
     """Windows of w = c + N/2 tokens that start every N = stride tokens; each scores its last N targets. No BOS per window, no
     final estimate.
 
@@ -172,23 +174,23 @@ def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, pr
     say = teller(log, logger.info)
     say(f"perplexity: have {len(tokens)} tokens. Calculation chunk = {w}")
     say(f"perplexity: calculating perplexity over {n_chunks} chunks, batch_size={min(settings.n_batch, w)}")
-    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks, progress, row) as score:
-        for start in range(0, n_chunks * stride, stride):
-            window = tokens[start:start + w]
-            logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
-            score.add(logits, window[first + 1:])
+    with new_context(model, settings, w, 1, log) as context, Score(out, log, n_chunks, progress, row, root) as score:
+        def decoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for start in range(0, n_chunks * stride, stride):
+                window = tokens[start:start + w]
+                logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
+                yield window, logits
+        most, scored = n_ahead(model, settings), lambda window: score.scored(window[1], window[0][first + 1:])
+        for found in overlapped(decoded(), scored, most, score.digest.most_threads(most)):
+            score.add(found)
     clock.report()
-    score.say(f"digest: {score.digest.hexdigest()}")
+    score.print_digest()
     return score
 
 
 def attest_perplexity(model, text_sha256: str | None, tokens, settings: Settings, out=None, log=None) -> dict:
-    """The attestation of `perplexity` of these tokens, which prints to out and log as ever. text_sha256: of the file of the text
-    that they come from; None: of none."""
-    digests: list[str] = []
-
-    @contextmanager
-    def collect(windows: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
-        yield lambda logits: digests.append(digest(logits))
-    ppl = perplexity(model, tokens, settings, out, log, collect).ppl
-    return perplexity_document(made_by(model), bool(model.tokenizer.add_bos), text_sha256, tokens, settings, ppl, digests)
+    """The attestation of `perplexity` of these tokens, which prints its root to out and all else as ever. text_sha256: of the
+    file of the text that they come from; None: of none."""
+    score = perplexity(model, tokens, settings, out, log, root=True)
+    return perplexity_document(made_by(model), bool(model.tokenizer.add_bos), text_sha256, tokens, settings, score.ppl,
+                               score.digest.windows)

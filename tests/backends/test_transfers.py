@@ -18,7 +18,7 @@ from transfer_checks import (CHECKS, MODEL_CHECKS, NAIVE, RING, check_bring, che
                              check_together, check_waits_are_short, check_wrap_around, naive_pageable_write, transfers_of)
 
 import ggml_py
-from ggml_py.backends import cuda
+from ggml_py.backends import cuda, transfers as transfers_module
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.transfers import Flight, Pending, Pinned, Ring, Statistics, Transfers
 from ggml_py.base.placement import Override, PlacementOptions
@@ -40,6 +40,15 @@ def test_late(machine, check):
     check(machine)
 
 
+@pytest.mark.parametrize("check", CHECKS)
+def test_late_in_memory_that_is_used_again(machine, monkeypatch, check):
+    """All reads as the large ones: they land in memory that others had, taken out of the ring by several threads."""
+    monkeypatch.setattr(transfers_module, "LEAST_KEPT", 1)
+    monkeypatch.setattr(transfers_module, "LEAST_LANDING", 16)
+    monkeypatch.setattr(transfers_module.os, "cpu_count", lambda: 3)
+    check(machine)
+
+
 @pytest.mark.parametrize("close", [True, False])
 def test_teardown(machine, close):
     check_teardown(machine, close)
@@ -53,6 +62,42 @@ def test_naive_write_from_pageable_memory():
         naive_pageable_write(machine, 256, drop=True)
     gpu = machine.drivers[0]
     assert (gpu.bytes[:256] == GONE).all()
+
+
+def check_memory_is_used_again(machine):
+    """What nobody has an array of: not what a view, a pending value or a copy on its way still wants."""
+    with transfers_of(machine) as transfers:
+        buffer = transfers.allocate(3 * RING)
+
+        def read(i: int, n: int = 3 * RING):
+            transfers.write(buffer, 0, np.full(n, i, np.uint8))
+            return transfers.read(buffer, 0, n)
+        first = read(1).result()
+        address, view = first.ctypes.data, first[5:].reshape(-1, 1)[::2].view(np.int8)
+        del first
+        second = read(2).result()
+        assert second.ctypes.data != address and (view == 1).all()
+        del view
+        third = read(3).result()  # of a similar size
+        assert third.ctypes.data == address and (second == 2).all() and (third == 3).all()
+        del third
+        smaller = read(4, RING + 1).result()
+        assert smaller.ctypes.data != address and (smaller == 4).all()
+        pending, forgotten = read(5), read(6)
+        del forgotten
+        last = read(7).result()
+        assert (pending.result() == 5).all() and (last == 7).all() and (second == 2).all() and (smaller == 4).all()
+
+
+def test_memory_is_used_again(machine, monkeypatch):
+    monkeypatch.setattr(transfers_module, "LEAST_KEPT", RING)
+    check_memory_is_used_again(machine)
+    monkeypatch.setattr(transfers_module, "MOST_KEPT", 5 * RING)
+    landings = transfers_module.Landings()
+    arrays = [landings.new(n) for n in (2 * RING, 3 * RING, 4 * RING, RING - 1)]
+    while arrays:
+        arrays.pop(0)
+    assert [memory.size for memory in landings.kept] == [2 * RING, 3 * RING]
 
 
 # The checks find mistakes
@@ -115,10 +160,21 @@ MISTAKES |= {"weights come before the last reader": (Transfers, "bring", arrivin
              "weights are not awaited": (Transfers, "bring", never_awaited, [check_bring])}
 
 
+def lent_twice(self, n_bytes, new=transfers_module.Landings.new):
+    array = new(self, n_bytes)
+    self.kept.append(array.base._memory)
+    return array
+
+
+MISTAKES |= {"memory is used again while somebody has it": (transfers_module.Landings, "new", lent_twice,
+                                                            [check_memory_is_used_again])}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_checks_find_mistakes(monkeypatch, mistake):
     owner, name, wrong, checks = MISTAKES[mistake]
     monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr(transfers_module, "LEAST_KEPT", RING)
     for check in checks:
         with pytest.raises((AssertionError, FakeError, pytest.fail.Exception)):
             check(FakeMachine())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 
-from ggml_py.base.exact_math import exp, log, log_sum_exp, negative_log_likelihood, tree_sum
+from ggml_py.base.exact_math import exp, log, tree_sum
 from places import environment
 
 RNG = np.random.default_rng(1)
@@ -62,14 +62,3 @@ def test_the_cpu_changes_no_bit():
                               capture_output=True, text=True, check=True).stdout
                for more in ({}, plain)]
     assert digests[0] == digests[1] and len(digests[0]) == 65
-
-
-def test_negative_log_likelihood_of_infinite_logits():
-    logits = np.zeros((3, 4), np.float32)
-    logits[0, 1], logits[1, 2], logits[2, 3] = -np.inf, np.nan, np.inf
-    nll = negative_log_likelihood(logits, [1, 0, 0])
-    assert nll[0] == math.inf and np.isnan(nll[1:]).all()
-
-
-def test_log_sum_exp_does_not_overflow():
-    assert log_sum_exp(np.array([1e4, 1e4])) == 1e4 + float(log(np.array(2.0)))

@@ -89,6 +89,15 @@ def test_perplexity_in_rows(capsys, files):
     assert [row.split()[0] for row in strided[:-1]] == ["0", "16", "32"] and all(len(row.split()) == 2 for row in strided)
 
 
+def test_perplexity_with_a_root(capsys, files):
+    """In the place of the digest; not of tasks."""
+    argv = ["perplexity", "-m", files / "tiny.gguf", "-f", files / "text", "-c", 32, "--chunks", 3]
+    plain, rooted = (call(capsys, *argv, *more, model=FakeModel())[1].splitlines() for more in ((), ("--root",)))
+    assert rooted[:2] == plain[:2] and re.fullmatch("root: [0-9a-f]{64}", rooted[2]) and len(rooted) == 3
+    refused = call(capsys, "perplexity", "-m", files / "tiny.gguf", "--tasks", files / "text", "--root", model=FakeModel())
+    assert refused[0] == 2 and "--root: is of a text, and --tasks asks for tasks" in refused[2]
+
+
 def test_perplexity_with_strides(capsys, files):
     code, out, _ = call(capsys, "perplexity", "-m", files / "tiny.gguf", "-f", files / "text", "-c", 32, "--ppl-stride", 16,
                         "--chunks", 2, model=FakeModel())

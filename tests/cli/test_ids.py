@@ -10,7 +10,7 @@ from tiny_models import write_model
 
 from ggml_py.__main__ import main
 from ggml_py.backends.cpu import CPUBackend
-from ggml_py.base.exact_math import negative_log_likelihood
+from ggml_py.base.likelihoods import negative_log_likelihood
 from ggml_py.check.attestation import read_attestation, tokens_sha256
 from ggml_py.engine.model import Model
 from ggml_py.files.gguf import GGUFFile
@@ -61,6 +61,15 @@ def test_json_of_a_perplexity(capsys, folder, stride):
     assert math.exp(total / n) == pytest.approx(found["ppl"]) and found["tokens_sha256"] == tokens_sha256([*TEXT])
     assert stride or f"PPL = {found['ppl']:.4f} +/- {found['error']:.5f}" in out
     assert (found["n_ctx"], found["stride"], found["device"], found["n_tokens"]) == (32, stride, "cpu", 140)
+
+
+def test_roots_are_those_of_attestations(capsys, folder):
+    """Of a perplexity, in what is printed and in JSON, and of its attestation, which prints it once."""
+    code, out, _ = run(capsys, folder, "perplexity", "-f", "{}/text", "-c", 32, "--root", "--json", "{}/root.json")
+    found = json.loads((folder / "root.json").read_text())
+    assert code == 0 and out.endswith(f"\nroot: {found['root']}\n") and "digest" not in found
+    attested = run(capsys, folder, "attest", "-f", "{}/text", "-c", 32, "-o", "{}/rooted.json")[1]
+    assert attested == out and read_attestation(folder / "rooted.json")["merkle_root"] == found["root"]
 
 
 def test_json_of_logits(capsys, folder):

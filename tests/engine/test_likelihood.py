@@ -8,7 +8,7 @@ from tiny_layer_models import write_layer_model
 from tiny_models import write_model
 
 from ggml_py import Likelihood, Model, ParameterError, UserError
-from ggml_py.base.exact_math import negative_log_likelihood
+from ggml_py.base.likelihoods import negative_log_likelihood
 from ggml_py.engine import likelihood
 from ggml_py.engine.likelihood import encode_pair, tree
 from ggml_py.testing import assert_bitwise_equal

@@ -3,6 +3,7 @@ so any slip shows."""
 import hashlib
 import re
 from collections import Counter
+from types import MappingProxyType
 
 import numpy as np
 
@@ -130,7 +131,7 @@ class FakeArchitecture:
 
 class FakeModel:
     """calls: (logits, {seq_id: n_tokens}) of each decode; open_contexts: contexts not yet left."""
-    architecture, n_vocab, fitted = FakeArchitecture(), N_VOCAB, None
+    architecture, n_vocab, fitted, backends = FakeArchitecture(), N_VOCAB, None, MappingProxyType({})
 
     def __init__(self, add_bos=False, n_ctx_train=4096, logits=prefix_logits):
         self.tokenizer, self.n_ctx_train, self.logits = FakeTokenizer(add_bos), n_ctx_train, logits

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from fake_model import BOS, N_VOCAB, FakeModel, prefix_logits
 
+from ggml_py.base.exact_math import exp, log, tree_sum
+from ggml_py.check.merkle import merkle_root
+from ggml_py.kernels.threads import using
 from ggml_py.measure import kl_divergence as kl
 from ggml_py.base.errors import UserError
 from ggml_py.engine.settings import Settings
 from ggml_py.measure.perplexity import perplexity
+from ggml_py.testing import digest
 
 TOKENS = np.random.default_rng(2).integers(97, 123, 640).tolist()
 
@@ -47,9 +51,9 @@ def test_a_file_made_by_hand(tmp_path):
     """
     logits = np.array([[3, 1, -15, -5, 2]], np.float32)
     windows = np.array([[4, 0, 3, 1], [0, 1, 2, 3]], np.int32)
-    with kl.base_writer(tmp_path / "base", 5, windows) as write:
-        write(logits)
-        write(np.full((1, 5), 0.25, np.float32))
+    with kl.base_writer(tmp_path / "base", 5, windows) as writer:
+        writer.write(writer.encode(logits))
+        writer.write(writer.encode(np.full((1, 5), 0.25, np.float32)))
 
     f32 = np.float32
     log_sum = f32(np.log(np.exp(np.float64([0, -2, -18, -8, -1])).sum()))
@@ -226,6 +230,73 @@ def test_a_model_against_itself(tmp_path):
     s, text = compare(tmp_path / "base", FakeModel())
     assert written.splitlines()[-1] == text.splitlines()[-1]
     assert s.same_top.value == 1 and abs(s.kld.value) < 1e-5
+
+
+def test_roots(tmp_path):
+    """Of a run that writes a base file, which is the same to the byte, and of one that compares with it: that of the windows'
+    digests."""
+    write_base(tmp_path / "base", 64, n_batch=128)
+    out, settings = io.StringIO(), Settings(n_ctx=64, n_batch=128)
+    perplexity(FakeModel(), TOKENS, settings, out, io.StringIO(),
+               lambda windows: kl.base_writer(tmp_path / "again", N_VOCAB, windows), root=True)
+    assert (tmp_path / "base").read_bytes() == (tmp_path / "again").read_bytes()
+    windows = np.reshape(TOKENS[:len(TOKENS) // 64 * 64], (-1, 64)).tolist()
+    root = f"root: {merkle_root([digest(prefix_logits(window)[32:63]) for window in windows])}"
+    assert out.getvalue().splitlines()[-1] == root
+    out = io.StringIO()
+    kl.compare(FakeModel(), kl.BaseFile(tmp_path / "base"), settings, out, io.StringIO(), root=True)
+    assert out.getvalue().splitlines()[-1] == root
+
+
+# Rows, one at a time by exact_math
+
+def encode_row(row):
+    top = row.max()
+    low = max(row.min(), top - np.float32(16))
+    log_sum = np.float32(log(tree_sum(exp((row - top).astype(np.float64)))))
+    scale = (top - low) / np.float32(65535)
+    codes = np.rint(np.float32(1) / scale * (row - low)) if scale else np.zeros_like(row)
+    return np.float32([scale, low - top - log_sum]), np.where(row > low, codes, 0)
+
+
+def compare_row(row, record, target):
+    """nll, nll_base, kld, whether both have the largest in one place."""
+    row = row.astype(np.float64)
+    log_p = row - (row.max() + log(tree_sum(exp(row - row.max()))))
+    log_base = kl.decode(record[None], len(row))[0]
+    seen = log_base > -16
+    terms = exp(log_base[seen]) * (log_base[seen] - log_p[seen])
+    return -log_p[target], -log_base[target], tree_sum(terms) if len(terms) else 0.0, row.argmax() == log_base.argmax()
+
+
+@pytest.mark.parametrize("scale", [0, 0.1, 3, 30])
+@pytest.mark.parametrize("n, n_vocab", [(3, 1), (3, 2), (7, 5), (40, 259), (3, 40000)])
+def test_bits_are_those_of_the_definitions(n, n_vocab, scale):
+    rng = np.random.default_rng(n_vocab)
+    base = (scale * rng.standard_normal((n, n_vocab))).astype(np.float32)
+    logits, targets = base + (scale / 9 * rng.standard_normal(base.shape)).astype(np.float32), rng.integers(0, n_vocab, n)
+    logits[0, -1] = -np.inf if n_vocab > 1 else 0
+    found = []
+    for n_threads in 1, 2:
+        with using(n_threads):
+            records = kl.encode(base)
+            found.append((records, kl.compare_window(logits, records, targets)))
+    for records, comparison in found:
+        for i, (row, record) in enumerate(zip(base, records)):
+            head, codes = encode_row(row)
+            assert record[:4].tobytes() == head.tobytes() and (record[4:4 + n_vocab] == codes).all()
+            assert not record[4 + n_vocab:].any()
+            with np.errstate(invalid="ignore"):
+                expected = compare_row(logits[i], record, targets[i])
+            assert expected == (comparison.nll[i], comparison.nll_base[i], comparison.kld[i], comparison.same_top[i])
+
+
+def test_rows_with_nan_are_like_no_other():
+    logits, base = np.zeros((3, 5), np.float32), np.zeros((3, 5), np.float32)
+    logits[0, 0], logits[1, 3], base[:, 0] = np.nan, np.inf, 1
+    found = kl.compare_window(logits, kl.encode(base), np.arange(3))
+    assert np.isnan(found.kld[:2]).all() and np.isnan(found.nll[:2]).all() and not found.same_top[:2].any()
+    assert found.kld[2] > 0 and found.same_top[2] and np.isfinite(found.p_diff[2])
 
 
 def test_few_tokens_have_neither_errors_nor_blocks(tmp_path):

@@ -1,6 +1,7 @@
 """The algorithm of perplexity against float64 numpy written straight from its definition."""
 import io
 import math
+import re
 import sys
 from hashlib import sha256
 
@@ -11,8 +12,9 @@ from fake_model import BOS, N_VOCAB, FakeModel, prefix_logits
 import ggml_py
 from ggml_py.base.defaults import TEXT as DEMO_TEXT
 from ggml_py.base.errors import UserError
-from ggml_py.base.exact_math import negative_log_likelihood
+from ggml_py.base.likelihoods import negative_log_likelihood
 from ggml_py.check.digest import LogitsDigest
+from ggml_py.check.merkle import merkle_root
 from ggml_py.engine.settings import Settings
 from ggml_py.engine.windows import read_text
 from ggml_py.files.pull import pull
@@ -52,22 +54,24 @@ def test_one_trailing_newline_is_dropped_and_broken_characters_kept(tmp_path):
 
 
 def expected(tokens, c, n_chunks, add_bos):
-    """(perplexity after each window, standard error * PPL, digest) as behaviour.md defines them."""
-    nll, running, digest = [], [], sha256()
+    """(perplexity after each window, standard error * PPL, digest, root) as behaviour.md defines them."""
+    nll, running, digest, digests = [], [], sha256(), []
     for w in range(n_chunks):
         window = list(tokens[w * c:(w + 1) * c])
         logits = prefix_logits([BOS, *window[1:]] if add_bos else window)
         for j in range(c // 2, c - 1):
             nll.append(softmax_nll(logits[j], window[j + 1]))
             digest.update(logits[j].astype("<f4").tobytes())
+        digests.append(sha256(logits[c // 2:c - 1].astype("<f4").tobytes()).hexdigest())
         running.append(math.exp(np.mean(nll)))
     nll = np.array(nll)
-    return running, math.sqrt((np.mean(nll ** 2) - np.mean(nll) ** 2) / (len(nll) - 1)) * running[-1], digest.hexdigest()
+    error = math.sqrt((np.mean(nll ** 2) - np.mean(nll) ** 2) / (len(nll) - 1)) * running[-1]
+    return running, error, digest.hexdigest(), merkle_root(digests)
 
 
-def run(function, model, tokens, settings):
+def run(function, model, tokens, settings, **more):
     out, log_ = io.StringIO(), io.StringIO()
-    value = function(model, tokens, settings, out, log_)
+    value = function(model, tokens, settings, out, log_, **more)
     assert model.open_contexts == 0
     return value.ppl, out.getvalue().splitlines(), log_.getvalue()
 
@@ -80,9 +84,11 @@ def test_perplexity(c, n_batch, n_chunks, add_bos):
     model, tokens = FakeModel(add_bos), list(TEXT)
     ppl, lines, err = run(perplexity, model, tokens, Settings(n_ctx=c, n_batch=n_batch, n_chunks=n_chunks))
     n_chunks = len(tokens) // c if n_chunks < 0 else n_chunks
-    running, error, digest = expected(tokens, c, n_chunks, add_bos)
+    running, error, digest, root = expected(tokens, c, n_chunks, add_bos)
     assert lines == ["".join(f"[{i + 1}]{p:.4f}," for i, p in enumerate(running)),
                      f"Final estimate: PPL = {running[-1]:.4f} +/- {error:.5f}", f"digest: {digest}"]
+    with_root = run(perplexity, FakeModel(add_bos), tokens, Settings(n_ctx=c, n_batch=n_batch, n_chunks=n_chunks), root=True)
+    assert with_root[:2] == (ppl, [*lines[:2], f"root: {root}"])
     assert f"{ppl:.10g}" == f"{running[-1]:.10g}"
     n_seq = max(1, n_batch // c)
     assert (f"perplexity: calculating perplexity over {n_chunks} chunks, n_ctx={c}, batch_size={min(n_batch, n_seq * c)}, "
@@ -113,6 +119,9 @@ def test_strided_perplexity(c, stride, n_batch, n_chunks):
         running.append(math.exp(np.mean(nll)))
     assert lines[0] == "".join(f"[{i + 1}]{p:.4f}," for i, p in enumerate(running))
     assert len(lines) == 2 and lines[1].startswith("digest: ")  # no final estimate
+    with_root = run(strided_perplexity, FakeModel(add_bos=True), tokens,
+                    Settings(n_ctx=c, n_batch=n_batch, n_chunks=n_chunks, stride=stride), root=True)[1]
+    assert with_root[:1] == lines[:1] and re.fullmatch("root: [0-9a-f]{64}", with_root[1])
 
 
 def test_a_single_scored_token_has_no_error_bar():

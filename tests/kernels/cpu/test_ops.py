@@ -14,6 +14,7 @@ from ggml_py.kernels import arith, threads
 from ggml_py.kernels.compile import jit
 from ggml_py.kernels.cpu import amx, vector
 from ggml_py.kernels.cpu.flash_attn_ext import flash_attn_ext_arrays
+from ggml_py.kernels.cpu.sum_squares import add_squares
 from ggml_py.kernels.cpu.vector import available_isas
 from ggml_py.quant.formats import FORMATS
 from ggml_py.testing import assert_bitwise_equal
@@ -364,3 +365,19 @@ def test_a_token_does_not_depend_on_the_others():
         one = slice(i, i + 1)
         alone[one] = only_array(compute("flash_attn_ext", q[one], k, v, seq[one], pos[one], present, **params))
     assert_bitwise_equal(alone, together, "flash_attn_ext[one token at a time]")
+
+
+@pytest.mark.parametrize("n, n_cols, n_matrices", [(1, 1, 1), (7, 65, 2), (40, 2049, 3), (33, 14336, 1), (5, 4096, 9)])
+def test_sums_of_squares(n, n_cols, n_matrices):
+    """In the order of the rows, whichever threads have which columns."""
+    rng = np.random.default_rng(n_cols)
+    rows, to = rng.standard_normal((n, n_cols)).astype(np.float32), rng.integers(0, n_matrices, n)
+    before = rng.random((n_matrices, n_cols))
+    expected = before.copy()
+    for row, i in zip(rows, to):
+        expected[i] = expected[i] + row.astype(np.float64) ** 2
+    for n_threads in 1, 2:
+        sums = before.copy()
+        with threads.using(n_threads):
+            add_squares(sums, rows, to)
+        assert sums.tobytes() == expected.tobytes()
