@@ -29,7 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import RLock
@@ -97,36 +97,61 @@ class Lease:
         self.__array_interface__ = {"data": (int(memory.handle), read_only), "shape": (n_bytes,), "typestr": "|u1", "version": 3}
 
 
+n_forks = 0  # of this process and those that it comes from
+
+
+def _count_fork() -> None:
+    """From now on pages may be copied when somebody writes to them, while a device goes on with those that it knows: memory of
+    before is not used again."""
+    global n_forks  # noqa: PLW0603 (of the process)
+    n_forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_parent=_count_fork, after_in_child=_count_fork)
+
+
 class Memory:
     """Memory of the host, which stays in one place."""
 
     def __init__(self, n_bytes: int):
-        self._array = np.empty(n_bytes, np.uint8)
+        self._array, self.n_forks = np.empty(n_bytes, np.uint8), n_forks
         self.handle, self.size = self._array.ctypes.data, n_bytes
+        self._pages: LockedPages | None = None
+
+    def lock(self, driver) -> bool:
+        """Whether copies name the memory directly from now on."""
+        if self._pages is None:
+            with suppress(RuntimeError):  # where the system does not allow it
+                self._pages = LockedPages(driver, self._array)
+        return self._pages is not None
 
 
 class Landings:
     """Arrays for bytes from the device. The memory of a large one is kept when nobody has the array or a view of it any more, for
-    one of a similar size."""
+    one of a similar size; then its pages are locked, which takes as long as a copy through the ring."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver) -> None:
+        self.driver = driver
         self.kept: list[Memory] = []
 
-    def new(self, n_bytes: int) -> np.ndarray:
-        """uint8 [n_bytes], of any content. Under the ring's lock."""
+    def new(self, n_bytes: int) -> tuple[np.ndarray, bool]:
+        """(uint8 [n_bytes], of any content; whether copies name it directly). Under the ring's lock."""
         if n_bytes < LEAST_KEPT:
-            return np.empty(n_bytes, np.uint8)
+            return np.empty(n_bytes, np.uint8), False
+        for memory in [each for each in self.kept if each.n_forks != n_forks]:
+            self.kept.remove(memory)
         fitting = [memory for memory in self.kept if n_bytes <= memory.size <= 2 * n_bytes]
         memory = min(fitting, key=lambda memory: memory.size) if fitting else Memory(n_bytes)
         if fitting:
             self.kept.remove(memory)
         lease = Lease(memory, n_bytes, read_only=False)
         weakref.finalize(lease, self._keep, memory).atexit = False
-        return np.asarray(lease)
+        return np.asarray(lease), bool(fitting) and memory.lock(self.driver)
 
     def _keep(self, memory: Memory) -> None:
         """By whichever thread lets go of the array: appending is one step."""
-        if sum(each.size for each in (*self.kept, memory)) <= MOST_KEPT:
+        if memory.n_forks == n_forks and sum(each.size for each in (*self.kept, memory)) <= MOST_KEPT:
             self.kept.append(memory)
 
 
@@ -367,7 +392,7 @@ class Transfers:
     def __init__(self, driver, stream, ring_bytes: int = RING_BYTES):
         """stream: the home stream, on which the device's kernels run. ring_bytes: page-locked memory for staging."""
         self.driver, self.stream = driver, stream
-        self._ring, self._landings = Ring(driver, stream, ring_bytes), Landings()
+        self._ring, self._landings = Ring(driver, stream, ring_bytes), Landings(driver)
         self._bringing: Any = None  # the stream of `bring`
         self._finalizer = weakref.finalize(self, self._ring.close)  # also at the exit of the interpreter
 
@@ -438,16 +463,26 @@ class Transfers:
         The buffer may be overwritten or freed at once."""
         with self._ring.lock:
             source, ring = _address("read", buffer, offset, n_bytes), self._begin("read")
-            pending = Pending(self._landings.new(n_bytes), ring.lock)
-            for first in range(0, n_bytes, ring.piece):
-                n = min(ring.piece, n_bytes - first)
-                address, end = ring.reserve(n)
-                flight = Flight(ring, end, landing=_landing(ring, weakref.ref(pending), first, ring.slot(address, n)))
-                ring.queue(flight, (address, source + first, n))
+            landing, directly = self._landings.new(n_bytes)
+            pending = Pending(landing, ring.lock)
+            if directly:
+                flight = Flight(ring, ring.head, source=landing)
+                ring.queue(flight, (landing.ctypes.data, source, n_bytes))
                 pending._flights.append(flight)
+            else:
+                self._read_by_ring(ring, source, n_bytes, pending)
             ring.statistics.n_to_host += 1
             ring.statistics.bytes_to_host += n_bytes
             return pending
+
+    @staticmethod
+    def _read_by_ring(ring: Ring, source: int, n_bytes: int, pending: Pending) -> None:
+        for first in range(0, n_bytes, ring.piece):
+            n = min(ring.piece, n_bytes - first)
+            address, end = ring.reserve(n)
+            flight = Flight(ring, end, landing=_landing(ring, weakref.ref(pending), first, ring.slot(address, n)))
+            ring.queue(flight, (address, source + first, n))
+            pending._flights.append(flight)
 
     def write_locked(self, buffer, offset: int, data: np.ndarray) -> Flight:
         """As `write`, from memory in `LockedPages` itself, which stays as it is until the flight has been waited for."""

@@ -9,11 +9,11 @@ Result = TypeVar("Result")
 
 
 def overlapped(items: Iterable[Item], work: Callable[[Item], Result], most: int, n_threads: int = 1) -> Iterator[Result]:
-    """work(item) of each item, in their order, by other threads; one thread works in that order, too. At most `most` items wait
-    for that while the next one is made; with 0 it is made when the one before is done. An exception of either comes out; what has
-    not begun then never does."""
+    """work(item) of each item, in their order, by n_threads others, at least one, which then works in that order, too. At most
+    `most` items wait for that while the next one is made; with 0 it is made when the one before is done. An exception of either
+    comes out; what has not begun then never does."""
     waiting: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(n_threads, "ggml-py-overlapped") as threads:
+    with ThreadPoolExecutor(max(n_threads, 1), "ggml-py-overlapped") as threads:
         try:
             for item in items:
                 waiting.append(threads.submit(work, item))

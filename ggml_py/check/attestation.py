@@ -380,7 +380,7 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
         logits, i = window
         return i, digest(logits), negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
     most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows[sample], settings, log), sample)
-    for i, window, nll in overlapped(decoded, scored, most, max(most, 1)):
+    for i, window, nll in overlapped(decoded, scored, most, most):
         _check_window(document, i, window)
         total += float(tree_sum(nll))
         count += len(nll)

@@ -1,4 +1,5 @@
 """The digest of logits that come one after the other: what two runs must have in common."""
+from collections.abc import Callable
 from hashlib import sha256
 
 import numpy as np
@@ -15,7 +16,11 @@ class LogitsDigest:
 
     def update(self, logits: np.ndarray) -> None:
         """logits: float32 [n, V]."""
-        self._hash.update(np.ascontiguousarray(one_nan(logits), "<f4").data)
+        self.add(one_nan(logits))
+
+    def add(self, logits: np.ndarray) -> None:
+        """The same of logits in which NaN is one value."""
+        self._hash.update(np.ascontiguousarray(logits, "<f4").data)
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
@@ -23,28 +28,22 @@ class LogitsDigest:
 
 class WindowsDigest:
     """Of the logits of windows: the digest of all rows, for which one window is hashed after the other; or, with `root`, the
-    Merkle root of the windows' own digests, which threads make side by side."""
+    Merkle root of the windows' own digests, which threads make side by side.
+
+    part: (logits of a window, float32 [n, V]) -> what `add` takes of it; any thread may call it."""
 
     def __init__(self, root: bool = False):
         self.name = "root" if root else "digest"
-        self._all = None if root else LogitsDigest()
         self.windows: list[str] = []  # of a root, their digests
+        self._all = None if root else LogitsDigest()
+        self.part: Callable = digest if root else one_nan
 
-    def most_threads(self, n: int) -> int:
-        """How many may call `of` at a time, n at most."""
-        return max(n, 1) if self._all is None else 1
-
-    def of(self, logits: np.ndarray) -> str:
-        """What `add` is told of a window.   logits: float32 [n, V]."""
+    def add(self, part) -> None:
+        """In the order of the windows."""
         if self._all is None:
-            return digest(logits)
-        self._all.update(logits)
-        return ""
-
-    def add(self, window: str) -> None:
-        """What `of` gave, in the order of the windows."""
-        if self._all is None:
-            self.windows.append(window)
+            self.windows.append(part)
+        else:
+            self._all.add(part)
 
     def hexdigest(self) -> str:
         return merkle_root(self.windows) if self._all is None else self._all.hexdigest()

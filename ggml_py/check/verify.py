@@ -17,12 +17,15 @@ import numpy as np
 
 from .. import NUMERICS_VERSION
 from ..base.errors import ParameterError
+from ..base.overlap import overlapped
+from ..engine.windows import is_elsewhere
 from .axes import Setting, play
 from .bisection import FirstDifference, first_difference
 from .digest import LogitsDigest
 from .merkle import merkle_root
 
 
+HASHED_BESIDE = 2  # parts of a setting that may wait to be hashed while the next one is decoded
 SHORTENED = "* of the first window only, compared with the default setting's rows for them"
 
 
@@ -74,8 +77,9 @@ def compute(model, windows: np.ndarray, setting: Setting, lengths=()) -> WindowD
     digests = WindowDigests(len(windows), lengths)
     # Positions for whole windows: angles of some models depend on the length of the context
     with setting.conditions(), model.new_context(**setting.context_settings(whole)) as context:
-        for window, first, logits in play(context, windows, setting):
-            digests.update(window, first, logits)
+        played = play(context, windows, setting)
+        for _ in overlapped(played, lambda part: digests.update(*part), HASHED_BESIDE if is_elsewhere(model) else 0):
+            pass
         if not model.fitted:  # else nodes are where there was room
             digests.elsewhere = ran_elsewhere(context, setting.placement.needed if setting.placement else [setting.device])
     return digests

@@ -113,10 +113,15 @@ class Clock:
         self.say(f"perplexity: {self.n_tokens} tokens in {self.seconds:.2f} s, {self.n_tokens / self.seconds:.1f} tokens/s")
 
 
+def is_elsewhere(model) -> bool:
+    """Whether this CPU has time for other work while the model decodes."""
+    return all(backend.asynchronous for backend in model.backends.values())
+
+
 def n_ahead(model, settings: Settings) -> int:
     """How many windows may wait to be scored while the next ones are decoded: those that are decoded together, where that is not
     the work of this CPU."""
-    return n_sequences(settings) if all(backend.asynchronous for backend in model.backends.values()) else 0
+    return n_sequences(settings) if is_elsewhere(model) else 0
 
 
 def decode_windows(model, windows: np.ndarray, settings: Settings, log=None) -> Iterator[np.ndarray]:

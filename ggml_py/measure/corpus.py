@@ -22,7 +22,6 @@ from ..base.errors import ParameterError, UserError
 from ..check.attestation import files_sha256, made_by, own_sha256, tokens_sha256
 from ..engine.settings import Settings, new_context
 from ..engine.windows import decode_from, n_sequences, split_windows, with_bos
-from ..testing import digest
 from .perplexity import Score, WindowScore, window_score
 
 MOST_RESTARTS = 100  # of one worker
@@ -62,7 +61,7 @@ class Worker:
         """numbers: of windows, which are as many as are decoded together at most.   windows: int32 [n, c]."""
         c = self.settings.n_ctx
         rows = decode_from(self.context, with_bos(self.model, windows)[:, :c - 1], c // 2, self.settings.n_batch)
-        return numbers, [window_score(logits, window[c // 2 + 1:], digest(logits)) for logits, window in zip(rows, windows)]
+        return numbers, [window_score(logits, window[c // 2 + 1:]) for logits, window in zip(rows, windows)]
 
 
 class Log:
@@ -149,7 +148,9 @@ def corpus_perplexity(open_model: Opener, file, tokens, settings: Settings, clus
     with Log(log_path, of, len(windows)) as kept, Score(out, log, len(windows), root=True) as score:
         def add_known() -> None:
             while score.n_windows in kept.found:
-                score.add(kept.found[score.n_windows])
+                window = kept.found[score.n_windows]
+                score.digest.add(window.digest)
+                score.add(window.total, window.squares, window.n)
         missing = [i for i in range(len(windows)) if i not in kept.found]
         print(f"perplexity: {len(windows)} chunks, n_ctx={settings.n_ctx}, {len(kept.found)} of them in {log_path}", file=log)
         add_known()

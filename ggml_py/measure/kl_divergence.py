@@ -273,12 +273,15 @@ def compare(model, base: BaseFile, settings: Settings, out=None, log=None,
     say = teller(out, lambda line: None)
     say(CHUNK_HEADER)
     with Progress(log, "KL divergence", n_chunks, beside=out, told=progress) as bar:
-        def compared(window: tuple[int, np.ndarray]) -> tuple[str, Comparison]:
+        def compared(window: tuple[int, np.ndarray]) -> tuple[Any, Comparison]:
             i, logits = window
-            return digest.of(logits), compare_window(logits, base.records(i), windows[i, base.n_ctx // 2 + 1:])
+            return digest.part(logits), compare_window(logits, base.records(i), windows[i, base.n_ctx // 2 + 1:])
+
+        def kept(found: tuple[Any, Comparison]) -> Comparison:
+            digest.add(found[0])
+            return found[1]
         most, decoded = n_ahead(model, settings), enumerate(decode_windows(model, windows, settings, log))
-        for i, (part, window) in enumerate(overlapped(decoded, compared, most, digest.most_threads(most)), 1):
-            digest.add(part)
+        for i, window in enumerate(overlapped(overlapped(decoded, compared, most, most), kept, most), 1):
             comparison = window if comparison is None else comparison + window
             statistics = Statistics(comparison)
             say(chunk_row(i, statistics))

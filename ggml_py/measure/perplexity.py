@@ -28,23 +28,29 @@ from ..check.attestation import made_by, perplexity_document
 from ..check.digest import WindowsDigest
 from ..engine.settings import Settings, check_context, new_context
 from ..engine.windows import Clock, cap_chunks, decode_windows, n_ahead, n_sequences, split_windows
+from ..testing import digest
 from .statistics import mean_and_error
 
 logger = logging.getLogger(__name__)
 
 
 class WindowScore(NamedTuple):
-    """Of a window's logits: what `WindowsDigest.of` says; sum and sum of squares of their nll, and how many there are."""
+    """Of a window's logits: their digest; sum and sum of squares of their nll, and how many there are."""
     digest: str
     total: float
     squares: float
     n: int
 
 
-def window_score(logits: np.ndarray, targets: np.ndarray, digest: str) -> WindowScore:
-    """logits: float32 [n, V]; targets: int [n]; digest: of the logits."""
+def window_score(logits: np.ndarray, targets: np.ndarray) -> WindowScore:
+    """logits: float32 [n, V]; targets: int [n]."""
+    return WindowScore(digest(logits), *sums(logits, targets))
+
+
+def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
+    """total, squares and n of a `WindowScore`."""
     nll = negative_log_likelihood(logits, targets)
-    return WindowScore(digest, float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll))
+    return float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll)
 
 
 class Score:
@@ -65,18 +71,13 @@ class Score:
         self.progress.__enter__()
         return self
 
-    def scored(self, logits: np.ndarray, targets: np.ndarray) -> WindowScore:
-        """Of a window; by as many threads at a time as `WindowsDigest` allows.   logits: float32 [n, V]; targets: int [n]."""
-        return window_score(logits, targets, self.digest.of(logits))
-
-    def add(self, window: WindowScore) -> None:
-        """The windows one after the other."""
+    def add(self, total: float, squares: float, n: int) -> None:
+        """The next window's `sums`."""
         self.n_windows += 1
-        self.total += window.total
-        self.total_of_squares += window.squares
-        self.count += window.n
-        self.windows.append((window.total, window.n))
-        self.digest.add(window.digest)
+        self.total += total
+        self.total_of_squares += squares
+        self.count += n
+        self.windows.append((total, n))
         item = note = f"[{self.n_windows}]{self.ppl:.4f},"
         if self.row:
             item = self.row(self) + "\n"
@@ -136,18 +137,19 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
         return f"{c * (score.n_windows - 1):8d}  {score.ppl:.4f}  {mean:4f}  {error:4f}"
     with (base(windows) if base else nullcontext() as writer,
           Score(out, log, len(windows), progress, row if rows else None, root) as score):
-        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[WindowScore, Any]:
+        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[float, float, int], Any, Any]:
             logits, ids = window
-            return score.scored(logits, ids[c // 2 + 1:]), writer.encode(logits) if writer else None
+            return sums(logits, ids[c // 2 + 1:]), score.digest.part(logits), writer.encode(logits) if writer else None
 
-        def written(found: tuple[WindowScore, Any]) -> WindowScore:
-            window, records = found
+        def kept(found: tuple[tuple[float, float, int], Any, Any]) -> tuple[float, float, int]:
+            window, part, records = found
+            score.digest.add(part)
             if writer:
                 writer.write(records)
             return window
         most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows, settings, log), windows)
-        for window in overlapped(overlapped(decoded, scored, most, score.digest.most_threads(most)), written, most):
-            score.add(window)
+        for window in overlapped(overlapped(decoded, scored, most, most), kept, most):
+            score.add(*window)
     score.print_estimate()
     score.print_digest()
     return score
@@ -180,9 +182,12 @@ def strided_perplexity(model, tokens, settings: Settings, out=None, log=None,
                 window = tokens[start:start + w]
                 logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
                 yield window, logits
-        most, scored = n_ahead(model, settings), lambda window: score.scored(window[1], window[0][first + 1:])
-        for found in overlapped(decoded(), scored, most, score.digest.most_threads(most)):
-            score.add(found)
+        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, int]:
+            ids, logits = window
+            score.digest.add(score.digest.part(logits))
+            return sums(logits, ids[first + 1:])
+        for found in overlapped(decoded(), scored, n_ahead(model, settings)):
+            score.add(*found)
     clock.report()
     score.print_digest()
     return score

@@ -93,11 +93,35 @@ def test_memory_is_used_again(machine, monkeypatch):
     monkeypatch.setattr(transfers_module, "LEAST_KEPT", RING)
     check_memory_is_used_again(machine)
     monkeypatch.setattr(transfers_module, "MOST_KEPT", 5 * RING)
-    landings = transfers_module.Landings()
-    arrays = [landings.new(n) for n in (2 * RING, 3 * RING, 4 * RING, RING - 1)]
+    landings = transfers_module.Landings(machine.drivers[0])
+    arrays = [landings.new(n)[0] for n in (2 * RING, 3 * RING, 4 * RING, RING - 1)]
     while arrays:
         arrays.pop(0)
     assert [memory.size for memory in landings.kept] == [2 * RING, 3 * RING]
+    transfers_module._count_fork()
+    array, directly = landings.new(2 * RING)
+    assert not directly and not landings.kept
+    transfers_module._count_fork()
+    del array
+    assert not landings.kept
+
+
+def test_memory_that_cannot_be_locked(machine, monkeypatch):
+    """It is used again all the same, by the ring; where it is locked, none is locked in the end."""
+    monkeypatch.setattr(transfers_module, "LEAST_KEPT", RING)
+    refused = lambda address, n_bytes: (_ for _ in ()).throw(RuntimeError("CUDA: CUDA_ERROR_NOT_SUPPORTED"))
+    for lock, n_locked in (None, 1), (refused, 0):
+        if lock:
+            monkeypatch.setattr(machine.drivers[0], "lock_pages", lock)
+        with transfers_of(machine) as transfers:
+            buffer = transfers.allocate(2 * RING)
+            for i in range(3):
+                transfers.write(buffer, 0, np.full(2 * RING, i, np.uint8))
+                assert (transfers.read(buffer, 0, 2 * RING).result() == i).all()
+            assert len(machine.drivers[0].locked) == n_locked and len(transfers._landings.kept) == 1
+        del transfers
+        gc.collect()
+        assert not machine.drivers[0].locked
 
 
 # The checks find mistakes
@@ -161,9 +185,9 @@ MISTAKES |= {"weights come before the last reader": (Transfers, "bring", arrivin
 
 
 def lent_twice(self, n_bytes, new=transfers_module.Landings.new):
-    array = new(self, n_bytes)
+    array, directly = new(self, n_bytes)
     self.kept.append(array.base._memory)
-    return array
+    return array, directly
 
 
 MISTAKES |= {"memory is used again while somebody has it": (transfers_module.Landings, "new", lent_twice,

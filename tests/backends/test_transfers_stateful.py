@@ -3,8 +3,9 @@ each of which runs when hypothesis says so."""
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import invariant, rule
 from late_machines import FakeMachine
-
 from transfer_interleavings import Interleavings
+
+from ggml_py.backends import transfers
 
 
 class FakeInterleavings(Interleavings):
@@ -20,5 +21,18 @@ class FakeInterleavings(Interleavings):
         self.machine.check()
 
 
-TestInterleavings = FakeInterleavings.TestCase
+class InterleavingsWithKeptMemory(FakeInterleavings):
+    """Each read lands in memory that others had."""
+
+    def __init__(self):
+        super().__init__()
+        self.least, transfers.LEAST_KEPT = transfers.LEAST_KEPT, 1
+
+    def teardown(self):
+        transfers.LEAST_KEPT = self.least
+        super().teardown()
+
+
+TestInterleavings, TestInterleavingsWithKeptMemory = FakeInterleavings.TestCase, InterleavingsWithKeptMemory.TestCase
 TestInterleavings.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestInterleavingsWithKeptMemory.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -414,6 +414,12 @@ class FaultyDriver:
     def pinned(self, n_bytes):
         return self.around(self.driver.pinned, n_bytes)
 
+    def lock_pages(self, address, n_bytes):
+        self.around(self.driver.lock_pages, address, n_bytes)
+
+    def unlock_pages(self, address):
+        self.driver.unlock_pages(address)
+
     def copy(self, to, source, n_bytes, stream, peer=None):
         return self.around(self.driver.copy, to, source, n_bytes, stream.stream, peer and peer.driver)
 
