@@ -42,7 +42,7 @@ PIECES = 4      # a copy longer than a quarter of the ring goes in pieces: the h
 ALIGNMENT = 64  # bytes; of slots in the ring
 MOST_LANDERS = 8          # threads that take bytes out of the ring
 LEAST_LANDING = 1 << 20   # bytes that are worth a thread
-LEAST_KEPT = 1 << 25      # bytes of an array whose memory is used again: new memory takes the host longer than the copy
+LEAST_KEPT = 1 << 22      # bytes of an array whose memory is used again: new memory takes the host longer than the copy
 MOST_KEPT = 1 << 30       # bytes that are kept for that
 
 

@@ -4,8 +4,9 @@ Inputs are taken before they are quantized to activation blocks. The model runs 
 Sums are float64, `s + x * x` in the order of the tokens (of a token's experts by rank), so they have the same bits for every size
 of a micro-batch, number of threads and device; a file holds them rounded to float32.
 """
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from ..base.progress import Progress, Told
 from ..check.evaluate import arrays_on_host
 from ..check.recording import Batch, RecordedContext
 from ..engine.settings import Settings, check_context
-from ..engine.windows import split_windows, with_bos
+from ..engine.windows import is_elsewhere, split_windows, with_bos
 from ..graph.graph import Node, Tensor
 from ..kernels.cpu.sum_squares import add_squares
 from .imatrix import ImportanceMatrix, Sums
 
 OUTPUT = "output.weight"
+ADDED_BESIDE = 4  # inputs that may wait to be added while the next ones come from a device
 PRODUCTS = "mul_mat", "mul_mat_id", "mul_mat_heads"  # operands: w, x, and of experts ids
 
 
@@ -34,9 +36,13 @@ class _Running:
 
 @dataclass
 class SquareSums:
-    """What a `RecordedContext` calls behind each node. wants: by the name of a weight. context: set before the first."""
+    """What a `RecordedContext` calls behind each node. wants: by the name of a weight. thread: adds, one input behind the other,
+    of which most_waiting may wait for it. context: set before the first."""
     wants: Callable[[str], bool]
+    thread: ThreadPoolExecutor
+    most_waiting: int
     context: RecordedContext | None = None
+    waiting: deque[Future] = field(default_factory=deque)
     found: dict[str, _Running] = field(default_factory=dict)
     batch: Batch | None = None
     rows: dict[Tensor, np.ndarray] = field(default_factory=dict)  # inputs of products to come; of activation blocks as floats
@@ -96,8 +102,14 @@ class SquareSums:
         if running is None:
             n_counts = n_matrices if node.op == "mul_mat_id" else 1
             running = self.found[name] = _Running(np.zeros((n_matrices, rows.shape[1])), np.zeros(n_counts, np.int64))
-        add_squares(running.values, rows, to)
+        self.waiting.append(self.thread.submit(add_squares, running.values, rows, to))
+        self.settle(self.most_waiting)
         running.counts += np.bincount(to, minlength=n_matrices)[:len(running.counts)]
+
+    def settle(self, n: int = 0) -> None:
+        """All but n inputs are added."""
+        while len(self.waiting) > n:
+            self.waiting.popleft().result()
 
 
 def collect(model, tokens, settings: Settings, dataset: str, path: Path, log=None, process_output: bool = False,
@@ -110,10 +122,12 @@ def collect(model, tokens, settings: Settings, dataset: str, path: Path, log=Non
         raise ParameterError("split_mode", "devices that share columns have parts of a product's inputs; allowed: layer, none")
     check_context(model, settings.n_ctx)
     windows = with_bos(model, split_windows(tokens, settings))
-    sums = SquareSums(lambda name: name.startswith("blk.") or (process_output and name == OUTPUT))
-    with RecordedContext(sums, model, n_ctx=settings.n_ctx, n_ubatch=min(settings.n_ubatch, settings.n_batch), no_fuse="all",
-                         type_k=settings.type_k, type_v=settings.type_v, graphs=False, kv_write=settings.kv_write,
-                         n_threads_batch=settings.n_threads_batch) as context:
+    wants = lambda name: name.startswith("blk.") or (process_output and name == OUTPUT)
+    thread = ThreadPoolExecutor(1, "ggml-py-squares")
+    sums = SquareSums(wants, thread, ADDED_BESIDE if is_elsewhere(model) else 0)
+    with thread, RecordedContext(sums, model, n_ctx=settings.n_ctx, n_ubatch=min(settings.n_ubatch, settings.n_batch),
+                                 no_fuse="all", type_k=settings.type_k, type_v=settings.type_v, graphs=False,
+                                 kv_write=settings.kv_write, n_threads_batch=settings.n_threads_batch) as context:
         sums.context = context
         context.observer = lambda *told: None  # then all tokens go through the last layer, also without logits
         with Progress(log, "importance matrix", len(windows), told=progress) as bar:
@@ -121,6 +135,7 @@ def collect(model, tokens, settings: Settings, dataset: str, path: Path, log=Non
                 context.clear()
                 context.decode(window, logits="all" if process_output else "none")
                 bar.advance()
+        sums.settle()
     for name, running in sums.found.items():
         if not np.isfinite(running.values).all():
             raise UserError(f"{model.file.path}: the inputs of {name} are not finite on this text, or their squares too large")

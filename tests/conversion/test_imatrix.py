@@ -1,6 +1,7 @@
 """Importance matrices: sums against float64 numpy, the same bytes by every setting; files that are read, or refused."""
 import io
 import struct
+import time
 from collections import defaultdict
 
 import gguf
@@ -15,6 +16,7 @@ from tiny_models import write_model
 from tiny_moe_models import ARCHITECTURES, write_moe_model
 
 from ggml_py.base.errors import UserError
+from ggml_py.conversion import collect as collect_module
 from ggml_py.conversion.collect import collect
 from ggml_py.conversion.convert import convert
 from ggml_py.conversion.imatrix import ImportanceMatrix, Sums
@@ -67,7 +69,8 @@ def test_sums_are_those_of_numpy(tmp_path, kind):
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3moe", "gpt-oss", "deepseek2-mla"])
-def test_no_setting_changes_a_byte(tmp_path, arch):
+def test_no_setting_changes_a_byte(tmp_path, monkeypatch, arch):
+    """Nor that inputs are added later, beside a device that goes on."""
     path, types = tmp_path / "m.gguf", ("Q8_0", "F16")
     write_model(path, types=types, fused_qkv=True) if arch == "llama" else write_moe_model(path, arch, types)
     found = []
@@ -75,6 +78,11 @@ def test_no_setting_changes_a_byte(tmp_path, arch):
                                   dict(placement=PlacementOptions(("cpu", "cpu:1"), tensor_split=(1, 1)))]):
         matrix = made(path, tmp_path / f"{i}.imatrix", **settings)
         found.append((tmp_path / f"{i}.imatrix").read_bytes())
+    slowly = lambda *args, add=collect_module.add_squares: (time.sleep(0.001), add(*args))
+    monkeypatch.setattr(collect_module, "add_squares", slowly)
+    monkeypatch.setattr(collect_module, "is_elsewhere", lambda model: True)
+    made(path, tmp_path / "later.imatrix")
+    found.append((tmp_path / "later.imatrix").read_bytes())
     assert len(set(found)) == 1
     with GGUFFile.open(path) as file:  # each matrix of the layers, of its size
         matrix.check(file)
