@@ -10,13 +10,14 @@ import pytest
 from fake_model import BOS, N_VOCAB, FakeModel, prefix_logits
 
 import ggml_py
+from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.defaults import TEXT as DEMO_TEXT
 from ggml_py.base.errors import UserError
 from ggml_py.base.likelihoods import negative_log_likelihood
 from ggml_py.check.digest import LogitsDigest
 from ggml_py.check.merkle import merkle_root
 from ggml_py.engine.settings import Settings
-from ggml_py.engine.windows import read_text
+from ggml_py.engine.windows import n_ahead, read_text
 from ggml_py.files.pull import pull
 from ggml_py.measure.perplexity import perplexity, strided_perplexity
 
@@ -99,6 +100,18 @@ def test_perplexity(c, n_batch, n_chunks, add_bos):
     assert sum(sum(lengths.values()) for _, lengths in model.calls) == sum(n * (c - 1) for n in per_group)
     assert max(len(lengths) for _, lengths in model.calls) == per_group[0]
     assert sum(sum(lengths.values()) for kind, lengths in model.calls if kind == "all") == n_chunks * (c - 1 - c // 2)
+
+
+@pytest.mark.parametrize("n_vocab, settings, expected", [
+    (128256, Settings(n_ctx=512), 4), (128256, Settings(n_ctx=2048), 4), (128256, Settings(n_ctx=4096), 2),
+    (262144, Settings(n_ctx=8192), 1), (259, Settings(n_ctx=64), 32), (128256, Settings(n_ctx=4096, stride=512), 4)])
+def test_windows_that_wait(n_vocab, settings, expected):
+    """While others are decoded on a device; none where this CPU decodes."""
+    model = FakeModel()
+    model.n_vocab = n_vocab
+    assert n_ahead(model, settings) == expected
+    model.backends = {"cpu": CPUBackend()}
+    assert n_ahead(model, settings) == 0
 
 
 def test_the_batch_changes_no_bit():
