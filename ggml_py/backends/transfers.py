@@ -218,14 +218,17 @@ class LockedPages:
         driver.enter()
         driver.lock_pages(address, array.nbytes)
         LOCKED[address] = self
-        self.close = weakref.finalize(owner, _unlock, driver, address)  # copies in flight keep the array; see also `settle`
+        # Copies in flight keep the array; see also `settle`
+        self.close = weakref.finalize(owner, _unlock, driver, address, os.getpid())
         self.close.atexit = False
 
 
-def _unlock(driver, address: int) -> None:
-    del LOCKED[address]
-    driver.enter()
-    driver.unlock_pages(address)
+def _unlock(driver, address: int, pid: int) -> None:
+    """pid: of the process that locked them; one that was forked has no device."""
+    if os.getpid() == pid:
+        del LOCKED[address]
+        driver.enter()
+        driver.unlock_pages(address)
 
 
 # What is in flight

@@ -277,13 +277,14 @@ def compare(model, base: BaseFile, settings: Settings, out=None, log=None,
             i, logits = window
             return digest.part(logits), compare_window(logits, base.records(i), windows[i, base.n_ctx // 2 + 1:])
 
-        def kept(found: tuple[Any, Comparison]) -> Comparison:
-            digest.add(found[0])
-            return found[1]
-        most, decoded = n_ahead(model, settings), enumerate(decode_windows(model, windows, settings, log))
-        for i, window in enumerate(overlapped(overlapped(decoded, compared, most, most), kept, most), 1):
+        def kept(found: tuple[Any, Comparison]) -> Statistics:
+            nonlocal comparison
+            part, window = found
+            digest.add(part)
             comparison = window if comparison is None else comparison + window
-            statistics = Statistics(comparison)
+            return Statistics(comparison)
+        most, decoded = n_ahead(model, settings), enumerate(decode_windows(model, windows, settings, log))
+        for i, statistics in enumerate(overlapped(overlapped(decoded, compared, most, most), kept, most), 1):
             say(chunk_row(i, statistics))
             bar.advance()
     if statistics.count >= MIN_TOKENS_FOR_SUMMARY:

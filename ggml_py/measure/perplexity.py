@@ -182,6 +182,7 @@ def strided_perplexity(model, tokens, settings: Settings, out=None, log=None,
                 window = tokens[start:start + w]
                 logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
                 yield window, logits
+
         def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, int]:
             ids, logits = window
             score.digest.add(score.digest.part(logits))

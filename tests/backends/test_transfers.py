@@ -106,6 +106,19 @@ def test_memory_is_used_again(machine, monkeypatch):
     assert not landings.kept
 
 
+def test_a_forked_process_unlocks_nothing(machine, monkeypatch):
+    """It has the arrays, and no device."""
+    driver, array = machine.drivers[0], np.zeros(RING, np.uint8)
+    driver.enter()
+    pages = transfers_module.LockedPages(driver, array)
+    with monkeypatch.context() as fork:
+        fork.setattr(transfers_module.os, "getpid", lambda: 0)
+        pages.close()
+    assert list(driver.locked) == [array.ctypes.data] == [*transfers_module.LOCKED]
+    transfers_module._unlock(driver, array.ctypes.data, transfers_module.os.getpid())
+    assert not driver.locked and not transfers_module.LOCKED
+
+
 def test_memory_that_cannot_be_locked(machine, monkeypatch):
     """It is used again all the same, by the ring; where it is locked, none is locked in the end."""
     monkeypatch.setattr(transfers_module, "LEAST_KEPT", RING)
