@@ -34,6 +34,9 @@ from .statistics import mean_and_error
 logger = logging.getLogger(__name__)
 
 
+Sums = tuple[float, float, int]  # of a window: total, squares and n of its `WindowScore`
+
+
 class WindowScore(NamedTuple):
     """Of a window's logits: their digest; sum and sum of squares of their nll, and how many there are."""
     digest: str
@@ -47,8 +50,8 @@ def window_score(logits: np.ndarray, targets: np.ndarray) -> WindowScore:
     return WindowScore(digest(logits), *sums(logits, targets))
 
 
-def sums(logits: np.ndarray, targets: np.ndarray) -> tuple[float, float, int]:
-    """total, squares and n of a `WindowScore`."""
+def sums(logits: np.ndarray, targets: np.ndarray) -> Sums:
+    """logits: float32 [n, V]; targets: int [n]."""
     nll = negative_log_likelihood(logits, targets)
     return float(tree_sum(nll)), float(tree_sum(nll * nll)), len(nll)
 
@@ -137,18 +140,22 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
         return f"{c * (score.n_windows - 1):8d}  {score.ppl:.4f}  {mean:4f}  {error:4f}"
     with (base(windows) if base else nullcontext() as writer,
           Score(out, log, len(windows), progress, row if rows else None, root) as score):
-        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[tuple[float, float, int], Any, Any]:
+        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[Sums, Any, Any]:
             logits, ids = window
             return sums(logits, ids[c // 2 + 1:]), score.digest.part(logits), writer.encode(logits) if writer else None
 
-        def kept(found: tuple[tuple[float, float, int], Any, Any]) -> tuple[float, float, int]:
+        def hashed(found: tuple[Sums, Any, Any]) -> tuple[Sums, Any]:
             window, part, records = found
             score.digest.add(part)
+            return window, records
+
+        def written(found: tuple[Sums, Any]) -> Sums:
+            window, records = found
             if writer:
                 writer.write(records)
             return window
         most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows, settings, log), windows)
-        for window in overlapped(overlapped(decoded, scored, most, most), kept, most):
+        for window in overlapped(overlapped(overlapped(decoded, scored, most, most), hashed, most), written, most):
             score.add(*window)
     score.print_estimate()
     score.print_digest()
@@ -183,7 +190,7 @@ def strided_perplexity(model, tokens, settings: Settings, out=None, log=None,
                 logits, = clock.decode(context, window[None, :w - 1], first, settings.n_batch)
                 yield window, logits
 
-        def scored(window: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, int]:
+        def scored(window: tuple[np.ndarray, np.ndarray]) -> Sums:
             ids, logits = window
             score.digest.add(score.digest.part(logits))
             return sums(logits, ids[first + 1:])
