@@ -28,7 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -101,8 +101,7 @@ n_forks = 0  # of this process and those that it comes from
 
 
 def _count_fork() -> None:
-    """From now on pages may be copied when somebody writes to them, while a device goes on with those that it knows: memory of
-    before is not used again."""
+    """After a fork, a write may move a page, and the device would not know. So memory from before a fork is not used again."""
     global n_forks  # noqa: PLW0603 (of the process)
     n_forks += 1
 
@@ -118,41 +117,62 @@ class Memory:
         self._array, self.n_forks = np.empty(n_bytes, np.uint8), n_forks
         self.handle, self.size = self._array.ctypes.data, n_bytes
         self._pages: LockedPages | None = None
+        self._is_refused = False
 
     def lock(self, driver) -> bool:
         """Whether copies name the memory directly from now on."""
-        if self._pages is None:
-            with suppress(RuntimeError):  # where the system does not allow it
+        if self._pages is None and not self._is_refused:
+            try:
                 self._pages = LockedPages(driver, self._array)
+            except RuntimeError:  # the system does not allow it
+                self._is_refused = True
         return self._pages is not None
 
 
 class Landings:
     """Arrays for bytes from the device. The memory of a large one is kept when nobody has the array or a view of it any more, for
-    one of a similar size; then its pages are locked, which takes as long as a copy through the ring."""
+    one of a similar size. The first time it is used again, its pages are locked, which takes as long as a copy through the ring.
+
+    Memory is kept by whichever thread lets go of an array, at any moment; so each change of the list is one step."""
 
     def __init__(self, driver) -> None:
-        self.driver = driver
+        self.driver, self.is_closed = driver, False
         self.kept: list[Memory] = []
 
     def new(self, n_bytes: int) -> tuple[np.ndarray, bool]:
         """(uint8 [n_bytes], of any content; whether copies name it directly). Under the ring's lock."""
         if n_bytes < LEAST_KEPT:
             return np.empty(n_bytes, np.uint8), False
-        for memory in [each for each in self.kept if each.n_forks != n_forks]:
-            self.kept.remove(memory)
-        fitting = [memory for memory in self.kept if n_bytes <= memory.size <= 2 * n_bytes]
-        memory = min(fitting, key=lambda memory: memory.size) if fitting else Memory(n_bytes)
-        if fitting:
-            self.kept.remove(memory)
+        found = self._take(n_bytes)
+        memory = found or Memory(n_bytes)
         lease = Lease(memory, n_bytes, read_only=False)
         weakref.finalize(lease, self._keep, memory).atexit = False
-        return np.asarray(lease), bool(fitting) and memory.lock(self.driver)
+        return np.asarray(lease), found is not None and found.lock(self.driver)
+
+    def _take(self, n_bytes: int) -> Memory | None:
+        """The smallest that fits; what is from before a fork goes."""
+        for memory in sorted(self.kept, key=lambda memory: memory.size):
+            is_old = memory.n_forks != n_forks
+            if is_old or n_bytes <= memory.size <= 2 * n_bytes:
+                with suppress(ValueError):  # another thread has just let go of it
+                    self.kept.remove(memory)
+                    if not is_old:
+                        return memory
+        return None
 
     def _keep(self, memory: Memory) -> None:
-        """By whichever thread lets go of the array: appending is one step."""
-        if memory.n_forks == n_forks and sum(each.size for each in (*self.kept, memory)) <= MOST_KEPT:
-            self.kept.append(memory)
+        """In the place of the oldest ones."""
+        if self.is_closed or memory.n_forks != n_forks or memory.size > MOST_KEPT:
+            return
+        self.kept.append(memory)
+        while sum(each.size for each in list(self.kept)) > MOST_KEPT:
+            with suppress(IndexError):
+                self.kept.pop(0)
+
+    def close(self) -> None:
+        """Nothing is kept any more."""
+        self.is_closed = True
+        self.kept.clear()
 
 
 class Pinned:
@@ -216,18 +236,24 @@ class LockedPages:
         while isinstance(owner.base, np.ndarray):
             owner = owner.base
         driver.enter()
-        driver.lock_pages(address, array.nbytes)
-        LOCKED[address] = self
-        # Copies in flight keep the array; see also `settle`
-        self.close = weakref.finalize(owner, _unlock, driver, address, os.getpid())
-        self.close.atexit = False
+        try:
+            driver.lock_pages(address, array.nbytes)
+            LOCKED[address] = self
+            # Copies in flight keep the array; see also `settle`
+            self.close = weakref.finalize(owner, _unlock, driver, address, os.getpid())
+            self.close.atexit = False
+        except RuntimeError:
+            raise
+        except BaseException:  # an interrupt comes behind a long call
+            with suppress(RuntimeError):
+                _unlock(driver, address, os.getpid())
+            raise
 
 
 def _unlock(driver, address: int, pid: int) -> None:
-    """pid: of the process that locked them; one that was forked has no device."""
+    """By whichever thread lets go of the array. pid: of the process that locked the pages; one that was forked has no device."""
     if os.getpid() == pid:
-        del LOCKED[address]
-        driver.enter()
+        LOCKED.pop(address, None)
         driver.unlock_pages(address)
 
 
@@ -263,7 +289,7 @@ class Flight:
 
 @dataclass
 class Statistics:
-    """Of a device's transfers. Bytes through the ring count as to_device or to_host;
+    """Of a device's transfers. Bytes through the ring, or to the host directly, count as to_device or to_host;
     those from pinned memory and between devices apart."""
     n_to_device: int = 0
     bytes_to_device: int = 0
@@ -341,16 +367,17 @@ class Ring:
         if n < 2:
             to[:] = slot
             return
-        if self.landers is None:
-            self.landers = ThreadPoolExecutor(MOST_LANDERS, "ggml-py-landing")
-        ends, parts = [to.size * i // n for i in range(n + 1)], []
+        ends = [to.size * i // n for i in range(n + 1)]
+        landers = self.landers = self.landers or ThreadPoolExecutor(MOST_LANDERS, "ggml-py-landing")
         try:
-            for first, last in pairwise(ends):
-                parts.append(self.landers.submit(np.copyto, to[first:last], slot[first:last]))
-        except RuntimeError:  # the interpreter ends, and has no threads any more
-            to[:] = slot
-        finally:
-            wait(parts)  # also after an exception: the slot may be filled anew
+            for part in [landers.submit(np.copyto, to[first:last], slot[first:last]) for first, last in pairwise(ends)]:
+                part.result()
+        except BaseException as error:
+            self.landers = None
+            landers.shutdown()  # no part is copied later: the slot may be filled anew
+            if not isinstance(error, RuntimeError):
+                raise
+            to[:] = slot  # there are no more threads, as when the interpreter ends
 
     def queue(self, flight: Flight, *copies: tuple[int, int, int]) -> None:
         """Queues copies, each (to, source, number of bytes). Their flight is on the list before they are on their way, so that no
@@ -397,7 +424,7 @@ class Transfers:
         self.driver, self.stream = driver, stream
         self._ring, self._landings = Ring(driver, stream, ring_bytes), Landings(driver)
         self._bringing: Any = None  # the stream of `bring`
-        self._finalizer = weakref.finalize(self, self._ring.close)  # also at the exit of the interpreter
+        self._finalizer = weakref.finalize(self, _close, self._ring, self._landings)  # also at the exit of the interpreter
 
     @property
     def statistics(self) -> Statistics:
@@ -633,6 +660,11 @@ class Transfers:
         self._finalizer()
 
 
+def _close(ring: Ring, landings: Landings) -> None:
+    ring.close()
+    landings.close()
+
+
 def _address(what: str, buffer, offset: int, n_bytes: int) -> int:
     address = int(buffer.handle)
     if not address:
@@ -706,7 +738,13 @@ class CUDADriver:
         checked(self._driver.cuMemHostRegister(address, n_bytes, self._driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unlock_pages(self, address: int) -> None:
-        checked(self._driver.cuMemHostUnregister(address))
+        """Leaves the current context as it is."""
+        before, = self._driver.cuCtxGetCurrent()[1:]
+        self.enter()
+        try:
+            checked(self._driver.cuMemHostUnregister(address))
+        finally:
+            checked(self._driver.cuCtxSetCurrent(before))
 
     def copy(self, to: int, source: int, n_bytes: int, stream, peer: CUDADriver | None = None) -> None:
         """Between devices the contexts are named: memory of pools cannot be told by its address everywhere.

@@ -1,5 +1,5 @@
-"""exp, log and sums of float64 arrays whose bits are the same on every CPU: perplexity, KL divergence and sampling use these and
-no others. (`kernels.cpu.row_scores` has them compiled, for many rows.)
+"""exp, log and sums of float64 arrays whose bits are the same on every CPU: perplexity, KL divergence and sampling use these, or
+what is compiled of the same definitions (`kernels.cpu.row_scores`).
 
 numpy's own exp, log and sum choose their algorithm by the CPU's vector width. Here every step is one elementwise operation that
 IEEE 754 rounds correctly (+, -, *, /) or that is exact (rint of a bounded value, ldexp, frexp, comparison), each a ufunc call of

@@ -15,4 +15,4 @@ def log_sum_exp(logits: np.ndarray) -> np.ndarray:
 
 def negative_log_likelihood(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """nll[i] = log_sum_exp(l[i]) - l[i, targets[i]].   logits: float32 [n, V]; targets: int [n]; returns float64 [n]."""
-    return log_sum_exp(logits) - logits[np.arange(len(targets)), targets].astype(np.float64)
+    return log_sum_exp(logits) - np.float32(logits[np.arange(len(targets)), targets])

@@ -376,11 +376,11 @@ def _confirm_perplexity(document, model, text, sample, log) -> str:
                                   ("settings.add_bos", about["add_bos"], bool(model.tokenizer.add_bos))):
         _check_claim(what, attested, found)
 
-    def scored(window: tuple[np.ndarray, int]) -> tuple[int, str, np.ndarray]:
-        logits, i = window
+    def scored(window: tuple[int, np.ndarray]) -> tuple[int, str, np.ndarray]:
+        i, logits = window
         return i, digest(logits), negative_log_likelihood(logits, windows[i, about["n_ctx"] // 2 + 1:])
-    most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows[sample], settings, log), sample)
-    for i, window, nll in overlapped(decoded, scored, most, most):
+    most, decoded = n_ahead(model, settings), zip(sample, decode_windows(model, windows[sample], settings, log))
+    for i, window, nll in overlapped(decoded, scored, most, True):
         _check_window(document, i, window)
         total += float(tree_sum(nll))
         count += len(nll)

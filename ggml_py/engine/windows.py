@@ -13,7 +13,8 @@ from .settings import Settings, new_context
 
 logger = logging.getLogger(__name__)
 
-MOST_AHEAD, AHEAD_BYTES = 4, 1 << 31  # windows that may wait to be scored, unless more are decoded together; of their logits
+LEAST_AHEAD = 4        # windows that may wait to be scored,
+AHEAD_BYTES = 1 << 31  # but not more than so many bytes of logits
 
 
 def read_text(path: Path) -> str:
@@ -121,12 +122,12 @@ def is_elsewhere(model) -> bool:
 
 
 def n_ahead(model, settings: Settings) -> int:
-    """How many windows may wait to be scored while the next ones are decoded, where that is not the work of this CPU: those that
-    are decoded together, or more if their logits are few."""
+    """How many windows may wait for a step of their scoring while the next ones are decoded, where that is not the work of this
+    CPU: as many as are decoded together, at least four, if there is memory for their logits."""
     if not is_elsewhere(model):
         return 0
     together, n_rows = (1, settings.stride) if settings.stride else (n_sequences(settings), settings.n_ctx // 2)
-    return max(together, min(MOST_AHEAD, AHEAD_BYTES // (4 * model.n_vocab * n_rows)))
+    return min(max(together, LEAST_AHEAD), max(1, AHEAD_BYTES // (4 * model.n_vocab * n_rows)))
 
 
 def decode_windows(model, windows: np.ndarray, settings: Settings, log=None) -> Iterator[np.ndarray]:

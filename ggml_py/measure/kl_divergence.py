@@ -116,7 +116,7 @@ class BaseFile:
             chunk, i = (int(v) for v in bad[0])
             raise UserError(f"{path}: token {i} of chunk {chunk} is {self.tokens[chunk, i]}, must be below n_vocab = "
                             f"{self.n_vocab}")
-        self._records = np.asarray(np.memmap(path, "<u2", "c", start, shape))  # nobody writes; kernels know one kind of array
+        self._records = np.memmap(path, "<u2", "r", start, shape)
 
     def records(self, chunk: int) -> np.ndarray:
         """uint16 [n, W] of a window; refuses scales that no writer makes."""
@@ -125,7 +125,7 @@ class BaseFile:
         if not (np.isfinite(heads).all() and (heads[:, 0] >= 0).all()):
             raise UserError(f"{self.path}: chunk {chunk} has a scale or a least log probability that is not finite, or a "
                             "negative scale")
-        return records
+        return np.array(records)  # kernels know arrays that can be written
 
 
 @dataclass
@@ -151,8 +151,8 @@ def compare_window(logits: np.ndarray, records: np.ndarray, targets: np.ndarray)
     kld, same_top, log_sums = np.empty(n), np.empty(n, bool), log_sum_exp(logits)
     compare_arrays(np.ascontiguousarray(logits), records, log_sums, kld, same_top)
     nll = log_sums - logits[rows, targets]
-    heads = np.column_stack([records[:, :HEAD], records[rows, HEAD + targets]])
-    nll_base = -decode(heads, 1)[:, 0]
+    heads = np.ascontiguousarray(records[:, :HEAD]).view("<f4").astype(np.float64)
+    nll_base = -(heads[:, 0] * records[rows, HEAD + targets] + heads[:, 1])
     return Comparison(nll, nll_base, kld, exp(-nll) - exp(-nll_base), same_top)
 
 
@@ -284,7 +284,7 @@ def compare(model, base: BaseFile, settings: Settings, out=None, log=None,
             comparison = window if comparison is None else comparison + window
             return Statistics(comparison)
         most, decoded = n_ahead(model, settings), enumerate(decode_windows(model, windows, settings, log))
-        for i, statistics in enumerate(overlapped(overlapped(decoded, compared, most, most), kept, most), 1):
+        for i, statistics in enumerate(overlapped(overlapped(decoded, compared, most, True), kept, most), 1):
             say(chunk_row(i, statistics))
             bar.advance()
     if statistics.count >= MIN_TOKENS_FOR_SUMMARY:
@@ -302,10 +302,10 @@ def compare_models(model, source, tokens, settings: Settings, log=None, progress
     windows, comparisons = split_windows(tokens, settings), []
 
     def compared(window: tuple[np.ndarray, np.ndarray, np.ndarray]) -> Comparison:
-        logits, base, ids = window
+        ids, logits, base = window
         return compare_window(logits, encode(base), ids[settings.n_ctx // 2 + 1:])
     with Progress(log, "KL divergence", len(windows), told=progress) as bar:
-        decoded = zip(decode_windows(model, windows, settings, log), decode_windows(source, windows, settings, log), windows)
+        decoded = zip(windows, decode_windows(model, windows, settings, log), decode_windows(source, windows, settings, log))
         for comparison in overlapped(decoded, compared, min(n_ahead(model, settings), n_ahead(source, settings))):
             comparisons.append(comparison)
             bar.advance()

@@ -155,7 +155,7 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
                 writer.write(records)
             return window
         most, decoded = n_ahead(model, settings), zip(decode_windows(model, windows, settings, log), windows)
-        for window in overlapped(overlapped(overlapped(decoded, scored, most, most), hashed, most), written, most):
+        for window in overlapped(overlapped(overlapped(decoded, scored, most, True), hashed, most), written, most):
             score.add(*window)
     score.print_estimate()
     score.print_digest()

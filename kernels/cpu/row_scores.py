@@ -16,8 +16,8 @@ HIGHEST = i32(2**31 - 1)
 
 @device
 def extremes(row):
-    """The least and the largest of a row of float32; NaN, both, where one is NaN. Of integers with the floats' order, beyond the
-    infinities NaN, a compiler looks for them side by side."""
+    """The least and the largest of a row of float32; NaN, both, where one is NaN. By integers of the floats' order, in which NaN
+    lies beyond the infinities: compilers look for several of these at a time."""
     lowest, highest = HIGHEST, LOWEST
     for j in range(len(row)):
         key = ordered(as_i32(row[j]))
@@ -50,9 +50,9 @@ def total_rows(first, last, x, largest, totals):
 
 @device
 def encode_rows(first, last, x, records, ends, totals):
-    """Codes of records behind their heads, and what heads are made of: ends[i] = (low, top), of which low is NaN where a logit is
-    not finite, totals[i] = sum_j exp(x[i, j] - top).   x: f32 [n, k]; records: u16 [n, HEAD + k], or one more; ends: f32 [n, 2];
-    totals: f64 [n]. Rows first .. last - 1."""
+    """Codes of records behind their heads, and what heads are made of: ends[i] = (low, top), totals[i] = sum of exp(x[i] - top).
+    Where a logit is not finite, ends are NaN and nothing else is written.   x: f32 [n, k]; records: u16 [n, HEAD + k], or one
+    more; ends: f32 [n, 2]; totals: f64 [n]. Rows first .. last - 1."""
     k = x.shape[1]
     terms = np.empty(k)
     for i in range(first, last):
@@ -99,7 +99,7 @@ def compare_rows(first, last, x, records, log_sums, kld, same_top):
         best, base_best, top_base = 0, 0, scale * np.float64(highest) + least
         while best < k and row[best] != top:  # a row with NaN has no largest
             best += 1
-        while scale * np.float64(codes[base_best]) + least != top_base:
+        while base_best < k - 1 and scale * np.float64(codes[base_best]) + least != top_base:
             base_best += 1
         same_top[i] = best == base_best
 

@@ -3,6 +3,9 @@ import copy
 import gc
 import pickle
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -97,13 +100,62 @@ def test_memory_is_used_again(machine, monkeypatch):
     arrays = [landings.new(n)[0] for n in (2 * RING, 3 * RING, 4 * RING, RING - 1)]
     while arrays:
         arrays.pop(0)
-    assert [memory.size for memory in landings.kept] == [2 * RING, 3 * RING]
+    assert [memory.size for memory in landings.kept] == [4 * RING]
     transfers_module._count_fork()
     array, directly = landings.new(2 * RING)
     assert not directly and not landings.kept
     transfers_module._count_fork()
     del array
     assert not landings.kept
+
+
+def test_other_sizes_and_the_end(machine, monkeypatch):
+    """What was used last is kept in the place of older memory; nothing once all is closed."""
+    monkeypatch.setattr(transfers_module, "LEAST_KEPT", RING)
+    monkeypatch.setattr(transfers_module, "MOST_KEPT", 8 * RING)
+    with transfers_of(machine) as transfers:
+        buffer, landings = transfers.allocate(4 * RING), transfers._landings
+
+        def read_two(n: int):
+            arrays = [transfers.read(buffer, 0, n * RING).result() for _ in range(2)]
+            arrays.clear()
+            return [memory.size // RING for memory in landings.kept]
+        assert (read_two(4), read_two(1), read_two(1)) == ([4, 4], [4, 1, 1], [4, 1, 1])
+        assert len(machine.drivers[0].locked) == 2
+        late = transfers.read(buffer, 0, RING).result()
+    assert not landings.kept
+    del late
+    gc.collect()
+    assert not landings.kept and not machine.drivers[0].locked
+
+
+class Landers(ThreadPoolExecutor):
+    """The second part is queued, and then comes an exception."""
+    error = RuntimeError("can't start new thread")
+
+    def submit(self, function, *args):
+        self.n = getattr(self, "n", 0) + 1
+        future = super().submit(lambda: (time.sleep(0.05), function(*args)))
+        if self.n == 2:
+            raise self.error
+        return future
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_parts_that_are_left_copy_nothing_later(machine, monkeypatch, error):
+    """The slot is filled anew when the call has returned, or raised."""
+    monkeypatch.setattr(transfers_module, "LEAST_LANDING", 16)
+    monkeypatch.setattr(transfers_module.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(transfers_module, "ThreadPoolExecutor", Landers)
+    monkeypatch.setattr(Landers, "error", error)
+    with transfers_of(machine) as transfers:
+        slot, to = np.ones(96, np.uint8), np.zeros(96, np.uint8)
+        with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+            transfers._ring.take_out(slot, to)
+            assert (to == 1).all()
+        slot[:] = 9
+        time.sleep(0.2)
+        assert not (to == 9).any()
 
 
 def test_a_forked_process_unlocks_nothing(machine, monkeypatch):
@@ -203,6 +255,11 @@ def lent_twice(self, n_bytes, new=transfers_module.Landings.new):
     return array, directly
 
 
+def landers_not_awaited(self, slot, to):
+    threading.Timer(0.5, np.copyto, (to, slot)).start()
+
+
+MISTAKES |= {"bytes leave the ring too late": (Ring, "take_out", landers_not_awaited, [check_sizes, check_wrap_around])}
 MISTAKES |= {"memory is used again while somebody has it": (transfers_module.Landings, "new", lent_twice,
                                                             [check_memory_is_used_again])}
 

@@ -27,6 +27,7 @@ from ggml_py.files.pull import file_sha256
 from ggml_py.check.merkle import merkle_root
 from ggml_py.engine.model import Model
 from ggml_py.check.digest import LogitsDigest
+from ggml_py.engine import windows as windows_module
 from ggml_py.engine.sampling import Sampling
 from ggml_py.engine.settings import Settings
 from notices import without_notice
@@ -230,6 +231,16 @@ def test_confirmed(folder, capsys, name, said):
     code, out, _ = verify(capsys, folder, f"{name}.json")
     assert code == 0 and out.startswith(
         f"confirmed: {said}") and out.count("\n") == 1 and "made on" in out and "computed on" in out
+
+
+def test_confirmed_beside_a_device(folder, capsys, monkeypatch):
+    """Windows are hashed while others are decoded: the same line, and a window of other bits is named."""
+    expected = verify(capsys, folder, "ppl.json")[:2]
+    monkeypatch.setattr(windows_module, "is_elsewhere", lambda model: True)
+    assert verify(capsys, folder, "ppl.json")[:2] == expected
+    faulty = lambda path, device: load(path, device, lambda: FaultyBackend({"mul_mat": after(nudge)}))
+    code, out, _ = verify(capsys, folder, "ppl.json", load=faulty)
+    assert code == 1 and out.startswith("not confirmed: window 1 of 4 gave ")
 
 
 @pytest.mark.parametrize("name", ["ppl", "greedy"])

@@ -22,6 +22,7 @@ from ggml_py.check.merkle import merkle_root
 from ggml_py.engine.model import Model
 from ggml_py.graph.fuse import PASSES
 from ggml_py.check.digest import LogitsDigest
+from ggml_py.check import verify as verify_module
 from ggml_py.check.verify import WindowDigests
 from ggml_py.engine.windows import first_windows
 from notices import without_notice
@@ -176,6 +177,15 @@ def test_one_digest(path):
     short = [r for r in verification.results if r.setting.n_tokens]
     assert [(r.setting.n_ubatch, r.setting.n_draft) for r in short if r.setting.axis == "ubatch"] == [(1, 0)]
     assert all(r.digest != verification.results[0].digest for r in short)
+
+
+def test_hashing_beside_a_device_gives_the_same_digests(path, monkeypatch):
+    """And a mismatch stays one."""
+    axes, backends = ["ubatch", "pieces", "sequences"], lambda: {"cpu": CPUBackend()}
+    expected = [result.digest for result in verify_on(path, WINDOWS, axes, backends()).results]
+    monkeypatch.setattr(verify_module, "is_elsewhere", lambda model: True)
+    found = verify_on(path, WINDOWS, axes, backends())
+    assert found.confirmed and [result.digest for result in found.results] == expected and len(expected) > 3
 
 
 def test_devices(path):

@@ -251,13 +251,15 @@ class FakeGPU:
 
     def lock_pages(self, address: int, n_bytes: int) -> None:
         self.world.check_entered()
+        if address in self.locked:
+            raise FakeError(f"the pages at {address:#x} are locked already")
         data = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
         owner = self.locked[address] = FakeLock()
         self.world.add_host(owner, address, data)
 
     def unlock_pages(self, address: int) -> None:
-        self.world.check_entered()
-        del self.locked[address]
+        if self.locked.pop(address, None) is None:
+            raise FakeError(f"the pages at {address:#x} are not locked")
 
     def pageable(self, values: np.ndarray) -> np.ndarray:
         """An array of the host that copies may name by its address, as a driver lets them: when it is dropped,

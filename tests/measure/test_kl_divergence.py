@@ -291,12 +291,35 @@ def test_bits_are_those_of_the_definitions(n, n_vocab, scale):
             assert expected == (comparison.nll[i], comparison.nll_base[i], comparison.kld[i], comparison.same_top[i])
 
 
+def test_a_head_that_is_no_number():
+    """Files with one are refused; rows of a caller's own end, too."""
+    records = kl.encode(np.zeros((2, 5), np.float32))
+    records[:, :4] = np.float32([np.nan, np.nan]).view(np.uint16)
+    assert np.isnan(kl.compare_window(np.zeros((2, 5), np.float32), records, [0, 4]).nll_base).all()
+
+
+def test_the_file_is_only_read(tmp_path):
+    """A mapping that can be written would count as memory, which large files have more of than there is."""
+    write_base(tmp_path / "base", 64, 2)
+    base = kl.BaseFile(tmp_path / "base")
+    assert base._records.mode == "r" and base.records(0).flags.writeable
+
+
 def test_rows_with_nan_are_like_no_other():
     logits, base = np.zeros((3, 5), np.float32), np.zeros((3, 5), np.float32)
     logits[0, 0], logits[1, 3], base[:, 0] = np.nan, np.inf, 1
     found = kl.compare_window(logits, kl.encode(base), np.arange(3))
     assert np.isnan(found.kld[:2]).all() and np.isnan(found.nll[:2]).all() and not found.same_top[:2].any()
     assert found.kld[2] > 0 and found.same_top[2] and np.isfinite(found.p_diff[2])
+
+
+def test_two_models_and_a_file_say_the_same(tmp_path):
+    write_base(tmp_path / "base", 64)
+    expected, _ = compare(tmp_path / "base", FakeModel(logits=other_logits))
+    log, source = io.StringIO(), FakeModel()
+    found = kl.compare_models(FakeModel(logits=other_logits), source, TOKENS, Settings(n_ctx=64), log)
+    assert all(np.array_equal(a, b) for a, b in zip(vars(found.comparison).values(), vars(expected.comparison).values()))
+    assert "tokens/s" not in log.getvalue()
 
 
 def test_few_tokens_have_neither_errors_nor_blocks(tmp_path):

@@ -104,7 +104,8 @@ def test_perplexity(c, n_batch, n_chunks, add_bos):
 
 @pytest.mark.parametrize("n_vocab, settings, expected", [
     (128256, Settings(n_ctx=512), 4), (128256, Settings(n_ctx=2048), 4), (128256, Settings(n_ctx=4096), 2),
-    (262144, Settings(n_ctx=8192), 1), (259, Settings(n_ctx=64), 32), (128256, Settings(n_ctx=4096, stride=512), 4)])
+    (262144, Settings(n_ctx=8192), 1), (259, Settings(n_ctx=64), 32), (128256, Settings(n_ctx=4096, stride=512), 4),
+    (128256, Settings(n_ctx=512, n_batch=65536), 16)])
 def test_windows_that_wait(n_vocab, settings, expected):
     """While others are decoded on a device; none where this CPU decodes."""
     model = FakeModel()
