@@ -10,6 +10,7 @@ import sys
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 import checkout  # noqa: F401
 import numpy as np
@@ -45,7 +46,7 @@ class PeerContext:
 
 class PeerModel:
     """Makes contexts by the class `llama_cpp.Llama`, all layers on the GPU or none."""
-    fitted = None  # as of `Model`
+    fitted, backends = None, MappingProxyType({})  # as of `Model`
 
     def __init__(self, Llama, path: str, device: str):
         self.Llama, self.path, self.device = Llama, path, device
