@@ -67,10 +67,15 @@ def encode(logits: np.ndarray) -> np.ndarray:
     return records
 
 
+def heads_of(records: np.ndarray) -> np.ndarray:
+    """scale and min_log_prob of each.   uint16 [n, W] -> float32 [n, 2]."""
+    return np.ascontiguousarray(records[:, :HEAD]).view("<f4")
+
+
 def decode(records: np.ndarray, n_vocab: int) -> np.ndarray:
     """Records to log probabilities, scale * code + min_log_prob in float64.   uint16 [n, W] -> float64 [n, V]."""
-    head = np.ascontiguousarray(records[:, :HEAD]).view("<f4").astype(np.float64)
-    return head[:, :1] * records[:, HEAD:HEAD + n_vocab] + head[:, 1:]
+    heads = heads_of(records).astype(np.float64)
+    return heads[:, :1] * records[:, HEAD:HEAD + n_vocab] + heads[:, 1:]
 
 
 class BaseWriter(NamedTuple):
@@ -121,7 +126,7 @@ class BaseFile:
     def records(self, chunk: int) -> np.ndarray:
         """uint16 [n, W] of a window; refuses scales that no writer makes."""
         records = self._records[chunk]
-        heads = np.ascontiguousarray(records[:, :HEAD]).view("<f4")
+        heads = heads_of(records)
         if not (np.isfinite(heads).all() and (heads[:, 0] >= 0).all()):
             raise UserError(f"{self.path}: chunk {chunk} has a scale or a least log probability that is not finite, or a "
                             "negative scale")
@@ -151,7 +156,7 @@ def compare_window(logits: np.ndarray, records: np.ndarray, targets: np.ndarray)
     kld, same_top, log_sums = np.empty(n), np.empty(n, bool), log_sum_exp(logits)
     compare_arrays(np.ascontiguousarray(logits), records, log_sums, kld, same_top)
     nll = log_sums - logits[rows, targets]
-    heads = np.ascontiguousarray(records[:, :HEAD]).view("<f4").astype(np.float64)
+    heads = heads_of(records).astype(np.float64)
     nll_base = -(heads[:, 0] * records[rows, HEAD + targets] + heads[:, 1])
     return Comparison(nll, nll_base, kld, exp(-nll) - exp(-nll_base), same_top)
 
@@ -256,8 +261,8 @@ def summary(s: Statistics) -> str:
         f"Same top p: {s.same_top.times(100):6.3f,5.3f} %"])
 
 
-def compare(model, base: BaseFile, settings: Settings, out=None, log=None,
-            progress: Told | None = None, root: bool = False) -> Statistics:
+def compare(model, base: BaseFile, settings: Settings, out=None, log=None, progress: Told | None = None,
+            root: bool = False) -> Statistics:
     """The model against a base file, on the file's tokens; a row after each window and the blocks go to `out`, the rest to `log`:
     streams. None: nowhere, and to `logging`. progress: is told how many windows are done, and of how many. root: of
     `perplexity`.

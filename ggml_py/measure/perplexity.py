@@ -117,8 +117,8 @@ class Score:
             self.say(self.held.removesuffix("\n"))
 
 
-def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
-               progress: Told | None = None, rows: bool = False, root: bool = False) -> Score:
+def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None, progress: Told | None = None,
+               rows: bool = False, root: bool = False) -> Score:
     """Perplexity of the tokens; the running list, the final estimate and the digest go to `out`, the rest to `log`: streams.
     None: nowhere, and to `logging`.
 
@@ -162,8 +162,8 @@ def perplexity(model, tokens, settings: Settings, out=None, log=None, base=None,
     return score
 
 
-def strided_perplexity(model, tokens, settings: Settings, out=None, log=None,
-                       progress: Told | None = None, rows: bool = False, root: bool = False) -> Score:
+def strided_perplexity(model, tokens, settings: Settings, out=None, log=None, progress: Told | None = None,
+                       rows: bool = False, root: bool = False) -> Score:
     """Windows of w = c + N/2 tokens that start every N = stride tokens; each scores its last N targets. No BOS per window, no
     final estimate.
 
