@@ -247,6 +247,7 @@ def dense_layer(g, x, y, att_norm, q, k, v, pos, table, cache_k, cache_v, dst, s
                 ffn_norm, gate, up, down, *, n_head, n_head_kv, neox, scale, eps):
     """A layer of a dense model, of the sum x + y that the one before leaves: attention, and the feed-forward block, whose term is
     the first result; the second is the sum that it belongs to."""
+    g.need(lambda: is_leaf(dst), "dst must be an input: kernels read it before those ahead of them have ended")
     *qkv, total = add_rms_norm_mul_mat_qkv(g, x, y, att_norm, q, k, v, None, None, None, eps=eps)
     q, cache_k, cache_v = rope_set_rows(g, *qkv, pos, table, cache_k, cache_v, dst, None, None, n_head=n_head,
                                         n_head_kv=n_head_kv, neox=neox, eps=None, slot_k=None, slot_v=None)

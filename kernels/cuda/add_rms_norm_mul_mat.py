@@ -57,9 +57,10 @@ def normed(shared, row, column, last, r, wa, wb, wc, wd):
 
 @lru_cache(None)
 def activation_writer(sums_too: bool):
-    """(shared, chunk, lane, a, b): a warp quantizes a chunk, of each lane the four columns a from 4 lane on and b from 128 + 4
-    lane on. The activations, CHUNK words, lie from word `chunk` of shared memory on, where the columns may have been. sums_too:
-    with the sums of q."""
+    """(write, write_half). write: (shared, chunk, lane, a, b): a warp quantizes a chunk, of each lane the four columns a from 4
+    lane on and b from 128 + 4 lane on. The activations, CHUNK words, lie from word `chunk` of shared memory on, where the columns
+    may have been. write_half: (shared, chunk, lane, half, a, b): only 128 columns of it, to a place where the columns do not lie:
+    another warp, with the other half, may still read them. sums_too: with the sums of q."""
     act_at, d_at, sums_at = ROW_SLOT.act, ROW_SLOT.d, ROW_SLOT.limbs
 
     @device
@@ -75,8 +76,22 @@ def activation_writer(sums_too: bool):
                 sts(shared, chunk + sums_at + (t >> 2), s)
 
     @device
+    def largest_of_chunk(a, b):
+        return redux_max(i32(max(largest(a[0], a[1], a[2], a[3]), largest(b[0], b[1], b[2], b[3]))))
+
+    @device
+    def write_half(shared, chunk, lane, half, a, b):
+        bits = largest_of_chunk(a, b)
+        used, inverse = levels_of(bits)
+        c, d, e, f = b if half else a
+        hi, lo, s = limb_words(c, d, e, f, inverse, used)
+        put(shared, chunk, lane, half, hi, lo, s)
+        if half == 0 and lane == 0:
+            sts(shared, chunk + d_at, d_bits(bits, used))
+
+    @device
     def write(shared, chunk, lane, a, b):
-        bits = redux_max(i32(max(largest(a[0], a[1], a[2], a[3]), largest(b[0], b[1], b[2], b[3]))))
+        bits = largest_of_chunk(a, b)
         syncwarp()  # all lanes have loaded the chunk
         used, inverse = levels_of(bits)
         hi, lo, s = limb_words(a[0], a[1], a[2], a[3], inverse, used)
@@ -85,13 +100,13 @@ def activation_writer(sums_too: bool):
         put(shared, chunk, lane, 1, hi, lo, s)
         if lane == 0:
             sts(shared, chunk + d_at, d_bits(bits, used))
-    return write
+    return write, write_half
 
 
 @lru_cache(None)
 def row_maker(sums_too: bool):
     """The function by which all threads of a block make the activations of its token. sums_too: with the sums of q."""
-    write = activation_writer(sums_too)
+    write, _ = activation_writer(sums_too)
 
     @device
     def make(act, shared, tid, n_threads, n_cols):

@@ -2,11 +2,16 @@
 norm, rotation and cache, and the feed-forward block with its norm.
 
 One cluster of blocks, whose stages are those of `add_rms_norm_mul_mat`, `mmq_few`, `rope_set_rows` and `flash_attn_ext_few`. What
-a product gives, the block sends to all, whose mbarriers count the messages; so each has whole rows in its own shared memory, and
-makes the activations of the next product for itself. Only behind the pieces of attention do all wait for all. Of a product, a
-block has every n-th row tile, a warp every n-th of the block's pairs of a row tile and a chunk. All of them have places in shared
-memory: they are asked for a stage ahead, in two areas by turns. Heads are parted as in a grid of `flash_attn_ext_few`, whose
-pieces each block combines for itself.
+a product gives, and the pieces of attention, the block sends to all, whose mbarriers count the messages; so each has whole rows
+in its own shared memory, makes the activations of the next product for itself, and nobody waits but for what it reads. Of a
+product, a block has every n-th row tile, a warp every n-th of the block's pairs of a row tile and a chunk, of gate and up those
+of both. All weights of a block have places in its shared memory: they are asked for a stage ahead, in two areas by turns. Heads
+are parted as in a grid of `flash_attn_ext_few`; where there are two blocks for each piece, they share its channels. The first
+keys and values come during the norm. The newest are taken from shared memory, if they go to the cell of their position; else all
+blocks meet when they are in the cache, and load anew.
+
+Here the instructions that all warps issue cost four clocks each, and those of one warp as many or more: what does not depend on
+other kernels stands before the wait for them, and indices are divided in 32 bits (`parts`).
 """
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,25 +23,32 @@ from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
 from ..reference.flash_attn_ext import score_scale
 from . import cluster, mbarrier
-from .add_rms_norm_mul_mat import activation_writer, normed
+from .add_rms_norm_mul_mat import activation_writer
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext_act import link_unless
-from .flash_attn_ext_combine import MOST_HEADS, NO_WINDOW, PIECE, piece_floats, statistics_at
-from .flash_attn_ext_few import Where, attention_of, shared_layout
+from .flash_attn_ext_combine import MOST_HEADS, NO_WINDOW, PIECE
+from .flash_attn_ext_few import ALL, FIRST, LAST, Where, attention_of, constants as attention_constants, shared_layout
 from .glu import gated_unit
 from .launch import F32, HOPPER, I32, I64, Kernel, N, SCALAR_F32, U8, U16, U32, factory, need
-from .mmq_few import ROW_SLOT, choice, chunk_multiplier, codebooks, copier, fold_chunks, multiplier
+from .mmq_few import ROW_SLOT, choice, codebooks, multiplier
 from .operands import addresses
-from .ptx import (add, as_f32, as_i32, as_u32, copies_commit, copies_wait_but, device, div, exp, f32, i32, i64, ld, ld4, lds,
-                  lds4, mul, nothing, st, st4, sts, sts4, sub, syncwarp, u32, wait_for_previous)
-from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
+from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fma, i32, i64,
+                  ld, ld4, lds, lds2, lds4, mul, st, st4, sts, sts4, sub, u32, wait_for_previous)
+from .rms_norm import PARTIALS, halve_fours, reciprocal
 from .rope_set_rows import LANES, NORMS, constants, rotation
-from .set_rows import PUTS, in_cell
+from .set_rows import PUTS
 from .tile_product import table_words, takes_sums, tile_product, zero_words
+from .wgmma import fence
 
 BLOCKS, WARPS = 16, 16      # of a cluster, of a block
-MOST_KEYS = 1024            # of a context: beyond, more blocks share the pieces
+MOST_PIECES = 16            # of a context, that may have room
+MOST_ROUNDS = 4             # of a block with its pieces: beyond, a grid of more blocks is faster
+MOST_WORDS = (227 << 10) // 4  # of shared memory
+BANKS = 32
+SUMS = ROWS + 1              # words that a chunk of a tile leaves: a sum of each row, and the scale of the activations
 MOST_BYTES = 6 << 20        # of a layer's weights: beyond, 16 multiprocessors take longer to read them than launches cost
+N_STAGES = N_ARRIVALS = 4
+QKV, PIECES, OUT, GATED = range(N_ARRIVALS)  # what blocks send each other
 Z = i32(0)
 
 
@@ -48,6 +60,8 @@ class Shape(NamedTuple):
     n_head_kv: int
     dim: int                # of a head
     n_ff: int
+    n_pairs: int            # of channels of a head that are rotated,
+    neox: bool              # one half with the other, or neighbours
     n_blocks: int = BLOCKS
     n_warps: int = WARPS
 
@@ -63,6 +77,11 @@ class Shape(NamedTuple):
     @property
     def kv_cols(self) -> int:
         return self.n_head_kv * self.dim
+
+    @property
+    def n_senders(self) -> int:
+        """Warps of a block that send what its products give."""
+        return self.n_warps // 2
 
     @property
     def n_splits(self) -> int:
@@ -111,57 +130,65 @@ def tile_words(names: tuple[str, ...], stage: Stage) -> int:
     return max(tile_bytes(format_of(names[matrix])) for matrix in stage.matrices) // 4
 
 
+def whole_banks(n: int) -> int:
+    """Words, up to a multiple of 128 bytes: banks as the stages know them."""
+    return -(-n // BANKS) * BANKS
+
+
 class Layout(NamedTuple):
     """Words of shared memory at which each begins: behind what attention works with, codebooks and zeros, weights of the stages
-    by turns, the activations, partials of a norm, sums of chunks, totals; the row that layers add to, Q K V, the attention, its
-    product (at first y), the gated unit."""
+    by turns, the activations, sums of chunks; the row that layers add to, Q K V, what the output adds, mbarriers; the gated unit,
+    and pieces [head][piece][dim], then (m, l) [head][piece]."""
     tables: int
     zeros: int
     even: int
     odd: int
     row: int
-    partials: int
     sums: int
-    totals: int
     state: int
     qkv: int
-    att: int
     outs: int
+    arrivals: int  # mbarriers of what blocks send each other: Q K V, pieces, the product, the gated unit
+    copies: int    # and of the stages' weights
     gated: int
-    arrivals: int  # mbarriers of what blocks send each other: Q K V, the product, the gated unit
+    pieces: int    # the same place, if no block makes a gated unit before all have combined
     n_words: int
+    n_pieces: int  # of a head, for which there is room
 
 
 @lru_cache(None)
 def layout(shape: Shape) -> Layout:
     stages, names = stages_of(shape), shape.names
     areas = [most_pairs(stage, shape) * tile_words(names, stage) for stage in stages]
-    row = max(2 * CHUNK * -(-shape.n_cols // (2 * CHUNK)), CHUNK * max(stage.n_chunks for stage in stages))
-    sums = (ROWS + 1) * max(most_pairs(stage, shape) for stage in stages)
     each = (shared_layout(shape.dim, shape.dim, shape.heads, shape.n_warps).n_words, sum(map(table_words, dict.fromkeys(names))),
-            max(map(zero_words, names)), max(areas[::2]), max(areas[1::2]), row, PARTIALS, sums,
-            ROWS * max(most_tiles(stage, shape) for stage in stages), shape.n_cols, shape.q_cols + 2 * shape.kv_cols,
-            shape.q_cols, shape.n_cols, shape.n_ff, 3 * mbarrier.WORDS)
+            max(map(zero_words, names)), max(areas[::2]), max(areas[1::2]), CHUNK * max(stage.n_chunks for stage in stages),
+            SUMS * max(most_pairs(stage, shape) for stage in stages), shape.n_cols, shape.q_cols + 2 * shape.kv_cols,
+            shape.n_cols, N_ARRIVALS * mbarrier.WORDS, len(stages) * mbarrier.WORDS)
     first, at = [], 0
     for n in each:
         first.append(at)
-        at += n + 31 & -32  # 128 bytes: banks as the stages know them
-    return Layout(*first[1:], at)
+        at += whole_banks(n)
+    gated, shared = whole_banks(shape.n_ff), stages[1].n_tiles >= shape.n_blocks
+    pieces = at if shared else at + gated
+    n_pieces = max(1, min(MOST_PIECES, (MOST_WORDS - pieces) // (shape.q_cols + 2 * shape.n_head)))
+    return Layout(*first[1:], at, pieces, max(at + gated, pieces + n_pieces * (shape.q_cols + 2 * shape.n_head)), n_pieces)
 
 
 # Parts of a stage. shared: uint32, the block's dynamic shared memory. w: the words of the matrices, seven pointers.
 
+@lru_cache(None)
+def parts(n: int):
+    """(a -> a // n, a -> a % n) of an int32 that is not negative; in 32 bits, which numba's own are not."""
+    n = u32(n)
+    return device(lambda a: i32(u32(a) // n)), device(lambda a: i32(u32(a) % n))
+
+
 def place_of(stage: Stage, shape: Shape, kinds: tuple[int, ...]):
-    """(w, rank, t) -> (words, row tile, kind, whether there is such a tile) of a block's t-th tile."""
+    """(w, rank, t) -> (words, row tile, kind, whether there is such a tile) of a block's t-th tile of a stage without turns."""
     a, b, c = (*stage.matrices, *stage.matrices, *stage.matrices)[:3]
     kind_a, kind_b, kind_c = (i32(kinds[matrix]) for matrix in (a, b, c))
     n, n_blocks, to_b = stage.n_tiles, shape.n_blocks, stage.tiles[0]
     to_c = sum(stage.tiles[:2])
-
-    @device
-    def by_turns(w, rank, t):
-        v = i32(rank + n_blocks * (t >> 1))
-        return w[b] if t & 1 else w[a], v, kind_b if t & 1 else kind_a, v < n
 
     @device
     def alone(w, rank, t):
@@ -176,226 +203,450 @@ def place_of(stage: Stage, shape: Shape, kinds: tuple[int, ...]):
         if v < to_c:
             return w[b], i32(v - to_b), kind_b, True
         return w[c], i32(v - to_c), kind_c, v < n
-    return by_turns if stage.by_turns else in_a_row if len(stage.tiles) > 1 else alone
+    return in_a_row if len(stage.tiles) > 1 else alone
 
 
-def worker(stage: Stage, shape: Shape, first: int):
-    """(ask, work, total_of). ask: (w, rank, lane, warp, shared): a warp asks for its weights, a group of copies. work: the same,
-    and acc: when they are there, it multiplies them and leaves sums, which are there for all threads behind it. total_of:
-    (shared, t, lane) -> the total of row `lane` of the block's t-th tile. first: word at which the weights begin."""
+def asker(stage: Stage, shape: Shape, first: int, number: int):
+    """(w, rank, lane, warp, shared): a warp asks for its pairs of the block's tiles of a stage and chunks, p = t n_chunks + chunk
+    of a block's t-th tile, to words first + p words: bulk copies, whose bytes the stage's mbarrier counts. number: its number."""
+    n_chunks, n_warps, n_blocks, pairs = stage.n_chunks, shape.n_warps, shape.n_blocks, most_pairs(stage, shape)
+    words, barrier = tile_words(shape.names, stage), layout(shape).copies + number * mbarrier.WORDS
+    n_rounds = -(-pairs // n_warps)
+    sizes = tuple(i32(tile_bytes(format_of(name)) // 4) for name in shape.names)
+    by_turns, place, part = stage.by_turns, place_of(stage, shape, range(len(shape.names))), parts(n_chunks)[0]
+    a, b, n_tiles = stage.matrices[0], stage.matrices[-1], stage.n_tiles
+
+    @device
+    def tile_of(w, rank, p):
+        """(words, row tile, words of a tile there, whether there is one)."""
+        t = part(p)
+        if by_turns:
+            v = i32(rank + n_blocks * (t >> 1))
+            return w[b] if t & 1 else w[a], v, sizes[b] if t & 1 else sizes[a], v < n_tiles
+        matrix, tile, kind, there = place(w, rank, t)
+        return matrix, tile, sizes[kind], there
+
+    @device
+    def ask(w, rank, lane, warp, shared):
+        if lane == 0:
+            n_words = Z
+            for i in range(n_rounds):
+                p = i32(warp + n_warps * i)
+                _, _, size, there = tile_of(w, rank, p)
+                n_words = i32(n_words + (size if p < pairs and there else Z))
+            mbarrier.expect(shared, barrier, i32(4 * n_words))
+            for i in range(n_rounds):
+                p = i32(warp + n_warps * i)
+                matrix, tile, size, there = tile_of(w, rank, p)
+                if p < pairs and there:
+                    chunk = i64(tile) * n_chunks + (p - part(p) * n_chunks)
+                    mbarrier.bring(shared, first + p * words, matrix, chunk * size, size, barrier)
+    return ask
+
+
+def worker(stage: Stage, shape: Shape, first: int, number: int):
+    """(work, total_of). work: (w, rank, lane, warp, shared): a warp multiplies its pairs, of a stage by turns those of both
+    matrices together, and leaves sums, which are there for all threads behind it. total_of: (shared, t, lane) -> the total of row
+    `lane` of the block's t-th tile."""
     at, kinds = layout(shape), tuple(dict.fromkeys(shape.names))
     here = tuple(dict.fromkeys(shape.names[matrix] for matrix in stage.matrices))
     numbers = tuple(here.index(name) if name in here else 0 for name in shape.names)
     tables = [at.tables + sum(map(table_words, kinds[:kinds.index(name)])) for name in here]
-    products = [tile_product(name, 1, table, True) for name, table in zip(here, tables)]
-    multiply = chunk_multiplier([multiplier(product, ROW_SLOT) for product in products], [ROW_SLOT] * len(here), 1)
-    copy = choice([copier(format_of(name), 1, False)[0] for name in here])
-    place, n_chunks, n_warps = place_of(stage, shape, numbers), stage.n_chunks, shape.n_warps
-    pairs, words = most_pairs(stage, shape), tile_words(shape.names, stage)
-    row, sums, totals, zeros = at.row, at.sums, at.totals, at.zeros
-    depth = -(-pairs // n_warps)
-    wait = copies_wait_but(0 if stage == stages_of(shape)[-1] else 1)  # the next stage's stay on their way
+    products = [multiplier(tile_product(name, 1, table, True), ROW_SLOT) for name, table in zip(here, tables)]
+    multiply, multiply_first, multiply_last = choice(products), products[0], products[-1]
+    n_chunks, n_warps, n_blocks, by_turns = stage.n_chunks, shape.n_warps, shape.n_blocks, stage.by_turns
+    pairs, n_tiles, barrier = most_pairs(stage, shape), stage.n_tiles, at.copies + number * mbarrier.WORDS
+    place, words, row, sums, zeros, d_at = (place_of(stage, shape, numbers), tile_words(shape.names, stage), at.row, at.sums,
+                                            at.zeros, ROW_SLOT.d)
+    n_each, part = 2 if by_turns else 1, parts(n_chunks)[0]
+    n_rounds = -(-(pairs // n_each) // n_warps)
 
     @device
-    def ask(w, rank, lane, warp, shared):
-        for i in range(depth):
-            p = i32(warp + n_warps * i)
-            t = i32(p // n_chunks)
-            matrix, tile, kind, there = place(w, rank, t)
-            if p < pairs and there:
-                copy(kind, lane, shared, i32(first + p * words), matrix, tile, i32(p - t * n_chunks), i32(n_chunks))
-        copies_commit()
+    def leave(shared, p, lane, chunk, acc):
+        sts(shared, sums + SUMS * p + (lane >> 2) + ((lane & 3) << 3), as_u32(acc[0]))
+        if lane == 0:
+            sts(shared, sums + SUMS * p + ROWS, lds(shared, chunk + d_at))
 
     @device
-    def work(w, rank, lane, warp, shared, acc):
-        wait()
-        syncwarp()  # they are there, for all lanes
-        for i in range(depth):
-            p = i32(warp + n_warps * i)
-            t = i32(p // n_chunks)
-            _, _, kind, there = place(w, rank, t)
-            if p < pairs and there:
-                multiply(kind, lane, shared, i32(first + p * words), i32(row + (p - t * n_chunks) * CHUNK), i32(zeros), acc,
-                         i32(sums), Z, p, i32(1), i32(1))
-        syncwarp()  # all are done with the slots, which may be filled anew
+    def work(w, rank, lane, warp, shared):
+        acc, other = cuda.local.array(4, f32), cuda.local.array(4, f32)
+        mbarrier.wait(shared, barrier, Z)  # the weights are there
+        for i in range(n_rounds):
+            turn = i32(warp + n_warps * i)
+            t = part(turn)
+            chunk = i32(turn - t * n_chunks)
+            x = i32(row + chunk * CHUNK)
+            if by_turns:
+                p = i32(2 * t * n_chunks + chunk)
+                if 2 * turn < pairs and i32(rank + n_blocks * t) < n_tiles:
+                    multiply_first(lane, shared, i32(first + p * words), x, i32(zeros), acc)
+                    multiply_last(lane, shared, i32(first + (p + n_chunks) * words), x, i32(zeros), other)
+                    leave(shared, p, lane, x, acc)
+                    leave(shared, i32(p + n_chunks), lane, x, other)
+            else:
+                _, _, kind, there = place(w, rank, t)
+                if turn < pairs and there:
+                    multiply(kind, lane, shared, i32(first + turn * words), x, i32(zeros), acc)
+                    leave(shared, turn, lane, x, acc)
         cuda.syncthreads()  # the sums are there
 
     @device
     def total_of(shared, t, lane):
-        own = i32(sums + (ROWS + 1) * n_chunks * t)
-        return fold_chunks(shared, i32(totals + ROWS * t), own, Z, lane, i32(1), Z, i32(n_chunks))
-    return ask, work, total_of
+        total, own = f32(0), i32(sums + SUMS * n_chunks * t)
+        for i in range(n_chunks):
+            total = fma(as_f32(lds(shared, own + SUMS * i + lane)), as_f32(lds(shared, own + SUMS * i + ROWS)), total)
+        return total
+    return work, total_of
 
 
-def row_normer(shape: Shape):
-    """(weights, make). weights: (w, lane, warp) -> those of the norm that a warp multiplies. make: state += y, both in shared
-    memory, and the activations of its norm."""
-    at, n_cols, n_warps = layout(shape), shape.n_cols, shape.n_warps
-    state, row, partials = at.state, at.row, at.partials
-    last, chunks, padded = n_cols - 4, chunks_of(n_cols), 2 * CHUNK * -(-n_cols // (2 * CHUNK))
-    names, step = shape.names, 4 * 32 * n_warps
-    write = activation_writer(any(takes_sums(format_of(name)) for name in names))
+# Rows of activations, each made by a block for itself: a lane of a warp has of a chunk of 256 columns those from 4 lane and from
+# 128 + 4 lane on, two fours; where there are enough warps, two of them write a half each. make: (given, shared, lane, warp);
+# behind it they are there for all threads.
 
-    @device
-    def weights(w, lane, warp):
-        """Of the columns 4 lane .. and 128 + 4 lane .. of its chunk."""
-        column = i32(CHUNK * warp + 4 * lane)
-        return ld4(w, min(column, last)), ld4(w, min(column + CHUNK // 2, last))
-
-    @device
-    def make(shared, y, out, keeps, w, eps, tid, lane, warp):
-        """y: a word of shared memory. out: where the sum goes too, if the block keeps it. w: what `weights` gave."""
-        i = i32(4 * tid)
-        while i < padded:
-            a, b, c, d = ZERO, ZERO, ZERO, ZERO
-            if i < n_cols:
-                xa, xb, xc, xd = lds4(shared, state + i)
-                ya, yb, yc, yd = lds4(shared, y + i)
-                a, b = add(as_f32(xa), as_f32(ya)), add(as_f32(xb), as_f32(yb))
-                c, d = add(as_f32(xc), as_f32(yc)), add(as_f32(xd), as_f32(yd))
-                sts4(shared, state + i, as_u32(a), as_u32(b), as_u32(c), as_u32(d))
-                if keeps:
-                    st4(out, i, a, b, c, d)
-            sts4(shared, row + i, as_u32(a), as_u32(b), as_u32(c), as_u32(d))
-            i = i32(i + step)
-        cuda.syncthreads()  # the row is there
-        if tid < PARTIALS:
-            sts(shared, partials + tid, as_u32(sum_of_partial(shared, i32(row + tid), i32(row + padded))))
-        cuda.syncthreads()  # the partials are there
-        if warp < chunks:
-            p, column = i32(partials + lane), i32(CHUNK * warp + 4 * lane)
-            squares = halve128(as_f32(lds(shared, p)), as_f32(lds(shared, p + 32)), as_f32(lds(shared, p + 64)),
-                               as_f32(lds(shared, p + 96)), lane)
-            r, (first, second) = reciprocal(squares, i32(n_cols), eps), w
-            write(shared, i32(row + CHUNK * warp), lane, normed(shared, i32(row), column, i32(last), r, *first),
-                  normed(shared, i32(row), i32(column + CHUNK // 2), i32(last), r, *second))
-        cuda.syncthreads()  # the activations are there
-    return weights, make
-
-
-def row_quantizer(shape: Shape, first: int, n: int):
-    """(shared, lane, warp): the activations of the n columns in shared memory from word `first` on."""
+def row_maker(shape: Shape, n: int, values):
+    """values: (given, shared, column, other column, lane) -> two fours of the n columns."""
     row, chunks = layout(shape).row, chunks_of(n)
-    write = activation_writer(any(takes_sums(format_of(name)) for name in shape.names))
+    write, write_half = activation_writer(any(takes_sums(format_of(name)) for name in shape.names))
+    by_halves = 2 * chunks <= shape.n_warps
+    n_used, last = 2 * chunks if by_halves else chunks, i32(n - 4)
 
     @device
-    def four(shared, column):
-        a, b, c, d = lds4(shared, first + min(column, n - 4))
-        there = column < n
-        return (as_f32(a) if there else ZERO, as_f32(b) if there else ZERO,
-                as_f32(c) if there else ZERO, as_f32(d) if there else ZERO)
+    def there(column, four):
+        a, b, c, d = four
+        return a if column < n else ZERO, b if column < n else ZERO, c if column < n else ZERO, d if column < n else ZERO
 
     @device
-    def make(shared, lane, warp):
-        if warp < chunks:
-            column = i32(CHUNK * warp + 4 * lane)
-            write(shared, i32(row + CHUNK * warp), lane, four(shared, column), four(shared, i32(column + CHUNK // 2)))
+    def make(given, shared, lane, warp):
+        if warp < n_used:
+            chunk = i32(warp >> 1 if by_halves else warp)
+            first = i32(CHUNK * chunk + 4 * lane)
+            second = i32(first + CHUNK // 2)
+            a, b = values(given, shared, i32(min(first, last)), i32(min(second, last)), lane)
+            a, b = there(first, a), there(second, b)
+            if by_halves:
+                write_half(shared, i32(row + CHUNK * chunk), lane, i32(warp & 1), a, b)
+            else:
+                write(shared, i32(row + CHUNK * chunk), lane, a, b)
         cuda.syncthreads()  # the activations are there
     return make
 
 
-def combiner(shape: Shape):
-    """(shared, pieces, position, n_ctx, tid): the pieces of all heads together, in the order of `flash_attn_ext_combine`, to
-    shared memory."""
-    att, n_head, dim, q_cols, step = layout(shape).att, shape.n_head, shape.dim, shape.q_cols, 4 * 32 * shape.n_warps
+def norm_weights(shape: Shape):
+    """(w, lane, warp) -> those of the norm that a lane multiplies, two fours."""
+    last, by_halves = i32(shape.n_cols - 4), 2 * chunks_of(shape.n_cols) <= shape.n_warps
 
     @device
-    def combine(shared, pieces, position, n_ctx, tid):
-        most, n_pieces = i32((n_ctx + PIECE - 1) >> 7), i32((position >> 7) + 1)
-        statistics, column = statistics_at(1, n_head, n_ctx, dim), i32(4 * tid)
-        while column < q_cols:
-            head = i32(column // dim)
-            o, at = i64(head * most) * dim + (column - head * dim), statistics + 2 * head * most
-            M, y, p = MINUS_INFINITY, (ZERO, ZERO, ZERO, ZERO, ZERO), i32(0)  # y: L and o of four columns
-            m, l, x = ld(pieces, at), ld(pieces, at + 1), ld4(pieces, o)
-            while p < n_pieces:
-                left_out = i32(1 if l == ZERO else 0)
-                new_M = M if left_out else larger_float(M, m)
-                a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
-                o_words = as_i32(x[0]), as_i32(x[1]), as_i32(x[2]), as_i32(x[3])
-                y = link_unless(left_out, y, as_i32(a), as_i32(b), as_i32(mul(l, b)), o_words)
-                M, p = new_M, i32(p + 1)
-                behind = i32(min(p, n_pieces - 1))
-                m, l, x = ld(pieces, at + 2 * behind), ld(pieces, at + 2 * behind + 1), ld4(pieces, o + i64(behind) * dim)
-            L, a, b, c, d = y
-            sts4(shared, att + column, as_u32(div(a, L)), as_u32(div(b, L)), as_u32(div(c, L)), as_u32(div(d, L)))
-            column = i32(column + step)
-        cuda.syncthreads()  # the attention is there
-    return combine
+    def weights(w, lane, warp):
+        column = i32(CHUNK * (warp >> 1 if by_halves else warp) + 4 * lane)
+        return ld4(w, i32(min(column, last))), ld4(w, i32(min(i32(column + CHUNK // 2), last)))
+    return weights
 
 
-@factory([(Shape(("Q4_1",) * 7, 576, 9, 3, 64, 1536),),
-          (Shape(("Q4_K", "Q4_K", "Q6_K", "Q4_K", "IQ2_S", "Q4_K", "Q6_K"), 512, 8, 2, 64, 1024),)])
+def norm_maker(shape: Shape, four):
+    """The norm of a row. given: (`norm_weights`, eps). four: (shared, column) -> that four of the row. Each warp adds up all
+    squares."""
+    n_cols = shape.n_cols
+    n_turns, last = -(-n_cols // PARTIALS), i32(n_cols - 4)
+
+    @device
+    def normed(x, r, w):
+        return mul(mul(x[0], r), w[0]), mul(mul(x[1], r), w[1]), mul(mul(x[2], r), w[2]), mul(mul(x[3], r), w[3])
+
+    @device
+    def squares(shared, lane):
+        """Of the partials 4 lane .. 4 lane + 3."""
+        s = ZERO, ZERO, ZERO, ZERO
+        for i in range(n_turns):
+            column = i32(4 * lane + PARTIALS * i)
+            x = four(shared, i32(min(column, last)))
+            t = fma(x[0], x[0], s[0]), fma(x[1], x[1], s[1]), fma(x[2], x[2], s[2]), fma(x[3], x[3], s[3])
+            s = t if column < n_cols else s
+        return s
+
+    @device
+    def values(given, shared, first, second, lane):
+        (w, v), eps = given
+        r = reciprocal(halve_fours(squares(shared, lane), lane), i32(n_cols), eps)
+        return normed(four(shared, first), r, w), normed(four(shared, second), r, v)
+    return row_maker(shape, n_cols, values)
+
+
+def combination_maker(shape: Shape):
+    """The pieces of all heads together, in the order of `flash_attn_ext_combine`. given: how many there are of a head."""
+    at, dim = layout(shape), shape.dim
+    outputs, most, (head_of, _) = at.pieces, at.n_pieces, parts(dim)
+    statistics = outputs + shape.q_cols * most
+
+    @device
+    def link_behind(shared, head, column, p, M, y):
+        """M and y, (L, o of four columns), with piece p."""
+        at = i32(head * most + p)
+        (m, l), o = lds2(shared, statistics + 2 * at), lds4(shared, outputs + at * dim + column)
+        m, l = as_f32(m), as_f32(l)
+        left_out = i32(1 if l == ZERO else 0)
+        new_M = M if left_out else larger_float(M, m)
+        a, b = exp(sub(M, new_M)), exp(sub(m, new_M))
+        words = i32(o[0]), i32(o[1]), i32(o[2]), i32(o[3])
+        return new_M, link_unless(left_out, y, as_i32(a), as_i32(b), as_i32(mul(l, b)), words)
+
+    @device
+    def by_length(y):
+        return div(y[1], y[0]), div(y[2], y[0]), div(y[3], y[0]), div(y[4], y[0])
+
+    @device
+    def values(n_pieces, shared, first, second, lane):
+        head, other = head_of(first), head_of(second)
+        first, second = i32(first - head * dim), i32(second - other * dim)
+        M, N, p = MINUS_INFINITY, MINUS_INFINITY, i32(0)
+        y, z = (ZERO, ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO, ZERO)
+        while p < n_pieces:
+            M, y = link_behind(shared, head, first, p, M, y)
+            N, z = link_behind(shared, other, second, p, N, z)
+            p = i32(p + 1)
+        return by_length(y), by_length(z)
+    return row_maker(shape, shape.q_cols, values)
+
+
+# What blocks send each other, all to all, each beginning with another one
+
+def total_sender(stage: Stage, shape: Shape, first: int, which: int, value):
+    """(shared, rank, lane, warp): of the block's tiles of a stage what becomes of their totals, to word `first` on. The warps are
+    parted among the tiles, and those of a tile among the blocks. value: (shared, t, lane) -> it, of the block's t-th tile."""
+    n_tiles, n_blocks, n_senders, most = stage.n_tiles, shape.n_blocks, shape.n_senders, -(-stage.n_tiles // shape.n_blocks)
+    barrier, n_shares = layout(shape).arrivals + which * mbarrier.WORDS, max(1, shape.n_senders // most)
+    (share_of_warp, tile_of), (_, in_cluster) = parts(most), parts(n_blocks)
+
+    @device
+    def send(shared, rank, lane, warp):
+        t, share = tile_of(warp), share_of_warp(warp)
+        while warp < n_senders and share < n_shares and t < most:
+            tile = i32(rank + n_blocks * t)
+            if tile < n_tiles:
+                word, to = as_u32(value(shared, t, lane)), share
+                while to < n_blocks:
+                    cluster.send(shared, first + ROWS * tile + lane, in_cluster(i32(rank + to)), word, barrier)
+                    to = i32(to + n_shares)
+            t = i32(t + n_senders)
+    return send
+
+
+class Share(NamedTuple):
+    """Device functions of a block's share of the pieces of its KV head."""
+    part: object   # (rank, n_pieces) -> its first piece, or one that is not there
+    half: object   # (rank, n_pieces) -> which channels of it: ALL, FIRST or LAST
+    n_bytes: object  # (rank, n_pieces) -> of all pieces but its own
+
+
+def share_of(shape: Shape) -> Share:
+    """Where there are two blocks for each piece, two share one: the channels of its values. n_pieces: of a head."""
+    n_splits, n_head, heads, dim, used = shape.n_splits, shape.n_head, shape.heads, shape.dim, shape.n_splits * shape.n_head_kv
+    rounds, of_head = parts(n_splits)
+
+    @device
+    def part(rank, n_pieces):
+        own = of_head(rank)
+        own = i32(own >> 1) if 2 * n_pieces <= n_splits else own
+        return own if rank < used else n_pieces
+
+    @device
+    def half(rank, n_pieces):
+        return (LAST if of_head(rank) & 1 else FIRST) if 2 * n_pieces <= n_splits else ALL
+
+    @device
+    def n_bytes(rank, n_pieces):
+        first, own = part(rank, n_pieces), Z
+        if first < n_pieces:
+            own = i32(rounds(i32(n_pieces - first + n_splits - 1)) * (4 * dim + 8))
+            if half(rank, n_pieces) != ALL:
+                own = i32(2 * dim + (8 if half(rank, n_pieces) == FIRST else 0))
+        return i32(n_head * n_pieces * (4 * dim + 8) - heads * own)
+    return Share(part, half, n_bytes)
+
+
+def piece_sender(shape: Shape):
+    """(shared, n_pieces, rank, lane, warp): the block's pieces, to the others. n_pieces: of a head."""
+    at, dim, heads, n_splits, n_blocks, n_warps = (layout(shape), shape.dim, shape.heads, shape.n_splits, shape.n_blocks,
+                                                   shape.n_warps)
+    outputs, most, statistics = at.pieces, at.n_pieces, at.pieces + shape.q_cols * at.n_pieces
+    barrier, fours, share = at.arrivals + PIECES * mbarrier.WORDS, dim // 4, share_of(shape)
+    (head_of, _), (head_kv_of, _), (_, in_cluster) = parts(fours), parts(n_splits), parts(n_blocks)
+    n_turns = -(-heads * fours // 32)
+
+    @device
+    def send_piece(shared, head, piece, half, to, lane):
+        """Of the heads from `head` on."""
+        other = cluster.address(shared, barrier, to)
+        for turn in range(n_turns):
+            i = i32(lane + 32 * turn)
+            i = i if half == ALL else i32(2 * i + (1 if half == LAST else 0))
+            h = head_of(i)
+            if i < heads * fours:
+                at = i32(outputs + ((head + h) * most + piece) * dim + 4 * (i - h * fours))
+                a, b, c, d = lds4(shared, at)
+                cluster.send4(cluster.address(shared, at, to), other, a, b, c, d)
+        if lane < heads and half != LAST:
+            at = i32(statistics + 2 * ((head + lane) * most + piece))
+            m, l = lds2(shared, at)
+            cluster.send2(cluster.address(shared, at, to), other, m, l)
+
+    @device
+    def send(shared, n_pieces, rank, lane, warp):
+        to, half = warp, share.half(rank, n_pieces)
+        while to < n_blocks:
+            piece = share.part(rank, n_pieces)
+            while to > 0 and piece < n_pieces:
+                send_piece(shared, i32(head_kv_of(rank) * heads), piece, half, in_cluster(i32(rank + to)), lane)
+                piece = i32(piece + n_splits)
+            to = i32(to + n_warps)
+    return send
+
+
+def attention_writer(shape: Shape):
+    """(shared, k_cache, v_cache, cell, newest, kept, turn, rank, lane, warp): the queries of the block's heads, and where it has
+    the newest piece the key of its KV head, rotated where they lie; the key, and the value, also to the caches, if they are kept
+    there by this block. turn: (table, angles of the position, those of the lane's pairs)."""
+    at, heads, dim, q_cols, kv_cols, n_splits = layout(shape), shape.heads, shape.dim, shape.q_cols, shape.kv_cols, shape.n_splits
+    half, neox = i32(shape.n_pairs), shape.neox
+    assert heads + 2 <= shape.n_warps, shape
+    qkv, load, (head_kv_of, _) = at.qkv, device(lambda shared, i: as_f32(lds(shared, i))), parts(n_splits)
+
+    @device
+    def put_key(to, i, x):
+        """to: (shared, word, cache, place there, whether it is kept)."""
+        shared, word, cache, place, kept = to
+        sts(shared, word + i, as_u32(x))
+        if kept:
+            put_half(cache, place + i, x)
+
+    rotate_query = rotation(device(lambda shared, i, x: sts(shared, i, as_u32(x))), *NORMS[False], load)
+    rotate_key, put_half = rotation(put_key, *NORMS[False], load), PUTS["f16"]
+
+    @device
+    def write(shared, k_cache, v_cache, cell, newest, kept, turn, rank, lane, warp):
+        (table, angles, p, q), head_kv = turn, head_kv_of(rank)
+        if warp < heads:
+            query = i32(qkv + (head_kv * heads + warp) * dim)
+            rotate_query(shared, query, table, f32(0), shared, query, table, angles, i32(dim), half, neox, p, q, lane)
+        elif newest and warp == heads:
+            key = i32(qkv + q_cols + head_kv * dim)
+            to = shared, key, k_cache, cell * kv_cols + head_kv * dim, kept
+            rotate_key(shared, key, table, f32(0), to, Z, table, angles, i32(dim), half, neox, p, q, lane)
+        elif newest and kept and warp == heads + 1:
+            i = lane
+            while i < dim:
+                put_half(v_cache, cell * kv_cols + head_kv * dim + i, load(shared, qkv + q_cols + kv_cols + head_kv * dim + i))
+                i = i32(i + LANES)
+    return write
+
+
+@factory([(Shape(("Q4_1",) * 7, 576, 9, 3, 64, 1536, 32, False),),
+          (Shape(("Q4_K", "Q4_K", "Q6_K", "Q4_K", "IQ2_S", "Q4_K", "Q6_K"), 512, 8, 2, 64, 1024, 32, True),)])
 def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
     at, n_blocks, n_warps, n_threads, n_splits = layout(shape), shape.n_blocks, shape.n_warps, 32 * shape.n_warps, shape.n_splits
-    qkv, out, glu, down = stages_of(shape)
-    ask_qkv, work_qkv, total_of_qkv = worker(qkv, shape, at.even)
-    ask_out, work_out, total_of_out = worker(out, shape, at.odd)
-    ask_glu, work_glu, total_of_glu = worker(glu, shape, at.even)
-    ask_down, work_down, total_of_down = worker(down, shape, at.odd)
-    weights, norm = row_normer(shape)
-    quantize_att, quantize_gated = row_quantizer(shape, at.att, shape.q_cols), row_quantizer(shape, at.gated, shape.n_ff)
-    combine, unit = combiner(shape), gated_unit("silu")
-    n_qkv, n_out, n_glu = qkv.n_tiles, out.n_tiles, glu.n_tiles
-    most_qkv, most_out, most_glu = (most_tiles(stage, shape) for stage in (qkv, out, glu))
-    most_glu //= 2
+    qkv, out, glu, _ = stages_of(shape)
+    areas, copies = (at.even, at.odd, at.even, at.odd), at.copies
+    ask_qkv, ask_out, ask_glu, ask_down = (asker(stage, shape, areas[i], i) for i, stage in enumerate(stages_of(shape)))
+    (work_qkv, total_of_qkv), (work_out, total_of_out), (work_glu, total_of_glu), (work_down, total_of_down) = (
+        worker(stage, shape, areas[i], i) for i, stage in enumerate(stages_of(shape)))
+    unit, n_qkv, n_out, n_glu = gated_unit("silu"), qkv.n_tiles, out.n_tiles, glu.n_tiles
+    send_qkv = total_sender(qkv, shape, at.qkv, QKV, total_of_qkv)
+    send_out = total_sender(out, shape, at.outs, OUT, total_of_out)
+    send_gated = total_sender(glu, shape, at.gated, GATED, device(
+        lambda shared, t, lane: unit(total_of_glu(shared, i32(2 * t), lane), total_of_glu(shared, i32(2 * t + 1), lane))))
+    share, send_pieces = share_of(shape), piece_sender(shape)
+    state, outs, gated, qkv_at, pieces_at, room = at.state, at.outs, at.gated, at.qkv, at.pieces, at.n_pieces * PIECE
+
+    @device
+    def four(shared, column):
+        a, b, c, d = lds4(shared, column)
+        return as_f32(a), as_f32(b), as_f32(c), as_f32(d)
+
+    @device
+    def query_four(q, i, valid):
+        """Of Q K V. Lanes beyond the heads read what lies behind, and their values are not used."""
+        a, b, c, d = four(q, qkv_at + i)
+        return a if valid else ZERO, b if valid else ZERO, c if valid else ZERO, d if valid else ZERO
+
+    @device
+    def there(x):
+        """Four values that have been loaded when anything behind is: else they may be waited for with what is asked for later."""
+        return (as_f32(afresh(as_i32(x[0]))), as_f32(afresh(as_i32(x[1]))), as_f32(afresh(as_i32(x[2]))),
+                as_f32(afresh(as_i32(x[3]))))
+
+    @device
+    def sum_of_four(shared, column):
+        x, y = four(shared, state + column), four(shared, outs + column)
+        return add(x[0], y[0]), add(x[1], y[1]), add(x[2], y[2]), add(x[3], y[3])
+
+    weights, combine = norm_weights(shape), combination_maker(shape)
+    att_norm_row = norm_maker(shape, device(lambda shared, column: four(shared, state + column)))
+    ffn_norm_row = norm_maker(shape, sum_of_four)
+    quantize_gated = row_maker(shape, shape.n_ff, device(
+        lambda given, shared, first, second, lane: (four(shared, gated + first), four(shared, gated + second))))
     kinds = tuple(dict.fromkeys(shape.names))
     tables = [at.tables + sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
     write_codebooks = codebooks([tile_product(name, 1, table, True) for name, table in zip(kinds, tables)], tables)
-    zeros, n_zeros, state, qkv_at = at.zeros, max(map(zero_words, shape.names)), at.state, at.qkv
-    outs, gated, arrivals, has_tables = at.outs, at.gated, at.arrivals, at.tables < at.zeros
-    n_cols, n_head_kv, dim, heads = shape.n_cols, shape.n_head_kv, shape.dim, shape.heads
-    q_cols, kv_cols = shape.q_cols, shape.kv_cols
-    rank_of, load = cluster.rank, device(lambda shared, i: as_f32(lds(shared, i)))
-    rotate_q, rotate_k = (rotation(put, *NORMS[False], load) for put in (st, PUTS["f16"]))
-    put_v, of_pair = PUTS["f16"], constants(NORMS[False][2])
-    one, no_token = device(lambda: i32(1)), device(lambda: Z)
-    attend = attention_of(
-        Where(token=no_token, n_tokens=one, head_kv=device(lambda: i32(rank_of() // n_splits)),
-              n_head_kv=device(lambda: i32(n_head_kv)), part=device(lambda: i32(rank_of() % n_splits)),
-              n_parts=device(lambda: i32(n_splits)), read=device(lambda value, token: value), wait=nothing),
-        "f16", "f16", dim, dim, heads, 1, n_warps)
+    zeros, n_zeros, arrivals, has_tables = at.zeros, max(map(zero_words, shape.names)), at.arrivals, at.tables < at.zeros
+    half, neox = i32(shape.n_pairs), shape.neox
+    n_cols, n_head_kv, dim, kv_cols, most_out = shape.n_cols, shape.n_head_kv, shape.dim, shape.kv_cols, most_tiles(out, shape)
+    newest_at = qkv_at + shape.q_cols
+    with_heads, rank_of, of_pair, write = n_splits * n_head_kv, cluster.rank, constants(NORMS[False][2]), attention_writer(shape)
+    (head_kv_of, of_head), last_head = parts(n_splits), i32(n_head_kv - 1)
 
     @device
-    def send(shared, to, rank, word, arrivals):
-        """To all blocks, each beginning with another one."""
-        for i in range(n_blocks):
-            cluster.send(shared, to, i32((rank + i) % n_blocks), word, arrivals)
+    def arrive(given):
+        """Q, K and V, to all blocks and from them; queries and what the caches get."""
+        w, k_cache, v_cache, cell, turn, position, elsewhere, rank, lane, warp = given
+        shared = cuda.shared.array(0, types.uint32)
+        send_qkv(shared, rank, lane, warp)
+        ask_glu(w, rank, lane, warp, shared)
+        mbarrier.wait(shared, arrivals + QKV * mbarrier.WORDS, Z)
+        if rank < with_heads:
+            piece, n_pieces = i32(position >> 7), i32((position >> 7) + 1)
+            has_newest = of_head(piece) == share.part(rank, n_pieces)
+            kept = share.half(rank, n_pieces) != LAST
+            write(shared, k_cache, v_cache, cell, has_newest, kept, turn, rank, lane, warp)
+            cuda.syncthreads()  # they are there, for the block
+        if elsewhere:  # the cell may be among another block's
+            cluster.meet()
 
     @device
-    def rotate(rotate_head, shared, at, out, to, turn, half, neox, lane):
-        """A head from word `at` of shared memory on. turn: (table, angles of the position, those of the lane's pairs)."""
-        table, angles, p, q = turn
-        rotate_head(shared, at, table, f32(0), out, to, table, angles, i32(dim), half, neox, p, q, lane)
+    def newest(value, octet):
+        """Of the key, or the value, of the block's KV head."""
+        at = i32(newest_at + (kv_cols if value else 0) + head_kv_of(rank_of()) * dim + 8 * octet)
+        shared = cuda.shared.array(0, types.uint32)
+        return four(shared, at) + four(shared, at + 4)
 
-    @device
-    def write(shared, q_out, k_cache, v_cache, dst, position, turn, half, neox, rank, lane, warp):
-        """Queries of the block's heads, rotated; by the block that reads it first, key and value of its KV head."""
-        head_kv, newest = i32(rank // n_splits), i32(rank % n_splits) == i32(position >> 7) % n_splits
-        if warp < heads:
-            first = i32((head_kv * heads + warp) * dim)
-            rotate(rotate_q, shared, i32(qkv_at + first), q_out, i64(first), turn, half, neox, lane)
-        elif newest and warp == heads:
-            cell, to = in_cell(k_cache, dst, 0, kv_cols)
-            rotate(rotate_k, shared, i32(qkv_at + q_cols + head_kv * dim), cell, to + head_kv * dim, turn, half, neox, lane)
-        elif newest and warp == heads + 1:
-            cell, to = in_cell(v_cache, dst, 0, kv_cols)
-            i = lane
-            while i < dim:
-                put_v(cell, to + head_kv * dim + i, load(shared, qkv_at + q_cols + kv_cols + head_kv * dim + i))
-                i = i32(i + LANES)
+    n_turns = -(-n_cols // (4 * n_threads))
+    n_keys, n_values, n_held = attention_constants("f16", "f16", dim, dim, shape.heads, n_warps).n_loaded
+    no_token, one = device(lambda: Z), device(lambda: i32(1))
+    attend, begin_attention = attention_of(
+        Where(token=no_token, n_tokens=one, head_kv=device(lambda: i32(min(head_kv_of(rank_of()), last_head))),
+              n_head_kv=device(lambda: i32(n_head_kv)), n_parts=device(lambda: i32(n_splits)),
+              part=device(lambda position: share.part(rank_of(), i32((position >> 7) + 1))),
+              read=device(lambda value, token: value), wait=arrive, query_four=query_four,
+              room=device(lambda n_ctx: i32(room)), put=device(lambda pieces, i, x: sts(pieces, pieces_at + i, as_u32(x))),
+              half=device(lambda position: share.half(rank_of(), i32((position >> 7) + 1))), newest=newest,
+              elsewhere=device(lambda given: given[6])),
+        "f16", "f16", dim, dim, shape.heads, 1, n_warps)
 
     def kernel(x, y, att_norm, ffn_norm, q_words, k_words, v_words, o_words,  # noqa: PLR0915 (a kernel: its steps in order)
-               gate_words, up_words, down_words, pos, table, k, v, k_cache, v_cache, dst, seq, present, q_out, pieces, total, out,
-               n_ctx, half, neox, eps, scale):
-        shared, acc = cuda.shared.array(0, types.uint32), cuda.local.array(4, f32)
+               gate_words, up_words, down_words, pos, rope_table, k, v, k_cache, v_cache, cells, seq, present, total, out,
+               n_ctx, eps, scale):
+        shared = cuda.shared.array(0, types.uint32)
+        loaded = cuda.local.array(n_keys, u32), cuda.local.array(n_values, u32), cuda.local.array(n_held, i32)
         tid, rank = i32(cuda.threadIdx.x), rank_of()
         lane, warp = i32(tid & 31), i32(tid >> 5)
         w = q_words, k_words, v_words, o_words, gate_words, up_words, down_words
         if tid == 0:
-            for which, n in ((0, ROWS * n_qkv), (1, ROWS * n_out), (2, ROWS * n_glu)):
+            for which in range(N_ARRIVALS):
                 mbarrier.begin(shared, arrivals + which * mbarrier.WORDS, i32(1))
-                mbarrier.expect(shared, arrivals + which * mbarrier.WORDS, i32(4 * n))
+            for which, n in ((QKV, n_qkv), (OUT, n_out), (GATED, n_glu)):
+                mbarrier.expect(shared, arrivals + which * mbarrier.WORDS, i32(4 * ROWS * n))
+            for stage in range(N_STAGES):
+                mbarrier.begin(shared, copies + stage * mbarrier.WORDS, i32(n_warps))
+            fence()
+        cuda.syncthreads()  # they are there, for the block
         cluster.arrive()
         # What no kernel writes: the first weights, the norm's, codebooks
         ask_qkv(w, rank, lane, warp, shared)
@@ -407,60 +658,60 @@ def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
         while i < n_zeros:
             sts(shared, zeros + i, u32(0))
             i = i32(i + n_threads)
-        position, sequence = ld(pos, 0), ld(seq, 0)
+        position, sequence, cell = ld(pos, 0), ld(seq, 0), ld(cells, 0)
+        n_pieces, elsewhere = i32((position >> 7) + 1), cell != i64(sequence) * n_ctx + position
+        if tid == 0:
+            mbarrier.expect(shared, arrivals + PIECES * mbarrier.WORDS, share.n_bytes(rank, n_pieces))
+        angles = i64(position) * (2 * half)
+        turn = (rope_table, angles, there(of_pair(rope_table, rope_table, angles, lane, half, neox)),
+                there(of_pair(rope_table, rope_table, angles, i32(lane + LANES), half, neox)))
+        of_norm = there(of_norm[0]), there(of_norm[1])
+        cluster.wait()  # all blocks have begun
         wait_for_previous()
 
-        # 1. Norm; Q, K and V
-        i = i32(4 * tid)
-        while i < n_cols:
-            a, b, c, d = ld4(x, i)
-            e, f, g, h = ld4(y, i)
-            sts4(shared, state + i, as_u32(a), as_u32(b), as_u32(c), as_u32(d))
-            sts4(shared, outs + i, as_u32(e), as_u32(f), as_u32(g), as_u32(h))
-            i = i32(i + 4 * n_threads)
-        norm(shared, i32(outs), total, False, of_norm, eps, tid, lane, warp)
-        work_qkv(w, rank, lane, warp, shared, acc)
-        cluster.wait()  # all blocks have begun
-        t = i32(rank + n_blocks * warp)
-        if warp < most_qkv and t < n_qkv:
-            send(shared, qkv_at + ROWS * t + lane, rank, as_u32(total_of_qkv(shared, warp, lane)), arrivals)
-        ask_glu(w, rank, lane, warp, shared)
-        angles = i64(position) * (2 * half)
-        turn = (table, angles, of_pair(table, table, angles, lane, half, neox),
-                of_pair(table, table, angles, i32(lane + LANES), half, neox))
-        mbarrier.wait(shared, arrivals, i32(0))
+        # 1. Norm; Q, K and V. The first keys and values come meanwhile
+        for i in range(n_turns):
+            column = i32(4 * (tid + n_threads * i))
+            if column < n_cols:
+                a, b, c, d = ld4(x, column)
+                e, f, g, h = ld4(y, column)
+                sts4(shared, state + column, as_u32(add(a, e)), as_u32(add(b, f)), as_u32(add(c, g)), as_u32(add(d, h)))
+        begin_attention(k, v, sequence, afresh(position), present, n_ctx, i32(kv_cols), i32(NO_WINDOW), loaded)
+        cuda.syncthreads()  # the row is there
+        att_norm_row((of_norm, eps), shared, lane, warp)
+        work_qkv(w, rank, lane, warp, shared)
 
         # 2. Attention
-        if rank < n_splits * n_head_kv:
-            write(shared, q_out, k_cache, v_cache, dst, position, turn, half, neox, rank, lane, warp)
-            cuda.syncthreads()  # they are there, for the block
-            attend(q_out, k, v, sequence, position, present, pieces, n_ctx, i32(kv_cols), i32(NO_WINDOW), scale)
-        cluster.meet()
-        combine(shared, pieces, position, n_ctx, tid)
-        quantize_att(shared, lane, warp)
-        work_out(w, rank, lane, warp, shared, acc)
-        t = i32(rank + n_blocks * warp)
-        if warp < most_out and t < n_out:
-            send(shared, outs + ROWS * t + lane, rank, as_u32(total_of_out(shared, warp, lane)), arrivals + mbarrier.WORDS)
+        attend(shared, k, v, sequence, position, present, shared, n_ctx, i32(kv_cols), i32(NO_WINDOW), scale,
+               (w, k_cache, v_cache, cell, turn, position, elsewhere, rank, lane, warp), loaded)
+        if rank < with_heads:
+            cuda.syncthreads()  # the block's pieces are there
+            send_pieces(shared, n_pieces, rank, lane, warp)
+        mbarrier.wait(shared, arrivals + PIECES * mbarrier.WORDS, Z)
+        combine(n_pieces, shared, lane, warp)
+        work_out(w, rank, lane, warp, shared)
+        send_out(shared, rank, lane, warp)
         ask_down(w, rank, lane, warp, shared)
         of_norm = weights(ffn_norm, lane, warp)
-        mbarrier.wait(shared, arrivals + mbarrier.WORDS, i32(0))
+        mbarrier.wait(shared, arrivals + OUT * mbarrier.WORDS, Z)
 
         # 3. Norm; gate and up, down
-        norm(shared, i32(outs), total, rank == 0, of_norm, eps, tid, lane, warp)
-        work_glu(w, rank, lane, warp, shared, acc)
-        t = i32(rank + n_blocks * warp)
-        if warp < most_glu and t < n_glu:
-            gate = total_of_glu(shared, i32(2 * warp), lane)
-            total_of_up = total_of_glu(shared, i32(2 * warp + 1), lane)
-            send(shared, gated + ROWS * t + lane, rank, as_u32(unit(gate, total_of_up)), arrivals + 2 * mbarrier.WORDS)
-        mbarrier.wait(shared, arrivals + 2 * mbarrier.WORDS, i32(0))
-        quantize_gated(shared, lane, warp)
-        work_down(w, rank, lane, warp, shared, acc)
+        ffn_norm_row((of_norm, eps), shared, lane, warp)
+        if rank == 0:
+            for i in range(n_turns):
+                column = i32(4 * (n_threads * (i + 1) - 1 - tid))  # beginning with the last warps, which have no chunk
+                if column < n_cols:
+                    a, b, c, d = sum_of_four(shared, column)
+                    st4(total, column, a, b, c, d)
+        work_glu(w, rank, lane, warp, shared)
+        send_gated(shared, rank, lane, warp)
+        mbarrier.wait(shared, arrivals + GATED * mbarrier.WORDS, Z)
+        quantize_gated(Z, shared, lane, warp)
+        work_down(w, rank, lane, warp, shared)
         t = i32(rank + n_blocks * warp)
         if warp < most_out and t < n_out:
             st(out, ROWS * t + lane, total_of_down(shared, warp, lane))
-    parameters = (*[F32] * 4, *[U32] * 7, I32, F32, U32, U32, U16, U16, I64, I32, U8, *[F32] * 4, N, N, N, SCALAR_F32, SCALAR_F32)
+    parameters = (*[F32] * 4, *[U32] * 7, I32, F32, U32, U32, U16, U16, I64, I32, U8, *[F32] * 2, N, SCALAR_F32, SCALAR_F32)
     return Kernel(kernel, parameters, n_threads, arch=HOPPER, n_cluster=n_blocks)
 
 
@@ -471,7 +722,7 @@ def matrices(call: Call) -> tuple:
 def shape_of(call: Call) -> Shape:
     n_cols = call.x.n_cols
     return Shape(tuple(w.dtype for w in matrices(call)), n_cols, call.n_head, call.n_head_kv, call.q.shape[0] // call.n_head,
-                 call.gate.shape[0])
+                 call.gate.shape[0], call.table.shape[1], bool(call.neox))
 
 
 def check(call: Call) -> None:
@@ -494,20 +745,17 @@ def check(call: Call) -> None:
 
 def plan(call: Call) -> Shape:
     shape = shape_of(call)
-    need(4 * layout(shape).n_words <= call.device.shared_limit, "bytes of shared memory", 4 * layout(shape).n_words,
-         f"up to {call.device.shared_limit}")
+    n_bytes, n_ctx, most = 4 * layout(shape).n_words, call.present.shape[1], layout(shape).n_pieces * PIECE
+    need(n_bytes <= call.device.shared_limit, "bytes of shared memory", n_bytes, f"up to {call.device.shared_limit}")
+    need(n_ctx <= most, "n_ctx", n_ctx, f"up to {most}, whose pieces have room in shared memory")
     return shape
 
 
-def scratch(call: Call):
-    """The queries, rotated, and the pieces of attention."""
-    return "f32", (call.plan.q_cols + piece_floats(1, call.n_head, call.present.shape[1], call.plan.dim),)
-
-
 def declines(call: Call) -> bool:
-    """Behind long contexts more blocks share the pieces, and more multiprocessors the weights of larger layers."""
+    """More multiprocessors share the weights of larger layers, and more blocks the pieces of long contexts."""
     n_bytes = sum(w.shape[0] * format_of(w.dtype).row_bytes(w.shape[1]) for w in matrices(call))
-    return call.present.shape[1] > MOST_KEYS or n_bytes > MOST_BYTES
+    n_pieces = -(-call.present.shape[1] // PIECE)
+    return n_bytes > MOST_BYTES or n_pieces > MOST_ROUNDS * call.plan.n_splits
 
 
 def dense_layer(call: Call):
@@ -515,11 +763,10 @@ def dense_layer(call: Call):
     quantize(norm of sum); K and V go to their caches. As of `flash_attn_ext_act`, `rope_set_rows`, and
 
     x, y, sum, out: f32 [1, k], att_norm, ffn_norm: f32 [k], all on 16 bytes; q, k, v, o, gate, up, down: quantized."""
-    shape, q_out = call.plan, call.scratch.data
+    shape = call.plan
     caches = addresses(call.cache_k, call.cache_v)
     scale = score_scale(call.part("flash_attn_ext", scale=call.scale, softcap=0.0))
     args = (*addresses(call.x, call.y, call.att_norm, call.ffn_norm), *addresses(*matrices(call)),
-            *addresses(call.pos, call.table), *caches, *caches, *addresses(call.dst, call.seq, call.present), q_out,
-            q_out + 4 * shape.q_cols, call.sum.data, call.out.data, call.present.shape[1], call.table.shape[1], int(call.neox),
-            call.eps, scale)
+            *addresses(call.pos, call.table), *caches, *caches, *addresses(call.dst, call.seq, call.present),
+            call.sum.data, call.out.data, call.present.shape[1], call.eps, scale)
     return call.device.launch(dense_layer_kernel(shape), shape.n_blocks, 32 * shape.n_warps, args, 4 * layout(shape).n_words)

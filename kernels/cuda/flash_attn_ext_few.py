@@ -30,8 +30,8 @@ from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_
 from .flash_attn_ext_combine import (MOST_HEADS, PIECE, addresses, capping, first_piece, of_few_models, ring_of, sizes, span_of,
                                      statistics_at, stride)
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
-from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, device, exp, f32, fma, i32, i64, ld, ld4, lds,
-                  lds4, mma16, mma32, mul, shuffle, st, sts, sts4, sub, syncwarp, u32, wait_for_previous)
+from .ptx import (add, afresh, architecture, as_f32, as_i32, before_blackwell, device, exp, f32, fma, halves, i32, i64, ld, ld4,
+                  lds, lds4, mma16, mma32, mul, nothing, shuffle, st, sts, sts4, sub, syncwarp, u32, wait_for_previous)
 from .set_rows import larger
 
 STEP = 8             # keys that a warp takes at once
@@ -40,6 +40,7 @@ MOST_CHANNELS = 576  # that are taken
 RESIDENT = {16: 1, 8: 2}  # warps of a block: blocks of a multiprocessor; what registers allow
 MANY_PIECES = 2      # of a multiprocessor: those of a context that is not full yet are fewer, and must not wait
 Z = i32(0)
+ALL, FIRST, LAST = i32(0), i32(1), i32(2)  # `Where.half`
 LANE = 36            # words from one lane's 32 to the next one's: 16 bytes of eight lanes then lie in all 32 banks
 
 
@@ -109,15 +110,6 @@ def key_of(key, i, lane):
 
 
 @device
-def four(p, i, valid):
-    """Four float32 from i on, zeros where they are not valid."""
-    x = ZERO, ZERO, ZERO, ZERO
-    if valid:
-        x = ld4(p, i)
-    return x
-
-
-@device
 def amax4(amax, x):
     return larger(larger(larger(larger(amax, x[0]), x[1]), x[2]), x[3])
 
@@ -128,17 +120,32 @@ def limbs4(x, inv):
 
 
 @device
-def query_limbs(q, at, valid, b, dim, lane):
-    """(d_q, (hi, lo) of the channels from 8 t, 8 t + 4, 32 + 8 t and 36 + 8 t on) of 64 channels of a query, by the four lanes of
-    its row. d_q, 16256 / amax = scales(amax); words of limbs of lifted(mul(q, 16256 / amax)). b: which 64 of `dim` channels, the
-    first of which is q[at]; zeros behind them, and where the query is not valid."""
-    channel = b * CHANNELS + 8 * (lane & 3)
-    first, second = valid and channel < dim, valid and channel + 32 < dim
-    x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
-    u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
-    amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(Z, x), y), u), w), lane ^ 1), lane ^ 2)
-    d, inv = scales(amax)
-    return d, (limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv))
+def four(p, i, valid):
+    """Four float32 from i on, zeros where they are not valid."""
+    x = ZERO, ZERO, ZERO, ZERO
+    if valid:
+        x = ld4(p, i)
+    return x
+
+
+def limbs_of_queries(four):
+    """(q, at, valid, b, dim, lane) -> (d_q, (hi, lo) of the channels from 8 t, 8 t + 4, 32 + 8 t and 36 + 8 t on) of 64 channels
+    of a query, by the four lanes of its row. d_q, 16256 / amax = scales(amax); words of limbs of lifted(mul(q, 16256 / amax)). b:
+    which 64 of `dim` channels, the first of which is q[at]; zeros behind them, and where the query is not valid. four: (q, i,
+    valid) -> q[i] and the three behind it, or zeros."""
+    @device
+    def of_query(q, at, valid, b, dim, lane):
+        channel = b * CHANNELS + 8 * (lane & 3)
+        first, second = valid and channel < dim, valid and channel + 32 < dim
+        x, y = four(q, at + channel, first), four(q, at + channel + 4, first)
+        u, w = four(q, at + channel + 32, second), four(q, at + channel + 36, second)
+        amax = max_pattern(max_pattern(amax4(amax4(amax4(amax4(Z, x), y), u), w), lane ^ 1), lane ^ 2)
+        d, inv = scales(amax)
+        return d, (limbs4(x, inv), limbs4(y, inv), limbs4(u, inv), limbs4(w, inv))
+    return of_query
+
+
+query_limbs = limbs_of_queries(four)
 
 
 @device
@@ -206,6 +213,11 @@ class Constants(NamedTuple):
     def n_own(self) -> int:
         """Keys of a lane."""
         return 2 * self.n_steps
+
+    @property
+    def n_loaded(self) -> tuple[int, int, int]:
+        """Words of a lane's arrays of keys, of values, and of whether they are seen."""
+        return self.key_words * self.n_steps, 2 * self.value_words * self.n_steps, self.n_own
 
 
 def constants(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_warps: int) -> Constants:
@@ -288,6 +300,36 @@ def value_loaders(const: Constants):
     return load_values, load_value_slab
 
 
+def newest_taker(const: Constants, newest):
+    """(key, position, lane, k_raw, v_raw): the key and the value of the query's own position, if they are among the lane's, in
+    the place of what was loaded before they were in the cache. newest: as of `Where`. Of f16, of warps of one step."""
+    n_blocks, n_slabs, n_own, value_words = const.n_blocks, const.n_slabs, const.n_own, const.value_words
+    dim_k, dim_v = const.dim_k, const.dim_v
+    assert const.halves and const.whole and const.n_steps == 1, const
+
+    @device
+    def put_octet(x, raw, at):
+        raw[at], raw[at + 1] = halves(x[0], x[1]), halves(x[2], x[3])
+        raw[at + 2], raw[at + 3] = halves(x[4], x[5]), halves(x[6], x[7])
+
+    @device
+    def take_newest(key, position, lane, k_raw, v_raw):
+        g, t = i32(lane >> 2), i32(lane & 3)
+        if key + g == position:
+            for b in range(n_blocks):
+                for half in range(2):
+                    octet = i32(8 * b + 4 * half + t)
+                    if 8 * octet < dim_k:
+                        put_octet(newest(False, octet), k_raw, 4 * (2 * b + half))
+        for i in range(n_own):
+            if key_of(key, i, lane) == position:
+                for b in range(n_slabs):
+                    octet = i32(8 * b + g)
+                    if 8 * octet < dim_v:
+                        put_octet(newest(True, octet), v_raw, i * value_words + 4 * b)
+    return take_newest
+
+
 def presence_loader(const: Constants):
     """(present, cell, key, position, lane, held): held = whether a lane's keys are present. present: u8 [cells]; cell: the
     sequence's first one."""
@@ -302,16 +344,16 @@ def presence_loader(const: Constants):
 
 # Queries, once a block
 
-def query_loader(const: Constants):
+def query_loader(const: Constants, limbs_of_query=query_limbs):
     """(q, at, b, valid, lane, scale, s): limbs of the queries in shared memory, block b of 64 channels of all heads, by a warp;
-    lane: channels 8 t .. and 32 + 8 t .. of head g. Limbs (`query_limbs`) as words of A to `q` [b][half][lane][4];
+    lane: channels 8 t .. and 32 + 8 t .. of head g. Limbs (`limbs_of_queries`) as words of A to `q` [b][half][lane][4];
     mul(d_q, scale) to `q_d` [b][g]. A barrier of the block follows in the kernel. q: f32 [.., dim_k]; at: where head g's query
     begins."""
     where, dim_k = const.where, const.dim_k
 
     @device
     def load_query_block(q, at, b, valid, lane, scale, s):
-        d, (x, y, u, w) = query_limbs(q, at, valid, b, dim_k, lane)
+        d, (x, y, u, w) = limbs_of_query(q, at, valid, b, dim_k, lane)
         sts4(s, where.q + b * 256 + 4 * lane, x[0], x[1], y[0], y[1])
         sts4(s, where.q + b * 256 + 128 + 4 * lane, u[0], u[1], w[0], w[1])
         if lane & 3 == 0:
@@ -561,7 +603,7 @@ def largest_weight(const: Constants):
     return largest_amax
 
 
-def statistics_writer(const: Constants):
+def statistics_writer(const: Constants, put_piece):
     """(to, statistics, m, d_p, tid, lane, warp, g, t, s): m of head g and l = sum128(p) of head `warp` to f32 [piece][2] of
     to.out, which begins at `statistics` for the block's first head; d_p of head g to `d_p`, which a barrier protects before sums
     are read. to: `Pieces`."""
@@ -571,21 +613,22 @@ def statistics_writer(const: Constants):
     def store_statistics(to, statistics, m, d_p, tid, lane, warp, g, t, s):
         if tid < 4 * heads and t == 0:
             put(s, where.d_p + g, d_p)
-            st(to.out, statistics + i32(2 * g * to.n_a_head), m)
+            put_piece(to.out, statistics + i32(2 * g * to.n_a_head), m)
         if warp < heads:
             l = sum8(s, where.p + warp * PIECE + (lane & 15))
             l = add_lane(add_lane(add_lane(add_lane(l, lane ^ 8), lane ^ 4), lane ^ 2), lane ^ 1)
             if lane == 0:
-                st(to.out, statistics + i32(2 * warp * to.n_a_head) + 1, l)
+                put_piece(to.out, statistics + i32(2 * warp * to.n_a_head) + 1, l)
     return store_statistics
 
 
 # 3. o
 
 def slab_summer(const: Constants):
-    """(both, raw, first, side, inv, mask, tid, s): a warp's exact sums HH and 4 `rest` of p' and 64 channels of its values, to
-    `sums` [side][warp], which a barrier follows. Values are limbs of lifted(mul(v, inv)). both: u32 [n_steps], limbs of the
-    lane's p' of a step a word; raw: u32 array, the lane's octets of the slab from word `first` on; mask: `pair_mask`."""
+    """(both, raw, first, side, inv, mask, tid, s, half): a warp's exact sums HH and 4 `rest` of p' and 64 channels of its values,
+    or of half of them, to `sums` [side][warp], which a barrier follows. Values are limbs of lifted(mul(v, inv)). both: u32
+    [n_steps], limbs of the lane's p' of a step a word; raw: u32 array, the lane's octets of the slab from word `first` on; mask:
+    `pair_mask`; half: as of `Where`."""
     n_steps, heads, value_words, where = const.n_steps, const.heads, const.value_words, const.where
     warp_words, step_words, values = heads * 4 * LANE, 2 * const.value_words, const.V.values
     side_words = const.n_warps * warp_words
@@ -617,27 +660,30 @@ def slab_summer(const: Constants):
             store_sums(s, at + 12, w)
 
     @device
-    def sum_slab(both, raw, first, side, inv, mask, tid, s):
+    def sum_slab(both, raw, first, side, inv, mask, tid, s, half):
         tid = afresh(tid)  # here and below: places are computed where they are used, registers are for values
         lane = tid & 31
         at = where.sums + side * side_words + (tid >> 5) * warp_words + lane * LANE
         # All lanes, of 8 heads; where ptxas knows that, it has more values on their way than there are registers for two steps
         valid = lane < (i32(4 * heads) if n_steps == 1 else afresh(i32(4 * heads)))
-        sum4(both, raw, first, 0, inv, mask, s, at, valid)
-        sum4(both, raw, first, 1, inv, mask, s, at + 16, valid)
+        if half != LAST:
+            sum4(both, raw, first, 0, inv, mask, s, at, valid)
+        if half != FIRST:
+            sum4(both, raw, first, 1, inv, mask, s, at + 16, valid)
         syncwarp()  # the work on one slab after that on the other, or it takes all registers
     return sum_slab
 
 
-def slab_folder(const: Constants):
-    """(b, tid, s, to): o = mul(fixed_point, d_p) of slabs from b on, as many as have room, from the warps' `sums`, added up; two
-    channels a thread. Between two barriers: before it the sums are there, behind it they are read. to: `Pieces`, where o goes."""
+def slab_folder(const: Constants, put_piece):
+    """(b, tid, s, to, half): o = mul(fixed_point, d_p) of slabs from b on, as many as have room, from the warps' `sums`, added
+    up; two channels a thread. Between two barriers: before it the sums are there, behind it they are read. to: `Pieces`, where o
+    goes. put_piece: `Where.put`."""
     heads, n_warps, dim_v, at_once, where = const.heads, const.n_warps, const.dim_v, const.at_once, const.where
     n_threads, warp_words, v_row = 32 * n_warps, heads * 4 * LANE, stride(dim_v)
     side_words, n_sums = n_warps * warp_words, at_once * 32 * heads
 
     @device
-    def fold(b, tid, s, to):
+    def fold(b, tid, s, to, half):
         r = i32(0)
         while r < n_sums:
             i = i32(afresh(tid) + r)
@@ -645,96 +691,107 @@ def slab_folder(const: Constants):
             side = i32(1 if i >= 32 * heads else 0)
             j = i32(i - side * 32 * heads)
             head, channel = i32(j >> 5), i32((b + side) * CHANNELS + 2 * (j & 24) + (j & 7))
-            if (n_sums % n_threads == 0 or i < n_sums) and (dim_v % (at_once * CHANNELS) == 0 or channel < dim_v):
+            mine = half == ALL or (half == FIRST) == ((j & 7) < 4)
+            if (n_sums % n_threads == 0 or i < n_sums) and mine and (dim_v % (at_once * CHANNELS) == 0 or channel < dim_v):
                 at = where.sums + side * side_words + (j >> 3) * LANE + 4 * (j & 7)
                 x = lds4(s, at)
                 for w in range(1, n_warps):
                     y = lds4(s, at + w * warp_words)
                     x = i32(x[0] + y[0]), i32(x[1] + y[1]), i32(x[2] + y[2]), i32(x[3] + y[3])
                 o, d = i64(i32(to.first + head * to.n_a_head)) * v_row + channel, get(s, where.d_p + head)
-                st(to.out, o, mul(fixed_point(x[0], x[2] >> 2), d))
+                put_piece(to.out, o, mul(fixed_point(x[0], x[2] >> 2), d))
                 if dim_v % 16 == 0 or channel + 8 < dim_v:
-                    st(to.out, o + 8, mul(fixed_point(x[1], x[3] >> 2), d))
+                    put_piece(to.out, o + 8, mul(fixed_point(x[1], x[3] >> 2), d))
     return fold
 
 
-def weigher(const: Constants):
-    """(both, values, key, position, raw, inv, mask, lane, tid, s, to): o of the piece, slab after slab: `sum_slab` and `fold`. Of
-    whole values the last slabs are left for the kernel to fold behind a barrier of its own, until which it asks for the next
-    piece. Arguments as of `slab_summer`, `slab_folder` and `scale_by_values`."""
+def weigher(const: Constants, fold):
+    """(both, values, key, position, raw, inv, mask, lane, tid, s, to, half): o of the piece, slab after slab: `sum_slab` and
+    `fold`. Of whole values the last slabs are left for the kernel to fold behind a barrier of its own, until which it asks for
+    the next piece. fold: of `slab_folder`. Arguments as of `slab_summer`, `slab_folder` and `scale_by_values`."""
     n_slabs, at_once, whole, v_words = const.n_slabs, const.at_once, const.whole, const.V.n_words
-    sum_slab, fold, (_, load_value_slab) = slab_summer(const), slab_folder(const), value_loaders(const)
+    sum_slab, (_, load_value_slab) = slab_summer(const), value_loaders(const)
 
     @device
-    def sum_slabs(both, raw, b, inv, mask, tid, s):
+    def sum_slabs(both, raw, b, inv, mask, tid, s, half):
         """Of as many slabs as have room, whose values lie in registers."""
-        sum_slab(both, raw, b * v_words, 0, inv, mask, tid, s)
+        sum_slab(both, raw, b * v_words, 0, inv, mask, tid, s, half)
         if at_once > 1 and b + 1 < n_slabs:
-            sum_slab(both, raw, (b + 1) * v_words, 1, inv, mask, tid, s)
+            sum_slab(both, raw, (b + 1) * v_words, 1, inv, mask, tid, s, half)
 
     @device
-    def more_slabs(both, raw, b, inv, mask, tid, s, to):
+    def more_slabs(both, raw, b, inv, mask, tid, s, to, half):
         """Folds those before b, sums those from b on."""
         cuda.syncthreads()
-        fold(b - at_once, tid, s, to)
+        fold(b - at_once, tid, s, to, half)
         cuda.syncthreads()  # those sums are read
-        sum_slabs(both, raw, b, inv, mask, tid, s)
+        sum_slabs(both, raw, b, inv, mask, tid, s, half)
 
     @device
-    def weigh_slabs(both, values, key, position, raw, inv, mask, lane, tid, s, to):
+    def weigh_slabs(both, values, key, position, raw, inv, mask, lane, tid, s, to, half):
         if whole:
-            sum_slabs(both, raw, 0, inv, mask, tid, s)
+            sum_slabs(both, raw, 0, inv, mask, tid, s, half)
             if n_slabs > at_once:
-                more_slabs(both, raw, at_once, inv, mask, tid, s, to)
+                more_slabs(both, raw, at_once, inv, mask, tid, s, to, half)
             if n_slabs > 2 * at_once:
-                more_slabs(both, raw, 2 * at_once, inv, mask, tid, s, to)
+                more_slabs(both, raw, 2 * at_once, inv, mask, tid, s, to, half)
             if n_slabs > 3 * at_once:
-                more_slabs(both, raw, 3 * at_once, inv, mask, tid, s, to)
+                more_slabs(both, raw, 3 * at_once, inv, mask, tid, s, to, half)
         else:
             b = i32(0)
             while b < n_slabs:
                 load_value_slab(values, key, position, b, lane, raw)
                 side = i32(b & (at_once - 1))
-                sum_slab(both, raw, 0, side, inv, mask, tid, s)
+                sum_slab(both, raw, 0, side, inv, mask, tid, s, half)
                 b = i32(b + 1)
                 if side == at_once - 1 or b == n_slabs:
                     cuda.syncthreads()  # sums of the warps are written
-                    fold(i32(b - 1 - side), tid, s, to)
+                    fold(i32(b - 1 - side), tid, s, to, half)
                     cuda.syncthreads()  # and read
     return weigh_slabs
 
 
 class Where(NamedTuple):
-    """Device functions of what a block works on, but for `read` without arguments."""
+    """Device functions of what a block works on, without arguments where none are named, and of how it takes and leaves it."""
     token: object
     n_tokens: object
-    head_kv: object    # which of n_head_kv
+    head_kv: object      # which of n_head_kv
     n_head_kv: object
-    part: object       # part + parts * split, of
-    n_parts: object    # so many
-    read: object       # (pointer, token) of pos and of seq
-    wait: object       # for the kernel before
+    part: object         # (position) -> part + parts * split, of
+    n_parts: object      # so many
+    read: object         # (pointer, token) of pos and of seq
+    wait: object         # (given): until queries and caches may be read. given: what the caller of `run` hands on
+    query_four: object   # (q, i, valid) -> four float32 of a query, or zeros
+    room: object         # (n_ctx) -> positions that `pieces` has room for
+    put: object          # (pieces, i, x): stores a float32 there
+    half: object         # (position) -> the channels that are the block's: ALL, or of each eight the FIRST or the LAST four
+    newest: object = None  # (whether of the value, octet) -> eight float32 of the newest key or value, where `wait` makes them,
+                         # and the first of the cache are loaded before it,
+    elsewhere: object = nothing  # (given) -> unless they go to another cell than that of the query's position
 
 
 IN_GRID = Where(device(lambda: cuda.blockIdx.z), device(lambda: cuda.gridDim.z), device(lambda: cuda.blockIdx.y),
-                device(lambda: cuda.gridDim.y), device(lambda: cuda.blockIdx.x), device(lambda: cuda.gridDim.x), ld,
-                wait_for_previous)
+                device(lambda: cuda.gridDim.y), device(lambda position: cuda.blockIdx.x), device(lambda: cuda.gridDim.x), ld,
+                device(lambda given: wait_for_previous()), four, device(lambda n_ctx: n_ctx), st, device(lambda position: ALL))
 
 
 def attention_of(where, type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # noqa: PLR0915 (a kernel: its steps in order)
                  softcap=0.0, is_ring=False):
-    """The body of the kernel below, for a block whose work is `where`; all its threads call it."""
+    """(run, load_first): the body of the kernel below, for a block whose work is `where`; all its threads call it. With
+    `where.newest` the caller calls `load_first` before; else `run` loads the same itself."""
     const = constants(type_k, type_v, dim_k, dim_v, heads, n_warps)
     n_steps, n_own, n_blocks, n_slabs = const.n_steps, const.n_own, const.n_blocks, const.n_slabs
     whole, at_once, n_keys = const.whole, const.at_once, PIECE // n_warps
-    n_k_raw, n_v_raw = const.key_words * n_steps, 2 * const.value_words * n_steps
     ahead = const.halves and whole and n_steps == 1  # keys are loaded a piece ahead; else there are no registers for them
     (load_keys, _), (load_values, _), load_present = key_loaders(const), value_loaders(const), presence_loader(const)
-    late, load_query_block, score = values_late(const), query_loader(const), scorer(const)
+    (at_token, n_tokens, at_head_kv, n_head_kv, at_part, n_parts, read, wait, query_four, room, put_piece, at_half, newest,
+     elsewhere) = where
+    late, load_query_block, score = values_late(const), query_loader(const, limbs_of_queries(query_four)), scorer(const)
     (write_maximum, read_maximum), soften = maximum(const), softener(const)
-    scale_by_values, largest_amax, store_statistics = value_scaler(const), largest_weight(const), statistics_writer(const)
-    at_token, n_tokens, at_head_kv, n_head_kv, at_part, n_parts, read, wait = where
-    weigh_slabs, fold, capped, ring = weigher(const), slab_folder(const), capping(softcap), ring_of(is_ring)
+    scale_by_values, largest_amax, fold = value_scaler(const), largest_weight(const), slab_folder(const, put_piece)
+    store_statistics, weigh_slabs = statistics_writer(const, put_piece), weigher(const, fold)
+    early, take_newest = newest is not None, newest_taker(const, newest) if newest else nothing
+    capped, ring = capping(softcap), ring_of(is_ring)
 
     @device
     def cache_at(octets, first, row, span, piece):
@@ -742,32 +799,52 @@ def attention_of(where, type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # 
         return Cache(octets, first - i64(ring.moved(span, i32(piece * PIECE))) * row, row)
 
     @device
-    def run(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale):  # noqa: PLR0915 (a kernel: its steps in order)
-        s = cuda.shared.array(0, types.int32)
-        k_raw, v_raw, held = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(n_own, i32)
+    def load_first(k, v, sequence, position, present, n_ctx, cell_v, span, loaded):
+        """The first keys and values, before `run` is called with `loaded`; where there are none, some that are there."""
+        k_raw, v_raw, held = loaded
+        piece, tid = i32(first_piece(position, ring.window(span)) + at_part(position) // parts), i32(cuda.threadIdx.x)
+        piece = i32(min(piece, position >> 7))
+        lane, key = i32(tid & 31), i32(piece * PIECE + (tid >> 5) * n_keys)
+        cell, row_k, row_v = i64(sequence) * n_ctx, i32(n_head_kv() * (dim_k // 8)), i32(cell_v >> 3)
+        first = ring.begin(span, sequence, cell)
+        load_present(present, cell, key, position, lane, held)
+        load_keys(cache_at(k, first * row_k + at_head_kv() * (dim_k // 8), row_k, span, piece), key, position, lane, k_raw, 0)
+        load_values(cache_at(v, first * row_v + at_head_kv() * (dim_v // 8), row_v, span, piece), key, position, lane, v_raw)
+
+    @device
+    def run(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale,  # noqa: PLR0915 (a kernel: its steps in order)
+            given, loaded):
+        s, (k_raw, v_raw, held) = cuda.shared.array(0, types.int32), loaded
         x, inv, both = cuda.local.array(n_own, f32), cuda.local.array(n_own, f32), cuda.local.array(n_steps, u32)
         token = at_token()
         position, sequence, window = read(pos, token), read(seq, token), ring.window(span)
+        half = at_half(position)
         n_splits = i32(n_parts() // parts)
-        piece = i32(first_piece(position, window) + at_part() // parts)
-        wait()
+        piece = i32(first_piece(position, window) + at_part(position) // parts)
+        wait(given)
         if piece > position >> 7:
             return
         tid = i32(cuda.threadIdx.x)
         lane, warp = i32(tid & 31), i32(tid >> 5)
         g, t = i32(lane >> 2), i32(lane & 3)
         n_head = i32(n_head_kv() * (parts * heads))
-        first_head = i32((at_head_kv() * parts + at_part() % parts) * heads)
+        first_head = i32((at_head_kv() * parts + at_part(position) % parts) * heads)
         cell, row_k, row_v = i64(sequence) * n_ctx, i32(n_head_kv() * (dim_k // 8)), i32(cell_v >> 3)
         begin = ring.begin(span, sequence, cell)  # of K and V
         first_k, first_v = begin * row_k + at_head_kv() * (dim_k // 8), begin * row_v + at_head_kv() * (dim_v // 8)
 
         key = i32(piece * PIECE + warp * n_keys)
-        load_present(present, cell, key, position, lane, held)
-        if whole:
-            load_keys(cache_at(k, first_k, row_k, span, piece), key, position, lane, k_raw, 0)
-        if whole and not late():
-            load_values(cache_at(v, first_v, row_v, span, piece), key, position, lane, v_raw)
+        if early:
+            if elsewhere(given):
+                load_first(k, v, sequence, position, present, n_ctx, cell_v, span, loaded)
+            else:
+                take_newest(key, position, lane, k_raw, v_raw)
+        else:
+            load_present(present, cell, key, position, lane, held)
+            if whole:
+                load_keys(cache_at(k, first_k, row_k, span, piece), key, position, lane, k_raw, 0)
+            if whole and not late():
+                load_values(cache_at(v, first_v, row_v, span, piece), key, position, lane, v_raw)
         block = warp
         while block < n_blocks:
             load_query_block(q, (i64(token) * n_head + first_head + g) * dim_k, block, g < heads, lane, scale, s)
@@ -800,9 +877,9 @@ def attention_of(where, type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # 
             soften(m, held, lane, warp, g, s, x)
             scale_by_values(cache_at(v, first_v, row_v, span, now), here_key, position, lane, v_raw, held, inv, x)
             amax = largest_amax(x, lane, warp, g, t, s)
-            here = afresh(n_ctx)  # what follows of it is not kept in registers
+            here = afresh(room(n_ctx))  # what follows of it is not kept in registers
             most_pieces = i32(i32(here + PIECE - 1) >> 7)
-            first_head = i32((afresh(i32(at_head_kv())) * parts + at_part() % parts) * heads)
+            first_head = i32((afresh(i32(at_head_kv())) * parts + at_part(position) % parts) * heads)
             to = Pieces(pieces, i32(i32(token * n_head + first_head) * most_pieces + now), most_pieces)
             statistics = statistics_at(n_tokens(), n_head, here, dim_v) + 2 * to.first
             d_p, inv_p = scales(amax)
@@ -812,7 +889,8 @@ def attention_of(where, type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # 
             store_statistics(to, statistics, m, d_p, tid, lane, warp, g, t, s)
 
             # 3. o
-            weigh_slabs(both, cache_at(v, first_v, row_v, span, now), here_key, position, v_raw, inv, mask, lane, tid, s, to)
+            values = cache_at(v, first_v, row_v, span, now)
+            weigh_slabs(both, values, here_key, position, v_raw, inv, mask, lane, tid, s, to, half)
             if piece <= position >> 7:
                 row_v = i32(afresh(cell_v) >> 3)
                 load_present(present, i64(afresh(sequence)) * n_ctx, key, position, lane, held)
@@ -822,8 +900,8 @@ def attention_of(where, type_k, type_v, dim_k, dim_v, heads, parts, n_warps,  # 
                     load_values(cache_at(v, first_v, row_v, span, piece), key, position, lane, v_raw)
             if whole:
                 cuda.syncthreads()  # sums of the warps are written; all that the next piece writes before its sums is read
-                fold((n_slabs - 1) // at_once * at_once, tid, s, to)
-    return run
+                fold((n_slabs - 1) // at_once * at_once, tid, s, to, half)
+    return run, load_first
 
 
 @factory([("f16", "f16", 64, 64, 3, 1, 16), ("f16", "f16", 128, 128, 4, 1, 16), ("q8_0", "q8_0", 128, 128, 8, 2, 16),
@@ -838,10 +916,12 @@ def flash_attn_ext_few_kernel(type_k, type_v, dim_k, dim_v, heads, parts, n_warp
     pieces those from the blockIdx.x // parts-th on by steps of gridDim.x // parts. pieces: what `flash_attn_ext_combine`
     takes."""
     const, ring = constants(type_k, type_v, dim_k, dim_v, heads, n_warps), ring_of(is_ring)
-    run = attention_of(IN_GRID, type_k, type_v, dim_k, dim_v, heads, parts, n_warps, softcap, is_ring)
+    run, _ = attention_of(IN_GRID, type_k, type_v, dim_k, dim_v, heads, parts, n_warps, softcap, is_ring)
+    n_k_raw, n_v_raw, n_own = const.n_loaded
 
     def kernel(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale):
-        run(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale)
+        loaded = cuda.local.array(n_k_raw, u32), cuda.local.array(n_v_raw, u32), cuda.local.array(n_own, i32)
+        run(q, k, v, seq, pos, present, pieces, n_ctx, cell_v, span, scale, Z, loaded)
     parameters = F32, const.K.pointer, const.V.pointer, I32, I32, U8, F32, N, N, ring.parameter, SCALAR_F32
     return Kernel(kernel, parameters, 32 * n_warps, RESIDENT[n_warps])
 

@@ -33,9 +33,10 @@ them at once, so that what is behind it fetches its weights meanwhile; all other
 next would take multiprocessors from the next one, whose blocks then share what is left. `ptx.wait_for_previous` returns when the
 one before has ended and its stores are seen. No kernel touches memory that another one writes or reads before it has waited, and
 all threads of every kernel wait, so that the end of one is the end of all before it. Two things may be read earlier. What no
-kernel ever writes, only copies do (weights, tables, positions): a copy is ordered with both its neighbours as ever. And operands
-that are *settled*: between the launch that wrote them and this one is a large one. It had waited, so the writer had ended, before
-anything behind it started. A kernel that reads early places the wait itself; in every other one it is the first instruction.
+kernel ever writes, only copies do (weights, tables, positions, numbers of cells): a copy is ordered with both its neighbours as
+ever. And operands that are *settled*: between the launch that wrote them and this one is a large one. It had waited, so the
+writer had ended, before anything behind it started. A kernel that reads early places the wait itself; in every other one it is
+the first instruction.
 """
 import ctypes
 import hashlib

@@ -61,6 +61,16 @@ def halve128(a, b, c, d, lane):
 
 
 @device
+def halve_fours(s, lane):
+    """The same of a lane's partials 4 lane .. 4 lane + 3."""
+    a, b, c, d = s
+    for half in (16, 8, 4, 2, 1):
+        a, b = add(a, as_f32(shuffle(as_i32(a), lane ^ half))), add(b, as_f32(shuffle(as_i32(b), lane ^ half)))
+        c, d = add(c, as_f32(shuffle(as_i32(c), lane ^ half))), add(d, as_f32(shuffle(as_i32(d), lane ^ half)))
+    return add(add(a, c), add(b, d))
+
+
+@device
 def with_square(v, total):
     return fma(v, v, total)
 

@@ -149,6 +149,7 @@ def run(g, no_fuse=()):
       for given, end in (({"act": "geglu"}, ["add"]), ({"window": 5}, ["add"]), ({"eps": 1e-6}, ["add"]),
                          ({"indirect": True}, ["add"]), ({"types": ("f32", "f32")}, ["add"]), ({"n_ff": 4128}, ["add"]),
                          ({"read_first": True}, ["add", "scale"]))),
+    (lambda: whole_layer(made_rows=True), ["cpy", *PARTS_OF_A_LAYER, "add"]),
     (lambda: whole_layer(o_bias=True), [*PARTS_OF_A_LAYER[:3], "mul_mat_bias", *PARTS_OF_A_LAYER[4:], "add"]),
     (lambda: whole_layer(2), ["add_rms_norm_act", "mul_mat_qkv", *PARTS_OF_A_LAYER[1:4], "add_rms_norm_act", "mul_mat_glu",
                               "quantize", "mul_mat", "add"]),
@@ -361,8 +362,10 @@ def test_layers_that_a_gpu_computes_by_parts():
                                         Tensor("dst", "i64", (1,)), one, Tensor("present", "u8", (2, n_ctx)), o, norm, gate, gate,
                                         down), target, n_head=n_head, n_head_kv=n_head_kv, neox=True, scale=0.1, eps=1e-5)
     assert layer() and layer(n_cols=512, n_head=8, n_head_kv=2)
-    assert not layer(n_ctx=1025)                # more blocks share the pieces
-    assert not layer(n_cols=1024, n_ff=4096)    # no room, or more than 16 multiprocessors should read
+    assert layer(n_ctx=1536) and layer(n_cols=512, n_head=8, n_head_kv=2, n_ctx=2048)
+    assert not layer(n_ctx=1537)                # no room for the pieces
+    assert layer(n_cols=512, n_head=8, n_head_kv=8, n_ctx=1024) and not layer(n_cols=512, n_head=8, n_head_kv=8, n_ctx=1025)
+    assert not layer(n_cols=1024, n_ff=4096)    # nor for the weights, or more than 16 multiprocessors should read
     assert not layer(n_cols=560) and not layer(n_head=12, n_head_kv=1) and not layer(dim=40)
     assert not layer(cc=(10, 0))
 

@@ -56,8 +56,8 @@ def violations(ptx: str, of_float64: bool = False) -> list[str]:
 LAUNCH, WAIT = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 # Parameters of kernels that wait where they say: what only copies write
 WEIGHTS = {"words", "bias", "gate_words", "up_words", "down_words", "q_words", "k_words", "v_words", "o_words", "gate_bias",
-           "up_bias", "q_bias", "k_bias", "v_bias", "w", "att_norm", "sinks", "pos", "seq", "rope_table", "q_norm", "k_norm",
-           "receivers"}
+           "up_bias", "q_bias", "k_bias", "v_bias", "w", "att_norm", "sinks", "pos", "seq", "cells", "rope_table", "q_norm",
+           "k_norm", "receivers"}
 SETTLED = {"ids"}  # what launches read early where it is settled
 GLOBAL = re.compile(r"\b(ld|st|prefetch)(\.\w+)*\.global|\bcp\.async\.(c[ag]\b|bulk)")
 

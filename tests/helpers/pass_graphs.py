@@ -245,13 +245,16 @@ def q_as_it_is(g, x, y):
 
 
 def attention(types=("f16", "f16"), neox=(True, True), rows_of_v="rows", v_first=False, norms=(None, None), indirect=False,
-              between=lambda g, q, k, cache: [], qkv=q_as_it_is, cells=CELLS, window=0):
+              between=lambda g, q, k, cache: [], qkv=q_as_it_is, cells=CELLS, window=0, made_rows=False):
     """Nine heads of Q and three of K and V, put into some of eight cells. norms: eps of those of Q and K. between: (graph,
-    rotated Q and K, cache of K) -> outputs, made after K is written and before V is. qkv: (graph, x, y) -> Q, K, V."""
+    rotated Q and K, cache of K) -> outputs, made after K is written and before V is. qkv: (graph, x, y) -> Q, K, V. made_rows: a
+    node writes the numbers of the cells."""
     g, x, y = start(len(cells))
+    rows = {name: leaf(name, "i64", cells) for name in ("rows", "other rows")}
+    if made_rows:
+        rows["rows"] = g.cpy(rows["rows"], leaf("no rows", "i64", cells), name="made rows")
     x, k, v = qkv(g, x, y)
     pos, seq = leaf("pos", "i32", cells.astype(np.int32)), leaf("seq", "i32", np.zeros(len(cells), np.int32))
-    rows = {name: leaf(name, "i64", cells) for name in ("rows", "other rows")}
     present = np.isin(np.arange(8), cells).astype(np.uint8)[None]
     table = leaf("table", "f32", np.random.default_rng(2).uniform(-1, 1, (8, 12, 2)).astype(np.float32))
     cache_k, cache_v = (leaf(f"cache {type_}", type_, np.zeros((8, {"f32": 384, "f16": 192, "q8_0": 102}[type_]), np.uint8),

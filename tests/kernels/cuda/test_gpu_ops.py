@@ -173,13 +173,13 @@ def test_dense_layer(machine, types, n_cols, heads, n_ff):
     """Many times, since the blocks of a cluster meet otherwise each time."""
     if machine.target.cc != (9, 0):
         pytest.skip("dense_layer is for compute capability 9.0")
-    for position in (0, 1, 127, 128, 511, 700, 2047):
+    for position in (0, 1, 127, 128, 511, 600, 639):
         for neox in (False, True):
-            check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 2048, position, neox=neox,
-                              holes=range(130, 256) if position == 700 else ())
+            check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, position, neox=neox,
+                              holes=range(130, 256) if position == 600 else ())
     for _ in range(20):
-        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 2048, 300)
-    check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 2048, 5, zeros=True)
+        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, 300)
+    check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, 5, zeros=True)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])
