@@ -180,6 +180,8 @@ def test_dense_layer(machine, types, n_cols, heads, n_ff):
     for _ in range(20):
         check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, 300)
     check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, 5, zeros=True)
+    for position, behind in ((100, 30), (600, 400)):
+        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, position, behind=behind)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])
