@@ -32,8 +32,8 @@ from .glu import gated_unit
 from .launch import F32, HOPPER, I32, I64, Kernel, N, SCALAR_F32, U8, U16, U32, factory, need
 from .mmq_few import ROW_SLOT, choice, codebooks, multiplier
 from .operands import addresses
-from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fma, i32, i64,
-                  ld, ld4, lds, lds2, lds4, mul, st, st4, sts, sts4, sub, u32, wait_for_previous)
+from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mul, st,
+                  st4, sts, sts4, sub, u32, wait_for_previous)
 from .rms_norm import PARTIALS, halve_fours, reciprocal
 from .rope_set_rows import LANES, NORMS, constants, rotation
 from .set_rows import PUTS
@@ -77,11 +77,6 @@ class Shape(NamedTuple):
     @property
     def kv_cols(self) -> int:
         return self.n_head_kv * self.dim
-
-    @property
-    def n_senders(self) -> int:
-        """Warps of a block that send what its products give."""
-        return self.n_warps // 2
 
     @property
     def n_splits(self) -> int:
@@ -184,11 +179,16 @@ def parts(n: int):
 
 
 def place_of(stage: Stage, shape: Shape, kinds: tuple[int, ...]):
-    """(w, rank, t) -> (words, row tile, kind, whether there is such a tile) of a block's t-th tile of a stage without turns."""
+    """(w, rank, t) -> (words, row tile, kind, whether there is such a tile) of a block's t-th tile."""
     a, b, c = (*stage.matrices, *stage.matrices, *stage.matrices)[:3]
     kind_a, kind_b, kind_c = (i32(kinds[matrix]) for matrix in (a, b, c))
     n, n_blocks, to_b = stage.n_tiles, shape.n_blocks, stage.tiles[0]
     to_c = sum(stage.tiles[:2])
+
+    @device
+    def by_turns(w, rank, t):
+        v = i32(rank + n_blocks * (t >> 1))
+        return w[b] if t & 1 else w[a], v, kind_b if t & 1 else kind_a, v < n
 
     @device
     def alone(w, rank, t):
@@ -203,27 +203,22 @@ def place_of(stage: Stage, shape: Shape, kinds: tuple[int, ...]):
         if v < to_c:
             return w[b], i32(v - to_b), kind_b, True
         return w[c], i32(v - to_c), kind_c, v < n
-    return in_a_row if len(stage.tiles) > 1 else alone
+    return by_turns if stage.by_turns else in_a_row if len(stage.tiles) > 1 else alone
 
 
 def asker(stage: Stage, shape: Shape, first: int, number: int):
     """(w, rank, lane, warp, shared): a warp asks for its pairs of the block's tiles of a stage and chunks, p = t n_chunks + chunk
     of a block's t-th tile, to words first + p words: bulk copies, whose bytes the stage's mbarrier counts. number: its number."""
-    n_chunks, n_warps, n_blocks, pairs = stage.n_chunks, shape.n_warps, shape.n_blocks, most_pairs(stage, shape)
+    n_chunks, n_warps, pairs = stage.n_chunks, shape.n_warps, most_pairs(stage, shape)
     words, barrier = tile_words(shape.names, stage), layout(shape).copies + number * mbarrier.WORDS
     n_rounds = -(-pairs // n_warps)
     sizes = tuple(i32(tile_bytes(format_of(name)) // 4) for name in shape.names)
-    by_turns, place, part = stage.by_turns, place_of(stage, shape, range(len(shape.names))), parts(n_chunks)[0]
-    a, b, n_tiles = stage.matrices[0], stage.matrices[-1], stage.n_tiles
+    place, part = place_of(stage, shape, range(len(shape.names))), parts(n_chunks)[0]
 
     @device
     def tile_of(w, rank, p):
         """(words, row tile, words of a tile there, whether there is one)."""
-        t = part(p)
-        if by_turns:
-            v = i32(rank + n_blocks * (t >> 1))
-            return w[b] if t & 1 else w[a], v, sizes[b] if t & 1 else sizes[a], v < n_tiles
-        matrix, tile, kind, there = place(w, rank, t)
+        matrix, tile, kind, there = place(w, rank, part(p))
         return matrix, tile, sizes[kind], there
 
     @device
@@ -303,12 +298,16 @@ def worker(stage: Stage, shape: Shape, first: int, number: int):
 # 128 + 4 lane on, two fours; where there are enough warps, two of them write a half each. make: (given, shared, lane, warp);
 # behind it they are there for all threads.
 
+def by_halves(shape: Shape, n: int) -> bool:
+    """Whether two warps write a chunk of n columns."""
+    return 2 * chunks_of(n) <= shape.n_warps
+
+
 def row_maker(shape: Shape, n: int, values):
     """values: (given, shared, column, other column, lane) -> two fours of the n columns."""
-    row, chunks = layout(shape).row, chunks_of(n)
+    row, halved, last = layout(shape).row, by_halves(shape, n), i32(n - 4)
     write, write_half = activation_writer(any(takes_sums(format_of(name)) for name in shape.names))
-    by_halves = 2 * chunks <= shape.n_warps
-    n_used, last = 2 * chunks if by_halves else chunks, i32(n - 4)
+    n_used = chunks_of(n) * (2 if halved else 1)
 
     @device
     def there(column, four):
@@ -318,12 +317,12 @@ def row_maker(shape: Shape, n: int, values):
     @device
     def make(given, shared, lane, warp):
         if warp < n_used:
-            chunk = i32(warp >> 1 if by_halves else warp)
+            chunk = i32(warp >> 1 if halved else warp)
             first = i32(CHUNK * chunk + 4 * lane)
             second = i32(first + CHUNK // 2)
             a, b = values(given, shared, i32(min(first, last)), i32(min(second, last)), lane)
             a, b = there(first, a), there(second, b)
-            if by_halves:
+            if halved:
                 write_half(shared, i32(row + CHUNK * chunk), lane, i32(warp & 1), a, b)
             else:
                 write(shared, i32(row + CHUNK * chunk), lane, a, b)
@@ -333,11 +332,11 @@ def row_maker(shape: Shape, n: int, values):
 
 def norm_weights(shape: Shape):
     """(w, lane, warp) -> those of the norm that a lane multiplies, two fours."""
-    last, by_halves = i32(shape.n_cols - 4), 2 * chunks_of(shape.n_cols) <= shape.n_warps
+    last, halved = i32(shape.n_cols - 4), by_halves(shape, shape.n_cols)
 
     @device
     def weights(w, lane, warp):
-        column = i32(CHUNK * (warp >> 1 if by_halves else warp) + 4 * lane)
+        column = i32(CHUNK * (warp >> 1 if halved else warp) + 4 * lane)
         return ld4(w, i32(min(column, last))), ld4(w, i32(min(i32(column + CHUNK // 2), last)))
     return weights
 
@@ -410,10 +409,11 @@ def combination_maker(shape: Shape):
 # What blocks send each other, all to all, each beginning with another one
 
 def total_sender(stage: Stage, shape: Shape, first: int, which: int, value):
-    """(shared, rank, lane, warp): of the block's tiles of a stage what becomes of their totals, to word `first` on. The warps are
-    parted among the tiles, and those of a tile among the blocks. value: (shared, t, lane) -> it, of the block's t-th tile."""
-    n_tiles, n_blocks, n_senders, most = stage.n_tiles, shape.n_blocks, shape.n_senders, -(-stage.n_tiles // shape.n_blocks)
-    barrier, n_shares = layout(shape).arrivals + which * mbarrier.WORDS, max(1, shape.n_senders // most)
+    """(shared, rank, lane, warp): of the block's tiles of a stage what becomes of their totals, to word `first` on. Half of the
+    warps are parted among the tiles, and those of a tile among the blocks. value: (shared, t, lane) -> it, of the block's t-th
+    tile."""
+    n_tiles, n_blocks, n_senders, most = stage.n_tiles, shape.n_blocks, shape.n_warps // 2, -(-stage.n_tiles // shape.n_blocks)
+    barrier, n_shares = layout(shape).arrivals + which * mbarrier.WORDS, max(1, n_senders // most)
     (share_of_warp, tile_of), (_, in_cluster) = parts(most), parts(n_blocks)
 
     @device

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
+from ggml_py.kernels.cuda.dense_layer import Shape, layout
 from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
+from ggml_py.kernels.cuda.flash_attn_ext_combine import PIECE
 from ggml_py.kernels.cuda.gated_delta_net import MANY_TOKENS
 from ggml_py.kernels.cuda.mmq import block_shape, hopper_blocks
 from ggml_py.kernels.cuda.set_rows import TYPES
@@ -173,15 +175,16 @@ def test_dense_layer(machine, types, n_cols, heads, n_ff):
     """Many times, since the blocks of a cluster meet otherwise each time."""
     if machine.target.cc != (9, 0):
         pytest.skip("dense_layer is for compute capability 9.0")
-    for position in (0, 1, 127, 128, 511, 600, 639):
+    n_ctx = PIECE * layout(Shape(types, n_cols, *heads, 64, n_ff, 32, False)).n_pieces  # as long as there is room
+    for position in (0, 1, 127, 128, 511, 700, n_ctx - 1):
         for neox in (False, True):
-            check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, position, neox=neox,
-                              holes=range(130, 256) if position == 600 else ())
+            check_dense_layer(machine, types, n_cols, heads, 64, n_ff, n_ctx, position, neox=neox,
+                              holes=range(130, 256) if position == 700 else ())
     for _ in range(20):
-        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, 300)
-    check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, 5, zeros=True)
+        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, n_ctx, 300)
+    check_dense_layer(machine, types, n_cols, heads, 64, n_ff, n_ctx, 5, zeros=True)
     for position, behind in ((100, 30), (600, 400)):
-        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, 640, position, behind=behind)
+        check_dense_layer(machine, types, n_cols, heads, 64, n_ff, n_ctx, position, behind=behind)
 
 
 @pytest.mark.parametrize("op", ["add", "mul"])
