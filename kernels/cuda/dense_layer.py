@@ -32,8 +32,8 @@ from .glu import gated_unit
 from .launch import F32, HOPPER, I32, I64, Kernel, N, SCALAR_F32, U8, U16, U32, factory, need
 from .mmq_few import ROW_SLOT, choice, codebooks, multiplier
 from .operands import addresses
-from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mul, st,
-                  st4, sts, sts4, sub, u32, wait_for_previous)
+from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mul,
+                  quotient, remainder, st, st4, sts, sts4, sub, u32, wait_for_previous)
 from .rms_norm import PARTIALS, halve_fours, reciprocal
 from .rope_set_rows import LANES, NORMS, constants, rotation
 from .set_rows import PUTS
@@ -173,9 +173,9 @@ def layout(shape: Shape) -> Layout:
 
 @lru_cache(None)
 def parts(n: int):
-    """(a -> a // n, a -> a % n) of an int32 that is not negative; in 32 bits, which numba's own are not."""
-    n = u32(n)
-    return device(lambda a: i32(u32(a) // n)), device(lambda a: i32(u32(a) % n))
+    """(a -> a // n, a -> a % n) of an int32 that is not negative."""
+    n = i32(n)
+    return device(lambda a: quotient(a, n)), device(lambda a: remainder(a, n))
 
 
 def place_of(stage: Stage, shape: Shape, kinds: tuple[int, ...]):

@@ -12,7 +12,8 @@ from ...quant.words import TOPS
 from .dispatch import ITEMS
 from .half_product import SUM_WORDS, exponents, most_squares, twice
 from .launch import HOPPER, I32, Kernel, N, U32, factory
-from .ptx import add2, device, dp4a, halves, i2f, i32, i64, ld, ld4, prmt, shuffle, st, st4, stage, u32
+from .operands import row_of_pair
+from .ptx import add2, device, dp4a, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, shuffle, st, st4, stage, u32
 from .quantize import plane_words
 from .wgmma import ATOM_WORDS
 
@@ -66,19 +67,17 @@ def rows_of(tokens: int, experts: bool):
     @device
     def row_of(table, order, item, token, n, n_used, x_rows):
         if not experts:
-            return i32(min(item * tokens + token, n - 1))
+            return least(i32(item * tokens + token), i32(n - 1))
         row = i32(-1)
         if item < ld(table, 0):
             _, first, n_rows, _ = ld4(table, ITEMS + 4 * item)
             if token < n_rows:
-                pair = ld(table, order + first + token)
-                row = i32(pair // n_used)
-                row = i32(row * x_rows + i32(pair - row * n_used) % x_rows)
+                row = row_of_pair(ld(table, order + first + token), n_used, x_rows)
         return row
     return row_of
 
 
-@factory([("Q4_K", tokens, experts) for tokens, experts in ((64, False), (16, True), (32, True))])
+@factory([("Q4_K", tokens, experts) for tokens, experts in ((64, False), (32, False), (16, True), (32, True))])
 def half_limbs_kernel(name, tokens, experts):
     """Lane l widens a piece of 16 bytes of both limbs, of columns 16 (l / 2) .. of a chunk of a token."""
     most, quads, row_of, n_words = most_squares(format_of(name)), tokens // 4, rows_of(tokens, experts), unit_words(tokens)
@@ -108,8 +107,8 @@ def half_limbs_kernel(name, tokens, experts):
 
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
         lane, place = i32(cuda.threadIdx.x & 31), i32(cuda.blockIdx.x * (N_THREADS // 32) + (cuda.threadIdx.x >> 5))
-        token = i32(place // n_chunks)
-        item, chunk, t = i32(token // tokens), i32(place - token * n_chunks), i32(token & (tokens - 1))
+        token = quotient(place, n_chunks)
+        item, chunk, t = quotient(token, tokens), i32(place - token * n_chunks), i32(token & (tokens - 1))
         if item < n_items:
             lo_at, scales, sums, _ = plane_words(n, n_chunks)
             row, at = row_of(table, order, item, t, n, n_used, x_rows), (i64(item) * n_chunks + chunk) * n_words

@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
-from ...quant.formats import CHUNK, FORMATS, Format, format_of
+from ...quant.formats import FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
 from . import cluster, group_product, mbarrier, wgmma
 from .dispatch import ITEMS, dispatch_table
 from .launch import F32, HOPPER, I32, Kernel, N, U32, factory, need
-from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of
+from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of, row_of_pair
 from .ptx import (afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld,
-                  ld4, lds, lds2, lds4, shuffle, stage, sts, sts4,
-                  syncwarp, wait_for_previous)
-from .quantize import plane_words
-from .tile_product import (QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, factors, form, gate_and_store, is_late, slot, swizzle,
-                           table_words, tile_product)
+                  ld4, lds, lds2, lds4, least, quotient, remainder, shuffle, stage, sts, sts4, syncwarp,
+                  wait_for_previous)
+from .quantize import most_rows, planes
+from .tile_product import (QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, chunk_words, factors, form, gate_and_store, is_late, slot,
+                           swizzle, table_words, tile_product)
 from .weights import unpacker
 
 
@@ -247,10 +247,10 @@ def dense(block: Block) -> Part:
     """Rows from blockIdx.x * rows and tokens from blockIdx.y * tokens of one matrix."""
     tokens, blocks = block.tokens, block.blocks
     first = device(lambda shared: i32(cuda.blockIdx.y * tokens))
-    return Part(row_block=device(lambda shared: cuda.blockIdx.x // blocks if blocks > 1 else cuda.blockIdx.x),
+    return Part(row_block=device(lambda shared: quotient(i32(cuda.blockIdx.x), blocks)),
                 matrix=device(lambda shared: i32(0)),
                 sources=first,
-                source=device(lambda shared, number, last: i32(min(number, last))),
+                source=device(lambda shared, number, last: least(number, last)),
                 targets=first,
                 target=device(lambda shared, number: number))
 
@@ -268,7 +268,7 @@ def grouped(tokens: int, at) -> Part:
                 matrix=device(lambda shared: i32(lds(shared, at() + 1))),
                 sources=device(lambda shared: i32(at() + 3)),
                 # A block may have more threads than tokens
-                source=device(lambda shared, number, last: i32(lds(shared, min(number, at() + (2 + tokens))))),
+                source=device(lambda shared, number, last: i32(lds(shared, least(number, i32(at() + (2 + tokens)))))),
                 targets=device(lambda shared: i32(at() + (3 + tokens))),
                 target=device(lambda shared, number: i32(lds(shared, number))),
                 n_tokens=device(lambda shared: i32(lds(shared, at() + 2))))
@@ -287,13 +287,15 @@ def taker(tokens: int, n_threads: int, at, heads: bool):
 
     @device
     def count(table, pairs):
-        return i32((pairs.n_pairs // pairs.n_matrices + tokens - 1) // tokens * pairs.n_matrices) if heads else ld(table, 0)
+        if heads:
+            return i32(quotient(i32(quotient(pairs.n_pairs, pairs.n_matrices) + (tokens - 1)), tokens) * pairs.n_matrices)
+        return ld(table, 0)
 
     @device
     def take(tid, shared, table, item, row_block, order, pairs):
         if heads:
-            matrix, first = i32(item % pairs.n_matrices), i32(item // pairs.n_matrices * tokens)
-            n = i32(min(tokens, pairs.n_pairs // pairs.n_matrices - first))
+            matrix, first = remainder(item, pairs.n_matrices), i32(quotient(item, pairs.n_matrices) * tokens)
+            n = least(i32(tokens), i32(quotient(pairs.n_pairs, pairs.n_matrices) - first))
         else:
             matrix, first, n, _ = ld4(table, ITEMS + 4 * item)
         place = at()
@@ -303,14 +305,13 @@ def taker(tokens: int, n_threads: int, at, heads: bool):
             sts(shared, place + 2, n)
         i = tid
         while i < tokens:
-            row = i32(first + min(i, n - 1))
+            row = i32(first + least(i, i32(n - 1)))
             if heads:
                 pair = i32(row * pairs.n_matrices + matrix)
                 source = pair
             else:
                 pair = ld(table, order + row)
-                token = i32(pair // pairs.n_used)
-                source = i32(token * pairs.x_rows + i32(pair - token * pairs.n_used) % pairs.x_rows)
+                source = row_of_pair(pair, pairs.n_used, pairs.x_rows)
             sts(shared, place + 3 + i, source)
             sts(shared, place + 3 + tokens + i, pair if i < n else pairs.n_pairs)
             i = i32(i + n_threads)
@@ -354,11 +355,11 @@ def tile_copier(fmt: Format, block: Block, part: Part):
 
     @device
     def copy_tile(lane, warp, shared, to, operands, chunk):
-        tile, group = i32(warp % row_tiles), i32(warp // row_tiles)
-        row_tile = (i64(min(row_block(shared) * row_tiles + tile, (operands.n_rows - 1) >> 5))
-                    + matrix(shared) * ((operands.n_rows + 31) >> 5))
-        source = (row_tile * operands.n_chunks + chunk) * tile_words + lane * 4
-        place = to + tiles_at + tile * tile_words + lane * 4
+        tile, group = remainder(warp, row_tiles), quotient(warp, row_tiles)
+        row_tile = i32(least(i32(row_block(shared) * row_tiles + tile), i32((operands.n_rows - 1) >> 5))
+                       + matrix(shared) * ((operands.n_rows + 31) >> 5))
+        source = chunk_words(row_tile, chunk, operands.n_chunks, tile_words) + lane * 4
+        place = i32(to + tiles_at + tile * tile_words + lane * 4)
         if group == 0:
             first_copies(shared, place, operands.words, source)
         elif wholes > half:
@@ -395,10 +396,10 @@ def token_copier(fmt: Format, block: Block, part: Part):
     @device
     def find(tid, shared, n_chunks, n, found):
         lane, warp = i32(tid & 31), i32(tid >> 5)
-        lo, scales, _, limbs = plane_words(n, n_chunks)
+        lo, scales, _, limbs = planes(n, n_chunks)
         first, last, row_words = sources_from(shared), i32(n - 1), i32(n_chunks * 64)
-        limb, piece = lane >> 4, lane & 15
-        plane = i32((lo if limb else i64(0)) + piece * 4)
+        limb, piece = i32(lane >> 4), i32(lane & 15)
+        plane = i32(limb * lo + piece * 4)
         for c in range(4):
             found.places[c] = i32(act_at + warp * quad_words + in_quad(2 * c + limb, piece))
             for i in range(quads_of_warp):
@@ -408,7 +409,7 @@ def token_copier(fmt: Format, block: Block, part: Part):
             found.own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last) * n_chunks)
         for i in range(limbs_of_thread):
             p = i32(tid + i * n_threads)
-            token = i32(p // 3)
+            token = quotient(p, 3)
             source = source_of(shared, i32(first + token), last)
             found.own[scales_of_thread + i] = i32(limbs + source * n_chunks * 12 + (p - 3 * token) * 4)
 
@@ -536,7 +537,9 @@ def warp_placer(block: Block):
 
     @device
     def place_of(warp):
-        return (warp >> 1, warp & 1, i32(0)) if warpgroups else (i32(warp % row_tiles), i32(0), i32(warp // row_tiles))
+        if warpgroups:
+            return warp >> 1, warp & 1, i32(0)
+        return remainder(warp, row_tiles), i32(0), quotient(warp, row_tiles)
     return place_of
 
 
@@ -811,7 +814,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         shared = cuda.shared.array(0, types.uint32)
         total, acc = cuda.local.array(n_own, f32), cuda.local.array(n_sums, f32)
         tid, n_chunks, team, turn_of = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8), i32(0), i32(0)
-        rank = i32(cuda.blockIdx.x % blocks)
+        rank = i32(i32(cuda.blockIdx.x) & (blocks - 1))
         if n_entries:
             p = tid
             while p < n_entries:
@@ -826,7 +829,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         operands = Operands(words, act, n_rows, n_chunks, n)
         found = Found(cuda.local.array(n_places, i32), cuda.local.array(n_offsets, i32), cuda.local.array(n_found, i32))
         if teams > 1:
-            team = shuffle(i32(tid // team_threads), i32(0))  # known to be the same for all lanes
+            team = shuffle(quotient(tid, team_threads), i32(0))  # known to be the same for all lanes
             tid = i32(tid - team * team_threads)
         if warpgroups:
             find(tid, shared, n_chunks, n, found)
@@ -894,7 +897,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             copied, free = i32(copied + n_teams), i32(free + step if free < last_step else free + (step - ring_words))
             chunk, now = i32(chunk + n_teams), i32(now + step if now < last_step else now + (step - ring_words))
         if n_teams > 1:
-            n_turns = i32((n_chunks + (n_teams - 1)) // n_teams)
+            n_turns = quotient(i32(n_chunks + (n_teams - 1)), n_teams)
             if turn_of < n_turns:  # there are no chunks for all in the last turn, and none for this team
                 if turn_of > 0 and not behind:
                     fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
@@ -998,11 +1001,11 @@ def mmq_qkv_kernel(q, k, v, *block):
 
     def kernel(q_words, k_words, v_words, act, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n):
         # block: of the matrices' blocks of rows the one of number blockIdx.x / blocks; tokens from blockIdx.y * tokens
-        row_block, matrix, n_rows = i32(cuda.blockIdx.x // blocks), i32(0), q_rows
-        n_blocks = i32((q_rows + (rows - 1)) // rows)
+        row_block, matrix, n_rows = quotient(i32(cuda.blockIdx.x), blocks), i32(0), q_rows
+        n_blocks = quotient(i32(q_rows + (rows - 1)), rows)
         if row_block >= n_blocks:
             row_block, matrix, n_rows = i32(row_block - n_blocks), i32(1), k_rows
-            n_blocks = i32((k_rows + (rows - 1)) // rows)
+            n_blocks = quotient(i32(k_rows + (rows - 1)), rows)
             if row_block >= n_blocks:
                 row_block, matrix, n_rows = i32(row_block - n_blocks), i32(2), v_rows
         if cuda.threadIdx.x == 0:
@@ -1047,10 +1050,10 @@ def grouped_products(names: tuple[str, ...], block: Block, ending: Ending, heads
     @device
     def run(words, other_words, bias, other_bias, act, table, out, order, pairs):
         shared = cuda.shared.array(0, types.uint32)
-        n_row_blocks = i32((pairs.n_rows + (rows - 1)) // rows)
+        n_row_blocks = quotient(i32(pairs.n_rows + (rows - 1)), rows)
         item, end = i32(cuda.blockIdx.x), i32(count(table, pairs) * n_row_blocks)
         while item < end:
-            work = i32(item // n_row_blocks)
+            work = quotient(item, n_row_blocks)
             take(i32(cuda.threadIdx.x), shared, table, work, i32(item - work * n_row_blocks), order, pairs)
             cuda.syncthreads()  # the item is there
             multiply(words, other_words, bias, other_bias, act, out, pairs.n_rows, pairs.n_cols, pairs.n, pairs.n_pairs)
@@ -1098,7 +1101,7 @@ def mmq_id_glu_kernel(activation, gate, up, biased, alpha, limit, *block):
 
 def launch_grid(block: Block, n_rows: int, n_cols: int, n: int) -> tuple[int, int]:
     """Blocks over the rows of a matrix and over n tokens."""
-    most = min(65535 * block.tokens, (1 << 31) // (160 * -(-n_cols // CHUNK)))  # blocks of a grid; words of activations
+    most = min(65535 * block.tokens, most_rows(n_cols))  # blocks of a grid; words of activations
     need(n <= most, "n", n, f"1..{most}")
     return -(-n_rows // block.rows) * block.blocks, -(-n // block.tokens)
 

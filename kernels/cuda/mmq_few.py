@@ -20,13 +20,13 @@ from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
 from . import mbarrier
 from .argmax import LEAST_RANK, best_of_warp, rank
-from .launch import F32, I32, Kernel, N, RESERVED, U32, even_bytes, factory
+from .launch import F32, I32, Kernel, N, RESERVED, U32, even_bytes, factory, need
 from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, architecture, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma,
-                  i32, i64, ldc, lds, nothing, st, stage, sts, syncwarp, u32, wait_for_previous)
-from .quantize import plane_words
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, factors, gate_and_store, row_there, slot, swizzle,
-                           table_words, takes_sums, tile_product, zero_words)
+                  i32, i64, kept, ldc, lds, least, nothing, redux_max, st, stage, sts, syncwarp, u32, wait_for_previous)
+from .quantize import most_rows, planes
+from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, STORE, Ending, Slot, chunk_words, factors, gate_and_store, row_there, slot,
+                           swizzle, table_words, takes_sums, tile_product, zero_words)
 from .wgmma import fence
 
 MOST_TOKENS = MOST_FEW * QUAD  # of a block
@@ -99,16 +99,25 @@ def shared_words(names: tuple[str, ...], n_tokens: int, n_warps: int, per_round:
     return (words + 3 & -4) + row_words
 
 
+@device
+def lane_words(lane, n, n_chunks):
+    """(of a slot's activations, of all activations): the words at which the lane's 16 bytes of each chunk of a row lie."""
+    limb, piece = i32(lane >> 4), i32(lane & 15)
+    return (kept(i32(limb * 64 + ((piece ^ (limb << 1)) << 2)), lane),
+            kept(i32(limb * planes(n, n_chunks)[0] + piece * 4), lane))
+
+
 def copier(fmt: Format, n_tokens: int, listed: bool):
-    """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's, (lane, shared,
-    to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed, those in
-    the words of shared memory from there."""
+    """A warp starts the copies of a chunk: (lane, shared, to, words, row_tile, chunk, n_chunks) of the weight's, (lane, own,
+    shared, to, act, chunk, first, n_valid, n, n_chunks) of the activations'. Their rows are the n_valid from `first` or, listed,
+    those in the words of shared memory from there. own: `lane_words`."""
     at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
     act_at, d_at, sums_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
+    n_quads = quads_of(n_tokens)
 
     @device
     def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
-        tile = (i64(row_tile) * n_chunks + chunk) * (n_pieces * 4) + lane * 4
+        tile = chunk_words(row_tile, chunk, n_chunks, 4 * n_pieces) + lane * 4
         tile_copies(shared, to + lane * 4, words, tile)
         if rest and lane < rest:
             copy4(shared, to + lane * 4 + (n_pieces - rest) * 4, words, tile + (n_pieces - rest) * 4)
@@ -118,32 +127,29 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
         return i32(lds(shared, first + token)) if listed else i32(first + token)
 
     @device
-    def copy_token(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
-        lo, scales, sums, _ = plane_words(n, n_chunks)
-        limb, piece, at = lane >> 4, lane & 15, i64(row_of(shared, first, 0)) * n_chunks
-        copy4(shared, to + act_at + limb * 64 + ((piece ^ swizzle(limb)) << 2), act,
-              (at + chunk) * 64 + ((lo if limb else i64(0)) + piece * 4))
+    def copy_token(lane, own, shared, to, act, chunk, first, n_valid, n, n_chunks):
+        _, scales, sums, _ = planes(n, n_chunks)
+        there, source = own
+        at = i32(row_of(shared, first, 0) * n_chunks + chunk)
+        copy4(shared, i32(to + act_at + there), act, i32(source + at * 64))
         if lane == 0:
-            copy1(shared, to + d_at, act, scales + at + chunk)
+            copy1(shared, i32(to + d_at), act, i32(scales + at))
         if sums_too and lane < 4:
-            copy4(shared, to + sums_at + lane * 4, act, (at + chunk) * 16 + (sums + lane * 4))
+            copy4(shared, i32(to + sums_at + lane * 4), act, i32(sums + at * 16 + lane * 4))
 
     @device
-    def copy_tokens(lane, shared, to, act, chunk, first, n_valid, n, n_chunks):
-        lo, scales, _, _ = plane_words(n, n_chunks)
-        limb, piece = lane >> 4, lane & 15
-        plane = (lo if limb else i64(0)) + piece * 4
-        source = (i64(first) * n_chunks + chunk) * 64 + plane
-        token = i32(0)
-        while token < n_valid:
-            r = (token & 3) * 2 + limb
-            if listed:
-                source = (i64(row_of(shared, first, token)) * n_chunks + chunk) * 64 + plane
-            copy4(shared, to + act_at + (token >> 2) * QUAD_WORDS + r * 64 + ((piece ^ swizzle(r)) << 2), act, source)
-            source += i64(n_chunks) * 64
-            token = i32(token + 1)
+    def copy_tokens(lane, own, shared, to, act, chunk, first, n_valid, n, n_chunks):
+        _, scales, _, _ = planes(n, n_chunks)
+        there, source = own
+        source, row_words = i32(source + chunk * 64), i32(n_chunks * 64)
+        for quad in range(n_quads):
+            for t in range(QUAD):  # its row of a limb is 2 t + limb
+                token = i32(4 * quad + t)
+                if token < n_valid:
+                    copy4(shared, i32(to + (act_at + quad * QUAD_WORDS + t * 128) + (there ^ (swizzle(2 * t) << 2))), act,
+                          i32(source + row_of(shared, first, token) * row_words))
         if lane < n_valid:
-            copy1(shared, to + d_at + lane, act, scales + i64(row_of(shared, first, lane)) * n_chunks + chunk)
+            copy1(shared, i32(to + d_at + lane), act, i32(scales + row_of(shared, first, lane) * n_chunks + chunk))
     return copy_tile, copy_token if n_tokens == 1 else copy_tokens
 
 
@@ -169,7 +175,8 @@ def bringer(fmt: Format, n_tokens: int):
         if in_bulk():
             if lane == 0:
                 mbarrier.expect(shared, barrier, i32(16 * n_pieces))
-                mbarrier.bring(shared, to, words, (i64(row_tile) * n_chunks + chunk) * (n_pieces * 4), i32(4 * n_pieces), barrier)
+                at = chunk_words(row_tile, chunk, n_chunks, 4 * n_pieces)
+                mbarrier.bring(shared, to, words, at, i32(4 * n_pieces), barrier)
         else:
             copy_pieces(lane, shared, to, words, row_tile, chunk, n_chunks)
     return bring
@@ -223,7 +230,7 @@ def block_tokens(n_tokens):
     @device
     def tokens(operands, shared, place, n):
         first = i32(cuda.blockIdx.y * n_tokens)
-        return first, i32(1 if n_tokens == 1 else min(n_tokens, n - first))
+        return first, i32(1) if n_tokens == 1 else least(i32(n_tokens), i32(n - first))
     return tokens
 
 
@@ -346,9 +353,9 @@ def ring_copier(names: tuple[str, ...], n_tokens: int, walk: TileWalk):
         copy_weights(pick(kind_of, place[1]), lane, shared, to, barrier, words, row_tile, chunk, n_chunks)
 
     @device
-    def copy_tokens(operands, place, lane, shared, to, act, chunk, n, n_chunks):
+    def copy_tokens(operands, place, lane, own, shared, to, act, chunk, n, n_chunks):
         first, n_valid = tokens(operands, shared, place, n)
-        copy_activations(pick(kind_of, place[1]), lane, shared, to, act, chunk, first, n_valid, n, n_chunks)
+        copy_activations(pick(kind_of, place[1]), lane, own, shared, to, act, chunk, first, n_valid, n, n_chunks)
 
     @device
     def following(operands, place, chunk, warp, n_warps, n_chunks):
@@ -444,7 +451,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
     first_place, following_place, inside, tokens, leave = walk.first, walk.following, walk.inside, walk.tokens, walk.leave
     write_codebooks, has_codebooks = codebooks(tile_products, tables), any(product.n_entries for product in tile_products)
     zeros, first_warp, own_words, first_slot, slot_words, slots = layout(names, n_tokens, made, most_slots)
-    n_sums, n_zeros, wait, planes = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1), total_planes(names)
+    n_sums, n_zeros, wait, n_totals = 4 * quads_of(n_tokens), first_warp - zeros, copies_wait_but(slots - 1), total_planes(names)
     prepare, report, make = walk.prepare or nothing, walk.report or nothing, make or nothing
     in_bulk, barrier_at = bulk_of(n_tokens), slot_words - BARRIER
 
@@ -453,15 +460,16 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
         shared = cuda.shared.array(0, types.uint32)
         acc = cuda.local.array(n_sums, f32)
         tid, n_threads = i32(cuda.threadIdx.x), i32(cuda.blockDim.x)
-        lane, warp, n_warps = i32(tid & 31), i32(tid >> 5), i32(n_threads >> 5)
+        lane, warp, n_warps = kept(i32(tid & 31), tid), redux_max(i32(tid >> 5)), i32(n_threads >> 5)
         n_chunks = i32((n_cols + 255) >> 8)
+        lane_own = lane_words(lane, n, n_chunks)
         own = i32(first_warp + warp * own_words)
         ring, scratch = i32(own + first_slot), i32(zeros if n_zeros else own)
         # Tokens for which a chunk's sums have places
         stride = tokens(operands, shared, first_place(operands, shared), n)[1] if known else i32(n_tokens)
         side_words = i32(per_round * stride * 33)
         totals = i32(first_warp + n_warps * own_words)
-        sums = i32(totals + stride * (32 * planes))
+        sums = i32(totals + stride * (32 * n_totals))
         if in_bulk():
             if lane < slots:
                 mbarrier.begin(shared, ring + lane * slot_words + barrier_at, i32(1))
@@ -497,7 +505,7 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
                 if inside(operands, shared, ahead):
                     if not early:
                         copy_tile(operands, ahead, lane, shared, to, i32(to + barrier_at), ahead_chunk, n_chunks)
-                    copy_tokens(operands, ahead, lane, shared, to, act, ahead_chunk, n, n_chunks)
+                    copy_tokens(operands, ahead, lane, lane_own, shared, to, act, ahead_chunk, n, n_chunks)
                 copies_commit()
                 ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                 to = i32(to + slot_words)
@@ -506,10 +514,10 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
         now, side, place, phase = ring, i32(0), first_place(operands, shared), i32(0)
         while inside(operands, shared, place):
             kind, n_valid = pick(kind_of, place[1]), tokens(operands, shared, place, n)[1]
-            own_totals = i32(totals + place[1] * stride * 32) if planes > 1 else totals
+            own_totals = i32(totals + place[1] * stride * 32) if n_totals > 1 else totals
             before = i32(0)  # chunks of earlier rounds
             while before < n_chunks:
-                in_round = i32(min(per_round, n_chunks - before))
+                in_round = least(per_round, i32(n_chunks - before))
                 w = warp
                 while w < in_round:
                     if in_bulk():
@@ -522,18 +530,18 @@ def products(names: tuple[str, ...], n_tokens: int, walk: TileWalk, make=None,  
                     if inside(operands, shared, ahead):
                         copy_tile(operands, ahead, lane, shared, now, i32(now + barrier_at), ahead_chunk, n_chunks)
                         if not made:
-                            copy_tokens(operands, ahead, lane, shared, now, act, ahead_chunk, n, n_chunks)
+                            copy_tokens(operands, ahead, lane, lane_own, shared, now, act, ahead_chunk, n, n_chunks)
                     copies_commit()
                     ahead, ahead_chunk = following(operands, ahead, ahead_chunk, warp, n_warps, n_chunks)
                     now = i32(now + slot_words)
-                    if now == ring + slots * slot_words:
+                    if now == i32(ring + slots * slot_words):
                         now, phase = ring, i32(phase ^ 1)
                     w = i32(w + n_warps)
                 cuda.syncthreads()  # the sums of the round are there; owners are done with the round before, whose place is next
                 p = tid
-                while p < n_valid * 32:
+                while p < i32(n_valid * 32):
                     total = fold_chunks(shared, own_totals, sums, side, p, stride, before, in_round)
-                    if before + in_round == n_chunks:
+                    if i32(before + in_round) == n_chunks:
                         leave(operands, shared, place, i32(p >> 5), i32(p & 31), total, i32(totals + p))
                     p = i32(p + n_threads)
                 before, side = i32(before + in_round), i32(side_words - side)
@@ -651,7 +659,8 @@ def evenly(shape: FewShape, n_multiprocessors: int, shared_limit: int) -> FewSha
 
 def few_launch(call: Call, kernel: Kernel, args: tuple):
     """In the shape of the plan. args: of the kernel, in front of the chunks of a round."""
-    shape = call.plan
+    shape, (n, n_cols) = call.plan, call.x.shape
+    need(n <= most_rows(n_cols), "n", n, f"1..{most_rows(n_cols)}")
     return call.device.launch(kernel, shape.grid, 32 * shape.n_warps, (*args, shape.per_round), shape.n_bytes)
 
 

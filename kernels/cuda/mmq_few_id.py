@@ -21,8 +21,9 @@ from .dispatch import report, sum_before
 from .launch import F32, I32, Kernel, N, RESERVED, U32, factory, need
 from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
                       tiles_of, work)
-from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of
-from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, popc, stage, sts, syncwarp
+from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of, row_of_pair
+from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, least, popc, quotient, remainder, stage, sts, syncwarp
+from .quantize import most_rows
 from .tile_product import STORE, Ending, form, gate_and_store
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
@@ -84,16 +85,13 @@ def pair_readers(heads: bool, settled: bool):
     @device
     def matrix_of(operands, pair):
         if heads:
-            return i32(pair % operands.n_matrices)
+            return remainder(pair, operands.n_matrices)
         found = read(operands.ids, pair)
         return i32(found if 0 <= found < operands.n_matrices else operands.n_matrices)
 
     @device
     def row_of_x(operands, pair):
-        if heads:
-            return i32(pair)
-        token = i32(pair // operands.n_used)
-        return i32(token * operands.x_rows + i32(pair - token * operands.n_used) % operands.x_rows)
+        return i32(pair) if heads else row_of_pair(pair, operands.n_used, operands.x_rows)
     return matrix_of, row_of_x
 
 
@@ -168,17 +166,17 @@ def first_finder(n_tokens: int):
     @stage
     def find_firsts(shared, first, n_kinds, lane):
         each = i32(i32(n_kinds + 31) >> 5)  # kinds of a lane, one behind the other
-        i, end = i32(lane * each), i32(min(lane * each + each, n_kinds))
+        i, end = i32(lane * each), least(i32(lane * each + each), n_kinds)
         n, n_groups = i32(0), i32(0)
         while i < end:
             count = i32(lds(shared, first + i))
-            n, n_groups, i = i32(n + count), i32(n_groups + (count + n_tokens - 1) // n_tokens), i32(i + 1)
+            n, n_groups, i = i32(n + count), i32(n_groups + quotient(i32(count + n_tokens - 1), n_tokens)), i32(i + 1)
         (place, _), (group, _), i = sum_before(n, lane), sum_before(n_groups, lane), i32(lane * each)
         while i < end:
             count = i32(lds(shared, first + i))
             sts(shared, first + i, place)
             sts(shared, first + n_kinds + i, group)
-            place, group, i = i32(place + count), i32(group + (count + n_tokens - 1) // n_tokens), i32(i + 1)
+            place, group, i = i32(place + count), i32(group + quotient(i32(count + n_tokens - 1), n_tokens)), i32(i + 1)
     return find_firsts
 
 
@@ -192,7 +190,7 @@ def tokens_preparer(n_tokens: int, heads: bool, settled: bool):
         n_pairs, none, end = operands.n_pairs, operands.n_matrices, plane(operands, END)
         matrices, ranks = plane(operands, UNSORTED), plane(operands, RANKS)
         first, n_kinds, pair = i32(end + FIRST), i32(none + 2), tid
-        while pair < max(n_pairs, n_kinds):
+        while pair < n_pairs or pair < n_kinds:
             if pair < n_pairs:
                 sts(shared, matrices + pair, matrix_of(operands, pair))
             if pair < n_kinds:
@@ -209,8 +207,8 @@ def tokens_preparer(n_tokens: int, heads: bool, settled: bool):
             place = i32(i32(lds(shared, first + matrix)) + rank)
             sts(shared, plane(operands, PAIRS) + place, pair)
             sts(shared, plane(operands, ROWS_OF_X) + place, row_of_x(operands, pair))
-            if matrix < none and rank % n_tokens == 0:
-                group = i32(i32(lds(shared, first + n_kinds + matrix)) + rank // n_tokens)
+            if matrix < none and remainder(rank, n_tokens) == 0:
+                group = i32(i32(lds(shared, first + n_kinds + matrix)) + quotient(rank, n_tokens))
                 sts(shared, plane(operands, STARTS) + group, place)
                 sts(shared, plane(operands, MATRICES) + group, matrix)
             pair = i32(pair + n_threads)
@@ -235,7 +233,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
     @device
     def first(operands, shared):
         n_tiles, item = tiles_of(operands.n_rows), i32(cuda.blockIdx.x)
-        group = i32(item // n_tiles)
+        group = quotient(item, n_tiles)
         return i32(item - group * n_tiles), i32(0), group
 
     @device
@@ -258,7 +256,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
 
     @device
     def weight(operands, shared, place):
-        matrix = i32(min(matrix_of_group(operands, shared, place[2]), operands.n_matrices - 1))  # any one where there is none
+        matrix = least(matrix_of_group(operands, shared, place[2]), i32(operands.n_matrices - 1))  # any one where there is none
         return pick(operands.words, place[1]), i32(matrix * tiles_of(operands.n_rows) + place[0])
 
     @device
@@ -348,6 +346,7 @@ def few_pairs(call: Call) -> Pairs:
     need(n_matrices <= MOST_MATRICES, "n_expert", n_matrices, f"1..{MOST_MATRICES}")
     need(n_matrices * -(-n_rows // ROWS) * ROWS < 1 << 31, "n_expert * n_rows", n_matrices * n_rows, "below 2^31")
     need(n_pairs <= MOST_PAIRS, "n_tokens * n_used", n_pairs, f"1..{MOST_PAIRS}")
+    need(sizes.n <= most_rows(sizes.n_cols), "rows of x", sizes.n, f"1..{most_rows(sizes.n_cols)}")
     return sizes
 
 

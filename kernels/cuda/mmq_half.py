@@ -22,11 +22,11 @@ from .half_product import exponents, half_product
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import Block, Part, grouped, item_words, taker, totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
-from .ptx import ballot, device, f32, i32, i64, lds, syncwarp, u32, wait_for_previous
-from .tile_product import STORE, Ending, gate_and_store, table_words
+from .ptx import ballot, device, f32, i32, i64, lds, least, quotient, syncwarp, u32, wait_for_previous
+from .tile_product import STORE, Ending, chunk_words, gate_and_store, table_words
 from .wgmma import ATOM_WORDS, fence
 
-DENSE = Block(4, 1, 16, True, 2)
+DENSE = Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3)  # of one matrix
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3)  # by their tokens
 N_REST = 4  # slots of what follows products
 
@@ -95,10 +95,10 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
     @device
     def bring_tiles(shared, sources, first, chunk, to, barrier):
         tile, last = i32(0), i32((sources.n_rows - 1) >> 5)
-        before = i64(matrix(shared)) * (last + 1)
+        before = i32(matrix(shared) * i32(last + 1))
         while tile < row_tiles:
-            row_tile = before + min(i32(first + tile), last)
-            at = (row_tile * sources.n_chunks + chunk) * tile_words
+            row_tile = i32(before + least(i32(first + tile), last))
+            at = chunk_words(row_tile, chunk, sources.n_chunks, tile_words)
             mbarrier.bring(shared, to, sources.words, at, i32(tile_words), barrier)
             tile, to = i32(tile + 1), i32(to + tile_words)
 
@@ -203,10 +203,10 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
             begin_barriers(shared)
         cuda.syncthreads()  # they are there
         wait_for_previous()
-        n_row_blocks, turns = i32((pairs.n_rows + (rows - 1)) // rows), Turns(i32(0), i32(0), i32(0), i32(0))
+        n_row_blocks, turns = quotient(i32(pairs.n_rows + (rows - 1)), rows), Turns(i32(0), i32(0), i32(0), i32(0))
         item, end = i32(cuda.blockIdx.x), i32(count(table, pairs) * n_row_blocks)
         while item < end:
-            work, left = i32(item // n_row_blocks), i32(n_products)
+            work, left = quotient(item, n_row_blocks), i32(n_products)
             take(lane, shared, table, work, i32(item - work * n_row_blocks), order, pairs)
             syncwarp()  # the item is there
             while left > 0:
@@ -228,7 +228,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
 CASES = [astuple(block) for block in EXPERTS]
 
 
-@factory([("Q4_K", False, *astuple(DENSE)), *(("Q4_K", True, *block) for block in CASES)])
+@factory([*(("Q4_K", False, *astuple(block)) for block in DENSE), *(("Q4_K", True, *block) for block in CASES)])
 def mmq_half_kernel(name, experts, *block):
     block = Block(*block)
     run = products(name, 1, block, STORE, experts)

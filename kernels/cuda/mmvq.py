@@ -14,7 +14,7 @@ from ...quant.formats import CHUNK, FORMATS, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from ..call import Call
 from .launch import F32, I32, Kernel, N, U32, factory, need
-from .operands import addresses, pairs_of
+from .operands import addresses, pairs_of, row_of_pair
 from .ptx import add, device, f32, fma, i32, i64, ld, ld4, st, wait_for_previous
 from .quantize import element
 from .weights import float_values
@@ -218,8 +218,7 @@ def mmvq_id_kernel(name, heads):
         pair, matrix = i32(cuda.blockIdx.x), i32(cuda.blockIdx.x % n_matrices)
         source = pair
         if not heads:
-            token = i32(pair // n_used)
-            matrix, source = ld(ids, pair), i32(token * x_rows + i32(pair - token * n_used) % x_rows)
+            matrix, source = ld(ids, pair), row_of_pair(pair, n_used, x_rows)
         if 0 <= matrix < n_matrices:
             run(words, x, out, i32(cuda.blockIdx.y), i32(matrix * ((n_rows + 31) >> 5)), n_rows, n_cols, source, n, pair, n_pairs)
     return Kernel(kernel, (U32, F32, I32, F32, *[N] * 7), max_warps(fmt, 1) * 32)

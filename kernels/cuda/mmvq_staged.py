@@ -16,8 +16,8 @@ from ..call import Call
 from .launch import F32, Kernel, N, RESERVED, U32, factory
 from .mmvq import FLOATS, eight
 from .operands import addresses
-from .ptx import (add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, st, stage, sts, sts4,
-                  wait_for_previous)
+from .ptx import (add, as_f32, as_u32, copies_wait, copy4, device, f32, i32, i64, lds, lds4, least, quotient, remainder, st,
+                  stage, sts, sts4, wait_for_previous)
 from .quantize import four_elements
 from .weights import staged_values
 
@@ -100,7 +100,7 @@ def mmvq_staged_kernel(name):
         tid, n_warps, first = i32(cuda.threadIdx.x), i32(cuda.blockDim.x >> 5), i32(cuda.blockIdx.y * n_tokens)
         lane, warp, block = i32(tid & 31), i32(tid >> 5), i32(cuda.blockIdx.x)
         n_chunks = i32((n_cols + 255) >> 8)
-        n_items = i32(min(n_tokens, n - first) * n_chunks)
+        n_items = i32(least(n_tokens, i32(n - first)) * n_chunks)
         x_at = i32(n_chunks * stage_words)
         sums_at = i32(x_at + n_items * 256)
         group, row = i32(lane >> 3), i32(lane & 7)
@@ -115,7 +115,7 @@ def mmvq_staged_kernel(name):
         wait_for_previous()  # for the activations
         item = warp
         while item < n_items:
-            token = i32(item // n_chunks)
+            token = quotient(item, n_chunks)
             column, at = i32((item - token * n_chunks) * 256 + lane * 8), i32(x_at + item * 256 + lane * 8)
             a, b, c, d = four_elements(x, i64(first + token) * n_cols, column, n_cols)
             e, f, g, h = four_elements(x, i64(first + token) * n_cols, i32(column + 4), n_cols)
@@ -126,7 +126,7 @@ def mmvq_staged_kernel(name):
         cuda.syncthreads()  # weights and activations are there
         item = i32(4 * warp + group)
         while item < n_items:
-            acc = sum_of_chunk(shared, i32(item % n_chunks * stage_words), row, i32(x_at + item * 256))
+            acc = sum_of_chunk(shared, i32(remainder(item, n_chunks) * stage_words), row, i32(x_at + item * 256))
             sts(shared, sums_at + item * 8 + row, as_u32(acc))
             item = i32(item + 4 * n_warps)
         cuda.syncthreads()  # the sums are there

@@ -18,9 +18,10 @@ from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.45, 8: 0.2, 16: 1.35}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
-# us of mmq_half: of a round of blocks, and of each of its chunks; of the launch before, and of each value of the activations
-HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, 1.76, 2.0, 1.6e-6
-FEWEST_OF_HALVES = 33  # tokens, of which mmq_half takes 64 together
+# us of mmq_half: of a round of blocks, and of each of its chunks, by their quads; of the launch before, and of each value of the
+# activations
+HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, {8: 1.27, 16: 1.76}, 2.0, 1.6e-6
+FEWEST_OF_HALVES = 17  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 KERNELS = {Block: mmq, Halves: mmq_half, FewShape: mmq_few, MMVQShape: mmvq, StagedShape: mmvq_staged}  # by their plans
@@ -55,19 +56,21 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
 
 
-def half_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
+def half_us(block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
-    n_rounds = -(-(-(-n_rows // DENSE.rows) * -(-n // DENSE.tokens)) // n_multiprocessors)
-    return n_rounds * (HALF_ROUND_US + HALF_US * -(-n_cols // CHUNK)) + HALF_START_US + WIDEN_US * n * n_cols
+    n_rounds = -(-(-(-n_rows // block.rows) * -(-n // block.tokens)) // n_multiprocessors)
+    return n_rounds * (HALF_ROUND_US + HALF_US[block.quads] * -(-n_cols // CHUNK)) + HALF_START_US + WIDEN_US * n * n_cols
 
 
 @lru_cache(None)
-def halves_pay(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> bool:
-    """Whether mmq_half takes less than warpgroups in blocks of that shape."""
+def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> Block | None:
+    """The block of mmq_half where it takes less than warpgroups in blocks of that shape."""
     if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not shape.warpgroups or not has_halves(format_of(type_)):
-        return False
-    us = block_us((format_of(type_).name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
-    return half_us(n_rows, n_cols, n, n_multiprocessors) < us
+        return None
+    us = {block: half_us(block, n_rows, n_cols, n, n_multiprocessors) for block in DENSE}
+    block = min(us, key=us.get)
+    of_shape = block_us((format_of(type_).name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
+    return block if us[block] < of_shape else None
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
@@ -131,8 +134,8 @@ def limits(target) -> tuple[int, int, bool]:
 def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block | Halves:
     """Of the product of call.w and call.x: one of `KERNELS`."""
     shape = plan_without_scratch(call)
-    pays = halves_pay(call.w.dtype, shape, *call.w.shape, call.x.shape[0], *limits(call.device)[:2])
-    return Halves(DENSE) if pays and may_be_halves(call.device) else shape
+    block = half_block(call.w.dtype, shape, *call.w.shape, call.x.shape[0], *limits(call.device)[:2])
+    return Halves(block) if block and may_be_halves(call.device) else shape
 
 
 def plan_without_scratch(call: Call) -> MMVQShape | StagedShape | FewShape | Block:
@@ -165,14 +168,15 @@ def product(call: Call, w: Operand, out: Operand, shape=None):
 
 
 def products(call: Call, pairs: list[tuple[Operand, Operand]]) -> list:
-    """The launches of several (w, out), whose activations are widened once for all of a type."""
+    """The launches of several (w, out), whose activations are widened once for those of a type and a plan that follow each
+    other."""
     launches, widened = [], None
     for w, out in pairs:
         part = part_of(call, w, out)
         if isinstance(part.plan, Halves):
-            if widened != w.dtype:
+            if widened != (w.dtype, part.plan):
                 launches.append(half_limbs(part))
-                widened = w.dtype
+                widened = w.dtype, part.plan
             launches.append(mmq_of_halves(part))
         else:
             launches.append(mul_mat(part))

@@ -62,10 +62,11 @@ def plan(call: Call) -> FewShape | Block | None:
 
 
 def scratch(call: Call) -> tuple[str, tuple[int]] | None:
-    """That of the products one after the other, which share it."""
+    """The largest of the products one after the other, which share it."""
     if call.plan is not None:
         return None
-    return next(filter(None, (mul_mat.scratch(part_of(call, w, out)) for w, out in matrices(call))), None)
+    wanted = [mul_mat.scratch(part_of(call, w, out)) for w, out in matrices(call)]
+    return max(filter(None, wanted), key=lambda each: each[1], default=None)
 
 
 def matrices(call: Call) -> list:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from ...quant.formats import format_of
 from ..call import Call, Operand
 from .launch import need
+from .ptx import device, i32, quotient, remainder
 
 FAULT = 4  # word of a dispatch table at which ids that are not experts are left where nobody asks for them
 
@@ -72,6 +73,13 @@ class Pairs(NamedTuple):
     @property
     def n_tokens(self) -> int:
         return self.n_pairs // self.n_used
+
+
+@device
+def row_of_pair(pair, n_used, x_rows):
+    """The row of x that a pair multiplies. n_used, x_rows: of `Pairs`."""
+    token = quotient(pair, n_used)
+    return i32(token * x_rows + remainder(i32(pair - token * n_used), x_rows))
 
 
 def matrices_of(call: Call) -> tuple[Operand, ...]:

@@ -126,6 +126,7 @@ dp4a = _instruction("dp4a", "dp4a.s32.s32 $0, $1, $2, $3;", "r", "rrr")  # c + t
 dot4 = _instruction("dot4", "dp4a.u32.u32 $0, $1, $2, $3;", "r", "uur")
 dot2 = _instruction("dot2", "dp2a.lo.u32.s32 $0, $1, $2, $3;", "u", "uuu")
 mad = _instruction("mad", "mad.lo.s32 $0, $1, $2, $3;", "r", "rrr")
+mad64 = _instruction("mad64", "mad.wide.s32 $0, $1, $2, $3;", "l", "rrl")  # a b + c, c and the result of 64 bits
 implied = _instruction("implied", "lop3.b32 $0, $1, $2, $3, 0xda;", "u", "uuu")  # ~a | b where c is set, else a
 prmt = _instruction("prmt", "prmt.b32 $0, $1, $2, $3;", "u", "uuu")      # byte i is byte s & 7 of the eight bytes a, b, or
                                                                          # its sign eight times where s & 8; s = c >> 4i
@@ -554,6 +555,25 @@ def _effect(name, text):
 # earlier
 afresh = _instruction("afresh", "mov.b32 $0, $1;", "r", "r", in_place=True)
 
+
+@device
+def quotient(a, b):
+    """a // b of int32 that are not negative, in 32 bits: numba's own has 64."""
+    return i32(u32(a) // u32(b))
+
+
+@device
+def remainder(a, b):
+    """a % b likewise."""
+    return i32(u32(a) % u32(b))
+
+
+@device
+def least(a, b):
+    """The lesser of two int32, in 32 bits: numba's own `min` has 64."""
+    return i32(a) if i32(a) < i32(b) else i32(b)
+
+
 if SIMULATED:
     def architecture():
         return i32(simulator.ARCHITECTURE)
@@ -575,6 +595,14 @@ def before_blackwell():
     """Whether this is 9.0, on which kernels were tuned, or older. For 10.0 and 12.0 ptxas must be given less to keep on its way
     at a time, or it takes more registers than there are (docs/kernels-log.md)."""
     return architecture() <= 900
+
+
+@device
+def kept(x, lane):
+    """x, int32, by all lanes of a warp. lane: the caller's own. Up to 9.0 it passes through a shuffle: the assembler does not
+    know how it was made, and keeps it in a register, where it would make it anew at each use. On later ones registers are
+    short."""
+    return shuffle(x, lane) if before_blackwell() else i32(x)
 
 
 @device

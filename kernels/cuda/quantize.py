@@ -33,6 +33,18 @@ def plane_words(n, n_chunks):
     return lo, d, sums, sums + i64(n) * n_chunks * 16
 
 
+def most_rows(n_cols: int) -> int:
+    """Rows of activations of which an int32 counts the words, with room for what lies behind them."""
+    return (1 << 31) // (160 * -(-n_cols // CHUNK))
+
+
+@device
+def planes(n, n_chunks):
+    """`plane_words`, int32, of `most_rows` rows at most."""
+    lo, d, sums, limbs = plane_words(n, n_chunks)
+    return i32(lo), i32(d), i32(sums), i32(limbs)
+
+
 @device
 def four_bytes(a, b, c, d):
     return u32((a & 255) | (b & 255) << 8 | (c & 255) << 16 | (d & 255) << 24)

@@ -29,7 +29,7 @@ from .. import arith, float16
 from ..compile import jit
 from .launch import Kernel, arguments
 
-f32, f64, i32, u32 = np.float32, np.float64, np.int32, np.uint32
+f32, f64, i32, u32, i64 = np.float32, np.float64, np.int32, np.uint32, np.int64
 
 
 # Instructions: compiled for the CPU, called on numpy scalars
@@ -65,6 +65,11 @@ def dot2(a, b, c):
 @jit
 def mad(a, b, c):
     return i32(a * b + c)
+
+
+@jit
+def mad64(a, b, c):
+    return i64(a) * i64(b) + c
 
 
 @jit
@@ -184,7 +189,7 @@ _MEANING = {
     **{name: getattr(arith, name) for name in arith.Functions._fields},
     **{name: _called(name, 1, float16) for name in ("f16_to_f32", "f32_to_f16")},
     "fma": _called("fma", 3), "as_u32": _called("as_i32", 1), "f16_high_to_f32": f16_high_to_f32,
-    "f2i": f2i, "dp4a": dp4a, "dot4": dot4, "dot2": dot2, "mad": mad, "implied": implied, "prmt": prmt,
+    "f2i": f2i, "dp4a": dp4a, "dot4": dot4, "dot2": dot2, "mad": mad, "mad64": mad64, "implied": implied, "prmt": prmt,
     "distances4": distances4, "amax2": amax2, "fmax": fmax, "fmax_nan": fmax_nan, "add2": add2, "fma2": fma2, "halves": halves,
     "rotate": rotate, "shr": shr, "popc": popc,
     "add64": np.add, "sub64": np.subtract, "mul64": np.multiply, "div64": np.divide, "rint64": np.rint, "f2d": f64, "d2i": d2i,

@@ -28,7 +28,7 @@ from ...quant.tile import tile_bytes
 from ...quant.words import EVEN, ONES, SUMMED, TOPS, FiveBits, Looked, Paired, Summed
 from .glu import gated_unit
 from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ld, ldc,
-                  ldmatrix4, lds, lds2, lds4, mma16, mma32, mma32u, nothing, prmt, shuffle, st, sts, sts4, syncwarp, u32)
+                  ldmatrix4, lds, lds2, lds4, mad64, mma16, mma32, mma32u, nothing, prmt, shuffle, st, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
 from .weights import five_bit_terms, pairs_of_codes, shared_unpacker, terms, unpacker
 
@@ -101,6 +101,13 @@ def takes_sums(fmt: Format) -> bool:
     """Whether a single token's minima, or what its levels are shifted by, are multiplied with the sums of q, wanted in shared
     memory."""
     return (fmt.has_min and fmt.group == CHUNK) or shift_of(fmt, unpacker(fmt.name)) is not None
+
+
+@device
+def chunk_words(row_tile, chunk, n_chunks, n_words):
+    """The word at which the chunk of a row tile begins, int64. n_words: of each. A weight has fewer than 2^32 chunks of row
+    tiles."""
+    return i64(u32(row_tile * n_chunks + chunk)) * n_words
 
 
 @device
@@ -560,7 +567,7 @@ def group_folder(const: Constants):
                 if split:
                     s = split_sum(high[o], low[o], m_high[o], m_low[o])
                 else:
-                    s = (l2f(i64(high[o]) * 128 + low[o]) if wide else i2f(low[o]) if integer
+                    s = (l2f(mad64(high[o], i32(128), i64(low[o]))) if wide else i2f(low[o]) if integer
                          else i2f(i32((high[o] << 7) + low[o])))
                 acc[o] = fma(s, as_f32(d[k]), acc[o])
                 if has_min and not late:
@@ -1001,7 +1008,7 @@ def column_token_multiplier(const: Constants):
         multiply_half(lane, shared, tile, at, limbs, words, 1, sums)
         low = over_lanes(lane, sums.low)
         d, m = group((shared, tile, i32((lane >> 2) + ((lane & 3) << 3))), 0)
-        acc[0] = fma(l2f(i64(over_lanes(lane, sums.high)) * 128 + low) if wide else i2f(low), d, f32(0))
+        acc[0] = fma(l2f(mad64(over_lanes(lane, sums.high), i32(128), i64(low))) if wide else i2f(low), d, f32(0))
         if has_min:
             acc[0] = fma(-m, i2f(over_lanes(lane, sums.minima)), acc[0])
     return multiply_token
@@ -1053,7 +1060,7 @@ def token_block_multiplier(const: Constants):
     sums_at: as of `scale_unpacker`."""
     steps, zero, minus_zero, whole, n_group = const.steps, const.zero, const.minus_zero, const.whole, const.fmt.group
     integer, carried, has_min, group = const.form.integer, const.form.carried, const.fmt.has_min, const.unpack.group
-    ones, z, total_type = i32(0x01010101), i32(0), i64 if const.form.wide else i32
+    ones, z, wide = i32(0x01010101), i32(0), const.form.wide
     load_tokens, carry, (unpack_rows, _, multiply_step) = token_loader(const), carrier(const), step_product(const)
     tokens, shift = token_steps(const), shift_of(const.fmt, const.unpack)
     shifted, shift = shift is not None, shift or nothing
@@ -1079,8 +1086,12 @@ def token_block_multiplier(const: Constants):
                     both = i32(both + more * i32(lds(shared, sums_at + 2 * j + s)))
                     if steps == 1:
                         both = i32(both + more * i32(lds(shared, sums_at + 2 * j + 1)))
-                if integer:
-                    total[0] = total_type(total[0] + total_type(isc[steps * j + s]) * total_type(both))
+                if wide and before_blackwell():
+                    total[0] = mad64(isc[steps * j + s], both, total[0])
+                elif wide:
+                    total[0] = i64(total[0] + i64(isc[steps * j + s]) * i64(both))
+                elif integer:
+                    total[0] = i32(total[0] + isc[steps * j + s] * both)
                 else:
                     d, m = group(t, (32 * j + 16 * s) // n_group)
                     acc[0] = fma(i2f(both), d, acc[0])

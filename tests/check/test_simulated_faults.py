@@ -97,7 +97,7 @@ def simulate_products(tmp_path, monkeypatch, fault):
     from ggml_py.files.gguf import GGUFFile
     from ggml_py.kernels.cuda import mul_mat, simulator
     from ggml_py.kernels.cuda.half_product import has_halves
-    from ggml_py.kernels.cuda.mmq_half import mmq_half_kernel
+    from ggml_py.kernels.cuda.mmq_half import DENSE, mmq_half_kernel
     from ggml_py.kernels.cuda.wgmma import half_products
     from ggml_py.quant.formats import format_of
     from simulated_backend import simulated_backend
@@ -107,7 +107,7 @@ def simulate_products(tmp_path, monkeypatch, fault):
             made.cache_clear()
     if fault:
         monkeypatch.setattr(simulator, "_multiply_halves", fault(simulator._multiply_halves))
-    monkeypatch.setattr(mul_mat, "halves_pay", lambda type_, *sizes: has_halves(format_of(type_)))
+    monkeypatch.setattr(mul_mat, "half_block", lambda type_, *sizes: DENSE[0] if has_halves(format_of(type_)) else None)
     forget()
     path = write_model(tmp_path / "m.gguf", "llama", ("Q4_K",), **SIZES | dict(n_embd=256, n_ff=256, head=128))
     backend = simulated_backend()

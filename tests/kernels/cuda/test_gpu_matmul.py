@@ -103,9 +103,10 @@ def hopper(machine):
     return machine
 
 
+@pytest.mark.parametrize("block", DENSE, ids=str)
 @pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65)])
-def test_mmq_half(hopper, n_rows, n_cols, n):
-    check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(DENSE))
+def test_mmq_half(hopper, n_rows, n_cols, n, block):
+    check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(block))
 
 
 @pytest.mark.parametrize("block", EXPERTS, ids=str)
@@ -121,11 +122,12 @@ LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127
          "special": lambda x: edges(*x.shape, seeded("special"))}
 
 
+@pytest.mark.parametrize("block", DENSE, ids=str)
 @pytest.mark.parametrize("which", LARGE)
-def test_mmq_half_of_large_sums(hopper, which):
+def test_mmq_half_of_large_sums(hopper, which, block):
     """Whose chunks are multiplied in halves: all, or those with some tokens."""
-    check_mul_mat(hopper, "Q4_K", 289, 1280, 129, Halves(DENSE), LARGE[which](activations(129, 1280, seeded("large"))))
-    check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves(DENSE))
+    check_mul_mat(hopper, "Q4_K", 289, 1280, 129, Halves(block), LARGE[which](activations(129, 1280, seeded("large"))))
+    check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves(block))
 
 
 def test_sums_of_halves_are_exact(machine):

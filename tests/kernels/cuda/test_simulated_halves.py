@@ -26,10 +26,11 @@ def test_in_the_simulator():
     run_in_simulator(__file__)
 
 
-@pytest.mark.parametrize("n_rows, n_cols, n", [(31, 256, 9), (129, 1280, 65), (100, 768, 3)])
-def simulate_mmq_half(machine, n_rows, n_cols, n):
+@pytest.mark.parametrize("n_rows, n_cols, n, block", [(31, 256, 9, DENSE[0]), (129, 1280, 65, DENSE[0]), (100, 768, 3, DENSE[0]),
+                                                      (129, 1280, 33, DENSE[1])])
+def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     """Slots used again; rows and tokens beyond a block; several items for a block of the GPU."""
-    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(DENSE))
+    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(block))
 
 
 def routed(n, n_used, n_expert, name):
@@ -54,7 +55,7 @@ def simulate_gated_experts(machine, biased, block):
 
 def simulate_extremes(machine):
     """The largest sums, by halves of a chunk."""
-    check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(DENSE))
+    check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(DENSE[0]))
 
 
 def simulate_limit(machine):
@@ -62,7 +63,7 @@ def simulate_limit(machine):
     x = activations(3, 1280, seeded("limit"))
     x[0, :512], x[1, 256:768] = 1, -3
     x[2, ::2], x[2, 1::2] = 1, 69 / 127
-    check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(DENSE), x)
+    check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(DENSE[0]), x)
 
 
 def simulate_special(machine):
@@ -70,12 +71,12 @@ def simulate_special(machine):
     x = activations(5, 512, seeded("special"))
     x[:, :256] = 0
     x[:, 3] = [np.inf, np.nan, 0, 1e-35, 1]
-    check_mul_mat(machine, "Q4_K", 2, 512, 5, Halves(DENSE), x)
+    check_mul_mat(machine, "Q4_K", 2, 512, 5, Halves(DENSE[0]), x)
 
 
 def simulate_three_matrices(machine, monkeypatch):
-    """One after the other, whose activations are widened once."""
-    monkeypatch.setattr(mul_mat, "plan", lambda call: Halves(DENSE))
+    """One after the other, whose activations are widened once for a block's tokens."""
+    monkeypatch.setattr(mul_mat, "plan", lambda call: Halves(DENSE[call.w.shape[0] == 33]))
     monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.team_shape", lambda *args: None)
     monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.mul_mat_shape", lambda *args: None)
     check_mul_mat_qkv(machine, ("Q4_K",) * 3, (33, 31, 2), 512, 5, True)
@@ -124,7 +125,7 @@ def simulate_plan(machine):
     target.warpgroups, target.n_multiprocessors, target.shared_limit = True, 132, 227 << 10
     assert not isinstance(mul_mat.plan(call_of(512, target)), Halves)
     target.halves = True
-    assert isinstance(mul_mat.plan(call_of(512, target)), Halves)
+    assert [mul_mat.plan(call_of(n, target)) for n in (32, 64, 512)] == [Halves(DENSE[1]), Halves(DENSE[0]), Halves(DENSE[0])]
     assert not isinstance(mul_mat.plan(call_of(16, target)), Halves)
 
 
@@ -148,7 +149,7 @@ def simulate_plan_of_experts(machine):
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
 
-@pytest.mark.parametrize("block", [DENSE, *EXPERTS], ids=str)
+@pytest.mark.parametrize("block", [*DENSE, *EXPERTS], ids=str)
 def test_blocks_fit(block):
     """In shared memory of a multiprocessor of Hopper."""
     assert half_bytes(FORMATS["Q4_K"], block) <= 227 << 10

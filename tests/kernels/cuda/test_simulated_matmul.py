@@ -6,11 +6,11 @@ import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import quantize as cuda_quantize
-from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.call import Call, Operand, Unsupported
 from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq_staged import StagedShape, stage_bytes
 from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
-from ggml_py.kernels.cuda.mmq_few import few_shape
+from ggml_py.kernels.cuda.mmq_few import few_shape, mmq_few
 from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, mmvq_shape, mul_mat_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat,
@@ -61,6 +61,15 @@ def test_blocks_of_one_token_are_alone(kib):
     many, few = (few_shape(("Q1_0",), n_rows, 14336, 1, 132, limit).n_bytes for n_rows in (4096, 2048))
     assert few <= many <= limit and 2 * (many + 1024) > limit + 1024
     assert few < many or kib < 227
+
+
+def test_few_refuses():
+    """More words of activations than an int32 counts."""
+    n_cols, n = 1 << 20, 5120
+    operands = dict(w=Operand("Q8_0", (1, n_cols)), x=Operand("act", (n, n_cols)), out=Operand("f32", (n, 1)))
+    call = Call("mul_mat", "node", None, operands, plan=few_shape(("Q8_0",), 1, n_cols, n, 132, 227 << 10))
+    with pytest.raises(Unsupported, match="n is 5120, allowed: 1..3276"):
+        mmq_few(call)
 
 
 @pytest.mark.parametrize("type_, n_rows, n, expected", [
