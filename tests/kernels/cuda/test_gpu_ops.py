@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cuda_simulator import GPUMachine, no_gpu
-from ggml_py.kernels.cuda.dense_layer import Shape, layout
+from ggml_py.kernels.cuda.dense_layer_shape import Shape, layout
 from ggml_py.kernels.cuda.flash_attn_ext import AttentionShape
 from ggml_py.kernels.cuda.flash_attn_ext_combine import PIECE
 from ggml_py.kernels.cuda.gated_delta_net import MANY_TOKENS

@@ -2,7 +2,7 @@
 import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda.dense_layer import Shape
+from ggml_py.kernels.cuda.dense_layer_shape import Shape
 from layer_comparisons import check_dense_layer
 from matmul_comparisons import check_add_rms_norm_topk_moe
 
