@@ -11,9 +11,8 @@ keys and values come during the norm. The newest are taken from shared memory, i
 blocks meet when they are in the cache, and load anew.
 
 Here the instructions that all warps issue cost four clocks each, and those of one warp as many or more: what does not depend on
-other kernels stands before the wait for them, and indices are divided in 32 bits (`parts`).
+other kernels stands before the wait for them, and indices are divided in 32 bits (`quotient`).
 """
-from functools import lru_cache
 from typing import NamedTuple
 
 from numba import cuda, types
@@ -48,13 +47,6 @@ Z = i32(0)
 
 
 # Parts of a stage. shared: uint32, the block's dynamic shared memory. w: the words of the matrices, seven pointers.
-
-@lru_cache(None)
-def parts(n: int):
-    """(a -> a // n, a -> a % n) of an int32 that is not negative."""
-    n = i32(n)
-    return device(lambda a: quotient(a, n)), device(lambda a: remainder(a, n))
-
 
 def place_of(stage: Stage, shape: Shape, kinds: tuple[int, ...]):
     """(w, rank, t) -> (words, row tile, kind, whether there is such a tile) of a block's t-th tile."""
@@ -91,12 +83,12 @@ def asker(stage: Stage, shape: Shape, first: int, number: int):
     words, barrier = tile_words(shape.names, stage), layout(shape).copies + number * mbarrier.WORDS
     n_rounds = -(-pairs // n_warps)
     sizes = tuple(i32(tile_bytes(format_of(name)) // 4) for name in shape.names)
-    place, part = place_of(stage, shape, range(len(shape.names))), parts(n_chunks)[0]
+    place = place_of(stage, shape, range(len(shape.names)))
 
     @device
     def tile_of(w, rank, p):
         """(words, row tile, words of a tile there, whether there is one)."""
-        matrix, tile, kind, there = place(w, rank, part(p))
+        matrix, tile, kind, there = place(w, rank, quotient(p, n_chunks))
         return matrix, tile, sizes[kind], there
 
     @device
@@ -112,7 +104,7 @@ def asker(stage: Stage, shape: Shape, first: int, number: int):
                 p = i32(warp + n_warps * i)
                 matrix, tile, size, there = tile_of(w, rank, p)
                 if p < pairs and there:
-                    chunk = i64(tile) * n_chunks + (p - part(p) * n_chunks)
+                    chunk = i64(tile) * n_chunks + (p - quotient(p, n_chunks) * n_chunks)
                     mbarrier.bring(shared, first + p * words, matrix, chunk * size, size, barrier)
     return ask
 
@@ -131,7 +123,7 @@ def worker(stage: Stage, shape: Shape, first: int, number: int):
     pairs, n_tiles, barrier = most_pairs(stage, shape), stage.n_tiles, at.copies + number * mbarrier.WORDS
     place, words, row, sums, zeros, d_at = (place_of(stage, shape, numbers), tile_words(shape.names, stage), at.row, at.sums,
                                             at.zeros, ROW_SLOT.d)
-    n_each, part = 2 if by_turns else 1, parts(n_chunks)[0]
+    n_each = 2 if by_turns else 1
     n_rounds = -(-(pairs // n_each) // n_warps)
 
     @device
@@ -146,7 +138,7 @@ def worker(stage: Stage, shape: Shape, first: int, number: int):
         mbarrier.wait(shared, barrier, Z)  # the weights are there
         for i in range(n_rounds):
             turn = i32(warp + n_warps * i)
-            t = part(turn)
+            t = quotient(turn, n_chunks)
             chunk = i32(turn - t * n_chunks)
             x = i32(row + chunk * CHUNK)
             if by_turns:
@@ -251,7 +243,7 @@ def norm_maker(shape: Shape, four):
 def combination_maker(shape: Shape):
     """The pieces of all heads together, in the order of `flash_attn_ext_combine`. given: how many there are of a head."""
     at, dim = layout(shape), shape.dim
-    outputs, most, (head_of, _) = at.pieces, at.n_pieces, parts(dim)
+    outputs, most = at.pieces, at.n_pieces
     statistics = outputs + shape.q_cols * most
 
     @device
@@ -272,7 +264,7 @@ def combination_maker(shape: Shape):
 
     @device
     def values(n_pieces, shared, first, second, lane):
-        head, other = head_of(first), head_of(second)
+        head, other = quotient(first, dim), quotient(second, dim)
         first, second = i32(first - head * dim), i32(second - other * dim)
         M, N, p = MINUS_INFINITY, MINUS_INFINITY, i32(0)
         y, z = (ZERO, ZERO, ZERO, ZERO, ZERO), (ZERO, ZERO, ZERO, ZERO, ZERO)
@@ -292,17 +284,16 @@ def total_sender(stage: Stage, shape: Shape, first: int, which: int, value):
     tile."""
     n_tiles, n_blocks, n_senders, most = stage.n_tiles, shape.n_blocks, shape.n_warps // 2, -(-stage.n_tiles // shape.n_blocks)
     barrier, n_shares = layout(shape).arrivals + which * mbarrier.WORDS, max(1, n_senders // most)
-    (share_of_warp, tile_of), (_, in_cluster) = parts(most), parts(n_blocks)
 
     @device
     def send(shared, rank, lane, warp):
-        t, share = tile_of(warp), share_of_warp(warp)
+        t, share = remainder(warp, most), quotient(warp, most)
         while warp < n_senders and share < n_shares and t < most:
             tile = i32(rank + n_blocks * t)
             if tile < n_tiles:
                 word, to = as_u32(value(shared, t, lane)), share
                 while to < n_blocks:
-                    cluster.send(shared, first + ROWS * tile + lane, in_cluster(i32(rank + to)), word, barrier)
+                    cluster.send(shared, first + ROWS * tile + lane, remainder(i32(rank + to), n_blocks), word, barrier)
                     to = i32(to + n_shares)
             t = i32(t + n_senders)
     return send
@@ -318,23 +309,22 @@ class Share(NamedTuple):
 def share_of(shape: Shape) -> Share:
     """Where there are two blocks for each piece, two share one: the channels of its values. n_pieces: of a head."""
     n_splits, n_head, heads, dim, used = shape.n_splits, shape.n_head, shape.heads, shape.dim, shape.n_splits * shape.n_head_kv
-    rounds, of_head = parts(n_splits)
 
     @device
     def part(rank, n_pieces):
-        own = of_head(rank)
+        own = remainder(rank, n_splits)
         own = i32(own >> 1) if 2 * n_pieces <= n_splits else own
         return own if rank < used else n_pieces
 
     @device
     def half(rank, n_pieces):
-        return (LAST if of_head(rank) & 1 else FIRST) if 2 * n_pieces <= n_splits else ALL
+        return (LAST if remainder(rank, n_splits) & 1 else FIRST) if 2 * n_pieces <= n_splits else ALL
 
     @device
     def n_bytes(rank, n_pieces):
         first, own = part(rank, n_pieces), Z
         if first < n_pieces:
-            own = i32(rounds(i32(n_pieces - first + n_splits - 1)) * (4 * dim + 8))
+            own = i32(quotient(i32(n_pieces - first + n_splits - 1), n_splits) * (4 * dim + 8))
             if half(rank, n_pieces) != ALL:
                 own = i32(2 * dim + (8 if half(rank, n_pieces) == FIRST else 0))
         return i32(n_head * n_pieces * (4 * dim + 8) - heads * own)
@@ -347,7 +337,6 @@ def piece_sender(shape: Shape):
                                                    shape.n_warps)
     outputs, most, statistics = at.pieces, at.n_pieces, at.pieces + shape.q_cols * at.n_pieces
     barrier, fours, share = at.arrivals + PIECES * mbarrier.WORDS, dim // 4, share_of(shape)
-    (head_of, _), (head_kv_of, _), (_, in_cluster) = parts(fours), parts(n_splits), parts(n_blocks)
     n_turns = -(-heads * fours // 32)
 
     @device
@@ -357,7 +346,7 @@ def piece_sender(shape: Shape):
         for turn in range(n_turns):
             i = i32(lane + 32 * turn)
             i = i if half == ALL else i32(2 * i + (1 if half == LAST else 0))
-            h = head_of(i)
+            h = quotient(i, fours)
             if i < heads * fours:
                 at = i32(outputs + ((head + h) * most + piece) * dim + 4 * (i - h * fours))
                 a, b, c, d = lds4(shared, at)
@@ -373,7 +362,7 @@ def piece_sender(shape: Shape):
         while to < n_blocks:
             piece = share.part(rank, n_pieces)
             while to > 0 and piece < n_pieces:
-                send_piece(shared, i32(head_kv_of(rank) * heads), piece, half, in_cluster(i32(rank + to)), lane)
+                send_piece(shared, i32(quotient(rank, n_splits) * heads), piece, half, remainder(i32(rank + to), n_blocks), lane)
                 piece = i32(piece + n_splits)
             to = i32(to + n_warps)
     return send
@@ -386,7 +375,7 @@ def attention_writer(shape: Shape):
     at, heads, dim, q_cols, kv_cols, n_splits = layout(shape), shape.heads, shape.dim, shape.q_cols, shape.kv_cols, shape.n_splits
     half, neox = i32(shape.n_pairs), shape.neox
     assert heads + 2 <= shape.n_warps, shape
-    qkv, load, (head_kv_of, _) = at.qkv, device(lambda shared, i: as_f32(lds(shared, i))), parts(n_splits)
+    qkv, load = at.qkv, device(lambda shared, i: as_f32(lds(shared, i)))
 
     @device
     def put_key(to, i, x):
@@ -401,7 +390,7 @@ def attention_writer(shape: Shape):
 
     @device
     def write(shared, k_cache, v_cache, cell, newest, kept, turn, rank, lane, warp):
-        (table, angles, p, q), head_kv = turn, head_kv_of(rank)
+        (table, angles, p, q), head_kv = turn, quotient(rank, n_splits)
         if warp < heads:
             query = i32(qkv + (head_kv * heads + warp) * dim)
             rotate_query(shared, query, table, f32(0), shared, query, table, angles, i32(dim), half, neox, p, q, lane)
@@ -469,7 +458,7 @@ def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
     n_cols, n_head_kv, dim, kv_cols, most_out = shape.n_cols, shape.n_head_kv, shape.dim, shape.kv_cols, most_tiles(out, shape)
     newest_at = qkv_at + shape.q_cols
     with_heads, rank_of, of_pair, write = n_splits * n_head_kv, cluster.rank, constants(NORMS[False][2]), attention_writer(shape)
-    (head_kv_of, of_head), last_head = parts(n_splits), i32(n_head_kv - 1)
+    last_head = i32(n_head_kv - 1)
 
     @device
     def arrive(given):
@@ -481,7 +470,7 @@ def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
         mbarrier.wait(shared, arrivals + QKV * mbarrier.WORDS, Z)
         if rank < with_heads:
             piece, n_pieces = i32(position >> 7), i32((position >> 7) + 1)
-            has_newest = of_head(piece) == share.part(rank, n_pieces)
+            has_newest = remainder(piece, n_splits) == share.part(rank, n_pieces)
             kept = share.half(rank, n_pieces) != LAST
             write(shared, k_cache, v_cache, cell, has_newest, kept, turn, rank, lane, warp)
             cuda.syncthreads()  # they are there, for the block
@@ -491,7 +480,7 @@ def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
     @device
     def newest(value, octet):
         """Of the key, or the value, of the block's KV head."""
-        at = i32(newest_at + (kv_cols if value else 0) + head_kv_of(rank_of()) * dim + 8 * octet)
+        at = i32(newest_at + (kv_cols if value else 0) + quotient(rank_of(), n_splits) * dim + 8 * octet)
         shared = cuda.shared.array(0, types.uint32)
         return four(shared, at) + four(shared, at + 4)
 
@@ -499,7 +488,7 @@ def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
     n_keys, n_values, n_held = attention_constants("f16", "f16", dim, dim, shape.heads, n_warps).n_loaded
     no_token, one = device(lambda: Z), device(lambda: i32(1))
     attend, begin_attention = attention_of(
-        Where(token=no_token, n_tokens=one, head_kv=device(lambda: i32(min(head_kv_of(rank_of()), last_head))),
+        Where(token=no_token, n_tokens=one, head_kv=device(lambda: i32(min(quotient(rank_of(), n_splits), last_head))),
               n_head_kv=device(lambda: i32(n_head_kv)), n_parts=device(lambda: i32(n_splits)),
               part=device(lambda position: share.part(rank_of(), i32((position >> 7) + 1))),
               read=device(lambda value, token: value), wait=arrive, query_four=query_four,
