@@ -8,6 +8,7 @@ weights      weight tiles on the device: loads for the unpackings of quant/
 operands     what launch functions of products read of a call
 quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
+block, exchange   the shape of a block of mmq; how teams of warps, and blocks of a cluster, share the chunks of a row
 mul_mat_glu  gate, up and their activation
 mul_mat_qkv  three matrices with one x
 mul_mat_argmax   a matrix, and the row of the largest product

@@ -9,13 +9,14 @@ from ..call import HALVES, left_out
 from .group_product import MOST_QUADS as QUADS
 from .half_product import EXACT, largest_weight, most_squares
 from .launch import F32, HOPPER, Kernel, U32, factory
-from .ptx import f32, i32, ld, mma_half, st, sts, wait_for_previous
+from .ptx import device, f32, i32, ld, mma_half, st, sts, wait_for_previous
 from .wgmma import ATOM_WORDS, fence, half_products, place
 
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
 B_WORDS = 4 * QUADS * ATOM_WORDS
-PRODUCTS = 4 * QUADS  # sums of a lane
-MINIMA = 4            # sums of a lane by `mma_half`
+WIDTHS = tuple(8 * quads for quads in (QUADS, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
+PRODUCTS = sum(width // 2 for width in WIDTHS)        # sums of a lane
+MINIMA = 4                                            # sums of a lane by `mma_half`
 FORMAT = "Q4_K"       # the one that `has_halves`
 
 
@@ -24,35 +25,49 @@ def may_be_halves(target) -> bool:
     return HALVES not in left_out() and target.halves
 
 
-@factory([()])
-def half_check_kernel():
-    """d: f32 [case][lane][64], the products A B of 64 x 256 and 256 x 128; e: f32 [case][lane][4], those of 16 x 16 and 16 x 8 of
-    each warp. a, b, minima: words of A [case][lane][step][4], of B as atoms [case], of both of e [case][lane][6]. A block: a
-    case."""
-    start, wait, words_of_unit = half_products(N_COLUMNS).start, half_products(N_COLUMNS).wait, QUADS * ATOM_WORDS // 4
+def multiplier(width: int):
+    """(shared, first, a, at, d, to): the product of the first `width` columns of B, which begins at place `first`, to d from `to`
+    on; words of A from a[at] on."""
+    (start, wait), words_of_unit, n_sums = half_products(width), QUADS * ATOM_WORDS // 4, width // 2
 
-    def kernel(a, b, minima, d, e):
-        shared, sums = cuda.shared.array(0, types.uint32), cuda.local.array(PRODUCTS, f32)
-        tid, case = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
-        wait_for_previous()
-        i = tid
-        while i < B_WORDS:
-            sts(shared, i, ld(b, case * B_WORDS + i))
-            i = i32(i + N_THREADS)
-        for o in range(PRODUCTS):
+    @device
+    def multiply(shared, first, a, at, d, to):
+        sums, step = cuda.local.array(n_sums, f32), i32(0)
+        for o in range(n_sums):
             sums[o] = f32(0)
-        fence()
-        cuda.syncthreads()  # B is there
-        first, at = place(shared, 0), i32((case * N_THREADS + tid) * (STEPS * 4))
-        step = i32(0)
         while step < STEPS:
             x = i32(at + 4 * step)
             start(sums, shared, i32(first + (step >> 2) * words_of_unit + 2 * (step & 3)), i32(ld(a, x)), i32(ld(a, x + 1)),
                   i32(ld(a, x + 2)), i32(ld(a, x + 3)), step)
             wait(sums)
             step = i32(step + 1)
-        for o in range(PRODUCTS):
-            st(d, (case * N_THREADS + tid) * PRODUCTS + o, sums[o])
+        for o in range(n_sums):
+            st(d, to + o, sums[o])
+    return multiply
+
+
+@factory([()])
+def half_check_kernel():
+    """d: f32 [case][lane][64 + 32 + 16], the products A B of 64 x 256 and 256 x 128, and of its first 64 and 32 columns; e: f32
+    [case][lane][4], those of 16 x 16 and 16 x 8 of each warp. a, b, minima: words of A [case][lane][step][4], of B as atoms
+    [case], of both of e [case][lane][6]. A block: a case."""
+    multiply_all, multiply_half, multiply_quarter = (multiplier(width) for width in WIDTHS)
+
+    def kernel(a, b, minima, d, e):
+        shared = cuda.shared.array(0, types.uint32)
+        tid, case = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
+        wait_for_previous()
+        i = tid
+        while i < B_WORDS:
+            sts(shared, i, ld(b, case * B_WORDS + i))
+            i = i32(i + N_THREADS)
+        fence()
+        cuda.syncthreads()  # B is there
+        first, at = place(shared, 0), i32((case * N_THREADS + tid) * (STEPS * 4))
+        to = i32((case * N_THREADS + tid) * PRODUCTS)
+        multiply_all(shared, first, a, at, d, to)
+        multiply_half(shared, first, a, at, d, i32(to + WIDTHS[0] // 2))
+        multiply_quarter(shared, first, a, at, d, i32(to + (WIDTHS[0] + WIDTHS[1]) // 2))
         x = i32((case * N_THREADS + tid) * 6)
         m = mma_half(i32(ld(minima, x)), i32(ld(minima, x + 1)), i32(ld(minima, x + 2)), i32(ld(minima, x + 3)),
                      i32(ld(minima, x + 4)), i32(ld(minima, x + 5)))
@@ -132,6 +147,7 @@ def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     words_of_q = pairs(q).reshape(len(q), 8, 2, 4).transpose(0, 1, 3, 2).reshape(len(q), 32, 2)
     words_of_e = np.concatenate([fragments(i), words_of_q], axis=-1)
     d, e = of_lanes(np.einsum("cik,cjk->cij", a, b)), of_lanes(np.einsum("cik,cjk->cij", i, q))
+    d = np.concatenate([d[..., :width // 2] for width in WIDTHS], axis=-1)
     return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b).reshape(-1), np.tile(words_of_e, (1, 4, 1)).reshape(-1)),
             ((d * unit).astype(np.float32), np.tile(e, (1, 4, 1)).astype(np.float32)))
 

@@ -141,13 +141,14 @@ def minimum_product(fmt: Format, unpack):
     return words_of, product
 
 
-def half_product(name: str, n_quads: int):
+def half_product(name: str, n_quads: int, alone: bool = True):
     """(multiply, multiply_halves, follow). multiply: (lane, half, shared, tile, act, upper, s) -> the scales of the lane's rows;
     s: written, RN(S) in units of 2^-24. multiply_halves: (lane, half, shared, tile, act, scratch, upper, s), the same of a chunk
     of which tokens may have more than `most_squares`; scratch: word at which the warp's own begin, 32 for each sum. Behind them
-    tile and activations are no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): total = fma(acc,
-    d of the token, total), acc as in section 3. sums: word at which the sums of q begin, [quad][2 token + limb][8 words of two:
-    sums 2 i and 2 i + 1 of 16 columns at place 2 i, from i = 4 on at 2 i - 7]; scales: those of the tokens, [l % 4][quad]."""
+    tile and activations are no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): s becomes acc of
+    section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at which the sums of q begin, [quad]
+    [2 token + limb][8 words of two: sums 2 i and 2 i + 1 of 16 columns at place 2 i, from i = 4 on at 2 i - 7]; scales: those of
+    the tokens, [l % 4][quad]."""
     fmt, unpack = format_of(name), shared_unpacker(name).unpacker
     load, start_blocks = block_starter(unpack, n_quads)
     packed, group, wait, n_sums = unpack.packed, unpack.group, half_products(8 * n_quads).wait, 2 * n_quads
@@ -174,8 +175,9 @@ def half_product(name: str, n_quads: int):
                 quad = 4 * i + k
                 o, scale = 2 * quad, as_f32(of_tokens[k])
                 x0, x1 = minima(lane, shared, sums, quad, words)
-                total[o] = fma(fma(-m0, x0, fma(s[o], d0, f32(0))), scale, total[o])
-                total[o + 1] = fma(fma(-m1, x1, fma(s[o + 1], d1, f32(0))), scale, total[o + 1])
+                s[o], s[o + 1] = fma(-m0, x0, fma(s[o], d0, f32(0))), fma(-m1, x1, fma(s[o + 1], d1, f32(0)))
+                if alone:
+                    total[o], total[o + 1] = fma(s[o], scale, total[o]), fma(s[o + 1], scale, total[o + 1])
 
     @device
     def scales_of(lane, half, shared, tile, held, upper):

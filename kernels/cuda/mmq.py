@@ -13,86 +13,20 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from ...quant.formats import FORMATS, Format, format_of
-from ...quant.tile import ROWS, tile_bytes
+from ...quant.tile import tile_bytes
 from ..call import Call
 from . import cluster, group_product, mbarrier, wgmma
+from .block import Block
 from .dispatch import ITEMS, dispatch_table
+from .exchange import Exchange, exchange, exchanger
 from .launch import F32, HOPPER, I32, Kernel, N, U32, factory, need
 from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of, row_of_pair
 from .ptx import (afresh, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32, i64, ld,
-                  ld4, lds, lds2, lds4, least, quotient, remainder, shuffle, stage, sts, sts4, syncwarp,
-                  wait_for_previous)
+                  ld4, lds, lds4, least, quotient, remainder, shuffle, stage, sts, syncwarp, wait_for_previous)
 from .quantize import most_rows, planes
 from .tile_product import (QUAD, QUAD_WORDS, STORE, Ending, Form, Slot, chunk_words, factors, form, gate_and_store, is_late, slot,
                            swizzle, table_words, tile_product)
 from .weights import unpacker
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each
-    tile and group. With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in
-    shared memory. teams: so many times as many warps share the chunks of the rows and tokens, by turns, and all else is of one
-    team. blocks: of a cluster, whose teams share them."""
-    row_tiles: int
-    groups: int
-    quads: int
-    warpgroups: bool = False
-    slots: int = 2
-    teams: int = 1
-    blocks: int = 1
-
-    @property
-    def n_teams(self) -> int:
-        """Of a cluster."""
-        return self.teams * self.blocks
-
-    @property
-    def n_warps(self) -> int:
-        return self.row_tiles * (2 if self.warpgroups else self.groups)
-
-    @property
-    def prepared_quads(self) -> int:
-        """Quads for which a warp prepares scales and minima."""
-        return group_product.MOST_QUADS if self.warpgroups else self.quads
-
-    @property
-    def n_rows_lane(self) -> int:
-        """Of a lane, eight rows apart."""
-        return 2 if self.warpgroups else 4
-
-    @property
-    def rows(self) -> int:
-        return ROWS * self.row_tiles
-
-    @property
-    def tokens(self) -> int:
-        return QUAD * self.groups * self.quads
-
-    @property
-    def n_sums(self) -> int:
-        """Of a lane."""
-        return self.n_rows_lane * self.quads
-
-    @property
-    def n_own(self) -> int:
-        """Of them, those whose totals it has: the teams each have a part, but for the last ones."""
-        return self.n_sums if self.n_teams == 1 else 2 * -(-self.n_sums // (2 * self.n_teams))
-
-    @property
-    def sides(self) -> int:
-        """Turns for whose sums there is room: blocks that have a team each must not wait for those of the other."""
-        return 2 if self.blocks > 1 and self.teams == 1 else 1
-
-    @property
-    def n_threads(self) -> int:
-        """Of all teams of a block."""
-        return 32 * self.n_warps * self.teams
-
-    def __str__(self) -> str:
-        teams = f", {self.teams} teams" if self.teams > 1 else ""
-        blocks = f", {self.blocks} blocks" if self.blocks > 1 else ""
-        return f"{self.rows} x {self.tokens}{' warpgroups' if self.warpgroups else ''}{teams}{blocks}"
 
 
 N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done with it
@@ -141,33 +75,12 @@ def first_slot(fmt: Format, block: Block) -> int:
     return -(-words // wgmma.ATOM_WORDS) * wgmma.ATOM_WORDS if block.warpgroups else words
 
 
-class Exchange(NamedTuple):
-    """Words of shared memory by which teams give each other sums: sums [side][team of the cluster][warp][vector][lane][width], of
-    those whose totals the block has, the scales of their tokens [side][team][warp][token], as in a slot, and the barriers of the
-    warps in the same place of all teams [warp][side][2]: sums are there; all are done with them."""
-    sums: int
-    width: int     # sums that are written together
-    scales: int
-    barriers: int
-    n_words: int   # with all that lies before
-
-
-def kept_sums(block: Block) -> int:
-    """Sums of a lane whose totals a block has, and places behind them that the last teams read for nothing."""
-    return block.teams * block.n_own
-
-
-def exchange(fmt: Format, block: Block) -> Exchange:
-    n_warps = block.sides * block.n_teams * block.n_warps
-    sums = first_slot(fmt, block) + block.slots * chunk_slot(fmt, block).n_words
-    scales = sums + n_warps * 32 * kept_sums(block)
-    barriers = scales + n_warps * block.tokens
-    return Exchange(sums, 2 if block.n_own % 4 else 4, scales, barriers,
-                    barriers + block.n_warps * block.sides * N_BARRIERS * mbarrier.WORDS)
+def exchange_of(fmt: Format, block: Block) -> Exchange:
+    return exchange(block, first_slot(fmt, block) + block.slots * chunk_slot(fmt, block).n_words)
 
 
 def n_words(fmt: Format, block: Block) -> int:
-    at = exchange(fmt, block)
+    at = exchange_of(fmt, block)
     return at.n_words if block.n_teams > 1 else at.sums + 2 * mbarrier.WORDS * takes_turns(fmt, block)
 
 
@@ -203,15 +116,14 @@ def is_team(block: Block) -> bool:
 
 @lru_cache(None)
 def team_blocks(name: str, shared_limit: int) -> tuple[Block, ...]:
-    """The blocks for few tokens of one matrix, of any format: with two slots of a team, and of those in clusters of two the one
-    of most teams for each number of tokens."""
-    def fitting(quads, slots, teams, blocks=1):
-        block = Block(2, 1, quads, True, slots, teams, blocks)
-        return [block] if shared_bytes((name,), block) <= shared_limit else []
-    alone = [block for quads in (4, 8) for teams in range(1, TEAMS[quads] + 1) for block in fitting(quads, 2 * teams, teams)]
-    return (*alone, *(block for quads in (4, 8)
-                      for block in [b for teams in range(TEAMS[quads], 1, -1) for b in fitting(quads, 2 * teams, teams, 2)][:1]),
-            *fitting(16, 3, 2, 2))
+    """The blocks for few tokens of one matrix, of any format, alone or in clusters of two: with two slots of a team, or, of three
+    teams and more, with one less in all."""
+    def fitting(quads, teams, blocks=1):
+        slots = (3,) if quads == 16 else (2 * teams, 2 * teams - 1) if teams > 2 else (2 * teams,)
+        blocks_of_slots = (Block(2, 1, quads, True, n, teams, blocks) for n in slots)
+        return [block for block in blocks_of_slots if shared_bytes((name,), block) <= shared_limit][:1]
+    return (*(block for blocks in (1, 2) for quads in (4, 8) for teams in range(blocks, TEAMS[quads] + 1)
+              for block in fitting(quads, teams, blocks)), *fitting(16, 2, 2))
 
 
 class Sources(NamedTuple):
@@ -577,181 +489,14 @@ def chunk_folder(fmt: Format, block: Block, multiply):
     return fold_chunk
 
 
-class Exchanger(NamedTuple):
-    """Device functions by which a warp of a team and those in its place in the other teams of the cluster give each other sums,
-    by turns. team: of the block; rank: of the block in its cluster; turn: the number of it, from 0."""
-    begin: object  # (tid, team, shared): makes the barriers. A barrier of the cluster goes between it and all else,
-    end: object    # and between all else and this, which ends them
-    send: object   # (tid, team, rank, shared, now, turn, n_chunks, acc): a lane's acc of the chunk in the slot, and the scales of
-                   # its tokens, when all are done with those that lie in their places
-    skip: object   # (tid, team, rank, shared, turn, n_chunks): in the place of `send`, where there is no chunk
-    fold: object   # (tid, team, rank, shared, turn, n_chunks, total): total = fma(acc, d, total) over the chunks of the turn,
-                   # which are in the order of the teams, when they are there; total: the lane's own, which are sums
-                   # number of its team * n_own .. of all
-
-
-def exchange_places(fmt: Format, block: Block):
-    """(there, done, parity, place). there, done: (warp, turn) -> word of the barrier: all sums of a turn are there; all are done
-    with them. parity: (turn) -> that of the phase. place: (number of a team, warp, turn) -> that of what a warp sends."""
-    barriers, barrier_words = exchange(fmt, block).barriers, N_BARRIERS * mbarrier.WORDS
-    sides, n_teams, n_warps = block.sides, block.n_teams, block.n_warps
-
-    @device
-    def there(warp, turn):
-        return i32(barriers + (warp * sides + (turn & 1) if sides > 1 else warp) * barrier_words)
-
-    @device
-    def done(warp, turn):
-        return i32(there(warp, turn) + mbarrier.WORDS)
-
-    @device
-    def parity(turn):
-        return i32((turn >> 1 if sides > 1 else turn) & 1)
-
-    @device
-    def place(team_number, warp, turn):
-        return i32((team_number + (turn & 1) * n_teams if sides > 1 else team_number) * n_warps + warp)
-    return there, done, parity, place
-
-
-def sum_senders(fmt: Format, block: Block):
-    """Of the blocks of rank 0 and 1: (tid, team, shared, now, turn, acc), what a lane sends of the chunk in the slot."""
-    (sums, width, scales, *_), (there, _, _, place) = exchange(fmt, block), exchange_places(fmt, block)
-    d_at, blocks, tokens, kept = chunk_slot(fmt, block).d, block.blocks, block.tokens, kept_sums(block)
-    n_vectors, own_vectors, n_rounds = block.n_sums // width, block.n_own // width, -(-tokens // 32)
-    assert blocks in (1, 2), block
-
-    @device
-    def keep(shared, at, acc, o):
-        if width == 4:
-            sts4(shared, at, as_u32(acc[o]), as_u32(acc[o + 1]), as_u32(acc[o + 2]), as_u32(acc[o + 3]))
-        else:
-            sts(shared, at, as_u32(acc[o]))
-            sts(shared, at + 1, as_u32(acc[o + 1]))
-
-    @device
-    def give(far, barrier, acc, o):
-        if width == 4:
-            cluster.send4(far, barrier, as_u32(acc[o]), as_u32(acc[o + 1]), as_u32(acc[o + 2]), as_u32(acc[o + 3]))
-        else:
-            cluster.send2(far, barrier, as_u32(acc[o]), as_u32(acc[o + 1]))
-
-    def sender(rank):
-        @stage
-        def send(tid, team, shared, now, turn, acc):
-            lane, warp = i32(tid & 31), i32(tid >> 5)
-            words = place(i32(team * blocks + rank), warp, turn)
-            at, scales_at = i32(sums + words * (32 * kept) + lane * width), i32(scales + words * tokens + lane)
-            far = far_scales = barrier = i32(0)
-            if blocks > 1:
-                far, far_scales = cluster.address(shared, at, 1 - rank), cluster.address(shared, scales_at, 1 - rank)
-                barrier = cluster.address(shared, there(warp, turn), 1 - rank)
-            for v in range(n_vectors):
-                owner = v // own_vectors
-                vector = owner // blocks * own_vectors + v % own_vectors
-                if owner % blocks == rank:
-                    keep(shared, i32(at + vector * 32 * width), acc, v * width)
-                else:
-                    give(i32(far + vector * 128 * width), barrier, acc, v * width)
-            for i in range(n_rounds):
-                if lane + 32 * i < tokens:
-                    scale = lds(shared, now + d_at + lane + 32 * i)
-                    sts(shared, scales_at + 32 * i, scale)
-                    if blocks > 1:
-                        cluster.send1(i32(far_scales + 128 * i), barrier, scale)
-        return send
-    return sender(0), sender(blocks - 1)
-
-
-def exchanger(fmt: Format, block: Block) -> Exchanger:
-    """Teams are numbered team * blocks + rank. What goes to another block of the cluster is stored there by `cluster.send4`, and
-    counts in bytes at its barrier."""
-    (sums, width, scales, *_), (there, done, parity, place) = exchange(fmt, block), exchange_places(fmt, block)
-    teams, blocks, n_teams, n_warps, sides = block.teams, block.blocks, block.n_teams, block.n_warps, block.sides
-    n_own, n_sums, quads, tokens, kept = block.n_own, block.n_sums, block.quads, block.tokens, kept_sums(block)
-    far_bytes = tuple(4 * (tokens + 32 * sum(o // n_own % blocks == rank for o in range(n_sums))) for rank in range(blocks))
-    send_first, send_second = sum_senders(fmt, block)
-
-    @device
-    def begin(tid, team, shared):
-        if team == 0 and tid & 31 == 0:
-            for side in range(sides):
-                mbarrier.begin(shared, there(tid >> 5, side), teams)
-                mbarrier.begin(shared, done(tid >> 5, side), n_teams)
-
-    @device
-    def end(tid, team, shared):
-        if team == 0 and tid & 31 == 0:
-            for side in range(sides):
-                mbarrier.end(shared, there(tid >> 5, side))
-                mbarrier.end(shared, done(tid >> 5, side))
-
-    @device
-    def await_others(tid, shared, turn):
-        if turn >= sides:
-            mbarrier.wait(shared, done(tid >> 5, turn), i32(parity(turn) ^ 1))
-
-    @device
-    def arrive_there(tid, team, rank, shared, turn, n_chunks):
-        """All lanes have written. The team in the same place of the other block sends as well, if it has a chunk."""
-        syncwarp()
-        if tid & 31 == 0:
-            if blocks > 1:
-                n_bytes = far_bytes[0] if rank == 0 else far_bytes[1]
-                sends = turn * n_teams + team * blocks + (1 - rank) < n_chunks
-                mbarrier.expect(shared, there(tid >> 5, turn), i32(n_bytes if sends else 0))
-            else:
-                mbarrier.arrive(shared, there(tid >> 5, turn))
-
-    @device
-    def skip(tid, team, rank, shared, turn, n_chunks):
-        await_others(tid, shared, turn)
-        arrive_there(tid, team, rank, shared, turn, n_chunks)
-
-    @stage
-    def send(tid, team, rank, shared, now, turn, n_chunks, acc):
-        await_others(tid, shared, turn)
-        if blocks == 1 or rank == 0:
-            send_first(tid, team, shared, now, turn, acc)
-        else:
-            send_second(tid, team, shared, now, turn, acc)
-        arrive_there(tid, team, rank, shared, turn, n_chunks)
-
-    @stage
-    def fold(tid, team, rank, shared, turn, n_chunks, total):
-        lane, warp, n = i32(tid & 31), i32(tid >> 5), i32(n_chunks - turn * n_teams)
-        mbarrier.wait(shared, there(warp, turn), parity(turn))
-        words = place(i32(0), warp, turn)
-        at = i32(sums + words * (32 * kept) + team * (32 * n_own) + lane * width)
-        d_of = i32(scales + words * tokens + (lane & 3) * quads + (team * blocks + rank) * (n_own // 2))
-        for source in range(n_teams):
-            if source < n:
-                for v in range(n_own // width):
-                    o = v * width
-                    if width == 4:
-                        (a, b, c, e), (d0, d1) = lds4(shared, at + v * 128), lds2(shared, d_of + 2 * v)
-                        total[o], total[o + 1] = fma(as_f32(a), as_f32(d0), total[o]), fma(as_f32(b), as_f32(d0), total[o + 1])
-                        total[o + 2], total[o + 3] = (fma(as_f32(c), as_f32(d1), total[o + 2]),
-                                                      fma(as_f32(e), as_f32(d1), total[o + 3]))
-                    else:
-                        (a, b), d0 = lds2(shared, at + v * 64), lds(shared, d_of + v)
-                        total[o], total[o + 1] = fma(as_f32(a), as_f32(d0), total[o]), fma(as_f32(b), as_f32(d0), total[o + 1])
-                at, d_of = i32(at + n_warps * 32 * kept), i32(d_of + n_warps * tokens)
-        syncwarp()  # all lanes have read
-        if lane == 0:
-            mbarrier.arrive(shared, done(warp, turn))
-            if blocks > 1:
-                cluster.arrive_at(cluster.address(shared, done(warp, turn), 1 - rank))
-    return Exchanger(begin, end, send, skip, fold)
-
-
 TURN = 8  # sums of a lane that are finished together, so that the loads of what waits for them are under way together
 
 
 def totals_writer(block: Block, ending: Ending, part: Part):
     """(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias): what becomes of a lane's totals, by
-    `ending`: out f32 [n_out, n_rows]; first_sum: which of all the sums of a lane the first of them is. They go through a slot
-    that is free, `now`, each warp through words of its own, so that what becomes of them is a loop, with registers for few."""
+    `ending`: out f32 [n_out, n_rows]; first_sum: which of all the sums of a lane the first of them is. They go through words that
+    are free, from `now` on, each warp through its own, 32 for each sum of a lane, whether it has their totals or not: so what
+    becomes of them is a loop, with registers for few."""
     (waiting_at, finish), place_of, rows, quads = ending, warp_placer(block), block.rows, block.quads
     row_block, matrix, targets_from, target_of = part.row_block, part.matrix, part.targets, part.target
     n_rows_lane, n_sums, n_all = block.n_rows_lane, block.n_own, block.n_sums
@@ -766,7 +511,7 @@ def totals_writer(block: Block, ending: Ending, part: Part):
     def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         tile, half, group = place_of(warp)
-        kept = i32(now + warp * n_sums * 32 + lane)
+        kept = i32(now + warp * n_all * 32 + lane)
         for o in range(n_sums):
             sts(shared, kept + 32 * o, as_u32(total[o]))
         first_row = i32(row_block(shared) * rows + tile * 32 + half * 16 + (lane >> 2))
@@ -776,11 +521,11 @@ def totals_writer(block: Block, ending: Ending, part: Part):
             for j in range(together):
                 row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
                 waiting[j] = f32(0)
-                if row < n_rows and token < n_out and first_sum + o + j < n_all:
+                if row < n_rows and token < n_out and o + j < n_sums and first_sum + o + j < n_all:
                     waiting[j] = waiting_at(out, i64(token) * n_rows + row, last)
             for j in range(together):
                 row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
-                if row < n_rows and token < n_out and first_sum + o + j < n_all:
+                if row < n_rows and token < n_out and o + j < n_sums and first_sum + o + j < n_all:
                     total_of = as_f32(lds(shared, kept + 32 * (o + j)))
                     finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows), row, n_rows, total_of, waiting[j], last,
                            bias, other_bias)
@@ -792,7 +537,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     """The body of a kernel, the products with one matrix: (words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out),
     last: of the last matrix."""
     fmt, warpgroups, slots, paced = format_of(name), block.warpgroups, block.slots, is_paced(format_of(name), block)
-    by_turns, turns_at = takes_turns(fmt, block), exchange(fmt, block).sums
+    by_turns, turns_at = takes_turns(fmt, block), exchange_of(fmt, block).sums
     multiply, n_entries, entry = (group_product.group_product(name, block.quads, by_turns) if warpgroups
                                   else tile_product(name, block.quads))
     begin_turns, end_turns, turn_at = turn_barriers(block, turns_at)
@@ -800,9 +545,9 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     store_totals = totals_writer(block, ending, part)
     (begin_barriers, end_barriers), (there, done) = slot_barriers(fmt, block), barrier_places(fmt, block)
     n_offsets, n_scales, n_limbs, n_places = sources(fmt, block)
-    first, slot_words, n_threads = first_slot(fmt, block), chunk_slot(fmt, block).n_words, block.n_threads
+    first, (_, d_at, _, slot_words, _), n_threads = first_slot(fmt, block), chunk_slot(fmt, block), block.n_threads
     n_found, n_sums, n_own, n_products = n_scales + n_limbs, block.n_sums, block.n_own, 4 * block.quads
-    blocks, (begin_exchange, end_exchange, send, skip, fold) = block.blocks, exchanger(fmt, block)
+    blocks, (begin_exchange, end_exchange, send, fold, finish) = block.blocks, exchanger(block, exchange_of(fmt, block))
     teams, n_teams, behind = block.teams, block.n_teams, block.sides > 1  # sums of a turn are added behind the next products
     early = warpgroups and part.n_tokens is None  # weights are on their way before the kernel before has ended
     team_threads, ahead = 32 * block.n_warps, (slots - 1) // teams  # chunks of a team that are on their way
@@ -814,7 +559,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         shared = cuda.shared.array(0, types.uint32)
         total, acc = cuda.local.array(n_own, f32), cuda.local.array(n_sums, f32)
         tid, n_chunks, team, turn_of = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8), i32(0), i32(0)
-        rank = i32(i32(cuda.blockIdx.x) & (blocks - 1))
+        rank = remainder(i32(cuda.blockIdx.x), blocks)
         if n_entries:
             p = tid
             while p < n_entries:
@@ -879,14 +624,14 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
             fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn_at(warp, chunk))
+            if behind and turn_of > 0:
+                fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
             if n_teams > 1:
-                send(tid, team, rank, shared, now, turn_of, n_chunks, acc)
+                send(tid, team, rank, shared, i32(now + d_at), turn_of, n_chunks, acc)
             if paced:
                 syncwarp()
                 if lane == 0:
                     mbarrier.arrive(shared, now + done)
-            if behind and turn_of > 0:
-                fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
             turn_of = i32(turn_of + 1)
             if later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
@@ -897,14 +642,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             copied, free = i32(copied + n_teams), i32(free + step if free < last_step else free + (step - ring_words))
             chunk, now = i32(chunk + n_teams), i32(now + step if now < last_step else now + (step - ring_words))
         if n_teams > 1:
-            n_turns = quotient(i32(n_chunks + (n_teams - 1)), n_teams)
-            if turn_of < n_turns:  # there are no chunks for all in the last turn, and none for this team
-                if turn_of > 0 and not behind:
-                    fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
-                skip(tid, team, rank, shared, turn_of, n_chunks)
-                if turn_of > 0 and behind:
-                    fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
-            fold(tid, team, rank, shared, n_turns - 1, n_chunks, total)
+            finish(tid, team, rank, shared, turn_of, n_chunks, total)
         if slots % teams:
             cuda.syncthreads()  # all are done with the slot, which is not the team's alone
         store_totals(tid, shared, now, total, number * n_own, out, n_rows, n_out, last, bias, other_bias)
@@ -950,6 +688,7 @@ TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED
                 for block in (Block(2, 1, 4, True, 8, 4), Block(2, 1, 8, True, 6, 3), Block(2, 1, 16, True, 3, 2, 2))]
 TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in (
     Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3, 2), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2))]
+TEAMS_TESTED += [("Q8_0", *astuple(Block(2, 1, 8, True, 5, 3, 2))), ("IQ5_K", *astuple(Block(2, 1, 4, True, 7, 4, 2)))]
 
 
 @factory(SMALL_TESTED[:1] + TEAMS_TESTED
@@ -981,7 +720,7 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 # Matrices behind each other, of one input: blocks of rows of the first, then of the second and the third
 
 QKV_TESTED = [("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 4, True, 8, 4))),
-              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 4, 2, 2))),
+              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 5, 3, 2))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2)))]
 

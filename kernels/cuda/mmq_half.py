@@ -5,6 +5,8 @@ A launch before widens the activations (`half_limbs`). Then blocks take items of
 some tokens (`mmq.taker`): warpgroups multiply, a warp half a row tile, and one thread has bulk copies bring the chunks, those of
 the next item before this one's totals are stored. Slots are filled and taken by barriers of their own (`mbarrier`), those of
 activations and weights as soon as their products are there.
+
+The blocks of a cluster take chunks of the same rows and tokens by turns (`exchange`), where there are too few blocks without.
 """
 from dataclasses import astuple
 from itertools import accumulate
@@ -15,18 +17,21 @@ from numba import cuda, types
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
-from . import mbarrier
+from . import cluster, mbarrier
+from .block import Block
 from .dispatch import dispatch_table
+from .exchange import Exchange, exchange, exchanger
 from .half_limbs import N_THREADS as N_WIDENING, TOKEN_WORDS, half_limbs_kernel, rest_of, unit_words
 from .half_product import exponents, half_product
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
-from .mmq import Block, Part, grouped, item_words, taker, totals_writer
+from .mmq import Part, grouped, item_words, taker, totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
-from .ptx import ballot, device, f32, i32, i64, lds, least, quotient, syncwarp, u32, wait_for_previous
+from .ptx import ballot, device, f32, i32, i64, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
 from .tile_product import STORE, Ending, chunk_words, gate_and_store, table_words
 from .wgmma import ATOM_WORDS, fence
 
-DENSE = Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3)  # of one matrix
+# Of one matrix, the last one in clusters
+DENSE = Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2)
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3)  # by their tokens
 N_REST = 4  # slots of what follows products
 
@@ -40,7 +45,7 @@ class Shared(NamedTuple):
     rest_done: int
     scratch: int     # [warp][sum of a lane][lane]
     items: int       # [warp], and of the warp that brings: an item, as `mmq.grouped` reads it
-    n_words: int
+    exchange: int    # on 16 bytes
 
 
 def slot_words(fmt: Format, block: Block) -> int:
@@ -50,12 +55,17 @@ def slot_words(fmt: Format, block: Block) -> int:
 def shared_layout(fmt: Format, block: Block) -> Shared:
     slots, words, n_warps, n_rest = block.slots, mbarrier.WORDS, block.n_warps, rest_of(block.tokens).n_words
     assert slot_words(fmt, block) % ATOM_WORDS == 0 and not table_words(fmt.name), fmt.name
+    n_items = -(-(n_warps + 1) * item_words(block.tokens) // 4) * 4
     return Shared(*accumulate((slots * slot_words(fmt, block), N_REST * n_rest, slots * words, slots * words, N_REST * words,
-                               N_REST * words, 32 * n_warps * block.n_sums, (n_warps + 1) * item_words(block.tokens))))
+                               N_REST * words, 32 * n_warps * block.n_sums, n_items)))
+
+
+def exchange_of(fmt: Format, block: Block) -> Exchange:
+    return exchange(block, shared_layout(fmt, block).exchange)
 
 
 def half_bytes(fmt: Format, block: Block) -> int:
-    return 4 * shared_layout(fmt, block).n_words
+    return 4 * (exchange_of(fmt, block).n_words if block.blocks > 1 else shared_layout(fmt, block).exchange)
 
 
 class Turns(NamedTuple):
@@ -85,12 +95,12 @@ class Sources(NamedTuple):
 
 
 def chunk_bringer(fmt: Format, block: Block, part: Part):
-    """(shared, sources, work, turns) -> turns: all chunks of an item, whose activations are the work-th ones, by one thread. Row
-    tiles behind the last repeat it; quads behind the last token are left out."""
+    """(shared, rank, sources, work, turns) -> turns: all chunks of an item that are the block's, whose activations are the
+    work-th ones, by one thread. Row tiles behind the last repeat it; quads behind the last token are left out."""
     (rest_at, there, done, rest_there, rest_done, *_), words_of_slot = shared_layout(fmt, block), slot_words(fmt, block)
     n_act, n_rest, words_of_unit = block.tokens * TOKEN_WORDS, rest_of(block.tokens).n_words, unit_words(block.tokens)
     tile_words, row_tiles, following, n_blocks = tile_bytes(fmt) // 4, block.row_tiles, turner(block.slots), CHUNK // 64
-    row_block, matrix, tokens_of = part.row_block, part.matrix, part.n_tokens
+    row_block, matrix, tokens_of, blocks = part.row_block, part.matrix, part.n_tokens, block.blocks
 
     @device
     def bring_tiles(shared, sources, first, chunk, to, barrier):
@@ -103,8 +113,9 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
             tile, to = i32(tile + 1), i32(to + tile_words)
 
     @device
-    def bring(shared, sources, work, turns):
-        chunk, at, first = i32(0), i64(work) * sources.n_chunks * words_of_unit, i32(row_block(shared) * row_tiles)
+    def bring(shared, rank, sources, work, turns):
+        chunk, first = rank, i32(row_block(shared) * row_tiles)
+        at = (i64(work) * sources.n_chunks + rank) * words_of_unit
         own_words = i32(((tokens_of(shared) + 3) >> 2) * ATOM_WORDS)  # of 64 columns
         while chunk < sources.n_chunks:
             barrier, to = i32(there + turns.slot * mbarrier.WORDS), i32(turns.slot * words_of_slot)
@@ -118,7 +129,7 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
             mbarrier.wait(shared, rest_done + turns.rest * mbarrier.WORDS, i32(turns.rest_parity ^ 1))
             mbarrier.expect(shared, barrier, i32(4 * n_rest))
             mbarrier.bring(shared, rest_at + turns.rest * n_rest, sources.limbs, at + n_act, i32(n_rest), barrier)
-            chunk, at, turns = i32(chunk + 1), at + words_of_unit, following(turns)
+            chunk, at, turns = i32(chunk + blocks), at + blocks * words_of_unit, following(turns)
         return turns
     return bring
 
@@ -132,13 +143,14 @@ def leave(lane, shared, barrier):
 
 
 def chunk_multiplier(name: str, block: Block):
-    """(tid, shared, n_chunks, total, turns) -> turns: all chunks of an item, by the warps that multiply. total: f32 [n_sums] of a
-    lane, as of `half_product.follow`."""
+    """(tid, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the block's, by the warps that
+    multiply. total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
     fmt = format_of(name)
     (rest_at, there, done, rest_there, rest_done, scratch, *_), words_of_slot = shared_layout(fmt, block), slot_words(fmt, block)
     n_sums, n_act, tokens, tile_words = block.n_sums, block.tokens * TOKEN_WORDS, block.tokens, tile_bytes(fmt) // 4
-    (multiply, multiply_halves, follow), (d_at, large_at, n_rest) = half_product(name, block.quads), rest_of(block.tokens)
-    following = turner(block.slots)
+    blocks, alone = block.blocks, block.blocks == 1
+    (multiply, multiply_halves, follow), (d_at, large_at, n_rest) = half_product(name, block.quads, alone), rest_of(block.tokens)
+    following, (_, _, send, fold, finish) = turner(block.slots), exchanger(block, exchange_of(fmt, block))
 
     @device
     def any_large(lane, shared, at):
@@ -148,8 +160,8 @@ def chunk_multiplier(name: str, block: Block):
         return ballot(found)
 
     @device
-    def multiply_chunks(tid, shared, n_chunks, total, turns):
-        s, lane, warp, chunk = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), i32(0)
+    def multiply_chunks(tid, rank, shared, n_chunks, total, turns):
+        s, lane, warp, chunk, turn = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), rank, i32(0)
         upper = exponents(0)
         while chunk < n_chunks:
             now, act = i32(rest_at + turns.rest * n_rest), i32(turns.slot * words_of_slot)
@@ -163,8 +175,14 @@ def chunk_multiplier(name: str, block: Block):
                 scales = multiply(lane, warp & 1, shared, tile, act, upper, s)
             leave(lane, shared, i32(done + turns.slot * mbarrier.WORDS))
             follow(lane, shared, now, i32(now + d_at), scales, s, total)
+            if not alone:
+                if turn > 0:
+                    fold(tid, i32(0), rank, shared, i32(turn - 1), n_chunks, total)
+                send(tid, i32(0), rank, shared, i32(now + d_at), turn, n_chunks, s)
             leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
-            chunk, turns = i32(chunk + 1), following(turns)
+            chunk, turns, turn = i32(chunk + blocks), following(turns), i32(turn + 1)
+        if not alone:
+            finish(tid, i32(0), rank, shared, turn, n_chunks, total)
         return turns
     return multiply_chunks
 
@@ -188,8 +206,10 @@ def barrier_beginner(fmt: Format, block: Block):
 def products(name: str, n_products: int, block: Block, ending: Ending, experts: bool):
     """The body of a kernel for one matrix, or one of each expert, or two of them one after the other: (words, other_words, bias,
     other_bias, limbs, table, out, order, pairs), as of `mmq.grouped_products`; limbs: of `half_limbs`."""
-    fmt, n_warps, n_sums, rows = format_of(name), block.n_warps, block.n_sums, block.rows
+    fmt, n_warps, n_own, rows, blocks = format_of(name), block.n_warps, block.n_own, block.rows, block.blocks
+    assert blocks == 1 or (n_products == 1 and not experts), block  # turns are counted from 0
     (*_, scratch, items, _), own_words = shared_layout(fmt, block), item_words(block.tokens)
+    begin_exchange, meet = exchanger(block, exchange_of(fmt, block)).begin, cluster.meet if blocks > 1 else cuda.syncthreads
     at = device(lambda: i32(items + (cuda.threadIdx.x >> 5) * own_words))  # each warp has an item of its own
     part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
     begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
@@ -198,13 +218,16 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     @device
     def run(words, other_words, bias, other_bias, limbs, table, out, order, pairs):
         shared, tid = cuda.shared.array(0, types.uint32), i32(cuda.threadIdx.x)
-        lane, n_chunks, total = i32(tid & 31), i32((pairs.n_cols + 255) >> 8), cuda.local.array(n_sums, f32)
+        lane, n_chunks, total = i32(tid & 31), i32((pairs.n_cols + 255) >> 8), cuda.local.array(n_own, f32)
+        rank = remainder(i32(cuda.blockIdx.x), blocks)
         if tid == 0:
             begin_barriers(shared)
-        cuda.syncthreads()  # they are there
+        if blocks > 1 and tid < 32 * n_warps:
+            begin_exchange(tid, i32(0), shared)
+        meet()  # they are there
         wait_for_previous()
         n_row_blocks, turns = quotient(i32(pairs.n_rows + (rows - 1)), rows), Turns(i32(0), i32(0), i32(0), i32(0))
-        item, end = i32(cuda.blockIdx.x), i32(count(table, pairs) * n_row_blocks)
+        item, end = quotient(i32(cuda.blockIdx.x), blocks), i32(count(table, pairs) * n_row_blocks)
         while item < end:
             work, left = quotient(item, n_row_blocks), i32(n_products)
             take(lane, shared, table, work, i32(item - work * n_row_blocks), order, pairs)
@@ -213,15 +236,17 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
                 left = i32(left - 1)
                 if tid == 32 * n_warps:
                     sources = Sources(words if left > 0 else other_words, limbs, pairs.n_rows, n_chunks)
-                    turns = bring(shared, sources, work, turns)
+                    turns = bring(shared, rank, sources, work, turns)
                 elif tid < 32 * n_warps:
-                    for o in range(n_sums):
+                    for o in range(n_own):
                         total[o] = f32(0)
-                    turns = multiply_chunks(tid, shared, n_chunks, total, turns)
-                    store_totals(tid, shared, i32(scratch), total, i32(0), out, pairs.n_rows, pairs.n_pairs, left == 0, bias,
-                                 other_bias)
+                    turns = multiply_chunks(tid, rank, shared, n_chunks, total, turns)
+                    store_totals(tid, shared, i32(scratch), total, i32(rank * n_own), out, pairs.n_rows, pairs.n_pairs, left == 0,
+                                 bias, other_bias)
             syncwarp()  # all are done with the item
             item = i32(item + cuda.gridDim.x)
+        if blocks > 1:
+            meet()  # none sends any more
     return run
 
 
@@ -234,9 +259,9 @@ def mmq_half_kernel(name, experts, *block):
     run = products(name, 1, block, STORE, experts)
 
     def kernel(words, limbs, table, out, order, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows):
-        # A block: items from blockIdx.x by gridDim.x
+        # A block: items from blockIdx.x by gridDim.x, or, of a cluster, item blockIdx.x / blocks
         run(words, words, out, out, limbs, table, out, order, Pairs(n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows))
-    return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), block.n_threads + 32, arch=HOPPER)
+    return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), block.n_threads + 32, arch=HOPPER, n_cluster=block.blocks)
 
 
 @factory([("silu", "Q4_K", False, 0.0, 0.0, *block) for block in CASES])
@@ -294,14 +319,15 @@ def half_limbs(call: Call):
 
 
 def launch_halves(call: Call, kernel: Kernel, *matrices):
-    """Blocks that take items of work one after the other. matrices: addresses of them, and of biases."""
+    """Blocks that take items of work one after the other, or clusters that have one each. matrices: addresses of them, and of
+    biases."""
     (sizes, n_items, order, limbs, _), block, scratch = items_of(call), call.plan.block, call.scratch.data
-    n_all_rows, n_blocks = sizes.n_matrices * sizes.n_rows, n_items * -(-sizes.n_rows // block.rows)
+    n_all_rows, n_blocks = sizes.n_matrices * sizes.n_rows, n_items * -(-sizes.n_rows // block.rows) * block.blocks
     need(n_all_rows < 1 << 31, "n_matrices * n_rows", n_all_rows, f"less than {1 << 31}")
     need(n_blocks < 1 << 31, "blocks", n_blocks, f"less than {1 << 31}")
     args = *matrices, scratch + 4 * limbs, scratch, call.out.data, order, *sizes
-    return call.device.launch(kernel, min(n_blocks, call.device.n_multiprocessors), kernel.n_threads, args,
-                              half_bytes(format_of(matrices_of(call)[0].dtype), block))
+    grid = n_blocks if block.blocks > 1 else min(n_blocks, call.device.n_multiprocessors)
+    return call.device.launch(kernel, grid, kernel.n_threads, args, half_bytes(format_of(matrices_of(call)[0].dtype), block))
 
 
 def mmq_of_halves(call: Call):

@@ -16,12 +16,13 @@ from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 # us of a chunk of Q4_K (docs/kernels-log.md): a row tile with 16 tokens in mmq_few; of warpgroups, by their quads, of the only
 # one of a multiprocessor, and of each further one
 FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
-CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.45, 8: 0.2, 16: 1.35}  # what a cluster takes more, by its quads in every turn
+CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 1.05}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 # us of mmq_half: of a round of blocks, and of each of its chunks, by their quads; of the launch before, and of each value of the
 # activations
-HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, {8: 1.27, 16: 1.76}, 2.0, 1.6e-6
-FEWEST_OF_HALVES = 17  # tokens: of fewer half a block of mmq_half is empty
+HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, {4: 0.95, 8: 1.27, 16: 1.76}, 2.0, 1.6e-6
+HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
+FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 KERNELS = {Block: mmq, Halves: mmq_half, FewShape: mmq_few, MMVQShape: mmvq, StagedShape: mmvq_staged}  # by their plans
@@ -58,8 +59,9 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
 
 def half_us(block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
-    n_rounds = -(-(-(-n_rows // block.rows) * -(-n // block.tokens)) // n_multiprocessors)
-    return n_rounds * (HALF_ROUND_US + HALF_US[block.quads] * -(-n_cols // CHUNK)) + HALF_START_US + WIDEN_US * n * n_cols
+    n_rounds = -(-(-(-n_rows // block.rows) * -(-n // block.tokens)) // max(1, n_multiprocessors // block.blocks))
+    n_turns, turn_us = -(-n_cols // (CHUNK * block.blocks)), HALF_US[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
+    return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
 
 @lru_cache(None)
@@ -168,15 +170,15 @@ def product(call: Call, w: Operand, out: Operand, shape=None):
 
 
 def products(call: Call, pairs: list[tuple[Operand, Operand]]) -> list:
-    """The launches of several (w, out), whose activations are widened once for those of a type and a plan that follow each
-    other."""
+    """The launches of several (w, out), whose activations are widened once for those of a type, and of blocks of as many tokens,
+    that follow each other."""
     launches, widened = [], None
     for w, out in pairs:
         part = part_of(call, w, out)
         if isinstance(part.plan, Halves):
-            if widened != (w.dtype, part.plan):
+            if widened != (w.dtype, part.plan.block.tokens):
                 launches.append(half_limbs(part))
-                widened = w.dtype, part.plan
+                widened = w.dtype, part.plan.block.tokens
             launches.append(mmq_of_halves(part))
         else:
             launches.append(mul_mat(part))

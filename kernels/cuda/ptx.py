@@ -574,6 +574,12 @@ def least(a, b):
     return i32(a) if i32(a) < i32(b) else i32(b)
 
 
+@device
+def greatest(a, b):
+    """The greater of two int32, in 32 bits."""
+    return i32(a) if i32(a) > i32(b) else i32(b)
+
+
 if SIMULATED:
     def architecture():
         return i32(simulator.ARCHITECTURE)

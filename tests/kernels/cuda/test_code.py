@@ -62,6 +62,7 @@ def test_products_of_warpgroups_are_not_held_up(tmp_path):
     """ptxas warns where it lets no product run beside other work."""
     for name in ("mmq[Q8_0, 4, 1, 16, True, 3, 1, 1]", "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1]",
                  "mmq_half[Q4_K, False, 4, 1, 16, True, 2, 1, 1]", "mmq_half[Q4_K, False, 4, 1, 8, True, 3, 1, 1]",
+                 "mmq_half[Q4_K, False, 4, 1, 4, True, 3, 1, 1]", "mmq_half[Q4_K, False, 4, 1, 8, True, 3, 1, 2]",
                  "mmq_half[Q4_K, True, 6, 1, 8, True, 3, 1, 1]",
                  "mmq_half_glu[silu, Q4_K, False, 0.0, 0.0, 6, 1, 8, True, 3, 1, 1]",
                  "mmq_id[Q4_K, False, 2, 1, 4, True, 3, 1, 1]", "mmq_id[Q8_0, False, 2, 1, 12, True, 2, 1, 1]",

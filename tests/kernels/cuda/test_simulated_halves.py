@@ -1,11 +1,14 @@
 """Products of float16 (`mmq_half`) in the simulator, against the reference bit for bit, and the check that a GPU may use them."""
+from collections import deque
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
-from ggml_py.kernels.cuda import mul_mat, mul_mat_id_glu, simulator
+from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_id_glu, simulator
+from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, most_squares
 from ggml_py.kernels.cuda.mmq import GroupedShape
@@ -33,6 +36,44 @@ def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(block))
 
 
+@pytest.mark.parametrize("quads, blocks, n_rows, n_cols, n", [(4, 2, 33, 768, 17), (4, 3, 129, 1792, 16), (4, 4, 2, 256, 5),
+                                                              (8, 2, 31, 2560, 9), (8, 3, 129, 1792, 33), (8, 4, 64, 2304, 31)])
+def simulate_clusters(machine, quads, blocks, n_rows, n_cols, n):
+    """Chunks shared by two to four blocks: fewer of them than blocks, turns for which some have none, places used again."""
+    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(Block(4, 1, quads, True, 3, 1, blocks)))
+
+
+class LeastFirst(deque):
+    """Threads of a cluster that are ready, those that are not `held` first."""
+    held = frozenset()
+
+    def popleft(self):
+        first = next((thread for thread in self if thread not in self.held), None)
+        if first is None:
+            return super().popleft()
+        self.remove(first)
+        return first
+
+
+def simulate_warpgroups_apart(machine, monkeypatch):
+    """One warpgroup ends while the other has sums of half a chunk in its words of shared memory."""
+    monkeypatch.setattr(LeastFirst, "held", held := set())
+
+    def sts_and_hold(*args):
+        if (thread := simulator.getcurrent()).index.x < 128:
+            held.add(thread)
+        return sts(*args)
+
+    def begun(cluster, *args):
+        begin(cluster, *args)
+        cluster.ready = LeastFirst(cluster.ready)
+    begin, sts = simulator._Cluster.__init__, half_product.sts
+    monkeypatch.setattr(half_product, "sts", sts_and_hold)
+    monkeypatch.setattr(simulator._Cluster, "__init__", begun)
+    x = np.where(activations(5, 512, seeded("apart")) < 0, np.float32(-1), np.float32(1))
+    check_mul_mat(machine, "Q4_K", 128, 512, 5, Halves(DENSE[3]), x)
+
+
 def routed(n, n_used, n_expert, name):
     """Ids of experts, one of which has most of the pairs, and some that are none."""
     ids = np.minimum(seeded(name).integers(0, 2 * n_expert, (n, n_used)), n_expert - 1).astype(np.int32)
@@ -55,7 +96,8 @@ def simulate_gated_experts(machine, biased, block):
 
 def simulate_extremes(machine):
     """The largest sums, by halves of a chunk."""
-    check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(DENSE[0]))
+    for block in DENSE[0], DENSE[3]:
+        check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(block))
 
 
 def simulate_limit(machine):
@@ -114,9 +156,9 @@ def simulate_check(machine, monkeypatch, fault):
         half_check_kernel.cache_clear()
 
 
-def call_of(n, target):
-    return Call("mul_mat", "w x", target, dict(w=Operand("Q4_K", (14336, 4096), None), x=Operand("act", (n, 4096), None),
-                                               out=Operand("f32", (n, 14336), None)))
+def call_of(n, target, m=14336, k=4096):
+    return Call("mul_mat", "w x", target, dict(w=Operand("Q4_K", (m, k), None), x=Operand("act", (n, k), None),
+                                               out=Operand("f32", (n, m), None)))
 
 
 def simulate_plan(machine):
@@ -125,8 +167,11 @@ def simulate_plan(machine):
     target.warpgroups, target.n_multiprocessors, target.shared_limit = True, 132, 227 << 10
     assert not isinstance(mul_mat.plan(call_of(512, target)), Halves)
     target.halves = True
-    assert [mul_mat.plan(call_of(n, target)) for n in (32, 64, 512)] == [Halves(DENSE[1]), Halves(DENSE[0]), Halves(DENSE[0])]
-    assert not isinstance(mul_mat.plan(call_of(16, target)), Halves)
+    plans = [mul_mat.plan(call_of(n, target)) for n in (16, 32, 64, 512)]
+    assert plans == [Halves(DENSE[i]) for i in (2, 1, 0, 0)]
+    assert not isinstance(mul_mat.plan(call_of(8, target)), Halves)
+    assert mul_mat.plan(call_of(64, target, 4096, 14336)) == Halves(DENSE[3])
+    assert not isinstance(mul_mat.plan(call_of(32, target, 4096, 14336)), Halves)
 
 
 def experts_call(n, n_rows, types, target):

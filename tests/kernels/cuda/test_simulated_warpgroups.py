@@ -53,7 +53,8 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
     ("Q6_K", 33, 2304, 5, Block(2, 1, 4, True, 8, 4)),    # one chunk in the last turn
     ("Q4_0", 31, 1408, 9, Block(1, 1, 8, True, 9, 3)),    # parts of the sums that are not equal
     ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 4, 2)),
-    ("Q4_K", 33, 1280, 9, Block(1, 1, 16, True, 2, 1, 2)),            # a team in each block of a cluster
+    ("Q4_K", 33, 2560, 9, Block(1, 1, 16, True, 2, 1, 2)),            # a team in each block of a cluster
+    ("Q4_K", 33, 1280, 9, Block(1, 1, 16, True, 3, 1, 3)),            # of three, whose parts are no whole turns of the ending
     ("Q8_0", 65, 1568, 17, Block(2, 1, 4, True, 4, 2, 2)),
     ("Q6_K", 31, 1536, 40, Block(1, 1, 8, True, 4, 2, 2)),
     ("Q4_0", 31, 2304, 9, Block(1, 1, 8, True, 5, 3, 2)),
