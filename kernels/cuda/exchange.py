@@ -15,13 +15,11 @@ from .block import Block
 from .ptx import (as_f32, as_u32, device, fma, greatest, i32, lds, lds2, lds4, least, quotient, remainder, stage, sts, sts4,
                   syncwarp)
 
-N_BARRIERS = 2  # of a warp and side: sums are there; all are done with them, which with two sides nobody asks
-
 
 class Exchange(NamedTuple):
     """Words of shared memory by which teams give each other sums: sums [side][team of the cluster][warp][vector][lane][width], of
     those whose totals the block has, the scales of their tokens [side][team][warp][token % 4][quad], and the barriers of the
-    warps in the same place of all teams [warp][side][2]."""
+    warps in the same place of all teams [warp][side]: sums are there, and, with one side, all are done with them."""
     sums: int
     width: int     # sums that are written together
     scales: int
@@ -34,13 +32,18 @@ def kept_sums(block: Block) -> int:
     return block.teams * block.n_own
 
 
+def barrier_words(block: Block) -> int:
+    """Of a warp and side."""
+    return mbarrier.WORDS * (2 if block.sides == 1 else 1)
+
+
 def exchange(block: Block, first: int) -> Exchange:
     """From word `first` on, on 16 bytes."""
     n_warps = block.sides * block.n_teams * block.n_warps
     scales = first + n_warps * 32 * kept_sums(block)
     barriers = scales + n_warps * block.tokens
     return Exchange(first, 2 if block.n_own % 4 else 4, scales, barriers,
-                    barriers + block.n_warps * block.sides * N_BARRIERS * mbarrier.WORDS)
+                    barriers + block.n_warps * block.sides * barrier_words(block))
 
 
 class Exchanger(NamedTuple):
@@ -59,13 +62,14 @@ class Exchanger(NamedTuple):
 
 def places(block: Block, at: Exchange):
     """(there, done, parity, place). there, done: (warp, turn) -> word of the barrier: all sums of a turn are there; all are done
-    with them. parity: (turn) -> that of the phase. place: (number of a team, warp, turn) -> that of what a warp sends."""
-    barriers, barrier_words = at.barriers, N_BARRIERS * mbarrier.WORDS
+    with them, where there is one side. parity: (turn) -> that of the phase. place: (number of a team, warp, turn) -> that of what
+    a warp sends."""
+    barriers, words = at.barriers, barrier_words(block)
     sides, n_teams, n_warps = block.sides, block.n_teams, block.n_warps
 
     @device
     def there(warp, turn):
-        return i32(barriers + (warp * sides + (turn & 1) if sides > 1 else warp) * barrier_words)
+        return i32(barriers + (warp * sides + (turn & 1) if sides > 1 else warp) * words)
 
     @device
     def done(warp, turn):
@@ -155,14 +159,16 @@ def arrivals(block: Block, at: Exchange):
         if team == 0 and tid & 31 == 0:
             for side in range(sides):
                 mbarrier.begin(shared, there(tid >> 5, side), teams)
-                mbarrier.begin(shared, done(tid >> 5, side), n_teams)
+                if sides == 1:
+                    mbarrier.begin(shared, done(tid >> 5, side), n_teams)
 
     @device
     def end(tid, team, shared):
         if team == 0 and tid & 31 == 0:
             for side in range(sides):
                 mbarrier.end(shared, there(tid >> 5, side))
-                mbarrier.end(shared, done(tid >> 5, side))
+                if sides == 1:
+                    mbarrier.end(shared, done(tid >> 5, side))
 
     @device
     def await_others(tid, shared, turn):
