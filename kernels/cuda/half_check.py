@@ -1,5 +1,7 @@
 """Whether tensor cores add products of float16 exactly where `half_product` relies on it: tried on the GPU itself, once, with the
 extremes of every bound. Hopper's do; exactness is a property of a chip that nobody promises."""
+from itertools import accumulate
+
 import numpy as np
 from numba import cuda, types
 
@@ -14,8 +16,9 @@ from .wgmma import ATOM_WORDS, fence, half_products, place
 
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
 B_WORDS = 4 * QUADS * ATOM_WORDS
-WIDTHS = tuple(8 * quads for quads in (QUADS, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
-PRODUCTS = sum(width // 2 for width in WIDTHS)        # sums of a lane
+WIDTHS = tuple(8 * quads for quads in (QUADS, 12, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
+ENDS = tuple(accumulate(width // 2 for width in WIDTHS))  # of a lane's sums of each
+PRODUCTS = ENDS[-1]                                   # sums of a lane
 MINIMA = 4                                            # sums of a lane by `mma_half`
 FORMAT = "Q4_K"       # the one that `has_halves`
 
@@ -48,10 +51,10 @@ def multiplier(width: int):
 
 @factory([()])
 def half_check_kernel():
-    """d: f32 [case][lane][64 + 32 + 16], the products A B of 64 x 256 and 256 x 128, and of its first 64 and 32 columns; e: f32
-    [case][lane][4], those of 16 x 16 and 16 x 8 of each warp. a, b, minima: words of A [case][lane][step][4], of B as atoms
-    [case], of both of e [case][lane][6]. A block: a case."""
-    multiply_all, multiply_half, multiply_quarter = (multiplier(width) for width in WIDTHS)
+    """d: f32 [case][lane][64 + 48 + 32 + 16], the products A B of 64 x 256 and 256 x 128, and of its first 96, 64 and 32 columns;
+    e: f32 [case][lane][4], those of 16 x 16 and 16 x 8 of each warp. a, b, minima: words of A [case][lane][step][4], of B as
+    atoms [case], of both of e [case][lane][6]. A block: a case."""
+    multiply_16, multiply_12, multiply_8, multiply_4 = (multiplier(width) for width in WIDTHS)  # quads
 
     def kernel(a, b, minima, d, e):
         shared = cuda.shared.array(0, types.uint32)
@@ -65,9 +68,10 @@ def half_check_kernel():
         cuda.syncthreads()  # B is there
         first, at = place(shared, 0), i32((case * N_THREADS + tid) * (STEPS * 4))
         to = i32((case * N_THREADS + tid) * PRODUCTS)
-        multiply_all(shared, first, a, at, d, to)
-        multiply_half(shared, first, a, at, d, i32(to + WIDTHS[0] // 2))
-        multiply_quarter(shared, first, a, at, d, i32(to + (WIDTHS[0] + WIDTHS[1]) // 2))
+        multiply_16(shared, first, a, at, d, to)
+        multiply_12(shared, first, a, at, d, i32(to + ENDS[0]))
+        multiply_8(shared, first, a, at, d, i32(to + ENDS[1]))
+        multiply_4(shared, first, a, at, d, i32(to + ENDS[2]))
         x = i32((case * N_THREADS + tid) * 6)
         m = mma_half(i32(ld(minima, x)), i32(ld(minima, x + 1)), i32(ld(minima, x + 2)), i32(ld(minima, x + 3)),
                      i32(ld(minima, x + 4)), i32(ld(minima, x + 5)))

@@ -13,7 +13,8 @@ from .dispatch import ITEMS
 from .half_product import SUM_WORDS, exponents, most_squares, twice
 from .launch import HOPPER, I32, Kernel, N, U32, factory
 from .operands import row_of_pair
-from .ptx import add2, device, dp4a, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, shuffle, st, st4, stage, u32
+from .ptx import (add2, device, dp4a, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, remainder, shuffle, st, st4, stage,
+                  u32)
 from .quantize import plane_words
 from .wgmma import ATOM_WORDS
 
@@ -77,7 +78,8 @@ def rows_of(tokens: int, experts: bool):
     return row_of
 
 
-@factory([("Q4_K", tokens, experts) for tokens, experts in ((64, False), (32, False), (16, False), (16, True), (32, True))])
+@factory([("Q4_K", tokens, experts) for tokens, experts in ((64, False), (32, False), (16, False), (16, True), (32, True),
+                                                         (48, True))])
 def half_limbs_kernel(name, tokens, experts):
     """Lane l widens a piece of 16 bytes of both limbs, of columns 16 (l / 2) .. of a chunk of a token."""
     most, quads, row_of, n_words = most_squares(format_of(name)), tokens // 4, rows_of(tokens, experts), unit_words(tokens)
@@ -108,7 +110,7 @@ def half_limbs_kernel(name, tokens, experts):
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
         lane, place = i32(cuda.threadIdx.x & 31), i32(cuda.blockIdx.x * (N_THREADS // 32) + (cuda.threadIdx.x >> 5))
         token = quotient(place, n_chunks)
-        item, chunk, t = quotient(token, tokens), i32(place - token * n_chunks), i32(token & (tokens - 1))
+        item, chunk, t = quotient(token, tokens), i32(place - token * n_chunks), remainder(token, tokens)
         if item < n_items:
             lo_at, scales, sums, _ = plane_words(n, n_chunks)
             row, at = row_of(table, order, item, t, n, n_used, x_rows), (i64(item) * n_chunks + chunk) * n_words

@@ -26,13 +26,13 @@ from .half_product import exponents, half_product
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import Part, grouped, item_words, taker, totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
-from .ptx import ballot, device, f32, i32, i64, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
+from .ptx import afresh, ballot, device, f32, i32, i64, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
 from .tile_product import STORE, Ending, chunk_words, gate_and_store, table_words
 from .wgmma import ATOM_WORDS, fence
 
 # Of one matrix, the last one in clusters
 DENSE = Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2)
-EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3)  # by their tokens
+EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
 N_REST = 4  # slots of what follows products
 
 
@@ -154,9 +154,9 @@ def chunk_multiplier(name: str, block: Block):
 
     @device
     def any_large(lane, shared, at):
-        found = lds(shared, at + (lane & (tokens - 1)))
+        found = lds(shared, at + least(lane, i32(tokens - 1)))
         if tokens > 32:
-            found = u32(found | lds(shared, at + 32 + lane))
+            found = u32(found | lds(shared, at + least(i32(32 + lane), i32(tokens - 1))))
         return ballot(found)
 
     @device
@@ -210,7 +210,8 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     assert blocks == 1 or (n_products == 1 and not experts), block  # turns are counted from 0
     (*_, scratch, items, _), own_words = shared_layout(fmt, block), item_words(block.tokens)
     begin_exchange, meet = exchanger(block, exchange_of(fmt, block)).begin, cluster.meet if blocks > 1 else cuda.syncthreads
-    at = device(lambda: i32(items + (cuda.threadIdx.x >> 5) * own_words))  # each warp has an item of its own
+    # Each warp has an item of its own. Where it lies is computed anew each time: no register keeps it while chunks are multiplied
+    at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * own_words))
     part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
     begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
     multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part)
@@ -236,7 +237,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
                 left = i32(left - 1)
                 if tid == 32 * n_warps:
                     sources = Sources(words if left > 0 else other_words, limbs, pairs.n_rows, n_chunks)
-                    turns = bring(shared, rank, sources, work, turns)
+                    turns = bring(shared, rank, sources, afresh(work), turns)  # nor what is computed of `work`
                 elif tid < 32 * n_warps:
                     for o in range(n_own):
                         total[o] = f32(0)

@@ -24,6 +24,7 @@ from .operands import is_quantized, late_error as late_error, matrices_of, pairs
 
 FEWEST_TOKENS = 16  # of an item of work, where that is its most
 MOST_EMPTY = 4 / 3  # rows of blocks of mmq_half over those that there are
+FEWEST_OF_LARGE = 128  # likely rows of an expert, from which the largest blocks of mmq_half pay (docs/kernels-log.md)
 FEW_ROWS = 4        # of a matrix on average, for which mmq_few_id takes less than dispatch and items of FEWEST_TOKENS
 
 
@@ -68,7 +69,7 @@ def half_block(names: tuple[str, ...], n_rows: int, n: int) -> Block | None:
     """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`."""
     if len(set(names)) > 1 or not has_halves(format_of(names[0])):
         return None
-    block = next((block for block in EXPERTS if block.tokens >= n), EXPERTS[-1])
+    block = EXPERTS[0 if n <= EXPERTS[0].tokens else 1 if n < FEWEST_OF_LARGE else 2]
     return block if -(-n_rows // block.rows) * block.rows <= MOST_EMPTY * n_rows else None
 
 

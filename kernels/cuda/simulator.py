@@ -716,15 +716,23 @@ def _multiply(n_a, n_b, a_type):
     return compute
 
 
+def _units(x):
+    """Of float16 [i, j], as float64: of each row the largest power of two of which all are multiples."""
+    bits = np.where(np.isfinite(x), np.abs(x), 0) * 2**24
+    bits = bits.astype(np.int64)
+    return np.where(bits > 0, bits & -bits, 1 << 40).min(axis=1) / 2**24
+
+
 def _multiply_halves(lanes):
     """Fragments of C + A B of float16, words of pairs, as of int8 whose words are as many: the sum as a float32, which is what
-    tensor cores give where it is exact."""
+    tensor cores give where it is exact. NaN where it is more than 2^24 units of its products: nobody says what they give then."""
     operands = np.array([lane[:6] for lane in lanes], np.int64).astype(np.int32).reshape(8, 4, 6)
     a = operands[..., :4].reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).copy().view(np.float16).reshape(16, -1).astype(np.float64)
     b = operands[..., 4:].transpose(0, 2, 1).copy().view(np.float16).reshape(8, -1).astype(np.float64)
     c = np.array([lane[6:] for lane in lanes], np.float64).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
-    result = (c + a @ b.T).astype(f32).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
-    return [tuple(r) for r in result]
+    result = c + a @ b.T
+    result = np.where(abs(result) > 2**24 * _units(a)[:, None] * _units(b), np.nan, result).astype(f32)
+    return [tuple(r) for r in result.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)]
 
 
 def half_product(*operands):

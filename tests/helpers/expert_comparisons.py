@@ -74,12 +74,13 @@ def check_with_ids(machine, name, op, operands, ids, n_expert, **options) -> Non
     assert_bitwise_equal(found, expected, name)
 
 
-def check_mul_mat_id(machine, type_, n_expert, n_rows, n_cols, ids, b=1, plan=None, fault=None) -> None:
+def check_mul_mat_id(machine, type_, n_expert, n_rows, n_cols, ids, b=1, plan=None, fault=None, x=None) -> None:
     """ids: [n, u]. b: rows of x of a token. With ids that are settled, and not."""
     n, u = np.shape(ids)
     name = f"mul_mat_id[{type_}, X={n_expert}, n_rows={n_rows}, n_cols={n_cols}, ids={(n, u)}, b={b}]"
     rng = seeded(name)
-    operands = stack("w", type_, n_expert, n_rows, n_cols, rng), product_input(type_, activations(n * b, n_cols, rng)), None
+    w, x = stack("w", type_, n_expert, n_rows, n_cols, rng), activations(n * b, n_cols, rng) if x is None else x
+    operands = w, product_input(type_, x), None
     for settled in (), ("ids",):
         check_with_ids(machine, name, "mul_mat_id", operands, ids, n_expert, plan=plan, fault=fault, settled=settled)
 
@@ -92,14 +93,14 @@ def check_mul_mat_heads(machine, type_, n_head, n_rows, n_cols, n, plan=None) ->
     check_op(machine, name, "mul_mat_heads", w, x, plan=plan)
 
 
-def check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, ids, b=1, biased=False, plan=None) -> None:
+def check_mul_mat_id_glu(machine, act, types, n_expert, n_rows, n_cols, ids, b=1, biased=False, plan=None, x=None) -> None:
     """types: of gate and up."""
     n, u = np.shape(ids)
     sizes = f"X={n_expert}, n_rows={n_rows}, n_cols={n_cols}, ids={(n, u)}, b={b}"
     name = f"mul_mat_id_glu[{act}, {types}, {sizes}{', biased' * biased}]"
     rng = seeded(name)
     matrices = [stack(f"w-{i}", t, n_expert, n_rows, n_cols, rng) for i, t in enumerate(types)]
-    x = product_input(types[0], activations(n * b, n_cols, rng))
+    x = product_input(types[0], activations(n * b, n_cols, rng) if x is None else x)
     biases = [activations(n_expert, n_rows, rng) for _ in range(2 * biased)]
     constants = {"alpha": ALPHA, "limit": LIMIT} if act == "swiglu_oai" else {}
     check_with_ids(machine, name, "mul_mat_id_glu", (*matrices, x, None, *biases), ids, n_expert, plan=plan, act=act, **constants)

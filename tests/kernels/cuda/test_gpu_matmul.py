@@ -131,6 +131,15 @@ def test_mmq_half_of_large_sums(hopper, which, block):
     check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves(block))
 
 
+@pytest.mark.parametrize("block", EXPERTS, ids=str)
+@pytest.mark.parametrize("which", LARGE)
+def test_mmq_half_of_large_sums_of_experts(hopper, which, block):
+    ids = np.minimum(seeded("ids").integers(-1, 8, (150, 2)), 3).astype(np.int32)
+    x = LARGE[which](activations(150, 1280, seeded("large")))
+    check_mul_mat_id(hopper, "Q4_K", 4, 70, 1280, ids, 1, Halves(block), x=x)
+    check_mul_mat_id_glu(hopper, "silu", ("Q4_K", "Q4_K"), 4, 70, 1280, ids, 1, False, Halves(block), x=x)
+
+
 def test_sums_of_halves_are_exact(machine):
     """On the GPUs known to have warpgroups."""
     assert machine.target.halves == machine.target.warpgroups

@@ -7,17 +7,19 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
-from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_id_glu, simulator
+from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_id, mul_mat_id_glu, simulator
 from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import half_check, half_check_kernel
+from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
 from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, most_squares
+from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
 from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, half_bytes
 from ggml_py.kernels.cuda.wgmma import half_products
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
-from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, seeded
+from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded
 
 
 @pytest.fixture
@@ -81,13 +83,14 @@ def routed(n, n_used, n_expert, name):
     return ids
 
 
-@pytest.mark.parametrize("n_rows, n_cols, n, b, block", [(33, 512, 23, 1, EXPERTS[0]), (70, 1280, 29, 2, EXPERTS[1])])
+@pytest.mark.parametrize("n_rows, n_cols, n, b, block", [(33, 512, 23, 1, EXPERTS[0]), (70, 1280, 29, 2, EXPERTS[1]),
+                                                         (70, 1280, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
     check_mul_mat_id(machine, "Q4_K", 5, n_rows, n_cols, routed(n, 2, 5, "experts"), b, Halves(block))
 
 
-@pytest.mark.parametrize("biased, block", [(False, EXPERTS[1]), (True, EXPERTS[0])])
+@pytest.mark.parametrize("biased, block", [(False, EXPERTS[1]), (True, EXPERTS[0]), (False, EXPERTS[2])])
 def simulate_gated_experts(machine, biased, block):
     """The gate's totals wait until those of up are there."""
     ids = routed(40, 2, 4, "gated")
@@ -106,6 +109,14 @@ def simulate_limit(machine):
     x[0, :512], x[1, 256:768] = 1, -3
     x[2, ::2], x[2, 1::2] = 1, 69 / 127
     check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(DENSE[0]), x)
+
+
+@pytest.mark.parametrize("block, n", [(EXPERTS[2], 41), (DENSE[0], 57), (DENSE[1], 25)])
+def simulate_limit_of_the_last(machine, block, n):
+    """One token of a block has more than `most_squares`."""
+    x = activations(n, CHUNK, seeded("last"))
+    x[-1] = 1
+    check_mul_mat(machine, "Q4_K", 1, CHUNK, n, Halves(block), x, extreme_weight(FORMATS["Q4_K"], 1, CHUNK, 0xff, 0xff))
 
 
 def simulate_special(machine):
@@ -187,8 +198,9 @@ def simulate_plan_of_experts(machine):
     both = "Q4_K", "Q4_K"
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, both, target)), GroupedShape)
     target.halves = True
-    for n, block in (128, EXPERTS[0]), (512, EXPERTS[1]), (4096, EXPERTS[1]):
+    for n, block in (128, EXPERTS[0]), (512, EXPERTS[1]), (1024, EXPERTS[1]), (2048, EXPERTS[2]):
         assert mul_mat_id_glu.plan(experts_call(n, 768, both, target)) == Halves(block)
+    assert [mul_mat_id.half_block(both, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
@@ -198,6 +210,12 @@ def simulate_plan_of_experts(machine):
 def test_blocks_fit(block):
     """In shared memory of a multiprocessor of Hopper."""
     assert half_bytes(FORMATS["Q4_K"], block) <= 227 << 10
+
+
+def test_activations_are_widened_for_all_blocks():
+    """By kernels whose code is checked."""
+    blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
+    assert {("Q4_K", *each) for each in blocks} == set(FACTORIES[half_limbs_kernel])
 
 
 def test_bounds():
