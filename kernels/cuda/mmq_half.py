@@ -2,8 +2,8 @@
 sections 3 and 9; `half_product`).
 
 A launch before widens the activations (`half_limbs`). Then blocks take items of work one after the other, rows of a matrix and
-some tokens (`mmq.taker`): warpgroups multiply, a warp half a row tile, and one thread has bulk copies bring the chunks, those of
-the next item before this one's totals are stored. Slots are filled and taken by barriers of their own (`mbarrier`), those of
+some tokens (`parts`): warpgroups multiply, a warp half a row tile, and one thread has bulk copies bring the chunks, those of the
+next item before this one's totals are stored. Slots are filled and taken by barriers of their own (`mbarrier`), those of
 activations and weights as soon as their products are there.
 
 The blocks of a cluster take chunks of the same rows and tokens by turns (`exchange`), where there are too few blocks without.
@@ -24,8 +24,9 @@ from .exchange import Exchange, exchange, exchanger
 from .half_limbs import N_THREADS as N_WIDENING, TOKEN_WORDS, half_limbs_kernel, rest_of, unit_words
 from .half_product import exponents, half_product
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
-from .mmq import Part, grouped, item_words, taker, totals_writer
+from .mmq import totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
+from .parts import Part, grouped, item_words, taker
 from .ptx import afresh, ballot, device, f32, i32, i64, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
 from .tile_product import STORE, Ending, chunk_words, gate_and_store, table_words
 from .wgmma import ATOM_WORDS, fence
@@ -44,7 +45,7 @@ class Shared(NamedTuple):
     rest_there: int  # of the rest likewise
     rest_done: int
     scratch: int     # [warp][sum of a lane][lane]
-    items: int       # [warp], and of the warp that brings: an item, as `mmq.grouped` reads it
+    items: int       # [warp], and of the warp that brings: an item, as `parts.grouped` reads it
     exchange: int    # on 16 bytes
 
 
