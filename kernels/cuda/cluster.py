@@ -7,7 +7,7 @@ the phase. The block must have begun, and made that mbarrier, and it must not ha
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _check, _effect, _instruction, _named, _shared_address, _void, stage
+from .ptx import SIMULATED, _check, _effect, _instruction, _named, _shared_address, _void, device, stage, syncwarp
 
 if SIMULATED:
     from . import simulator
@@ -99,3 +99,11 @@ send1, send2, send4 = (_operation(f"send{n}", _sent(n, "$0", 2, "$1"), 2 + n) fo
 # (address of an mbarrier): arrives at it, so that its block may store to what the thread has read. It tells of nothing that the
 # thread wrote: a release to the cluster would wait for all copies on their way
 arrive_at = _operation("arrive_at", "mbarrier.arrive.shared::cluster.b64 _, [$0];", 1)
+
+
+@device
+def leave(lane, array, index):
+    """As `mbarrier.leave`, at the barriers of both blocks of a cluster of two: a warp is done with what they brought to both."""
+    syncwarp()  # all lanes have read
+    if lane < 2:
+        arrive_at(address(array, index, lane))

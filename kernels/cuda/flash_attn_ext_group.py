@@ -27,7 +27,7 @@ from .flash_attn_ext_tile import (MINUS_ZERO, ONE, Q_WORDS, ROWS, Constants, add
                                   rows_of, run_from, sees)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, SCALAR_F32, factory
 from .ptx import (add, as_f32, as_i32, device, f32, fma, fmax, fmax_nan, i2f, i32, i64, ld, lds, lds2, lds4, mul, redux_max, sts,
-                  sub, syncwarp, u32)
+                  sub, u32)
 from .wgmma import ATOM_WORDS, PLACE, fence, limb_sums, uniform_place
 
 N_WARPS, N_PLACES = 8, 2
@@ -292,17 +292,11 @@ def piece_worker(group: Group):
     k_slot, v_slot = whole_atoms(group.k_words), whole_atoms(group.v_words)
 
     @device
-    def done(s, barrier, lane):
-        syncwarp()  # all lanes have read
-        if lane == 0:
-            mbarrier.arrive(s, barrier)
-
-    @device
     def scores_of(tid, s, i, scores):
         turn = i & (N_PLACES - 1)
         mbarrier.wait(s, k_there + turn * mbarrier.WORDS, i32((i // N_PLACES) & 1))
         score(tid, s, where.k + turn * k_slot, scores)
-        done(s, k_done + turn * mbarrier.WORDS, tid & 31)
+        mbarrier.leave(tid & 31, s, k_done + turn * mbarrier.WORDS)
 
     @device
     def follow(tid, s, i, first, bound, lowest, highest, window, scores, M, L, O):
@@ -316,7 +310,7 @@ def piece_worker(group: Group):
             m, l, d_p = soften_masked(lane, s, at, bound, window, scores, p_hi, p_lo)
         M, a, b = rescaling(m, l, M)
         weigh(s, at, p_hi, p_lo, (mul(d_p[0], QUARTER), mul(d_p[1], QUARTER)), a, b, O)
-        done(s, v_done + turn * mbarrier.WORDS, lane)
+        mbarrier.leave(lane, s, v_done + turn * mbarrier.WORDS)
         L[0], L[1] = fma(L[0], a[0], mul(l[0], b[0])), fma(L[1], a[1], mul(l[1], b[1]))
         return M
     return scores_of, follow

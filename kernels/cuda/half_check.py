@@ -8,15 +8,15 @@ from numba import cuda, types
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, format_of
 from ..call import HALVES, left_out
-from .group_product import MOST_QUADS as QUADS
 from .half_product import EXACT, largest_weight, most_squares
 from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import device, f32, i32, ld, mma_half, st, sts, wait_for_previous
 from .wgmma import ATOM_WORDS, fence, half_products, place
 
+QUADS = 32            # the most of a block of `mmq_half`
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
 B_WORDS = 4 * QUADS * ATOM_WORDS
-WIDTHS = tuple(8 * quads for quads in (QUADS, 12, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
+WIDTHS = tuple(8 * quads for quads in (QUADS, 16, 12, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
 ENDS = tuple(accumulate(width // 2 for width in WIDTHS))  # of a lane's sums of each
 PRODUCTS = ENDS[-1]                                   # sums of a lane
 MINIMA = 4                                            # sums of a lane by `mma_half`
@@ -51,10 +51,10 @@ def multiplier(width: int):
 
 @factory([()])
 def half_check_kernel():
-    """d: f32 [case][lane][64 + 48 + 32 + 16], the products A B of 64 x 256 and 256 x 128, and of its first 96, 64 and 32 columns;
-    e: f32 [case][lane][4], those of 16 x 16 and 16 x 8 of each warp. a, b, minima: words of A [case][lane][step][4], of B as
-    atoms [case], of both of e [case][lane][6]. A block: a case."""
-    multiply_16, multiply_12, multiply_8, multiply_4 = (multiplier(width) for width in WIDTHS)  # quads
+    """d: f32 [case][lane][128 + 64 + 48 + 32 + 16], the products A B of 64 x 256 and 256 x 256, and of its first 128, 96, 64 and
+    32 columns; e: f32 [case][lane][4], those of 16 x 16 and 16 x 8 of each warp. a, b, minima: words of A [case][lane][step][4],
+    of B as atoms [case], of both of e [case][lane][6]. A block: a case."""
+    multiply_32, multiply_16, multiply_12, multiply_8, multiply_4 = (multiplier(width) for width in WIDTHS)  # quads
 
     def kernel(a, b, minima, d, e):
         shared = cuda.shared.array(0, types.uint32)
@@ -68,10 +68,11 @@ def half_check_kernel():
         cuda.syncthreads()  # B is there
         first, at = place(shared, 0), i32((case * N_THREADS + tid) * (STEPS * 4))
         to = i32((case * N_THREADS + tid) * PRODUCTS)
-        multiply_16(shared, first, a, at, d, to)
-        multiply_12(shared, first, a, at, d, i32(to + ENDS[0]))
-        multiply_8(shared, first, a, at, d, i32(to + ENDS[1]))
-        multiply_4(shared, first, a, at, d, i32(to + ENDS[2]))
+        multiply_32(shared, first, a, at, d, to)
+        multiply_16(shared, first, a, at, d, i32(to + ENDS[0]))
+        multiply_12(shared, first, a, at, d, i32(to + ENDS[1]))
+        multiply_8(shared, first, a, at, d, i32(to + ENDS[2]))
+        multiply_4(shared, first, a, at, d, i32(to + ENDS[3]))
         x = i32((case * N_THREADS + tid) * 6)
         m = mma_half(i32(ld(minima, x)), i32(ld(minima, x + 1)), i32(ld(minima, x + 2)), i32(ld(minima, x + 3)),
                      i32(ld(minima, x + 4)), i32(ld(minima, x + 5)))
@@ -83,7 +84,7 @@ def half_check_kernel():
 # Cases: integers, so that every sum is known
 
 def weights_and_limbs() -> tuple[np.ndarray, np.ndarray]:
-    """int64 [case, 64, 256] and [case, 128, 256], level times scale and limbs, no partial sum of whose products passes 2^24, but
+    """int64 [case, 64, 256] and [case, 256, 256], level times scale and limbs, no partial sum of whose products passes 2^24, but
     that come near it: the largest of half a chunk, of one sign and of both, of nearly equal ones; as many columns as there may
     be, then the rest; the largest low limbs; limbs whose squares are `most_squares`; large sums, then small ones that only their
     last bits tell; at random."""
@@ -128,7 +129,7 @@ def fragments(a: np.ndarray) -> np.ndarray:
 
 
 def atoms(b: np.ndarray) -> np.ndarray:
-    """uint32 [case, words] of B as of `wgmma`, from [case, 128, 256]."""
+    """uint32 [case, words] of B as of `wgmma`, from [case, 256, 256]."""
     # [case][64 columns][atom][row][place]
     words = pairs(b).reshape(len(b), N_COLUMNS // 8, 8, 4, 8, 4).transpose(0, 3, 1, 2, 4, 5)
     rows, places = np.arange(8)[:, None], np.arange(8)

@@ -78,8 +78,8 @@ def rows_of(tokens: int, experts: bool):
     return row_of
 
 
-@factory([("Q4_K", tokens, experts) for tokens, experts in ((64, False), (32, False), (16, False), (16, True), (32, True),
-                                                         (48, True))])
+@factory([("Q4_K", tokens, experts) for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48)))
+          for tokens in of_blocks])
 def half_limbs_kernel(name, tokens, experts):
     """Lane l widens a piece of 16 bytes of both limbs, of columns 16 (l / 2) .. of a chunk of a token."""
     most, quads, row_of, n_words = most_squares(format_of(name)), tokens // 4, rows_of(tokens, experts), unit_words(tokens)

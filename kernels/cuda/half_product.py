@@ -1,5 +1,5 @@
-"""A weight tile's chunk (32 rows x 256 columns) times up to 64 tokens by products of float16 on Hopper, half of it by each of two
-warps (docs/numerics.md, section 3).
+"""A weight tile's chunk (32 rows x 256 columns) times up to 128 tokens by products of float16 on Hopper, half of it by each of
+two warps (docs/numerics.md, section 3).
 
 What `group_product` does for formats with integer scales, with one product in the place of two: level times scale is one float16,
 and so is a limb of q. Sums are float32 and exact while no partial sum can pass 2^24: then S = 128 H + L, H and L the sums over hi
@@ -27,6 +27,7 @@ import numpy as np
 from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
+from . import mbarrier
 from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds2, lds4, mma_half, mul, prmt, stage,
                   sts, u32)
 from .weights import shared_unpacker
@@ -34,7 +35,10 @@ from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, wait_for_all
 
 EXACT = 1 << 24              # up to which all integers are float32
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
-WAITING = 2                  # products that may be under way while the next one's words are made; more take longer
+MOST_TOGETHER = 16           # quads with which half a chunk is multiplied
+# Products that may be under way while the next one's words are made: of more the blocks take longer, and of more quads they have
+# no registers for two
+WAITING, WAITING_WIDE = 2, 1
 SUM_WORDS = 64               # of a quad's sums of q
 
 
@@ -68,6 +72,13 @@ def has_halves(fmt: Format) -> bool:
             and w * 64 * CHUNK <= EXACT and w * 127 * CHUNK // 2 <= EXACT and most_squares(fmt) >= CHUNK * 64**2)
 
 
+class Barriers(NamedTuple):
+    """Those of a chunk's activations, which come in pieces of as many columns each, for device functions: int32."""
+    there: object   # word at which those begin whose phase of this parity ends when a piece is there,
+    done: object    # and those at which each warp arrives when it is done with a piece
+    parity: object
+
+
 class Held(NamedTuple):
     """What a lane holds of a chunk, for device functions: the words of `packed` of its rows, 16 half + l / 4 and 8 further."""
     first: object
@@ -77,13 +88,15 @@ class Held(NamedTuple):
 # Arguments of device functions as in `group_product`, of n_quads quads of tokens; d: f32 [4 n_quads], in registers: sums of a
 # product, [4 quad + 2 k + limb] of row k and token l % 4; s, total: f32 [2 n_quads], [2 quad + k]
 
-def block_starter(unpack, n_quads: int):
-    """(load, start_blocks). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of block j of 32 columns,
-    j even, are their low nibbles, those of block j + 1 their high ones. start_blocks: (shared, b, held, upper, j, w, d, keep):
-    starts the four products of both blocks, whose words are w, d = A B, or d + A B if keep; those of the blocks before are done
-    then."""
-    nibbles, start, wait = unpack.nibbles, half_products(8 * n_quads).start, wait_for_all_but(WAITING)
+def block_starter(unpack, n_quads: int, n_each: int):
+    """(load, start_low, start_high). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of block j of 32
+    columns, j even, are their low nibbles, those of block j + 1 their high ones. start_low, start_high: (shared, b, held, upper,
+    j, w, d, keep): start both products of such a block with n_each quads, whose words are w, j that of the low nibbles: d = A B,
+    or d + A B if keep. Products of earlier calls are done then: one or both of these run on."""
+    assert max(WAITING, WAITING_WIDE) <= 2
     low, high, zero, block_places = u32(0x000f000f), u32(0x00f000f0), u32(0), n_quads * ATOM_WORDS // PLACE
+    nibbles, start = unpack.nibbles, half_products(8 * n_each).start
+    wait = wait_for_all_but(WAITING if n_quads <= MOST_TOGETHER else WAITING_WIDE)
 
     @device
     def load(lane, half, shared, tile, j):
@@ -98,9 +111,9 @@ def block_starter(unpack, n_quads: int):
         return prmt(words[j >> 2], upper, u32(0x4040 + 0x0101 * (j & 3)))
 
     @device
-    def start_block(shared, at, w, v, mask, f, g, d, keep):
-        """w, v: the codes, those of bytes 0 and 2 in mask of w, those of bytes 1 and 3 in mask of v; f, g: of both rows the scale
-        by which they are weights."""
+    def start_block(shared, at, w, mask, f, g, d, keep):
+        """w: codes in mask; f, g: of both rows the scale by which they are weights."""
+        v = u32(w[0] >> u32(8)), u32(w[1] >> u32(8)), u32(w[2] >> u32(8)), u32(w[3] >> u32(8))  # of bytes 1 and 3
         start(d, shared, at, i32(fma2(w[0] & mask, f, zero)), i32(fma2(w[1] & mask, g, zero)),
               i32(fma2(v[0] & mask, f, zero)), i32(fma2(v[1] & mask, g, zero)), keep)
         start(d, shared, i32(at + 8 // PLACE), i32(fma2(w[2] & mask, f, zero)), i32(fma2(w[3] & mask, g, zero)),
@@ -108,16 +121,17 @@ def block_starter(unpack, n_quads: int):
         wait()
 
     @device
-    def start_blocks(shared, b, held, upper, j, w, d, keep):
-        v = u32(w[0] >> u32(8)), u32(w[1] >> u32(8)), u32(w[2] >> u32(8)), u32(w[3] >> u32(8))
-        at = i32(b + (j >> 1) * block_places)
+    def start_low(shared, b, held, upper, j, w, d, keep):
         f, g = bytes_of(held.first, upper, j), bytes_of(held.second, upper, j)
-        start_block(shared, at, w, v, low, add2(f, MINUS_1024), add2(g, MINUS_1024), d, keep)
-        # Codes in high nibbles count 16 times as much
+        start_block(shared, i32(b + (j >> 1) * block_places), w, low, add2(f, MINUS_1024), add2(g, MINUS_1024), d, keep)
+
+    @device
+    def start_high(shared, b, held, upper, j, w, d, keep):
+        """Codes in high nibbles count 16 times as much."""
         f, g = bytes_of(held.first, upper, i32(j + 1)), bytes_of(held.second, upper, i32(j + 1))
         f, g = fma2(f, SIXTEENTH, MINUS_64), fma2(g, SIXTEENTH, MINUS_64)
-        start_block(shared, i32(at + 16 // PLACE), w, v, high, f, g, d, i32(1))
-    return load, start_blocks
+        start_block(shared, i32(b + (j >> 1) * block_places + 16 // PLACE), w, high, f, g, d, keep)
+    return load, start_low, start_high
 
 
 def minimum_product(fmt: Format, unpack):
@@ -141,19 +155,10 @@ def minimum_product(fmt: Format, unpack):
     return words_of, product
 
 
-def half_product(name: str, n_quads: int, alone: bool = True):
-    """(multiply, multiply_halves, follow). multiply: (lane, half, shared, tile, act, upper, s) -> the scales of the lane's rows;
-    s: written, RN(S) in units of 2^-24. multiply_halves: (lane, half, shared, tile, act, scratch, upper, s), the same of a chunk
-    of which tokens may have more than `most_squares`; scratch: word at which the warp's own begin, 32 for each sum. Behind them
-    tile and activations are no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): s becomes acc of
-    section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at which the sums of q begin, [quad]
-    [2 token + limb][8 words of two: sums 2 i and 2 i + 1 of 16 columns at place 2 i, from i = 4 on at 2 i - 7]; scales: those of
-    the tokens, [l % 4][quad]."""
-    fmt, unpack = format_of(name), shared_unpacker(name).unpacker
-    load, start_blocks = block_starter(unpack, n_quads)
-    packed, group, wait, n_sums = unpack.packed, unpack.group, half_products(8 * n_quads).wait, 2 * n_quads
-    n_products = 2 * n_sums
-    minimum_words, minima = minimum_product(fmt, unpack)
+def scale_holder(unpack, minimum_words):
+    """(held_of, scales_of). held_of: (lane, half, shared, tile) -> `Held`. scales_of: (.., held, upper) -> (d, m) of both rows
+    and the minima as words of A."""
+    packed, group = unpack.packed, unpack.group
 
     @device
     def held_of(lane, half, shared, tile):
@@ -161,10 +166,121 @@ def half_product(name: str, n_quads: int, alone: bool = True):
         return Held(packed((shared, tile, row)), packed((shared, tile, row + 8)))
 
     @device
-    def two_blocks(lane, half, shared, tile, b, held, upper, j, w, d, keep):
-        """Those of j and j + 1; w: what was loaded for them -> for the next two."""
-        start_blocks(shared, b, held, upper, j, w, d, keep)
-        return load(lane, half, shared, tile, i32((j + 2) & 6))
+    def scales_of(lane, half, shared, tile, held, upper):
+        row = (half << 4) + (lane >> 2)
+        (d0, m0), (d1, m1) = group((shared, tile, row), 0), group((shared, tile, row + 8), 0)
+        return (mul(d0, UNITS), m0), (mul(d1, UNITS), m1), minimum_words(lane, held, upper)
+    return held_of, scales_of
+
+
+def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minimum_words):
+    """`multiply` of `half_product`."""
+    load, start_low, start_high = block_starter(unpack, n_quads, n_quads)
+    held_of, scales_of = scale_holder(unpack, minimum_words)
+    wait, n_sums, n_products, last = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads, n_pieces - 1
+
+    @device
+    def two_blocks(lane, half, shared, tile, b, barriers, held, upper, piece, w, d, keep):
+        """Of the columns from 64 piece on, which are a piece where there are several; w: what was loaded for them -> for the next
+        ones."""
+        if 0 < piece < n_pieces:
+            mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
+        start_low(shared, b, held, upper, i32(2 * piece), w, d, keep)
+        if 0 < piece < n_pieces:  # all products of the piece before are done
+            leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))
+        start_high(shared, b, held, upper, i32(2 * piece), w, d, i32(1))
+        return load(lane, half, shared, tile, i32((2 * piece + 2) & 6))
+
+    @device
+    def multiply(lane, half, shared, tile, act, barriers, upper, s):
+        d = cuda.local.array(n_products, f32)
+        for o in range(n_products):
+            d[o] = f32(0)
+        mbarrier.wait(shared, barriers.there, barriers.parity)
+        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
+        w = load(lane, half, shared, tile, i32(0))
+        w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 0, w, d, i32(0))
+        w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 1, w, d, i32(1))
+        w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 2, w, d, i32(1))
+        two_blocks(lane, half, shared, tile, b, barriers, held, upper, 3, w, d, i32(1))
+        found = scales_of(lane, half, shared, tile, held, upper)
+        wait(d)
+        leave(lane, shared, i32(barriers.done + last * mbarrier.WORDS))
+        for o in range(n_sums):
+            s[o] = fma(d[2 * o], f32(128), d[2 * o + 1])
+        return found
+    return multiply
+
+
+def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minimum_words):
+    """`multiply_halves` of `half_product`."""
+    n_each = min(n_quads, MOST_TOGETHER)
+    assert n_quads in (n_each, 2 * n_each), n_quads
+    load, start_low, start_high = block_starter(unpack, n_quads, n_each)
+    held_of, scales_of = scale_holder(unpack, minimum_words)
+    wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
+
+    @device
+    def multiply_half(lane, half, shared, tile, b, held, upper, j, d):
+        """Of blocks j .. j + 3."""
+        for o in range(n_products):
+            d[o] = f32(0)
+        w = load(lane, half, shared, tile, j)
+        start_low(shared, b, held, upper, j, w, d, i32(0))
+        start_high(shared, b, held, upper, j, w, d, i32(1))
+        w = load(lane, half, shared, tile, i32(j + 2))
+        start_low(shared, b, held, upper, i32(j + 2), w, d, i32(1))
+        start_high(shared, b, held, upper, i32(j + 2), w, d, i32(1))
+        wait(d)
+
+    @device
+    def integer(d, o):
+        """S of what the product of a half left."""
+        return i32((f2i(mul(d[2 * o], UNITS)) << 7) + f2i(mul(d[2 * o + 1], UNITS)))
+
+    def some_multiplier(first):
+        """(.., b, held, scratch, upper, s): sums of n_each quads from `first` on."""
+        @device
+        def multiply_some(lane, half, shared, tile, b, held, scratch, upper, s):
+            # Arrays of their own: of one for both, ptxas took the products of the first half for unused
+            d, e = cuda.local.array(n_products, f32), cuda.local.array(n_products, f32)
+            at = i32(b + first * (ATOM_WORDS // PLACE))
+            multiply_half(lane, half, shared, tile, at, held, upper, i32(0), d)
+            for o in range(n_sums):
+                sts(shared, scratch + 32 * o + lane, integer(d, o))
+            multiply_half(lane, half, shared, tile, at, held, upper, i32(4), e)
+            for o in range(n_sums):
+                both = i64(i64(i32(lds(shared, scratch + 32 * o + lane))) + i64(integer(e, o)))
+                s[2 * first + o] = mul(l2f(both), UNIT)
+        return multiply_some
+    multiply_first, multiply_last = some_multiplier(0), some_multiplier(n_quads - n_each)
+
+    @device
+    def multiply_halves(lane, half, shared, tile, act, barriers, scratch, upper, s):
+        for piece in range(n_pieces):
+            mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
+        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
+        multiply_first(lane, half, shared, tile, b, held, scratch, upper, s)
+        if n_quads > n_each:
+            multiply_last(lane, half, shared, tile, b, held, scratch, upper, s)
+        found = scales_of(lane, half, shared, tile, held, upper)
+        for piece in range(n_pieces):
+            leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))
+        return found
+    return multiply_halves
+
+
+def half_product(name: str, n_quads: int, n_pieces: int = 1, alone: bool = True, leave=mbarrier.leave):
+    """(multiply, multiply_halves, follow). multiply: (lane, half, shared, tile, act, barriers, upper, s) -> the scales of the
+    lane's rows; s: written, RN(S) in units of 2^-24. barriers: of the activations, which come in n_pieces; leave: as
+    `mbarrier.leave`, of a piece. multiply_halves: (lane, half, shared, tile, act, barriers, scratch, upper, s), the same of a
+    chunk of which tokens may have more than `most_squares`, MOST_TOGETHER quads at a time; scratch: word at which the warp's own
+    begin, 32 for each sum of so many quads. Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those
+    of the rows, s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at
+    which the sums of q begin, [quad][2 token + limb][8 words of two: sums 2 i and 2 i + 1 of 16 columns at place 2 i, from i = 4
+    on at 2 i - 7]; scales: those of the tokens, [l % 4][quad]."""
+    unpack = shared_unpacker(name).unpacker
+    minimum_words, minima = minimum_product(format_of(name), unpack)
 
     @stage
     def follow(lane, shared, sums, scales, scale_words, s, total):
@@ -178,55 +294,5 @@ def half_product(name: str, n_quads: int, alone: bool = True):
                 s[o], s[o + 1] = fma(-m0, x0, fma(s[o], d0, f32(0))), fma(-m1, x1, fma(s[o + 1], d1, f32(0)))
                 if alone:
                     total[o], total[o + 1] = fma(s[o], scale, total[o]), fma(s[o + 1], scale, total[o + 1])
-
-    @device
-    def scales_of(lane, half, shared, tile, held, upper):
-        """(d, m) of both rows and the minima as words of A."""
-        row = (half << 4) + (lane >> 2)
-        (d0, m0), (d1, m1) = group((shared, tile, row), 0), group((shared, tile, row + 8), 0)
-        return (mul(d0, UNITS), m0), (mul(d1, UNITS), m1), minimum_words(lane, held, upper)
-
-    @device
-    def multiply(lane, half, shared, tile, act, upper, s):
-        d = cuda.local.array(n_products, f32)
-        for o in range(n_products):
-            d[o] = f32(0)
-        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
-        w = load(lane, half, shared, tile, i32(0))
-        w = two_blocks(lane, half, shared, tile, b, held, upper, i32(0), w, d, i32(0))
-        w = two_blocks(lane, half, shared, tile, b, held, upper, i32(2), w, d, i32(1))
-        w = two_blocks(lane, half, shared, tile, b, held, upper, i32(4), w, d, i32(1))
-        two_blocks(lane, half, shared, tile, b, held, upper, i32(6), w, d, i32(1))
-        found = scales_of(lane, half, shared, tile, held, upper)
-        wait(d)
-        for o in range(n_sums):
-            s[o] = fma(d[2 * o], f32(128), d[2 * o + 1])
-        return found
-
-    @device
-    def multiply_half(lane, half, shared, tile, b, held, upper, j, d):
-        """Of blocks j .. j + 3."""
-        for o in range(n_products):
-            d[o] = f32(0)
-        w = two_blocks(lane, half, shared, tile, b, held, upper, j, load(lane, half, shared, tile, j), d, i32(0))
-        two_blocks(lane, half, shared, tile, b, held, upper, i32(j + 2), w, d, i32(1))
-        wait(d)
-
-    @device
-    def integer(d, o):
-        """S of what the product of a half left."""
-        return i32((f2i(mul(d[2 * o], UNITS)) << 7) + f2i(mul(d[2 * o + 1], UNITS)))
-
-    @device
-    def multiply_halves(lane, half, shared, tile, act, scratch, upper, s):
-        # Arrays of their own: of one for both, ptxas took the products of the first half for unused
-        d, e = cuda.local.array(n_products, f32), cuda.local.array(n_products, f32)
-        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
-        multiply_half(lane, half, shared, tile, b, held, upper, i32(0), d)
-        for o in range(n_sums):
-            sts(shared, scratch + 32 * o + lane, integer(d, o))
-        multiply_half(lane, half, shared, tile, b, held, upper, i32(4), e)
-        for o in range(n_sums):
-            s[o] = mul(l2f(i64(i64(i32(lds(shared, scratch + 32 * o + lane))) + i64(integer(e, o)))), UNIT)
-        return scales_of(lane, half, shared, tile, held, upper)
-    return multiply, multiply_halves, follow
+    return (whole_multiplier(unpack, n_quads, n_pieces, leave, minimum_words),
+            halves_multiplier(unpack, n_quads, n_pieces, leave, minimum_words), follow)

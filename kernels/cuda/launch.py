@@ -408,6 +408,8 @@ class Target:
         n, large = kernel.n_cluster, is_large(kernel, grid, block)
         if n > 1:
             first, *others = (grid,) if isinstance(grid, int) else grid
+            if first % n:
+                raise ValueError(f"{kernel.name}: {first} blocks, allowed: whole clusters of {n}")
             grid = (first // n, *others)  # of clusters
         config = LaunchConfig(grid=grid, cluster=n if n > 1 else None, block=block, shmem_size=shared,
                               programmatic_stream_serialization=self.cc >= OVERLAPPING)

@@ -6,7 +6,7 @@ begins, of the other parity; the first has parity 0. What was written before an 
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _address, _check, _named, _pointer, _shared_address, _void
+from .ptx import SIMULATED, _address, _check, _named, _pointer, _shared_address, _void, device, syncwarp
 
 WORDS = 2
 
@@ -47,26 +47,36 @@ wait = _operation("wait",
 expect = _operation("expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", 1)
 
 
-def _bring():
-    """(array, index, pointer, first, n_words, barrier): one thread copies words from global memory, both on 16 bytes and a
-    multiple of four; the phase under way at array[barrier], which expects them, ends with them."""
+def _bring(name, text):
+    """The intrinsic of a bulk copy: $0 and $1 are where to and from, $2 bytes, $3 the barrier."""
     if SIMULATED:
-        return simulator.barrier_bring
+        return getattr(simulator, f"barrier_{name}")
     word, long = ir.IntType(32), ir.IntType(64)
-    assembly = ir.InlineAsm(
-        ir.FunctionType(ir.VoidType(), [word, long, word, word]),
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];", "r,l,r,r,~{memory}", True)
+    assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [word, long, word, word]), text, "r,l,r,r,~{memory}", True)
 
     def typed(typingctx, array, index, pointer, first, n_words, barrier):
-        _pointer("bring", pointer, 4)
+        _pointer(name, pointer, 4)
         for t in (index, first, n_words, barrier):
-            _check("bring", "l", t)
+            _check(name, "l", t)
 
         def emit(context, builder, signature, args):
             there, at = (_shared_address(context, builder, array, args[0], i) for i in (args[1], args[5]))
             builder.call(assembly, [there, _address(builder, *args[2:4]), builder.shl(args[4], word(2)), at])
         return types.void(array, types.int64, pointer, types.int64, types.int32, types.int64), _void(emit)
-    return intrinsic(_named("bring", 6)(typed))
+    return intrinsic(_named(name, 6)(typed))
 
 
-bring = _bring()
+# (array, index, pointer, first, n_words, barrier): one thread copies words from global memory, both on 16 bytes and a multiple of
+# four; the phase under way at array[barrier], which expects them, ends with them
+bring = _bring("bring", "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];")
+# The same to that place of both blocks of a cluster of two, and for the phase at that barrier of each
+bring_to_both = _bring("bring_to_both", "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global"
+                       ".mbarrier::complete_tx::bytes.multicast::cluster [$0], [$1], $2, [$3], both; }")
+
+
+@device
+def leave(lane, array, index):
+    """A warp is done with what lies in a slot, and arrives at the barrier that says so."""
+    syncwarp()  # all lanes have read
+    if lane == 0:
+        arrive(array, index)

@@ -145,14 +145,28 @@ def chunk_folder(fmt: Format, block: Block, multiply):
 TURN = 8  # sums of a lane that are finished together, so that the loads of what waits for them are under way together
 
 
-def totals_writer(block: Block, ending: Ending, part: Part):
+def totals_writer(block: Block, ending: Ending, part: Part, n_kept: int):
     """(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias): what becomes of a lane's totals, by
     `ending`: out f32 [n_out, n_rows]; first_sum: which of all the sums of a lane the first of them is. They go through words that
-    are free, from `now` on, each warp through its own, 32 for each sum of a lane, whether it has their totals or not: so what
-    becomes of them is a loop, with registers for few."""
+    are free, from `now` on, n_kept of a lane at a time, each warp through its own, 32 for each sum: so what becomes of them is a
+    loop, with registers for few."""
+    writers = [some_writer(block, ending, part, n_kept, begin) for begin in range(0, block.n_own, n_kept)]
+    first, further, several = writers[0], writers[-1], len(writers) > 1
+    assert len(writers) <= 2, block
+
+    @stage
+    def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
+        first(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
+        if several:
+            further(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
+    return store_totals
+
+
+def some_writer(block: Block, ending: Ending, part: Part, n_kept: int, begin: int):
+    """`totals_writer` of the totals from total[begin] on, n_kept at most."""
     (waiting_at, finish), place_of, rows, quads = ending, warp_placer(block), block.rows, block.quads
     row_block, matrix, targets_from, target_of = part.row_block, part.matrix, part.targets, part.target
-    n_rows_lane, n_sums, n_all = block.n_rows_lane, block.n_own, block.n_sums
+    n_rows_lane, n_sums, n_all = block.n_rows_lane, min(n_kept, block.n_own - begin), block.n_sums
     log_rows, together = n_rows_lane.bit_length() - 1, min(TURN, n_sums)
 
     @device
@@ -161,15 +175,16 @@ def totals_writer(block: Block, ending: Ending, part: Part):
         return i32(first_row + 8 * (o & (n_rows_lane - 1))), target_of(shared, i32(first_token + (o >> log_rows) * 4))
 
     @stage
-    def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
+    def store_some(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         tile, half, group = place_of(warp)
-        kept = i32(now + warp * n_all * 32 + lane)
+        kept = i32(now + warp * n_kept * 32 + lane)
         for o in range(n_sums):
-            sts(shared, kept + 32 * o, as_u32(total[o]))
+            sts(shared, kept + 32 * o, as_u32(total[begin + o]))
         first_row = i32(row_block(shared) * rows + tile * 32 + half * 16 + (lane >> 2))
         first_token = i32(targets_from(shared) + group * quads * 4 + (lane & 3))
         o, end, waiting = i32(0), afresh(n_sums), cuda.local.array(together, f32)
+        first_sum = i32(first_sum + begin)
         while o < end:
             for j in range(together):
                 row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
@@ -183,7 +198,7 @@ def totals_writer(block: Block, ending: Ending, part: Part):
                     finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows), row, n_rows, total_of, waiting[j], last,
                            bias, other_bias)
             o = i32(o + together)
-    return store_totals
+    return store_some
 
 
 def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0915 (a kernel: its steps in order)
@@ -195,7 +210,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                                   else tile_product(name, block.quads))
     begin_turns, end_turns, turn_at = turn_barriers(block, turns_at)
     (find, fill, fill_tile, fill_tokens), fold_chunk = slot_filler(fmt, block, part), chunk_folder(fmt, block, multiply)
-    store_totals = totals_writer(block, ending, part)
+    store_totals = totals_writer(block, ending, part, block.n_sums)
     (begin_barriers, end_barriers), (there, done) = slot_barriers(fmt, block), barrier_places(fmt, block)
     n_offsets, n_scales, n_limbs, n_places = sources(fmt, block)
     first, (_, d_at, _, slot_words, _), n_threads = first_slot(fmt, block), chunk_slot(fmt, block), block.n_threads

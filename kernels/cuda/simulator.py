@@ -347,8 +347,9 @@ class _Dim3(NamedTuple):
 
 
 class _Warp:
-    def __init__(self, threads):
+    def __init__(self, threads, late):
         self.threads, self.operands, self.results, self.n_arrived = threads, [None] * len(threads), None, 0
+        self.late = late  # whether its products are done when it waits for them, not at once
 
 
 class _Thread(greenlet):
@@ -358,6 +359,7 @@ class _Thread(greenlet):
         super().__init__(function)
         self.block, self.index, self.lane = block, index, number % 32
         self.copies, self.groups = [], []  # copies under way: behind the last group, and the groups
+        self.products = []  # of its warpgroup, under way
         self.phases = self.waited = 0  # of the cluster's barrier: how often it has arrived, and waited
 
 
@@ -372,7 +374,7 @@ class _Block:
         self.threads = [_Thread(self, function, _Dim3(x, y, z), x + self.dim.x * (y + self.dim.y * z))
                         for z in range(self.dim.z) for y in range(self.dim.y) for x in range(self.dim.x)]
         for first in range(0, len(self.threads), 32):
-            warp = _Warp(self.threads[first:first + 32])
+            warp = _Warp(self.threads[first:first + 32], random.getrandbits(1))
             for thread in warp.threads:
                 thread.warp = warp
         self.n_live, self.begun, self.random = len(self.threads), False, random
@@ -567,8 +569,13 @@ def barrier_arrive(array, index):
 
 
 def _arrive(barrier):
+    """By chance others, who may have waited for that, go on before the thread does."""
     barrier.n_arrived += 1
     _end_phase(barrier)
+    thread = getcurrent()
+    if thread.block.random.getrandbits(1):
+        thread.block.ready.append(thread)
+        thread.parent.switch()
 
 
 def barrier_expect(array, index, n_bytes):
@@ -578,15 +585,26 @@ def barrier_expect(array, index, n_bytes):
 
 def barrier_bring(array, index, pointer, first, n_words, barrier_index):
     """A bulk copy is done at once, or when the phase ends."""
-    block, n = getcurrent().block, int(n_words)
-    barrier = block.barriers[int(barrier_index)]
+    block = getcurrent().block
+    _receive(block, block.barriers[int(barrier_index)], *_brought(array, index, pointer, first, int(n_words)))
+
+
+def barrier_bring_to_both(array, index, pointer, first, n_words, barrier_index):
+    to, value = _brought(array, index, pointer, first, int(n_words))
+    for number in range(2):
+        block, barrier = _far_barrier(cluster_address(array, barrier_index, number))
+        _receive(block, barrier, block.dynamic.view(array.dtype)[index:index + len(to)], value)
+
+
+def _brought(array, index, pointer, first, n):
+    """(place, what it takes) of a bulk copy."""
     if index % 4 or n % 4 or not 0 <= index <= len(array) - n:
         raise IndexError(f"bring: elements {index}..{index + n - 1} of {len(array)}")
     pointer.slice("bring", first, 4)
     to, value = array[index:index + n], pointer.elements[int(first):int(first) + n].view(array.dtype)
     if len(value) != n:
         raise IndexError(f"bring: elements {first}..{first + n - 1} of {len(pointer.elements)}")
-    _receive(block, barrier, to, value)
+    return to, value
 
 
 def _receive(block, barrier, to, value):
@@ -774,14 +792,28 @@ def _multiply_group(a_type, n):
 
 
 def group_product(a_type, n):
-    """A warp's part of `wgmma.start`; the product is done at once."""
+    """A warp's part of `wgmma.start`; the product is done at once, or when the warp waits for it."""
     compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n), _as_int(i32)
     number = float if a_type == "f16" else int
 
     def start(d, array, place, a0, a1, a2, a3, keep):
-        kept = [number(x) if keep else 0 for x in d]
-        d[:] = _together(compute, (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place), kept))
+        thread, words = getcurrent(), (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place))
+
+        def product():
+            d[:] = _together(compute, (*words, [number(x) if keep else 0 for x in d]))
+        thread.products.append(product)
+        if not thread.warp.late:
+            products_wait_but(0)()
     return start
+
+
+def products_wait_but(n):
+    """(any): behind it all products but the n started last are done."""
+    def wait(*_):
+        under_way = getcurrent().products
+        while len(under_way) > n:
+            under_way.pop(0)()
+    return wait
 
 
 def limb_sums(n, steps):
@@ -792,6 +824,7 @@ def limb_sums(n, steps):
             high, low = a_hi[4 * step:4 * step + 4], a_lo[4 * step:4 * step + 4]
             for k, a, b, keep in (0, high, hi, step), (1, high, lo, step), (2, low, lo, step), (1, low, hi, 1):
                 start(d[k * n_sums:(k + 1) * n_sums], array, int(b) + 2 * step, *a, keep)
+        products_wait_but(0)()
     return sums
 
 
@@ -879,6 +912,8 @@ class Target:
         n_threads = int(np.prod(block))
         if n_threads > kernel.n_threads:
             raise ValueError(f"{kernel.name}: blocks of {n_threads} threads, compiled for {kernel.n_threads}")
+        if np.atleast_1d(grid)[0] % kernel.n_cluster:
+            raise ValueError(f"{kernel.name}: {grid} blocks, allowed: whole clusters of {kernel.n_cluster}")
         converted = tuple(Pointer(a, np.dtype(t.dtype.name)) if isinstance(t, types.CPointer)
                           else a if t == types.float32 else int(a)  # integers of a kernel grow to 64 bits, as Python's do
                           for t, a in zip(kernel.parameters, arguments(kernel, args)))

@@ -31,6 +31,13 @@ else:
 # Copies to shared memory, which a thread waited for, are seen by products
 fence = _effect("fence", "fence.proxy.async.shared::cta;")
 
+# A kernel of three warpgroups starts with START registers a thread. What the third one gives up, all warps of the others take,
+# and wait until it is there
+START, MORE, FEWER = 168, 232, 40
+assert 2 * MORE + FEWER <= 3 * START
+more_registers = _effect("more_registers", f"setmaxnreg.inc.sync.aligned.u32 {MORE};")
+fewer_registers = _effect("fewer_registers", f"setmaxnreg.dec.sync.aligned.u32 {FEWER};")
+
 
 class Products(NamedTuple):
     """The intrinsics of products with n columns of B, whose D is a local array of n / 2 int32."""
@@ -85,7 +92,7 @@ def _start(name, a_type, n):
 def _wait(but, n, floats=False):
     """but: products started last that it does not wait for."""
     if SIMULATED:
-        return lambda d: None
+        return simulator.products_wait_but(but)
 
     def typed(typingctx, d):
         return types.void(d), _tied(n // 2, f"wgmma.wait_group.sync.aligned {but};", floats=floats)
@@ -125,6 +132,8 @@ def half_products(n: int) -> HalfProducts:
 @lru_cache(None)
 def wait_for_all_but(n: int):
     """The intrinsic that waits for all products but the n started last."""
+    if SIMULATED:
+        return simulator.products_wait_but(n)
     return _effect(f"wait_for_all_but_{n}", f"wgmma.wait_group.sync.aligned {n};")
 
 

@@ -2,10 +2,10 @@
 
     python tests/scripts/barriers.py [-n PROCESSES] [NAME of a kernels' file ...]
 
-Barriers are what one line calls: syncthreads, syncwarp, `apart`, `cluster.meet`, the waits for copies and for a phase of
-`mbarrier` (not those for `wgmma` and for the kernel before, which do nothing in the simulator). Prints a line each; exits with 1
-if one is not missed, or a syncthreads, syncwarp or `apart` not reached, and ALLOWED does not say why. Takes half an hour of one
-core. (pytest has this file as a plugin.)
+Barriers are what one line calls: syncthreads, syncwarp, also within `leave`, `apart`, `cluster.meet`, the waits for copies and
+for a phase of `mbarrier` (not those for the kernel before, which do nothing in the simulator, nor for `wgmma`, some of which only
+free registers). Prints a line each; exits with 1 if one is not missed, or a syncthreads, syncwarp or `apart` not reached, and
+ALLOWED does not say why. Takes half an hour of one core. (pytest has this file as a plugin.)
 """
 import argparse
 import os
@@ -24,16 +24,22 @@ TESTS = sorted((ROOT / "tests" / "kernels" / "cuda").glob("test_simulated_*.py")
 # of the tests' process: a barrier; where it writes down all that it came to
 LEFT_OUT, SEEN = "GGML_PY_BARRIER_LEFT_OUT", "GGML_PY_BARRIERS_SEEN"
 KERNELS = ROOT / "kernels" / "cuda"
+BARRIERS = r"\b(syncthreads|syncwarp|apart)\(\)|\bleave\((lane|tid)\b"
 COMPILER = "holds back the compiler, not the lanes"
+TOGETHER = "in the simulator, lanes of a warp go on before other warps do"
 ALLOWED = {  # a file and the text of its line: why the barrier need not be missed
     ("add_rms_norm_mul_mat.py", "syncwarp()  # all lanes have loaded the chunk"):
         "`redux_max` waits for all lanes, and for what they loaded; racecheck does not know",
     ("dispatch.py", "syncwarp()"): "`match` waits for all lanes as well; it orders memory",
     ("flash_attn_ext_few.py",
      "syncwarp()  # the work on one slab after that on the other, or it takes all registers"): COMPILER,
-    ("flash_attn_ext_group.py", "syncwarp()  # all lanes have read"):
-        "in the simulator, lanes of a warp go on before other warps do",
+    ("flash_attn_ext_group.py", "mbarrier.leave(lane, s, v_done + turn * mbarrier.WORDS)"): TOGETHER,
+    ("flash_attn_ext_group.py", "mbarrier.leave(tid & 31, s, k_done + turn * mbarrier.WORDS)"): TOGETHER,
     ("flash_attn_ext_tile.py", "apart()"): COMPILER,
+    ("half_product.py", "leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))"): TOGETHER,
+    ("half_product.py", "leave(lane, shared, i32(barriers.done + last * mbarrier.WORDS))"): TOGETHER,
+    ("half_product.py", "leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))"): TOGETHER,
+    ("mmq_half.py", "mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))"): TOGETHER,
     ("tile_product.py", "apart()"): COMPILER,
     ("tile_product.py",
      "syncwarp()  # what is loaded for the other half is loaded behind it: registers"): COMPILER,
@@ -58,7 +64,8 @@ def pytest_configure(config):
             if name != left_out:
                 barrier(*args)
         return call
-    for module, name in (cuda, "syncthreads"), (ptx, "syncwarp"), (ptx, "copies_wait"), (mbarrier, "wait"), (cluster, "meet"):
+    for module, name in ((cuda, "syncthreads"), (ptx, "syncwarp"), (mbarrier, "syncwarp"), (cluster, "syncwarp"),
+                         (ptx, "copies_wait"), (mbarrier, "wait"), (cluster, "meet")):
         setattr(module, name, watched(getattr(module, name)))
     wait_but = ptx.copies_wait_but
     ptx.copies_wait_but = lambda n: watched(wait_but(n))
@@ -88,10 +95,10 @@ def barriers_of(tests: Path) -> list[str]:
 
 
 def in_sources() -> dict[str, str]:
-    """The text of each line of the kernels that calls syncthreads, syncwarp or apart, by file and number."""
+    """The text of each line of the kernels that calls syncthreads, syncwarp, apart or `leave`, by file and number."""
     return {f"{path.name}:{i}": line.strip() for path in sorted(KERNELS.glob("*.py"))
-            if path.name not in ("ptx.py", "simulator.py")
-            for i, line in enumerate(path.read_text().splitlines(), 1) if re.search(r"\b(syncthreads|syncwarp|apart)\(\)", line)}
+            if path.name not in ("ptx.py", "simulator.py", "cluster.py", "mbarrier.py")
+            for i, line in enumerate(path.read_text().splitlines(), 1) if re.search(BARRIERS, line)}
 
 
 def verdict(barrier: str, files: list[Path]) -> str:

@@ -9,13 +9,14 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_id, mul_mat_id_glu, simulator
 from ggml_py.kernels.cuda.block import Block
-from ggml_py.kernels.cuda.half_check import half_check, half_check_kernel
+from ggml_py.kernels.cuda.half_check import WIDTHS, half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
 from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, most_squares
 from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, half_bytes
+from ggml_py.kernels.cuda.half_slots import half_bytes
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, WIDE
 from ggml_py.kernels.cuda.wgmma import half_products
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
@@ -32,7 +33,7 @@ def test_in_the_simulator():
 
 
 @pytest.mark.parametrize("n_rows, n_cols, n, block", [(31, 256, 9, DENSE[0]), (129, 1280, 65, DENSE[0]), (100, 768, 3, DENSE[0]),
-                                                      (129, 1280, 33, DENSE[1])])
+                                                      (129, 1280, 33, DENSE[1]), (129, 512, 129, WIDE), (250, 1024, 128, WIDE)])
 def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     """Slots used again; rows and tokens beyond a block; several items for a block of the GPU."""
     check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(block))
@@ -57,7 +58,26 @@ class LeastFirst(deque):
         return first
 
 
-def simulate_warpgroups_apart(machine, monkeypatch):
+@pytest.mark.parametrize("late", range(2))
+def simulate_blocks_apart(machine, monkeypatch, late):
+    """One block of a cluster does nothing that the other one need not wait for."""
+    def begun(cluster, *args):
+        begin(cluster, *args)
+        cluster.ready = LeastFirst(cluster.ready)
+        cluster.ready.held = set(cluster.blocks[late].threads) if len(cluster.blocks) > 1 else set()
+    begin = simulator._Cluster.__init__
+    monkeypatch.setattr(simulator._Cluster, "__init__", begun)
+    check_mul_mat(machine, "Q4_K", 250, 1024, 9, Halves(WIDE))
+
+
+def simulate_items_of_clusters(machine):
+    """The blocks of a cluster take the same tokens, and one cluster several of them."""
+    machine.target.n_multiprocessors = 3
+    check_mul_mat(machine, "Q4_K", 2, 256, 260, Halves(WIDE))
+
+
+@pytest.mark.parametrize("block", [DENSE[3], WIDE])
+def simulate_warpgroups_apart(machine, monkeypatch, block):
     """One warpgroup ends while the other has sums of half a chunk in its words of shared memory."""
     monkeypatch.setattr(LeastFirst, "held", held := set())
 
@@ -73,7 +93,7 @@ def simulate_warpgroups_apart(machine, monkeypatch):
     monkeypatch.setattr(half_product, "sts", sts_and_hold)
     monkeypatch.setattr(simulator._Cluster, "__init__", begun)
     x = np.where(activations(5, 512, seeded("apart")) < 0, np.float32(-1), np.float32(1))
-    check_mul_mat(machine, "Q4_K", 128, 512, 5, Halves(DENSE[3]), x)
+    check_mul_mat(machine, "Q4_K", 128, 512, 5, Halves(block), x)
 
 
 def routed(n, n_used, n_expert, name):
@@ -99,7 +119,7 @@ def simulate_gated_experts(machine, biased, block):
 
 def simulate_extremes(machine):
     """The largest sums, by halves of a chunk."""
-    for block in DENSE[0], DENSE[3]:
+    for block in DENSE[0], DENSE[3], WIDE:
         check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(block))
 
 
@@ -111,7 +131,14 @@ def simulate_limit(machine):
     check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(DENSE[0]), x)
 
 
-@pytest.mark.parametrize("block, n", [(EXPERTS[2], 41), (DENSE[0], 57), (DENSE[1], 25)])
+def simulate_large_sums_of_wide_blocks(machine):
+    """Of some tokens, so that halves and whole chunks use the same places by turns."""
+    x = activations(128, 1024, seeded("wide"))
+    x[1, :256], x[100, 512:768] = 1, -1
+    check_mul_mat(machine, "Q4_K", 250, 1024, 128, Halves(WIDE), x)
+
+
+@pytest.mark.parametrize("block, n", [(EXPERTS[2], 41), (DENSE[0], 57), (DENSE[1], 25), (WIDE, 121), (WIDE, 33)])
 def simulate_limit_of_the_last(machine, block, n):
     """One token of a block has more than `most_squares`."""
     x = activations(n, CHUNK, seeded("last"))
@@ -206,15 +233,19 @@ def simulate_plan_of_experts(machine):
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
 
-@pytest.mark.parametrize("block", [*DENSE, *EXPERTS], ids=str)
+@pytest.mark.parametrize("block", [*DENSE, WIDE, *EXPERTS], ids=str)
 def test_blocks_fit(block):
     """In shared memory of a multiprocessor of Hopper."""
     assert half_bytes(FORMATS["Q4_K"], block) <= 227 << 10
 
 
+def test_all_widths_are_checked():
+    assert {8 * block.quads for block in (*DENSE, WIDE, *EXPERTS)} == set(WIDTHS)
+
+
 def test_activations_are_widened_for_all_blocks():
     """By kernels whose code is checked."""
-    blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
+    blocks = [(block.tokens, experts) for experts, blocks in ((False, (*DENSE, WIDE)), (True, EXPERTS)) for block in blocks]
     assert {("Q4_K", *each) for each in blocks} == set(FACTORIES[half_limbs_kernel])
 
 

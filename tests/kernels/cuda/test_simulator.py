@@ -6,7 +6,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from numba import cuda
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda import cluster, mbarrier
+from ggml_py.kernels.cuda import cluster, mbarrier, wgmma
 from ggml_py.kernels.cuda.launch import I32, U32, Kernel
 from ggml_py.kernels.cuda.ptx import (SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, f32, fmax, fmax_nan, i32,
                                       ld, lds, shuffle, st, sts, syncwarp, u32)
@@ -325,6 +325,53 @@ def simulate_bulk_copies_to_where_none_may_go():
     for wrong in (2, 0, 4), (0, 2, 4), (0, 0, 6), (64, 0, 4), (0, 60, 8):
         with pytest.raises((IndexError, ValueError), match="bring"):
             ran(bringing(*wrong), U32)
+
+
+def brought_to_both(wait):
+    """Each block of a cluster brings half of 64 words to both."""
+    def kernel(x, out):
+        shared, i, rank = cuda.shared.array(0, u32), cuda.threadIdx.x, cluster.rank()
+        if i == 0:
+            mbarrier.begin(shared, MESSAGES, 1)
+        cluster.meet()
+        if i == 0:
+            mbarrier.expect(shared, MESSAGES, 4 * N_THREADS)
+            mbarrier.bring_to_both(shared, 32 * rank, x, 32 * rank, 32, MESSAGES)
+        wait(shared)
+        st(out, N_THREADS * cuda.blockIdx.x + i, i32(lds(shared, i)))
+        cluster.meet()
+    return ran(kernel, U32, n_blocks=8, n_cluster=2, shared=ROOM)
+
+
+def simulate_bulk_copies_to_both_blocks():
+    values = 8 * list(range(N_THREADS))
+    assert brought_to_both(lambda shared: mbarrier.wait(shared, MESSAGES, 0)) == values
+    assert brought_to_both(lambda shared: None) != values
+
+
+def multiplied(*waits):
+    """Sums of 32 ones by warps that write zeros in the place of B behind `waits`."""
+    def kernel(x, out):
+        shared, d, lane = cuda.shared.array(wgmma.ATOM_WORDS, u32), cuda.local.array(4, i32), cuda.threadIdx.x
+        ones = i32(0x01010101)
+        for word in range(lane, wgmma.ATOM_WORDS, 32):
+            sts(shared, word, u32(ones))
+        syncwarp()
+        wgmma.products(8).start(d, shared, wgmma.place(shared, 0), ones, ones, ones, ones, i32(0))
+        for wait in waits:
+            wait(d)
+        for word in range(lane, wgmma.ATOM_WORDS, 32):
+            sts(shared, word, u32(0))
+        syncwarp()
+        wgmma.products(8).wait(d)
+        st(out, cuda.blockIdx.x * 32 + lane, d[0])
+    return set(ran(kernel, n_threads=32, n_blocks=16)[:32 * 16])
+
+
+def simulate_products_under_way():
+    """They read B until they are waited for."""
+    assert multiplied(wgmma.products(8).wait) == {32}
+    assert multiplied() == multiplied(wgmma.products(8).wait_but_one) == {0, 32}
 
 
 def simulate_larger_ones():
