@@ -25,7 +25,6 @@ from .wgmma import ATOM_WORDS, fence
 N_REST = 4  # slots of what follows products
 N_REST_WIDE, PIECES = 2, 4
 MOST_OF_WHOLE = QUAD * MOST_TOGETHER  # tokens of a block that is not wide
-MOST_KEPT = 2 * MOST_TOGETHER         # sums of a lane that lie in shared memory together
 
 
 def is_wide(block: Block) -> bool:
@@ -41,6 +40,11 @@ def cluster_of(block: Block) -> int:
     """Blocks of a cluster: neighbours, or those that share chunks."""
     assert block.blocks == 1 or not is_wide(block), block
     return max(block.blocks, neighbours(block))
+
+
+def kept_sums(block: Block) -> int:
+    """Sums of a lane that lie in shared memory together, in the words of its warp."""
+    return min(block.n_sums, 2 * MOST_TOGETHER)
 
 
 class Shared(NamedTuple):
@@ -76,12 +80,12 @@ def slots_of(fmt: Format, block: Block) -> Slots:
 
 
 def shared_layout(fmt: Format, block: Block) -> Shared:
-    slots, n_warps, n_kept = slots_of(fmt, block), block.n_warps, min(block.n_sums, MOST_KEPT)
+    slots, n_warps = slots_of(fmt, block), block.n_warps
     barriers, rest_barriers = mbarrier.WORDS * block.slots * slots.pieces, mbarrier.WORDS * slots.rest_slots
     assert slots.words % ATOM_WORDS == 0 and not table_words(fmt.name), fmt.name
     n_items = -(-(n_warps + 1) * item_words(block.tokens) // 4) * 4
     return Shared(*accumulate((block.slots * slots.words, slots.rest_slots * slots.rest_words, barriers, barriers, rest_barriers,
-                               rest_barriers, 32 * n_warps * n_kept, n_items)))
+                               rest_barriers, 32 * n_warps * kept_sums(block), n_items)))
 
 
 def exchange_of(fmt: Format, block: Block) -> Exchange:

@@ -24,7 +24,7 @@ from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot,
 from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of
 from .parts import Part, dense, grouped, in_a_row, item_words, taker
 from .ptx import (afresh, as_f32, as_u32, copies_wait_but, device, f32, fma, i32, i64, lds, lds4, quotient, remainder, shuffle,
-                  stage, sts, syncwarp, wait_for_previous)
+                  stage, sts, wait_for_previous)
 from .quantize import most_rows
 from .tile_product import QUAD_WORDS, STORE, Ending, Form, form, gate_and_store, table_words, tile_product
 
@@ -297,9 +297,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             if n_teams > 1:
                 send(tid, team, rank, shared, i32(now + d_at), turn_of, n_chunks, acc)
             if paced:
-                syncwarp()
-                if lane == 0:
-                    mbarrier.arrive(shared, now + done)
+                mbarrier.leave(lane, shared, now + done)
             turn_of = i32(turn_of + 1)
             if later:
                 fill(tid, shared, free, free_turn, copied, operands, found)

@@ -22,7 +22,7 @@ from .dispatch import dispatch_table
 from .exchange import exchanger
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
-from .half_slots import (MOST_KEPT, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of, half_bytes, is_wide,
+from .half_slots import (Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of, half_bytes, is_wide, kept_sums,
                          neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import totals_writer
@@ -52,7 +52,7 @@ def chunk_multiplier(name: str, block: Block):
     (d_at, large_at, _), leave = rest_of(tokens), mbarrier.leave if neighbours(block) == 1 else cluster.leave
     multiply, multiply_halves, follow = half_product(name, block.quads, pieces, alone, leave)
     following, (_, _, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
-    tile_words, scratch_words = tile_bytes(fmt) // 4, 32 * min(n_sums, MOST_KEPT)
+    tile_words, scratch_words = tile_bytes(fmt) // 4, 32 * kept_sums(block)
 
     @device
     def any_large(lane, shared, at):
@@ -101,8 +101,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * own_words))
     part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
     begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
-    multiply_chunks, n_kept = chunk_multiplier(name, block), min(block.n_sums, MOST_KEPT)
-    store_totals = totals_writer(block, ending, part, n_kept)
+    multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(block))
 
     def worker(brings: bool, multiplies: bool):
         """(shared, tid, rank, words, ..): all items of the block, by the thread that brings, the warps that multiply, or both."""
