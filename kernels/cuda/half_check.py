@@ -8,9 +8,9 @@ from numba import cuda, types
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, format_of
 from ..call import HALVES, left_out
-from .half_product import EXACT, largest_weight, most_squares
+from .half_product import EXACT, MOST_TOGETHER, SUM_WORDS, largest_weight, most_squares
 from .launch import F32, HOPPER, Kernel, U32, factory
-from .ptx import device, f32, i32, ld, mma_half, st, sts, wait_for_previous
+from .ptx import device, f32, i32, ld, st, sts, wait_for_previous
 from .wgmma import ATOM_WORDS, fence, half_products, place
 
 QUADS = 32            # the most of a block of `mmq_half`
@@ -19,7 +19,9 @@ B_WORDS = 4 * QUADS * ATOM_WORDS
 WIDTHS = tuple(8 * quads for quads in (QUADS, 16, 12, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
 ENDS = tuple(accumulate(width // 2 for width in WIDTHS))  # of a lane's sums of each
 PRODUCTS = ENDS[-1]                                   # sums of a lane
-MINIMA = 4                                            # sums of a lane by `mma_half`
+MINIMA_QUADS = MOST_TOGETHER                          # the most with which minima are multiplied, in all WIDTHS but the first
+MINIMA_WORDS = MINIMA_QUADS * SUM_WORDS               # of their B
+MINIMA = PRODUCTS - ENDS[0]                           # their sums of a lane
 FORMAT = "Q4_K"       # the one that `has_halves`
 
 
@@ -31,7 +33,7 @@ def may_be_halves(target) -> bool:
 def multiplier(width: int):
     """(shared, first, a, at, d, to): the product of the first `width` columns of B, which begins at place `first`, to d from `to`
     on; words of A from a[at] on."""
-    (start, wait), words_of_unit, n_sums = half_products(width), QUADS * ATOM_WORDS // 4, width // 2
+    (start, _, wait), words_of_unit, n_sums = half_products(width), QUADS * ATOM_WORDS // 4, width // 2
 
     @device
     def multiply(shared, first, a, at, d, to):
@@ -49,20 +51,41 @@ def multiplier(width: int):
     return multiply
 
 
+def narrow_multiplier(width: int):
+    """(shared, first, a, at, e, to): the product of 16 columns of A, words from a[at] on, and the first `width` columns of B,
+    which begins at place `first` without gaps, to e from `to` on."""
+    (_, start, wait), n_sums = half_products(width), width // 2
+
+    @device
+    def multiply(shared, first, a, at, e, to):
+        sums = cuda.local.array(n_sums, f32)
+        start(sums, shared, first, i32(ld(a, at)), i32(ld(a, at + 1)), i32(ld(a, at + 2)), i32(ld(a, at + 3)))
+        wait(sums)
+        for o in range(n_sums):
+            st(e, to + o, sums[o])
+    return multiply
+
+
 @factory([()])
 def half_check_kernel():
     """d: f32 [case][lane][128 + 64 + 48 + 32 + 16], the products A B of 64 x 256 and 256 x 256, and of its first 128, 96, 64 and
-    32 columns; e: f32 [case][lane][4], those of 16 x 16 and 16 x 8 of each warp. a, b, minima: words of A [case][lane][step][4],
-    of B as atoms [case], of both of e [case][lane][6]. A block: a case."""
+    32 columns; e: f32 [case][lane][64 + 48 + 32 + 16], those of minima and sums, 64 x 16 and 16 x 128, and of fewer columns
+    likewise. a, b: words of A [case][lane][step][4], of B as atoms [case]; minima, q: those of e, of A [case][lane][4], of B
+    without gaps [case]. A block: a case."""
     multiply_32, multiply_16, multiply_12, multiply_8, multiply_4 = (multiplier(width) for width in WIDTHS)  # quads
+    narrow_16, narrow_12, narrow_8, narrow_4 = (narrow_multiplier(width) for width in WIDTHS[1:])
 
-    def kernel(a, b, minima, d, e):
+    def kernel(a, b, minima, q, d, e):
         shared = cuda.shared.array(0, types.uint32)
         tid, case = i32(cuda.threadIdx.x), i32(cuda.blockIdx.x)
         wait_for_previous()
         i = tid
         while i < B_WORDS:
             sts(shared, i, ld(b, case * B_WORDS + i))
+            i = i32(i + N_THREADS)
+        i = tid
+        while i < MINIMA_WORDS:
+            sts(shared, B_WORDS + i, ld(q, case * MINIMA_WORDS + i))
             i = i32(i + N_THREADS)
         fence()
         cuda.syncthreads()  # B is there
@@ -73,12 +96,12 @@ def half_check_kernel():
         multiply_12(shared, first, a, at, d, i32(to + ENDS[1]))
         multiply_8(shared, first, a, at, d, i32(to + ENDS[2]))
         multiply_4(shared, first, a, at, d, i32(to + ENDS[3]))
-        x = i32((case * N_THREADS + tid) * 6)
-        m = mma_half(i32(ld(minima, x)), i32(ld(minima, x + 1)), i32(ld(minima, x + 2)), i32(ld(minima, x + 3)),
-                     i32(ld(minima, x + 4)), i32(ld(minima, x + 5)))
-        for k in range(MINIMA):
-            st(e, (case * N_THREADS + tid) * MINIMA + k, m[k])
-    return Kernel(kernel, (U32, U32, U32, F32, F32), N_THREADS, arch=HOPPER)
+        first, at, to = place(shared, B_WORDS), i32((case * N_THREADS + tid) * 4), i32((case * N_THREADS + tid) * MINIMA)
+        narrow_16(shared, first, minima, at, e, to)
+        narrow_12(shared, first, minima, at, e, i32(to + (ENDS[1] - ENDS[0])))
+        narrow_8(shared, first, minima, at, e, i32(to + (ENDS[2] - ENDS[0])))
+        narrow_4(shared, first, minima, at, e, i32(to + (ENDS[3] - ENDS[0])))
+    return Kernel(kernel, (U32, U32, U32, U32, F32, F32), N_THREADS, arch=HOPPER)
 
 
 # Cases: integers, so that every sum is known
@@ -108,9 +131,9 @@ def weights_and_limbs() -> tuple[np.ndarray, np.ndarray]:
 
 
 def minima_and_sums(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n, 16, 16] and [n, 8, 16]: imin up to 63 and parts of the sums of q, up to 2032."""
+    """int64 [n, 64, 16] and [n, 128, 16]: imin up to 63 and parts of the sums of q, up to 2032."""
     rng, most = np.random.default_rng(2), 16 * LIMIT // 128
-    a, b = np.full((n, 16, 16), 63), np.full((n, 8, 16), most)
+    a, b = np.full((n, N_ROWS, 16), 63), np.full((n, 8 * MINIMA_QUADS, 16), most)
     b[1] = -most
     b[2, :, ::2] = 1 - most
     a[3:], b[3:] = rng.integers(0, 64, a[3:].shape), rng.integers(-most, most + 1, b[3:].shape)
@@ -136,6 +159,12 @@ def atoms(b: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words[..., rows, places ^ rows, :]).reshape(len(b), -1)
 
 
+def without_gaps(b: np.ndarray) -> np.ndarray:
+    """uint32 [case, words] of B as of `wgmma.HalfProducts.start_narrow`, from [case, 128, 16]."""
+    words = pairs(b).reshape(len(b), MINIMA_QUADS, 8, 2, 4)  # [case][eight columns][column][half][word]
+    return np.ascontiguousarray(words.swapaxes(2, 3)).reshape(len(b), -1)
+
+
 def of_lanes(d: np.ndarray) -> np.ndarray:
     """Of sums [.., rows 16 a warp, columns] those of each lane: [.., lane, 4 (column / 8) + 2 (rows 8 further) + column % 2]."""
     *some, n_rows, n_columns = d.shape
@@ -144,17 +173,17 @@ def of_lanes(d: np.ndarray) -> np.ndarray:
 
 
 def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """((a, b, minima) as the kernel takes them, (d, e) as it must leave them)."""
+    """((a, b, minima, q) as the kernel takes them, (d, e) as it must leave them)."""
     a, b = weights_and_limbs()
     i, q = minima_and_sums(len(a))
     unit = 2.0**-24
     words_of_a = fragments((a * unit).reshape(len(a), 4, 16, STEPS, 16).swapaxes(2, 3)).transpose(0, 1, 3, 2, 4)
-    words_of_q = pairs(q).reshape(len(q), 8, 2, 4).transpose(0, 1, 3, 2).reshape(len(q), 32, 2)
-    words_of_e = np.concatenate([fragments(i), words_of_q], axis=-1)
+    words_of_minima = fragments(i.reshape(len(i), 4, 16, 16))
     d, e = of_lanes(np.einsum("cik,cjk->cij", a, b)), of_lanes(np.einsum("cik,cjk->cij", i, q))
     d = np.concatenate([d[..., :width // 2] for width in WIDTHS], axis=-1)
-    return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b).reshape(-1), np.tile(words_of_e, (1, 4, 1)).reshape(-1)),
-            ((d * unit).astype(np.float32), np.tile(e, (1, 4, 1)).astype(np.float32)))
+    e = np.concatenate([e[..., :width // 2] for width in WIDTHS[1:]], axis=-1)
+    return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b).reshape(-1), words_of_minima.reshape(-1),
+             without_gaps(q).reshape(-1)), ((d * unit).astype(np.float32), e.astype(np.float32)))
 
 
 def half_check(target, run) -> bool:
@@ -164,6 +193,6 @@ def half_check(target, run) -> bool:
     results = tuple(np.full(x.shape, np.nan, np.float32) for x in expected)
 
     def launch(addresses):
-        return target.launch(half_check_kernel(), len(expected[0]), N_THREADS, tuple(addresses), 4 * B_WORDS)
+        return target.launch(half_check_kernel(), len(expected[0]), N_THREADS, tuple(addresses), 4 * (B_WORDS + MINIMA_WORDS))
     run(launch, found, results)
     return all(np.array_equal(x, y) for x, y in zip(results, expected))

@@ -20,7 +20,7 @@ from .wgmma import ATOM_WORDS
 
 N_THREADS = 256             # a warp a chunk of a token
 TOKEN_WORDS = CHUNK         # of a chunk of a token, float16: rows of atoms, [64 columns][limb]
-SUMS = SUM_WORDS // 4       # words of its sums of q over 16 columns, float16: [limb][8], as of `half_product`
+SUMS = SUM_WORDS // 4       # words of its sums of q over 16 columns, float16
 
 
 class Rest(NamedTuple):
@@ -104,7 +104,7 @@ def half_limbs_kernel(name, tokens, experts):
         i = i32(lane & 7)
         s, t = i32(ld(act, source + 2 * i)), i32(ld(act, source + 2 * i + 1))
         if lane < SUMS:
-            place = i32((lane & 8) + (2 * i if i < 4 else 2 * i - 7))
+            place = i32(((i >> 2) << 5) + ((lane & 8) >> 1) + (i & 3))
             st(limbs, to + place, halves(part_of_sum(s, lane & 8), part_of_sum(t, lane & 8)))
 
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
@@ -118,7 +118,7 @@ def half_limbs_kernel(name, tokens, experts):
             if row >= 0:
                 atom = at + (lane >> 3) * (quads * ATOM_WORDS) + (t >> 2) * ATOM_WORDS
                 squares = widen_chunk(lane, act, limbs, source, lo_at, atom, 2 * (t & 3))
-                widen_sums(lane, act, limbs, sums + source * 16, rest + t * SUMS)
+                widen_sums(lane, act, limbs, sums + source * 16, rest + (t >> 2) * SUM_WORDS + (t & 3) * 8)
                 if lane == 0:
                     st(limbs, rest + d_at + (t & 3) * quads + (t >> 2), ld(act, scales + source))
             if lane == 0:  # what is multiplied in the place of tokens that are not there may be anything, but not large

@@ -28,14 +28,14 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
-from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds2, lds4, mma_half, mul, prmt, stage,
-                  sts, u32)
+from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, stage, sts, u32)
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, wait_for_all_but
 
 EXACT = 1 << 24              # up to which all integers are float32
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk is multiplied
+MINIMA_TOGETHER = 8          # quads with which minima are, of a block of more than that
 # Products that may be under way while the next one's words are made: of more the blocks take longer, and of more quads they have
 # no registers for two
 WAITING, WAITING_WIDE = 2, 1
@@ -134,9 +134,8 @@ def block_starter(unpack, n_quads: int, n_each: int):
     return load, start_low, start_high
 
 
-def minimum_product(fmt: Format, unpack):
-    """(words_of, product). words_of: (lane, held, upper) -> words of A, imin of both rows. product: (lane, shared, sums, quad,
-    words) -> RN(M) of both rows for token l % 4 of the quad."""
+def minimum_words(fmt: Format):
+    """(lane, held, upper) -> words of A, imin of both rows."""
     n_isc = CHUNK // fmt.sub // 4
 
     @device
@@ -146,16 +145,10 @@ def minimum_product(fmt: Format, unpack):
                 i32(add2(prmt(held.second[n_isc], upper, selector), MINUS_1024)),
                 i32(add2(prmt(held.first[n_isc + 1], upper, selector), MINUS_1024)),
                 i32(add2(prmt(held.second[n_isc + 1], upper, selector), MINUS_1024)))
-
-    @device
-    def product(lane, shared, sums, quad, words):
-        b0, b1 = lds2(shared, sums + quad * SUM_WORDS + (lane >> 2) * 8 + 2 * (lane & 3))
-        m = mma_half(words[0], words[1], words[2], words[3], i32(b0), i32(b1))
-        return fma(m[0], f32(128), m[1]), fma(m[2], f32(128), m[3])
-    return words_of, product
+    return words_of
 
 
-def scale_holder(unpack, minimum_words):
+def scale_holder(unpack, minima_of):
     """(held_of, scales_of). held_of: (lane, half, shared, tile) -> `Held`. scales_of: (.., held, upper) -> (d, m) of both rows
     and the minima as words of A."""
     packed, group = unpack.packed, unpack.group
@@ -169,14 +162,14 @@ def scale_holder(unpack, minimum_words):
     def scales_of(lane, half, shared, tile, held, upper):
         row = (half << 4) + (lane >> 2)
         (d0, m0), (d1, m1) = group((shared, tile, row), 0), group((shared, tile, row + 8), 0)
-        return (mul(d0, UNITS), m0), (mul(d1, UNITS), m1), minimum_words(lane, held, upper)
+        return (mul(d0, UNITS), m0), (mul(d1, UNITS), m1), minima_of(lane, held, upper)
     return held_of, scales_of
 
 
-def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minimum_words):
+def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     """`multiply` of `half_product`."""
     load, start_low, start_high = block_starter(unpack, n_quads, n_quads)
-    held_of, scales_of = scale_holder(unpack, minimum_words)
+    held_of, scales_of = scale_holder(unpack, minima_of)
     wait, n_sums, n_products, last = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads, n_pieces - 1
 
     @device
@@ -212,12 +205,12 @@ def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minimum_words):
     return multiply
 
 
-def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minimum_words):
+def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     """`multiply_halves` of `half_product`."""
     n_each = min(n_quads, MOST_TOGETHER)
     assert n_quads in (n_each, 2 * n_each), n_quads
     load, start_low, start_high = block_starter(unpack, n_quads, n_each)
-    held_of, scales_of = scale_holder(unpack, minimum_words)
+    held_of, scales_of = scale_holder(unpack, minima_of)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
     @device
@@ -270,29 +263,53 @@ def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minimum_words)
     return multiply_halves
 
 
-def half_product(name: str, n_quads: int, n_pieces: int = 1, alone: bool = True, leave=mbarrier.leave):
+def follower(n_quads: int, alone: bool):
+    """`follow` of `half_product`. Minima are multiplied for a warpgroup's rows together: products of a warp alone would wait for
+    those of the other warpgroup, one after the other."""
+    n_each, words_of_quad = n_quads if n_quads <= MOST_TOGETHER else MINIMA_TOGETHER, SUM_WORDS // PLACE
+    assert n_quads % n_each == 0 and n_each % 4 == 0, n_quads
+    n_products, (_, start, wait) = 4 * n_each, half_products(8 * n_each)
+
+    def some_follower(first):
+        """Of the quads from `first` on, n_each at a time."""
+        last = first + n_each == n_quads
+        follow_further = None if last else some_follower(first + n_each)
+
+        @device
+        def follow_some(lane, shared, b, scales, scale_words, s, total):
+            (d0, m0), (d1, m1), words = scale_words
+            m = cuda.local.array(n_products, f32)
+            start(m, shared, i32(b + first * words_of_quad), words[0], words[1], words[2], words[3])
+            wait(m)
+            for i in range(n_each // 4):
+                of_tokens = lds4(shared, scales + (lane & 3) * n_quads + first + 4 * i)
+                for k in range(4):
+                    o, x, scale = 2 * (first + 4 * i + k), 4 * (4 * i + k), as_f32(of_tokens[k])
+                    x0, x1 = fma(m[x], f32(128), m[x + 1]), fma(m[x + 2], f32(128), m[x + 3])
+                    s[o], s[o + 1] = fma(-m0, x0, fma(s[o], d0, f32(0))), fma(-m1, x1, fma(s[o + 1], d1, f32(0)))
+                    if alone:
+                        total[o], total[o + 1] = fma(s[o], scale, total[o]), fma(s[o + 1], scale, total[o + 1])
+            if not last:
+                follow_further(lane, shared, b, scales, scale_words, s, total)
+        return follow_some
+    follow_all = some_follower(0)
+
+    @stage
+    def follow(lane, shared, sums, scales, scale_words, s, total):
+        follow_all(lane, shared, uniform_place(shared, sums), scales, scale_words, s, total)
+    return follow
+
+
+def half_product(name: str, n_quads: int, n_pieces: int, alone: bool, leave):
     """(multiply, multiply_halves, follow). multiply: (lane, half, shared, tile, act, barriers, upper, s) -> the scales of the
     lane's rows; s: written, RN(S) in units of 2^-24. barriers: of the activations, which come in n_pieces; leave: as
     `mbarrier.leave`, of a piece. multiply_halves: (lane, half, shared, tile, act, barriers, scratch, upper, s), the same of a
     chunk of which tokens may have more than `most_squares`, MOST_TOGETHER quads at a time; scratch: word at which the warp's own
     begin, 32 for each sum of so many quads. Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those
     of the rows, s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at
-    which the sums of q begin, [quad][2 token + limb][8 words of two: sums 2 i and 2 i + 1 of 16 columns at place 2 i, from i = 4
-    on at 2 i - 7]; scales: those of the tokens, [l % 4][quad]."""
+    which the sums of q over 16 columns begin, B of `wgmma.HalfProducts.start_narrow`, whose columns are 2 token + limb; scales:
+    those of the tokens, [l % 4][quad]."""
     unpack = shared_unpacker(name).unpacker
-    minimum_words, minima = minimum_product(format_of(name), unpack)
-
-    @stage
-    def follow(lane, shared, sums, scales, scale_words, s, total):
-        (d0, m0), (d1, m1), words = scale_words
-        for i in range(n_quads // 4):
-            of_tokens = lds4(shared, scales + (lane & 3) * n_quads + 4 * i)
-            for k in range(4):
-                quad = 4 * i + k
-                o, scale = 2 * quad, as_f32(of_tokens[k])
-                x0, x1 = minima(lane, shared, sums, quad, words)
-                s[o], s[o + 1] = fma(-m0, x0, fma(s[o], d0, f32(0))), fma(-m1, x1, fma(s[o + 1], d1, f32(0)))
-                if alone:
-                    total[o], total[o + 1] = fma(s[o], scale, total[o]), fma(s[o + 1], scale, total[o + 1])
-    return (whole_multiplier(unpack, n_quads, n_pieces, leave, minimum_words),
-            halves_multiplier(unpack, n_quads, n_pieces, leave, minimum_words), follow)
+    minima_of = minimum_words(format_of(name))
+    return (whole_multiplier(unpack, n_quads, n_pieces, leave, minima_of),
+            halves_multiplier(unpack, n_quads, n_pieces, leave, minima_of), follower(n_quads, alone))

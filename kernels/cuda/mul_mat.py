@@ -8,6 +8,7 @@ from .launch import RESERVED, need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .half_check import may_be_halves
 from .half_product import has_halves
+from .half_slots import cluster_of, neighbours
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
 from .mmq_half import DENSE, Halves, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
@@ -20,7 +21,7 @@ CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 1.05}  # what a cluste
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 # us of mmq_half: of a round of blocks, and of each of its chunks, by their quads; of the launch before, and of each value of the
 # activations
-HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, {4: 0.95, 8: 1.27, 16: 1.76}, 2.0, 1.6e-6
+HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, 2.0, 1.6e-6
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
@@ -59,8 +60,9 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
 
 def half_us(block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
-    n_rounds = -(-(-(-n_rows // block.rows) * -(-n // block.tokens)) // max(1, n_multiprocessors // block.blocks))
-    n_turns, turn_us = -(-n_cols // (CHUNK * block.blocks)), HALF_US[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
+    n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
+    n_rounds, n_turns = -(-n_items // max(1, n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
+    turn_us = HALF_US[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
     return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
 

@@ -467,28 +467,6 @@ def _matrix_product(name, n_a, n_b, a_type="s8"):
     return intrinsic(_named(name, len(operands))(typed))
 
 
-def _half_product():
-    """(a0, a1, a2, a3, b0, b1) -> four float32: the fragment of A B, A 16 x 16 of float16 by rows, B 16 x 8 by columns, words of
-    two. Exact where `wgmma` is."""
-    if SIMULATED:
-        return simulator.half_product
-    text = ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, "
-            "{$10, $10, $10, $10};")
-    word, single = ir.IntType(32), ir.FloatType()
-    assembly = ir.InlineAsm(ir.FunctionType(ir.LiteralStructType([single] * 4), [word] * 6 + [single]), text,
-                            ",".join(["=f"] * 4 + ["r"] * 6 + ["f"]), side_effect=False)
-
-    def codegen(context, builder, signature, args):
-        return _elements(context, builder, signature.return_type, builder.call(assembly, [*args, single(0)]))
-
-    def typed(typingctx, *actual):
-        for t in actual:
-            _check("mma_half", "r", t)
-        return types.UniTuple(types.float32, 4)(*[types.int32] * 6), codegen
-    return intrinsic(_named("mma_half", 6)(typed))
-
-
-mma_half = _half_product()
 mma16, mma32, mma32u = _matrix_product("mma16", 2, 1), _matrix_product("mma32", 4, 2), _matrix_product("mma32u", 4, 2, "u8")
 
 

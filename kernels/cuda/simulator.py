@@ -753,11 +753,6 @@ def _multiply_halves(lanes):
     return [tuple(r) for r in result.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)]
 
 
-def half_product(*operands):
-    convert, zero = _as_int(i32), f32(0)
-    return _together(_multiply_halves, [*map(convert, operands), zero, zero, zero, zero])
-
-
 def matrix_product(n_a, n_b, a_type):
     compute, convert = _multiply(n_a, n_b, {"s8": np.int8, "u8": np.uint8}[a_type]), _as_int(i32)
     return lambda *operands: _together(compute, [convert(o) for o in operands])
@@ -773,27 +768,38 @@ def ldmatrix4(array, index):
     return _together(_four_matrices, (array, index))
 
 
-def _multiply_group(a_type, n):
+def _in_atoms(array, index, i):
+    """The eight columns i of B, as 16 pieces of 16 bytes, two of each column; B begins at word `index`, in atoms."""
+    if index % 256 > 31 or index % 8:
+        raise RuntimeError(f"product of a warpgroup: B begins at word {index}")
+    first, piece = index // 256 * 256 + 256 * i, (index & 31) // 4
+    return [array[first + r * 32 + ((p ^ r) << 2):][:4] for r in range(8) for p in (piece, piece + 1)]
+
+
+def _without_gaps(array, index, i):
+    """The same of B as of `wgmma.start_narrow`."""
+    return [array[index + 64 * i + 32 * half + 4 * r:][:4] for r in range(8) for half in range(2)]
+
+
+def _multiply_group(a_type, n, columns=_in_atoms):
     multiply = _multiply_halves if a_type is np.float16 else _multiply(4, 2, a_type)
 
     def compute(lanes):
         array, index = lanes[0][4:6]
-        if any(lane[5] != index for lane in lanes) or index % 256 > 31 or index % 8:
-            raise RuntimeError(f"product of a warpgroup: B begins at word {index}")
+        if any(lane[5] != index for lane in lanes):
+            raise RuntimeError(f"product of a warpgroup: B begins at word {index} and at others")
         results = []
         for i in range(n // 8):  # the lanes' fragments of eight columns of B
-            first = index // 256 * 256 + 256 * i
-            pieces = [array[first + r * 32 + ((p ^ r) << 2):][:4].view(np.int32) for r in range(8)
-                      for p in ((index & 31) // 4, (index & 31) // 4 + 1)]
+            pieces = [piece.view(np.int32) for piece in columns(array, index, i)]
             b = np.array(pieces).reshape(8, 2, 4).transpose(0, 2, 1).reshape(32, 2)
             results.append(multiply([(*lane[:4], *b[l], *lane[6][4 * i:4 * i + 4]) for l, lane in enumerate(lanes)]))
         return [[x for four in own for x in four] for own in zip(*results)]
     return compute
 
 
-def group_product(a_type, n):
+def group_product(a_type, n, columns=_in_atoms):
     """A warp's part of `wgmma.start`; the product is done at once, or when the warp waits for it."""
-    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n), _as_int(i32)
+    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n, columns), _as_int(i32)
     number = float if a_type == "f16" else int
 
     def start(d, array, place, a0, a1, a2, a3, keep):
@@ -805,6 +811,12 @@ def group_product(a_type, n):
         if not thread.warp.late:
             products_wait_but(0)()
     return start
+
+
+def narrow_product(n):
+    """As `group_product`, of `wgmma.start_narrow`."""
+    start = group_product("f16", n, _without_gaps)
+    return lambda *operands: start(*operands, 0)
 
 
 def products_wait_but(n):

@@ -51,6 +51,8 @@ class Products(NamedTuple):
 class HalfProducts(NamedTuple):
     """The same of float16, with D a local array of n / 2 float32. Words of A and B are pairs of float16."""
     start: object
+    start_narrow: object  # (d, array, place, a0, a1, a2, a3): starts D = A B, B without gaps: of eight columns 16 bytes each,
+                          # then their other 16 bytes
     wait: object
 
 
@@ -87,6 +89,24 @@ def _start(name, a_type, n):
         codegen = _tied(n_sums, text, lambda args: [*args[3:7], args[2], args[7]], ["r"] * 6, floats)
         return types.void(d, array, *[types.int32] * 6), codegen
     return intrinsic(_named(name, 8)(typed))
+
+
+def _start_narrow(n):
+    if SIMULATED:
+        return simulator.narrow_product(n)
+    n_sums = n // 2
+    d, (*a, b) = ", ".join(f"${i}" for i in range(n_sums)), (f"${i}" for i in range(2 * n_sums, 2 * n_sums + 5))
+    # Eight columns are 256 bytes, their halves 128 bytes apart: this stands above the 14 bits of an address, where `place` has
+    # the number of the block in its cluster
+    text = (f"{{ .reg .b32 t; .reg .b64 b; and.b32 t, {b}, 0x3fff; or.b32 t, t, {128 >> 4 << 16}; mov.b64 b, {{t, {256 >> 4}}}; "
+            f"wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {{{d}}}, {{{', '.join(a)}}}, b, "
+            "0, 1, 1, 0; wgmma.commit_group.sync.aligned; }")
+
+    def typed(typingctx, d, array, place, a0, a1, a2, a3):
+        for t in (place, a0, a1, a2, a3):
+            _check("start_narrow", "r", t)
+        return types.void(d, array, *[types.int32] * 5), _tied(n_sums, text, lambda args: [*args[3:7], args[2]], ["r"] * 5, True)
+    return intrinsic(_named("start_narrow", 7)(typed))
 
 
 def _wait(but, n, floats=False):
@@ -126,7 +146,7 @@ def products(n: int) -> Products:
 
 @lru_cache(None)
 def half_products(n: int) -> HalfProducts:
-    return HalfProducts(_start("start", "f16", n), _wait(0, n, floats=True))
+    return HalfProducts(_start("start", "f16", n), _start_narrow(n), _wait(0, n, floats=True))
 
 
 @lru_cache(None)

@@ -7,7 +7,7 @@ from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, WIDE
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
                                 check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded)
@@ -104,7 +104,7 @@ def hopper(machine):
     return machine
 
 
-@pytest.mark.parametrize("block", [*DENSE, WIDE], ids=str)
+@pytest.mark.parametrize("block", DENSE, ids=str)
 @pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65), (8192, 1280, 400)])
 def test_mmq_half(hopper, n_rows, n_cols, n, block):
     check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(block))
@@ -123,7 +123,7 @@ LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127
          "special": lambda x: edges(*x.shape, seeded("special"))}
 
 
-@pytest.mark.parametrize("block", [*DENSE, WIDE], ids=str)
+@pytest.mark.parametrize("block", DENSE, ids=str)
 @pytest.mark.parametrize("which", LARGE)
 def test_mmq_half_of_large_sums(hopper, which, block):
     """Whose chunks are multiplied in halves: all, or those with some tokens."""

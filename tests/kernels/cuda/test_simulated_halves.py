@@ -16,11 +16,13 @@ from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
 from ggml_py.kernels.cuda.half_slots import half_bytes
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, WIDE
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves
 from ggml_py.kernels.cuda.wgmma import half_products
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded
+
+WIDE = DENSE[4]
 
 
 @pytest.fixture
@@ -205,10 +207,11 @@ def simulate_plan(machine):
     target.warpgroups, target.n_multiprocessors, target.shared_limit = True, 132, 227 << 10
     assert not isinstance(mul_mat.plan(call_of(512, target)), Halves)
     target.halves = True
-    plans = [mul_mat.plan(call_of(n, target)) for n in (16, 32, 64, 512)]
-    assert plans == [Halves(DENSE[i]) for i in (2, 1, 0, 0)]
+    plans = [mul_mat.plan(call_of(n, target)) for n in (16, 32, 64, 512, 1024)]
+    assert plans == [Halves(DENSE[i]) for i in (2, 1, 0, 0, 4)]
     assert not isinstance(mul_mat.plan(call_of(8, target)), Halves)
     assert mul_mat.plan(call_of(64, target, 4096, 14336)) == Halves(DENSE[3])
+    assert mul_mat.plan(call_of(2048, target, 4096, 14336)) == Halves(WIDE)
     assert not isinstance(mul_mat.plan(call_of(32, target, 4096, 14336)), Halves)
 
 
@@ -233,19 +236,19 @@ def simulate_plan_of_experts(machine):
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
 
-@pytest.mark.parametrize("block", [*DENSE, WIDE, *EXPERTS], ids=str)
+@pytest.mark.parametrize("block", [*DENSE, *EXPERTS], ids=str)
 def test_blocks_fit(block):
     """In shared memory of a multiprocessor of Hopper."""
     assert half_bytes(FORMATS["Q4_K"], block) <= 227 << 10
 
 
 def test_all_widths_are_checked():
-    assert {8 * block.quads for block in (*DENSE, WIDE, *EXPERTS)} == set(WIDTHS)
+    assert {8 * block.quads for block in (*DENSE, *EXPERTS)} == set(WIDTHS)
 
 
 def test_activations_are_widened_for_all_blocks():
     """By kernels whose code is checked."""
-    blocks = [(block.tokens, experts) for experts, blocks in ((False, (*DENSE, WIDE)), (True, EXPERTS)) for block in blocks]
+    blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
     assert {("Q4_K", *each) for each in blocks} == set(FACTORIES[half_limbs_kernel])
 
 
