@@ -15,6 +15,7 @@ between 64-bit and wider integers. About half a million scalar operations a seco
 import sys
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from types import ModuleType
 from typing import NamedTuple
@@ -741,16 +742,17 @@ def _units(x):
     return np.where(bits > 0, bits & -bits, 1 << 40).min(axis=1) / 2**24
 
 
-def _multiply_halves(lanes):
-    """Fragments of C + A B of float16, words of pairs, as of int8 whose words are as many: the sum as a float32, which is what
-    tensor cores give where it is exact. NaN where it is more than 2^24 units of its products: nobody says what they give then."""
-    operands = np.array([lane[:6] for lane in lanes], np.int64).astype(np.int32).reshape(8, 4, 6)
-    a = operands[..., :4].reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).copy().view(np.float16).reshape(16, -1).astype(np.float64)
-    b = operands[..., 4:].transpose(0, 2, 1).copy().view(np.float16).reshape(8, -1).astype(np.float64)
-    c = np.array([lane[6:] for lane in lanes], np.float64).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+def _multiply_halves(a, b, c):
+    """C + A B of float16 [rows, 16] and [columns, 16]: the sum as a float32, which is what tensor cores give where it is exact.
+    NaN where it is more than 2^24 units of its products: nobody says what they give then."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
     result = c + a @ b.T
-    result = np.where(abs(result) > 2**24 * _units(a)[:, None] * _units(b), np.nan, result).astype(f32)
-    return [tuple(r) for r in result.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)]
+    return np.where(abs(result) > 2**24 * _units(a)[:, None] * _units(b), np.nan, result).astype(f32)
+
+
+def _multiply_bytes(a, b, c):
+    """C + A B of int8 or uint8 [rows, 32] and int8 [columns, 32], int32."""
+    return (c + a.astype(np.float64) @ b.astype(np.float64).T).astype(np.int64).astype(np.int32)
 
 
 def matrix_product(n_a, n_b, a_type):
@@ -768,45 +770,52 @@ def ldmatrix4(array, index):
     return _together(_four_matrices, (array, index))
 
 
-def _in_atoms(array, index, i):
-    """The eight columns i of B, as 16 pieces of 16 bytes, two of each column; B begins at word `index`, in atoms."""
+@lru_cache(None)
+def _words_in_atoms(piece, n):
+    """Of n columns in atoms, where the words of two neighbouring pieces of 16 bytes lie, [n, 8]."""
+    columns = np.arange(n)
+    pieces = (np.array([piece, piece + 1]) ^ (columns % 8)[:, None]) << 2
+    return (columns[:, None, None] * 32 + pieces[..., None] + np.arange(4)).reshape(n, 8)
+
+
+def _in_atoms(array, index, n):
+    """Words [n, 8] of the n columns of B, which begins at word `index`, in atoms."""
     if index % 256 > 31 or index % 8:
         raise RuntimeError(f"product of a warpgroup: B begins at word {index}")
-    first, piece = index // 256 * 256 + 256 * i, (index & 31) // 4
-    return [array[first + r * 32 + ((p ^ r) << 2):][:4] for r in range(8) for p in (piece, piece + 1)]
+    return array[index // 256 * 256 + _words_in_atoms((index & 31) // 4, n)]
 
 
-def _without_gaps(array, index, i):
-    """The same of B as of `wgmma.start_narrow`."""
-    return [array[index + 64 * i + 32 * half + 4 * r:][:4] for r in range(8) for half in range(2)]
+def _without_gaps(array, index, n):
+    """The same of B as of `wgmma.HalfProducts.start_narrow`."""
+    return array[index:index + 8 * n].reshape(n // 8, 2, 8, 4).transpose(0, 2, 1, 3).reshape(n, 8)
 
 
-def _multiply_group(a_type, n, columns=_in_atoms):
-    multiply = _multiply_halves if a_type is np.float16 else _multiply(4, 2, a_type)
+def _multiply_group(a_type, n, words_of_b=_in_atoms):
+    """(lanes) -> D of each: fragments of 16 rows of A and all columns of B."""
+    multiply, b_type = (_multiply_halves, a_type) if a_type is np.float16 else (_multiply_bytes, np.int8)
 
     def compute(lanes):
         array, index = lanes[0][4:6]
         if any(lane[5] != index for lane in lanes):
             raise RuntimeError(f"product of a warpgroup: B begins at word {index} and at others")
-        results = []
-        for i in range(n // 8):  # the lanes' fragments of eight columns of B
-            pieces = [piece.view(np.int32) for piece in columns(array, index, i)]
-            b = np.array(pieces).reshape(8, 2, 4).transpose(0, 2, 1).reshape(32, 2)
-            results.append(multiply([(*lane[:4], *b[l], *lane[6][4 * i:4 * i + 4]) for l, lane in enumerate(lanes)]))
-        return [[x for four in own for x in four] for own in zip(*results)]
+        fragments = _words(np.int32, [lane[:4] for lane in lanes])            # [row, word][half of the columns, rows 8..15]
+        a = fragments.reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).reshape(16, 8).view(a_type)
+        b = np.ascontiguousarray(words_of_b(array, index, n)).view(b_type)
+        c = np.array([lane[6] for lane in lanes]).reshape(8, 4, n // 8, 2, 2)  # [row, pair][eight columns][rows 8..15][column]
+        d = multiply(a, b, c.transpose(3, 0, 2, 1, 4).reshape(16, n))
+        return d.reshape(2, 8, n // 8, 4, 2).transpose(1, 3, 2, 0, 4).reshape(32, n // 2)
     return compute
 
 
-def group_product(a_type, n, columns=_in_atoms):
+def group_product(a_type, n, words_of_b=_in_atoms):
     """A warp's part of `wgmma.start`; the product is done at once, or when the warp waits for it."""
-    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n, columns), _as_int(i32)
-    number = float if a_type == "f16" else int
+    compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n, words_of_b), _as_int(i32)
 
     def start(d, array, place, a0, a1, a2, a3, keep):
         thread, words = getcurrent(), (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place))
 
         def product():
-            d[:] = _together(compute, (*words, [number(x) if keep else 0 for x in d]))
+            d[:] = _together(compute, (*words, d.copy() if keep else np.zeros_like(d)))
         thread.products.append(product)
         if not thread.warp.late:
             products_wait_but(0)()
