@@ -11,7 +11,7 @@ from ..call import HALVES, left_out
 from .half_product import EXACT, MOST_TOGETHER, SUM_WORDS, largest_weight, most_squares
 from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import device, f32, i32, ld, st, sts, wait_for_previous
-from .wgmma import ATOM_WORDS, fence, half_products, place
+from .wgmma import ATOM_WORDS, fence, half_products, place, unswizzled_place
 
 QUADS = 32            # the most of a block of `mmq_half`
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
@@ -51,9 +51,9 @@ def multiplier(width: int):
     return multiply
 
 
-def narrow_multiplier(width: int):
+def unswizzled_multiplier(width: int):
     """(shared, first, a, at, e, to): the product of 16 columns of A, words from a[at] on, and the first `width` columns of B,
-    which begins at place `first` without gaps, to e from `to` on."""
+    which begins at place `first` without swizzle, to e from `to` on."""
     (_, start, wait), n_sums = half_products(width), width // 2
 
     @device
@@ -71,9 +71,9 @@ def half_check_kernel():
     """d: f32 [case][lane][128 + 64 + 48 + 32 + 16], the products A B of 64 x 256 and 256 x 256, and of its first 128, 96, 64 and
     32 columns; e: f32 [case][lane][64 + 48 + 32 + 16], those of minima and sums, 64 x 16 and 16 x 128, and of fewer columns
     likewise. a, b: words of A [case][lane][step][4], of B as atoms [case]; minima, q: those of e, of A [case][lane][4], of B
-    without gaps [case]. A block: a case."""
+    without swizzle [case]. A block: a case."""
     multiply_32, multiply_16, multiply_12, multiply_8, multiply_4 = (multiplier(width) for width in WIDTHS)  # quads
-    narrow_16, narrow_12, narrow_8, narrow_4 = (narrow_multiplier(width) for width in WIDTHS[1:])
+    minima_16, minima_12, minima_8, minima_4 = (unswizzled_multiplier(width) for width in WIDTHS[1:])
 
     def kernel(a, b, minima, q, d, e):
         shared = cuda.shared.array(0, types.uint32)
@@ -96,11 +96,12 @@ def half_check_kernel():
         multiply_12(shared, first, a, at, d, i32(to + ENDS[1]))
         multiply_8(shared, first, a, at, d, i32(to + ENDS[2]))
         multiply_4(shared, first, a, at, d, i32(to + ENDS[3]))
-        first, at, to = place(shared, B_WORDS), i32((case * N_THREADS + tid) * 4), i32((case * N_THREADS + tid) * MINIMA)
-        narrow_16(shared, first, minima, at, e, to)
-        narrow_12(shared, first, minima, at, e, i32(to + (ENDS[1] - ENDS[0])))
-        narrow_8(shared, first, minima, at, e, i32(to + (ENDS[2] - ENDS[0])))
-        narrow_4(shared, first, minima, at, e, i32(to + (ENDS[3] - ENDS[0])))
+        first, at = unswizzled_place(shared, B_WORDS), i32((case * N_THREADS + tid) * 4)
+        to = i32((case * N_THREADS + tid) * MINIMA)
+        minima_16(shared, first, minima, at, e, to)
+        minima_12(shared, first, minima, at, e, i32(to + (ENDS[1] - ENDS[0])))
+        minima_8(shared, first, minima, at, e, i32(to + (ENDS[2] - ENDS[0])))
+        minima_4(shared, first, minima, at, e, i32(to + (ENDS[3] - ENDS[0])))
     return Kernel(kernel, (U32, U32, U32, U32, F32, F32), N_THREADS, arch=HOPPER)
 
 
@@ -135,7 +136,7 @@ def minima_and_sums(n: int) -> tuple[np.ndarray, np.ndarray]:
     rng, most = np.random.default_rng(2), 16 * LIMIT // 128
     a, b = np.full((n, N_ROWS, 16), 63), np.full((n, 8 * MINIMA_QUADS, 16), most)
     b[1] = -most
-    b[2, :, ::2] = 1 - most
+    b[2, ::2, 0], b[2, 1::2], b[2, 1::2, 0] = most - 1, -most, 1 - most  # odd sums
     a[3:], b[3:] = rng.integers(0, 64, a[3:].shape), rng.integers(-most, most + 1, b[3:].shape)
     return a, b
 
@@ -159,8 +160,8 @@ def atoms(b: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words[..., rows, places ^ rows, :]).reshape(len(b), -1)
 
 
-def without_gaps(b: np.ndarray) -> np.ndarray:
-    """uint32 [case, words] of B as of `wgmma.HalfProducts.start_narrow`, from [case, 128, 16]."""
+def unswizzled(b: np.ndarray) -> np.ndarray:
+    """uint32 [case, words] of B as of `wgmma.HalfProducts.start_unswizzled`, from [case, 128, 16]."""
     words = pairs(b).reshape(len(b), MINIMA_QUADS, 8, 2, 4)  # [case][eight columns][column][half][word]
     return np.ascontiguousarray(words.swapaxes(2, 3)).reshape(len(b), -1)
 
@@ -183,7 +184,7 @@ def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     d = np.concatenate([d[..., :width // 2] for width in WIDTHS], axis=-1)
     e = np.concatenate([e[..., :width // 2] for width in WIDTHS[1:]], axis=-1)
     return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b).reshape(-1), words_of_minima.reshape(-1),
-             without_gaps(q).reshape(-1)), ((d * unit).astype(np.float32), e.astype(np.float32)))
+             unswizzled(q).reshape(-1)), ((d * unit).astype(np.float32), e.astype(np.float32)))
 
 
 def half_check(target, run) -> bool:

@@ -30,12 +30,11 @@ from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
 from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, stage, sts, u32)
 from .weights import shared_unpacker
-from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, wait_for_all_but
+from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_place, wait_for_all_but
 
 EXACT = 1 << 24              # up to which all integers are float32
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk is multiplied
-MINIMA_TOGETHER = 8          # quads with which minima are, of a block of more than that
 # Products that may be under way while the next one's words are made: of more the blocks take longer, and of more quads they have
 # no registers for two
 WAITING, WAITING_WIDE = 2, 1
@@ -263,10 +262,15 @@ def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     return multiply_halves
 
 
+def minima_together(n_quads: int) -> int:
+    """Quads with which minima are multiplied, of n_quads: of a wide block so few that a lane has registers for their products."""
+    return n_quads if n_quads <= MOST_TOGETHER else 8
+
+
 def follower(n_quads: int, alone: bool):
     """`follow` of `half_product`. Minima are multiplied for a warpgroup's rows together: products of a warp alone would wait for
     those of the other warpgroup, one after the other."""
-    n_each, words_of_quad = n_quads if n_quads <= MOST_TOGETHER else MINIMA_TOGETHER, SUM_WORDS // PLACE
+    n_each, words_of_quad = minima_together(n_quads), SUM_WORDS // PLACE
     assert n_quads % n_each == 0 and n_each % 4 == 0, n_quads
     n_products, (_, start, wait) = 4 * n_each, half_products(8 * n_each)
 
@@ -296,7 +300,7 @@ def follower(n_quads: int, alone: bool):
 
     @stage
     def follow(lane, shared, sums, scales, scale_words, s, total):
-        follow_all(lane, shared, uniform_place(shared, sums), scales, scale_words, s, total)
+        follow_all(lane, shared, unswizzled_place(shared, sums), scales, scale_words, s, total)
     return follow
 
 
@@ -307,7 +311,7 @@ def half_product(name: str, n_quads: int, n_pieces: int, alone: bool, leave):
     chunk of which tokens may have more than `most_squares`, MOST_TOGETHER quads at a time; scratch: word at which the warp's own
     begin, 32 for each sum of so many quads. Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those
     of the rows, s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at
-    which the sums of q over 16 columns begin, B of `wgmma.HalfProducts.start_narrow`, whose columns are 2 token + limb; scales:
+    which the sums of q over 16 columns begin, B of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb; scales:
     those of the tokens, [l % 4][quad]."""
     unpack = shared_unpacker(name).unpacker
     minima_of = minimum_words(format_of(name))

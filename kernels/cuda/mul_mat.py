@@ -61,7 +61,7 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
 def half_us(block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
     n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
-    n_rounds, n_turns = -(-n_items // max(1, n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
+    n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
     turn_us = HALF_US[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
     return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
@@ -71,7 +71,8 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
     """The block of mmq_half where it takes less than warpgroups in blocks of that shape."""
     if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not shape.warpgroups or not has_halves(format_of(type_)):
         return None
-    us = {block: half_us(block, n_rows, n_cols, n, n_multiprocessors) for block in DENSE}
+    us = {block: half_us(block, n_rows, n_cols, n, n_multiprocessors) for block in DENSE
+          if cluster_of(block) <= n_multiprocessors}
     block = min(us, key=us.get)
     of_shape = block_us((format_of(type_).name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
     return block if us[block] < of_shape else None

@@ -770,6 +770,16 @@ def ldmatrix4(array, index):
     return _together(_four_matrices, (array, index))
 
 
+ADDRESS = 0x3fff  # as of `wgmma`
+
+
+def place(array, index):
+    """As of `wgmma`, with the number of the block in its cluster above an address."""
+    if index % 4:
+        raise RuntimeError(f"place: the word is {index}, allowed: multiples of 4")
+    return i32(int(cluster_rank()) << 20 | int(index) // 4)
+
+
 @lru_cache(None)
 def _words_in_atoms(piece, n):
     """Of n columns in atoms, where the words of two neighbouring pieces of 16 bytes lie, [n, 8]."""
@@ -785,8 +795,8 @@ def _in_atoms(array, index, n):
     return array[index // 256 * 256 + _words_in_atoms((index & 31) // 4, n)]
 
 
-def _without_gaps(array, index, n):
-    """The same of B as of `wgmma.HalfProducts.start_narrow`."""
+def _unswizzled(array, index, n):
+    """The same of B as of `wgmma.HalfProducts.start_unswizzled`."""
     return array[index:index + 8 * n].reshape(n // 8, 2, 8, 4).transpose(0, 2, 1, 3).reshape(n, 8)
 
 
@@ -812,7 +822,7 @@ def group_product(a_type, n, words_of_b=_in_atoms):
     compute, convert = _multiply_group({"s8": np.int8, "u8": np.uint8, "f16": np.float16}[a_type], n, words_of_b), _as_int(i32)
 
     def start(d, array, place, a0, a1, a2, a3, keep):
-        thread, words = getcurrent(), (*map(convert, (a0, a1, a2, a3)), array, 4 * int(place))
+        thread, words = getcurrent(), (*map(convert, (a0, a1, a2, a3)), array, 4 * (int(place) & ADDRESS))
 
         def product():
             d[:] = _together(compute, (*words, d.copy() if keep else np.zeros_like(d)))
@@ -822,10 +832,15 @@ def group_product(a_type, n, words_of_b=_in_atoms):
     return start
 
 
-def narrow_product(n):
-    """As `group_product`, of `wgmma.start_narrow`."""
-    start = group_product("f16", n, _without_gaps)
-    return lambda *operands: start(*operands, 0)
+def unswizzled_product(n):
+    """As `group_product`, of `wgmma.start_unswizzled`."""
+    start = group_product("f16", n, _unswizzled)
+
+    def start_unswizzled(d, array, place, *words):
+        if not 0 <= place <= ADDRESS:
+            raise RuntimeError(f"product without swizzle: the place is {int(place):#x}, allowed: 0..{ADDRESS:#x}")
+        start(d, array, place, *words, 0)
+    return start_unswizzled
 
 
 def products_wait_but(n):

@@ -5,7 +5,8 @@ sums are float32, and exact where all are integers and no partial sum can pass 2
 A and D are fragments as of `ptx.mma32`, warp w of the four with rows 16 w .. 16 w + 15; D in eights of columns: D[4 i + k] of a
 lane is C[k] of the columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes on 1024 bytes, piece p of 16
 bytes of row r at place p ^ r (128-byte swizzle); atoms of the next eight columns of B follow each other. A product takes 32 bytes
-of each row.
+of each row. Or B has no swizzle (`start_unswizzled`) and is what one product takes: of eight columns the first 16 bytes of each,
+then the other 16.
 
 A product runs on while the warps do: between `start` and `wait` neither D nor A may be touched, and B must stay. What was copied
 to shared memory is seen behind `fence`.
@@ -16,12 +17,13 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .ptx import SIMULATED, _check, _effect, _named, _shared_address, _void, device, redux_max
+from .ptx import SIMULATED, _check, _effect, _named, _shared_address, _void, device, i32, redux_max
 
 ATOM_WORDS = 256     # eight columns
 # Words, high and low, to which the place is added: 128-byte swizzle, atoms 1024 bytes apart
 DESCRIPTOR = 1 << 30 | 8 * 128 >> 4, 1 << 16
 PLACE = 4            # words that a place counts
+ADDRESS = 0x3fff     # its bits that are an address
 
 if SIMULATED:
     from . import simulator
@@ -51,8 +53,7 @@ class Products(NamedTuple):
 class HalfProducts(NamedTuple):
     """The same of float16, with D a local array of n / 2 float32. Words of A and B are pairs of float16."""
     start: object
-    start_narrow: object  # (d, array, place, a0, a1, a2, a3): starts D = A B, B without gaps: of eight columns 16 bytes each,
-                          # then their other 16 bytes
+    start_unswizzled: object  # (d, array, place, a0, a1, a2, a3): starts D = A B, B without swizzle, of `unswizzled_place`
     wait: object
 
 
@@ -91,22 +92,21 @@ def _start(name, a_type, n):
     return intrinsic(_named(name, 8)(typed))
 
 
-def _start_narrow(n):
+def _start_unswizzled(n):
     if SIMULATED:
-        return simulator.narrow_product(n)
+        return simulator.unswizzled_product(n)
     n_sums = n // 2
     d, (*a, b) = ", ".join(f"${i}" for i in range(n_sums)), (f"${i}" for i in range(2 * n_sums, 2 * n_sums + 5))
-    # Eight columns are 256 bytes, their halves 128 bytes apart: this stands above the 14 bits of an address, where `place` has
-    # the number of the block in its cluster
-    text = (f"{{ .reg .b32 t; .reg .b64 b; and.b32 t, {b}, 0x3fff; or.b32 t, t, {128 >> 4 << 16}; mov.b64 b, {{t, {256 >> 4}}}; "
+    # Eight columns are 256 bytes (stride byte offset), their halves 128 bytes apart (leading byte offset)
+    text = (f"{{ .reg .b32 t; .reg .b64 b; add.s32 t, {b}, {128 >> 4 << 16}; mov.b64 b, {{t, {256 >> 4}}}; "
             f"wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {{{d}}}, {{{', '.join(a)}}}, b, "
             "0, 1, 1, 0; wgmma.commit_group.sync.aligned; }")
 
     def typed(typingctx, d, array, place, a0, a1, a2, a3):
         for t in (place, a0, a1, a2, a3):
-            _check("start_narrow", "r", t)
+            _check("start_unswizzled", "r", t)
         return types.void(d, array, *[types.int32] * 5), _tied(n_sums, text, lambda args: [*args[3:7], args[2]], ["r"] * 5, True)
-    return intrinsic(_named("start_narrow", 7)(typed))
+    return intrinsic(_named("start_unswizzled", 7)(typed))
 
 
 def _wait(but, n, floats=False):
@@ -129,7 +129,7 @@ def _typed_place(typingctx, array, index):
     return types.int32(array, types.int64), codegen
 
 
-place = (lambda array, index: int(index) // PLACE) if SIMULATED else intrinsic(_named("place", 2)(_typed_place))
+place = simulator.place if SIMULATED else intrinsic(_named("place", 2)(_typed_place))
 
 
 @device
@@ -139,6 +139,13 @@ def uniform_place(array, index):
     return redux_max(place(array, index))
 
 
+@device
+def unswizzled_place(array, index):
+    """`uniform_place` for `start_unswizzled`. Above an address a place has the number of the block in its cluster. A product with
+    swizzle does not look at it, one without takes it for a leading byte offset."""
+    return i32(uniform_place(array, index) & i32(ADDRESS))
+
+
 @lru_cache(None)
 def products(n: int) -> Products:
     return Products(_start("start", "s8", n), _start("start_u", "u8", n), _wait(0, n), _wait(1, n))
@@ -146,7 +153,7 @@ def products(n: int) -> Products:
 
 @lru_cache(None)
 def half_products(n: int) -> HalfProducts:
-    return HalfProducts(_start("start", "f16", n), _start_narrow(n), _wait(0, n, floats=True))
+    return HalfProducts(_start("start", "f16", n), _start_unswizzled(n), _wait(0, n, floats=True))
 
 
 @lru_cache(None)

@@ -11,18 +11,18 @@ from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_id, mul_mat_id_g
 from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import WIDTHS, half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
-from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, most_squares
+from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, minima_together, most_squares
 from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
 from ggml_py.kernels.cuda.half_slots import half_bytes
 from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves
-from ggml_py.kernels.cuda.wgmma import half_products
+from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded
 
-WIDE = DENSE[4]
+WIDE = DENSE[-1]
 
 
 @pytest.fixture
@@ -76,6 +76,13 @@ def simulate_items_of_clusters(machine):
     """The blocks of a cluster take the same tokens, and one cluster several of them."""
     machine.target.n_multiprocessors = 3
     check_mul_mat(machine, "Q4_K", 2, 256, 260, Halves(WIDE))
+
+
+def simulate_number_of_a_block(machine, monkeypatch):
+    """Products without swizzle must not get it, which a place of the second block of a cluster has."""
+    monkeypatch.setattr(half_product, "unswizzled_place", uniform_place)
+    with pytest.raises(RuntimeError, match="the place is 0x10.*, allowed: 0..0x3fff"):
+        check_mul_mat(machine, "Q4_K", 2, 256, 1, Halves(WIDE))
 
 
 @pytest.mark.parametrize("block", [DENSE[3], WIDE])
@@ -195,6 +202,26 @@ def simulate_check(machine, monkeypatch, fault):
         half_check_kernel.cache_clear()
 
 
+@pytest.mark.parametrize("width", WIDTHS[1:])
+def simulate_check_of_minima(machine, monkeypatch, width):
+    """A unit is found that forms no product without swizzle right, of so many columns."""
+    def run(launch, found, results):
+        launch([machine.target.address(x) for x in (*found, *results)])(None)
+
+    def faulty(n):
+        start = made(n)
+        return start if n != width else lambda d, array, place, *words: start(d, array, place, *words[:3], int(words[3]) & 0xffff)
+    made = simulator.unswizzled_product
+    monkeypatch.setattr(simulator, "unswizzled_product", faulty)
+    half_products.cache_clear()
+    half_check_kernel.cache_clear()
+    try:
+        assert not half_check(machine.target, run)
+    finally:
+        half_products.cache_clear()
+        half_check_kernel.cache_clear()
+
+
 def call_of(n, target, m=14336, k=4096):
     return Call("mul_mat", "w x", target, dict(w=Operand("Q4_K", (m, k), None), x=Operand("act", (n, k), None),
                                                out=Operand("f32", (n, m), None)))
@@ -242,7 +269,8 @@ def test_blocks_fit(block):
 
 
 def test_all_widths_are_checked():
-    assert {8 * block.quads for block in (*DENSE, *EXPERTS)} == set(WIDTHS)
+    quads = {block.quads for block in (*DENSE, *EXPERTS)}
+    assert {8 * n for n in quads} == set(WIDTHS) and {8 * minima_together(n) for n in quads} <= set(WIDTHS[1:])
 
 
 def test_activations_are_widened_for_all_blocks():
