@@ -34,7 +34,7 @@ from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_p
 
 EXACT = 1 << 24              # up to which all integers are float32
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
-MOST_TOGETHER = 16           # quads with which half a chunk is multiplied
+MOST_TOGETHER = 16           # quads with which half a chunk, or minima, are multiplied
 # Products that may be under way while the next one's words are made: of more the blocks take longer, and of more quads they have
 # no registers for two
 WAITING, WAITING_WIDE = 2, 1

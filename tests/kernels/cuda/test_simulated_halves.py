@@ -186,40 +186,37 @@ def without_subnormals(exact):
     return lambda a, b, c: exact(flushed(a), flushed(b), c)
 
 
+def checked(machine):
+    """What `half_check` says of the simulator as it is now."""
+    def run(launch, found, results):
+        launch([machine.target.address(x) for x in (*found, *results)])(None)
+    made = half_products, half_check_kernel
+    for each in made:
+        each.cache_clear()
+    try:
+        return half_check(machine.target, run)
+    finally:
+        for each in made:
+            each.cache_clear()
+
+
 @pytest.mark.parametrize("fault", [None, without_last_bits, without_subnormals])
 def simulate_check(machine, monkeypatch, fault):
     """The sums of the simulator are exact; a unit that is not is found."""
-    def run(launch, found, results):
-        launch([machine.target.address(x) for x in (*found, *results)])(None)
     if fault:
         monkeypatch.setattr(simulator, "_multiply_halves", fault(simulator._multiply_halves))
-        half_products.cache_clear()
-        half_check_kernel.cache_clear()
-    try:
-        assert half_check(machine.target, run) == (fault is None)
-    finally:
-        half_products.cache_clear()
-        half_check_kernel.cache_clear()
+    assert checked(machine) == (fault is None)
 
 
 @pytest.mark.parametrize("width", WIDTHS[1:])
 def simulate_check_of_minima(machine, monkeypatch, width):
     """A unit is found that forms no product without swizzle right, of so many columns."""
-    def run(launch, found, results):
-        launch([machine.target.address(x) for x in (*found, *results)])(None)
-
     def faulty(n):
         start = made(n)
         return start if n != width else lambda d, array, place, *words: start(d, array, place, *words[:3], int(words[3]) & 0xffff)
     made = simulator.unswizzled_product
     monkeypatch.setattr(simulator, "unswizzled_product", faulty)
-    half_products.cache_clear()
-    half_check_kernel.cache_clear()
-    try:
-        assert not half_check(machine.target, run)
-    finally:
-        half_products.cache_clear()
-        half_check_kernel.cache_clear()
+    assert not checked(machine)
 
 
 def call_of(n, target, m=14336, k=4096):
