@@ -1,5 +1,5 @@
-"""Whether tensor cores add products of float16 exactly where `half_product` relies on it: tried on the GPU itself, once, with the
-extremes of every bound. Hopper's do; exactness is a property of a chip that nobody promises."""
+"""Whether tensor cores add products of float16 exactly where `half_product` and `half_scaled` rely on it: tried on the GPU
+itself, once, with the extremes of every bound. Hopper's do; exactness is a property of a chip that nobody promises."""
 from itertools import accumulate
 
 import numpy as np
@@ -8,7 +8,8 @@ from numba import cuda, types
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, format_of
 from ..call import HALVES, left_out
-from .half_product import EXACT, MOST_TOGETHER, SUM_WORDS, largest_weight, most_squares
+from .half_forms import EXACT, MOST_HIGH, MOST_LOW, largest_weight, most_squares
+from .half_product import MOST_TOGETHER, SUM_WORDS, UNIT
 from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import device, f32, i32, ld, st, sts, wait_for_previous
 from .wgmma import ATOM_WORDS, fence, half_products, place, unswizzled_place
@@ -16,13 +17,16 @@ from .wgmma import ATOM_WORDS, fence, half_products, place, unswizzled_place
 QUADS = 32            # the most of a block of `mmq_half`
 N_THREADS, N_ROWS, N_COLUMNS, STEPS = 128, 64, 8 * QUADS, CHUNK // 16
 B_WORDS = 4 * QUADS * ATOM_WORDS
-WIDTHS = tuple(8 * quads for quads in (QUADS, 16, 12, 8, 4))  # columns of B of a product, in the blocks of `mmq_half`
+WIDTHS = 8 * QUADS, 128, 96, 64, 48, 32, 16           # columns of B of a product, in the blocks of `mmq_half`
 ENDS = tuple(accumulate(width // 2 for width in WIDTHS))  # of a lane's sums of each
 PRODUCTS = ENDS[-1]                                   # sums of a lane
-MINIMA_QUADS = MOST_TOGETHER                          # the most with which minima are multiplied, in all WIDTHS but the first
+MINIMA_QUADS = MOST_TOGETHER                          # the most with which minima are multiplied
+MINIMA_WIDTHS = tuple(8 * quads for quads in (MINIMA_QUADS, 12, 8, 4))  # columns of their B
+MINIMA_ENDS = tuple(accumulate(width // 2 for width in MINIMA_WIDTHS))
 MINIMA_WORDS = MINIMA_QUADS * SUM_WORDS               # of their B
-MINIMA = PRODUCTS - ENDS[0]                           # their sums of a lane
-FORMAT = "Q4_K"       # the one that `has_halves`
+MINIMA = MINIMA_ENDS[-1]                              # their sums of a lane
+FORMAT = "Q4_K"                                       # the packed one
+MOST_LEVEL = EXACT // (32 * (128 * MOST_HIGH + MOST_LOW))  # of scaled formats
 
 
 def may_be_halves(target) -> bool:
@@ -33,7 +37,7 @@ def may_be_halves(target) -> bool:
 def multiplier(width: int):
     """(shared, first, a, at, d, to): the product of the first `width` columns of B, which begins at place `first`, to d from `to`
     on; words of A from a[at] on."""
-    (start, _, wait), words_of_unit, n_sums = half_products(width), QUADS * ATOM_WORDS // 4, width // 2
+    (start, _, wait, *_), words_of_unit, n_sums = half_products(width), QUADS * ATOM_WORDS // 4, width // 2
 
     @device
     def multiply(shared, first, a, at, d, to):
@@ -54,7 +58,7 @@ def multiplier(width: int):
 def unswizzled_multiplier(width: int):
     """(shared, first, a, at, e, to): the product of 16 columns of A, words from a[at] on, and the first `width` columns of B,
     which begins at place `first` without swizzle, to e from `to` on."""
-    (_, start, wait), n_sums = half_products(width), width // 2
+    (_, start, wait, *_), n_sums = half_products(width), width // 2
 
     @device
     def multiply(shared, first, a, at, e, to):
@@ -68,12 +72,12 @@ def unswizzled_multiplier(width: int):
 
 @factory([()])
 def half_check_kernel():
-    """d: f32 [case][lane][128 + 64 + 48 + 32 + 16], the products A B of 64 x 256 and 256 x 256, and of its first 128, 96, 64 and
-    32 columns; e: f32 [case][lane][64 + 48 + 32 + 16], those of minima and sums, 64 x 16 and 16 x 128, and of fewer columns
-    likewise. a, b: words of A [case][lane][step][4], of B as atoms [case]; minima, q: those of e, of A [case][lane][4], of B
-    without swizzle [case]. A block: a case."""
-    multiply_32, multiply_16, multiply_12, multiply_8, multiply_4 = (multiplier(width) for width in WIDTHS)  # quads
-    minima_16, minima_12, minima_8, minima_4 = (unswizzled_multiplier(width) for width in WIDTHS[1:])
+    """d: f32 [case][lane][sums of all WIDTHS], the products A B of 64 x 256 and 256 x 256, and of its first columns; e: f32
+    [case][lane][sums of all MINIMA_WIDTHS], those of minima and sums, 64 x 16 and 16 x 128, and of fewer columns likewise. a, b:
+    words of A [case][lane][step][4], of B as atoms [case]; minima, q: those of e, of A [case][lane][4], of B without swizzle
+    [case]. A block: a case."""
+    multiply_256, multiply_128, multiply_96, multiply_64, multiply_48, multiply_32, multiply_16 = map(multiplier, WIDTHS)
+    minima_128, minima_96, minima_64, minima_32 = map(unswizzled_multiplier, MINIMA_WIDTHS)
 
     def kernel(a, b, minima, q, d, e):
         shared = cuda.shared.array(0, types.uint32)
@@ -91,17 +95,19 @@ def half_check_kernel():
         cuda.syncthreads()  # B is there
         first, at = place(shared, 0), i32((case * N_THREADS + tid) * (STEPS * 4))
         to = i32((case * N_THREADS + tid) * PRODUCTS)
-        multiply_32(shared, first, a, at, d, to)
-        multiply_16(shared, first, a, at, d, i32(to + ENDS[0]))
-        multiply_12(shared, first, a, at, d, i32(to + ENDS[1]))
-        multiply_8(shared, first, a, at, d, i32(to + ENDS[2]))
-        multiply_4(shared, first, a, at, d, i32(to + ENDS[3]))
+        multiply_256(shared, first, a, at, d, to)
+        multiply_128(shared, first, a, at, d, i32(to + ENDS[0]))
+        multiply_96(shared, first, a, at, d, i32(to + ENDS[1]))
+        multiply_64(shared, first, a, at, d, i32(to + ENDS[2]))
+        multiply_48(shared, first, a, at, d, i32(to + ENDS[3]))
+        multiply_32(shared, first, a, at, d, i32(to + ENDS[4]))
+        multiply_16(shared, first, a, at, d, i32(to + ENDS[5]))
         first, at = unswizzled_place(shared, B_WORDS), i32((case * N_THREADS + tid) * 4)
         to = i32((case * N_THREADS + tid) * MINIMA)
-        minima_16(shared, first, minima, at, e, to)
-        minima_12(shared, first, minima, at, e, i32(to + (ENDS[1] - ENDS[0])))
-        minima_8(shared, first, minima, at, e, i32(to + (ENDS[2] - ENDS[0])))
-        minima_4(shared, first, minima, at, e, i32(to + (ENDS[3] - ENDS[0])))
+        minima_128(shared, first, minima, at, e, to)
+        minima_96(shared, first, minima, at, e, i32(to + MINIMA_ENDS[0]))
+        minima_64(shared, first, minima, at, e, i32(to + MINIMA_ENDS[1]))
+        minima_32(shared, first, minima, at, e, i32(to + MINIMA_ENDS[2]))
     return Kernel(kernel, (U32, U32, U32, U32, F32, F32), N_THREADS, arch=HOPPER)
 
 
@@ -128,6 +134,18 @@ def weights_and_limbs() -> tuple[np.ndarray, np.ndarray]:
     b[7] = rng.integers(-110, 111, (N_COLUMNS, CHUNK))
     bounded = np.einsum("cik,cjk->cij", abs(a), abs(b)) <= EXACT
     assert (bounded | ((b * b).sum(axis=2) <= squares)[:, None]).all()
+    return a, b
+
+
+def levels_and_limbs() -> tuple[np.ndarray, np.ndarray]:
+    """The same of scaled formats, levels and limbs of 32 columns, 128 hi, then lo: the largest of one sign, of nearly equal ones
+    and with odd sums, and of both signs."""
+    rng, limbs = np.random.default_rng(3), np.repeat([128 * MOST_HIGH, MOST_LOW], 32)
+    a, b = np.full((3, N_ROWS, CHUNK), MOST_LEVEL), np.zeros((3, N_COLUMNS, CHUNK), np.int64)
+    b[0, :, :64] = limbs
+    a[1], b[1, :, :64], b[1, :, 63] = MOST_LEVEL - (np.arange(CHUNK) & 1), limbs, MOST_LOW - 1 - (np.arange(N_COLUMNS) & 2)
+    a[2], b[2, :, :64] = rng.choice([-1, 1], a[2].shape) * MOST_LEVEL, rng.choice([-1, 1], (N_COLUMNS, 64)) * limbs
+    assert (np.einsum("cik,cjk->cij", abs(a), abs(b)) <= EXACT).all()
     return a, b
 
 
@@ -175,16 +193,19 @@ def of_lanes(d: np.ndarray) -> np.ndarray:
 
 def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """((a, b, minima, q) as the kernel takes them, (d, e) as it must leave them)."""
-    a, b = weights_and_limbs()
+    packed, scaled = weights_and_limbs(), levels_and_limbs()
+    a, b = map(np.concatenate, zip(packed, scaled, scaled))
     i, q = minima_and_sums(len(a))
-    unit = 2.0**-24
+    # What a weight counts, and a limb: of halved levels half and twice as much
+    counts = [len(packed[0]), len(scaled[0]), len(scaled[0])]
+    unit, of_limbs = (np.repeat(each, counts)[:, None, None] for each in ([UNIT, 1, 0.5], [1, 1, 2]))
     words_of_a = fragments((a * unit).reshape(len(a), 4, 16, STEPS, 16).swapaxes(2, 3)).transpose(0, 1, 3, 2, 4)
     words_of_minima = fragments(i.reshape(len(i), 4, 16, 16))
-    d, e = of_lanes(np.einsum("cik,cjk->cij", a, b)), of_lanes(np.einsum("cik,cjk->cij", i, q))
+    d, e = of_lanes(np.einsum("cik,cjk->cij", a, b) * unit * of_limbs), of_lanes(np.einsum("cik,cjk->cij", i, q))
     d = np.concatenate([d[..., :width // 2] for width in WIDTHS], axis=-1)
-    e = np.concatenate([e[..., :width // 2] for width in WIDTHS[1:]], axis=-1)
-    return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b).reshape(-1), words_of_minima.reshape(-1),
-             unswizzled(q).reshape(-1)), ((d * unit).astype(np.float32), e.astype(np.float32)))
+    e = np.concatenate([e[..., :width // 2] for width in MINIMA_WIDTHS], axis=-1)
+    return ((np.ascontiguousarray(words_of_a).reshape(-1), atoms(b * of_limbs).reshape(-1), words_of_minima.reshape(-1),
+             unswizzled(q).reshape(-1)), (d.astype(np.float32), e.astype(np.float32)))
 
 
 def half_check(target, run) -> bool:

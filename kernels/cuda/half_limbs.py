@@ -1,20 +1,23 @@
-"""Activations for products in float16 (`mmq_half`): limbs of q widened to float16, sums of q, scales, and which chunks of a token
-have more than `most_squares`. For each item of work and chunk what one slot of shared memory holds lies together, as bulk copies
-bring it: of one matrix items are so many tokens after the other, of experts those of the table of `dispatch`.
+"""Activations for products in float16 (`mmq_half`): limbs of q widened to float16, scales and, where the format's products want
+them, sums of q, and which chunks of a token have more than `most_squares`. For each item of work and chunk what one slot of
+shared memory holds lies together, as bulk copies bring it: of one matrix items are so many tokens after the other, of experts
+those of the table of `dispatch`.
 """
 from itertools import accumulate
 from typing import NamedTuple
 
 from numba import cuda
 
-from ...quant.formats import CHUNK, format_of
+from ...quant.formats import CHUNK, Format, format_of
 from ...quant.words import TOPS
 from .dispatch import ITEMS
-from .half_product import SUM_WORDS, exponents, most_squares, twice
+from .half_forms import half_form, most_squares
+from .half_product import SUM_WORDS, exponents, twice
+from .half_scaled import N_GROUPS
 from .launch import HOPPER, I32, Kernel, N, U32, factory
 from .operands import row_of_pair
-from .ptx import (add2, device, dp4a, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, remainder, shuffle, st, st4, stage,
-                  u32)
+from .ptx import (add2, as_u32, device, dp4a, fma2, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, remainder, shuffle,
+                  st, st4, stage, u32)
 from .quantize import plane_words
 from .wgmma import ATOM_WORDS
 
@@ -25,18 +28,21 @@ SUMS = SUM_WORDS // 4       # words of its sums of q over 16 columns, float16
 
 class Rest(NamedTuple):
     """Words of what follows products, of so many tokens and a chunk."""
-    d: int      # scales of the tokens, [token % 4][quad]; before them sums of q, as of `half_product`
-    large: int  # whether a token has more than `most_squares`
+    d: int      # scales of the tokens, [token % 4][quad]; before them sums of q, as of `half_product`, or of scaled formats with
+                # minima as of `half_scaled`
+    large: int  # of packed formats, whether a token has more than `most_squares`
     n_words: int
 
 
-def rest_of(tokens: int) -> Rest:
-    return Rest(*accumulate((tokens * SUMS, tokens, tokens)))
+def rest_of(fmt: Format, tokens: int) -> Rest:
+    scaled = half_form(fmt).scaled
+    n_sums = tokens * (N_GROUPS * fmt.has_min if scaled else SUMS)
+    return Rest(*accumulate((n_sums, tokens, 0 if scaled else tokens)))
 
 
-def unit_words(tokens: int) -> int:
-    """Of an item and a chunk: atoms, [64 columns][quad], then `Rest`."""
-    return tokens * TOKEN_WORDS + rest_of(tokens).n_words
+def unit_words(fmt: Format, tokens: int) -> int:
+    """Of an item and a chunk: atoms, [64 columns][quad], or of scaled formats [64 columns][limb][two quads], then `Rest`."""
+    return tokens * TOKEN_WORDS + rest_of(fmt, tokens).n_words
 
 
 MINUS_1152 = twice(-1152)
@@ -48,11 +54,20 @@ def widened(w, upper, selector):
     return add2(prmt(w ^ TOPS, upper, selector), MINUS_1152)
 
 
-@device
-def widen(limbs, at, w, upper, selector):
-    """Half of 16 columns of limbs, four words w: of every four columns the first and the third, or the others."""
-    st4(limbs, at, widened(w[0], upper, selector), widened(w[1], upper, selector), widened(w[2], upper, selector),
-        widened(w[3], upper, selector))
+def piece_widener(times: int):
+    """(limbs, at, w, upper, selector): half of 16 columns of limbs, four words w, so many times as much: of every four columns
+    the first and the third, or the others."""
+    factor = twice(times)
+
+    @device
+    def widened_to(w, upper, selector):
+        return fma2(widened(w, upper, selector), factor, u32(0)) if times > 1 else widened(w, upper, selector)
+
+    @device
+    def widen(limbs, at, w, upper, selector):
+        st4(limbs, at, widened_to(w[0], upper, selector), widened_to(w[1], upper, selector), widened_to(w[2], upper, selector),
+            widened_to(w[3], upper, selector))
+    return widen
 
 
 @device
@@ -78,34 +93,80 @@ def rows_of(tokens: int, experts: bool):
     return row_of
 
 
-@factory([("Q4_K", tokens, experts) for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48)))
-          for tokens in of_blocks])
-def half_limbs_kernel(name, tokens, experts):
-    """Lane l widens a piece of 16 bytes of both limbs, of columns 16 (l / 2) .. of a chunk of a token."""
-    most, quads, row_of, n_words = most_squares(format_of(name)), tokens // 4, rows_of(tokens, experts), unit_words(tokens)
-    d_at, large_at, _ = rest_of(tokens)
+@device
+def squares_of(lane, hi):
+    """The sum of hi * hi of a chunk, of which every second lane has another piece."""
+    squares = dp4a(hi[0], hi[0], dp4a(hi[1], hi[1], dp4a(hi[2], hi[2], dp4a(hi[3], hi[3], i32(0)))))
+    squares = i32(squares + shuffle(squares, lane ^ 2))
+    squares = i32(squares + shuffle(squares, lane ^ 4))
+    squares = i32(squares + shuffle(squares, lane ^ 8))
+    return i32(squares + shuffle(squares, lane ^ 16))
+
+
+def chunk_widener(fmt: Format, tokens: int):
+    """(lane, act, limbs, source, lo_at, to, t): both limbs of chunk `source` of the activations, to the rows of token t of an
+    item whose atoms begin at word `to`; returns the sum of hi * hi, of a packed format. Lane l widens a piece of 16 bytes of both
+    limbs, of columns 16 (l / 2) .. of the chunk."""
+    (scaled, halved), quads = half_form(fmt), tokens // 4
+    unit, limb_words = 2 if halved else 1, quads // 2 * ATOM_WORDS
+    widen_high, widen_low = piece_widener(128 * unit if scaled else 1), piece_widener(unit)
+
+    @device
+    def row_at(lane, r):
+        """Of an atom."""
+        return r * 32 + (((lane & 7) ^ r) << 2)
 
     @stage
-    def widen_chunk(lane, act, limbs, source, lo_at, to, r):
-        """Both limbs of a token's chunk, to rows r and r + 1 of atoms; returns the sum of hi * hi."""
+    def widen_chunk(lane, act, limbs, source, lo_at, to, t):
         piece, selector, upper = source * 64 + (lane >> 1) * 4, u32(0x4240 + 0x101 * (lane & 1)), exponents(0)
-        hi, lo = ld4(act, piece), ld4(act, lo_at + piece)
-        widen(limbs, to + r * 32 + (((lane & 7) ^ r) << 2), hi, upper, selector)
-        widen(limbs, to + (r + 1) * 32 + (((lane & 7) ^ (r + 1)) << 2), lo, upper, selector)
-        squares = dp4a(hi[0], hi[0], dp4a(hi[1], hi[1], dp4a(hi[2], hi[2], dp4a(hi[3], hi[3], i32(0)))))
-        squares = i32(squares + shuffle(squares, lane ^ 2))
-        squares = i32(squares + shuffle(squares, lane ^ 4))
-        squares = i32(squares + shuffle(squares, lane ^ 8))
-        return i32(squares + shuffle(squares, lane ^ 16))
+        hi, lo, at = ld4(act, piece), ld4(act, lo_at + piece), to + (lane >> 3) * (quads * ATOM_WORDS)
+        if scaled:
+            high = at + (t >> 3) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + ((t >> 2) & 1)))
+            low = high + limb_words
+        else:
+            high = at + (t >> 2) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3)))
+            low = at + (t >> 2) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + 1))
+        widen_high(limbs, high, hi, upper, selector)
+        widen_low(limbs, low, lo, upper, selector)
+        return i32(0) if scaled else squares_of(lane, hi)
+    return widen_chunk
+
+
+def sums_widener(fmt: Format, tokens: int):
+    """(lane, act, limbs, sums, rest, t): what products want of the 16 sums of q of a token's chunk, from word `sums` of the
+    activations on, to an item's `Rest` at word `rest`."""
+    quads = tokens // 4
 
     @stage
-    def widen_sums(lane, act, limbs, source, to):
-        """a and b of the 16 sums of q of a token's chunk, by 16 lanes."""
-        i = i32(lane & 7)
-        s, t = i32(ld(act, source + 2 * i)), i32(ld(act, source + 2 * i + 1))
+    def widen_parts(lane, act, limbs, sums, rest, t):
+        """a and b of them, by 16 lanes."""
+        i, to = i32(lane & 7), rest + (t >> 2) * SUM_WORDS + (t & 3) * 8
+        s, other = i32(ld(act, sums + 2 * i)), i32(ld(act, sums + 2 * i + 1))
         if lane < SUMS:
             place = i32(((i >> 2) << 5) + ((lane & 8) >> 1) + (i & 3))
-            st(limbs, to + place, halves(part_of_sum(s, lane & 8), part_of_sum(t, lane & 8)))
+            st(limbs, to + place, halves(part_of_sum(s, lane & 8), part_of_sum(other, lane & 8)))
+
+    @stage
+    def add_sums(lane, act, limbs, sums, rest, t):
+        """Those over 32 columns, float32, by 8 lanes."""
+        if lane < N_GROUPS:
+            both = i32(i32(ld(act, sums + 2 * lane)) + i32(ld(act, sums + 2 * lane + 1)))
+            st(limbs, rest + (4 * lane + (t & 3)) * quads + (t >> 2), as_u32(i2f(both)))
+    return add_sums if half_form(fmt).scaled else widen_parts
+
+
+TESTED = [("Q4_K", tokens, experts) for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48)))
+          for tokens in of_blocks]
+TESTED += [("MXFP4", 128, False), ("MXFP4", 48, True), ("Q4_1", 64, False), ("Q5_0", 32, False)]
+
+
+@factory(TESTED)
+def half_limbs_kernel(name, tokens, experts):
+    """A warp a chunk of a token of an item."""
+    fmt = format_of(name)
+    scaled, has_sums, quads = half_form(fmt).scaled, fmt.has_min, tokens // 4
+    most, row_of, n_words = 0 if scaled else most_squares(fmt), rows_of(tokens, experts), unit_words(fmt, tokens)
+    (d_at, large_at, _), widen_chunk, widen_sums = rest_of(fmt, tokens), chunk_widener(fmt, tokens), sums_widener(fmt, tokens)
 
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
         lane, place = i32(cuda.threadIdx.x & 31), i32(cuda.blockIdx.x * (N_THREADS // 32) + (cuda.threadIdx.x >> 5))
@@ -116,11 +177,12 @@ def half_limbs_kernel(name, tokens, experts):
             row, at = row_of(table, order, item, t, n, n_used, x_rows), (i64(item) * n_chunks + chunk) * n_words
             rest, squares, source = at + tokens * TOKEN_WORDS, i32(0), i64(row) * n_chunks + chunk
             if row >= 0:
-                atom = at + (lane >> 3) * (quads * ATOM_WORDS) + (t >> 2) * ATOM_WORDS
-                squares = widen_chunk(lane, act, limbs, source, lo_at, atom, 2 * (t & 3))
-                widen_sums(lane, act, limbs, sums + source * 16, rest + (t >> 2) * SUM_WORDS + (t & 3) * 8)
+                squares = widen_chunk(lane, act, limbs, source, lo_at, at, t)
+                if has_sums:
+                    widen_sums(lane, act, limbs, sums + source * 16, rest, t)
                 if lane == 0:
                     st(limbs, rest + d_at + (t & 3) * quads + (t >> 2), ld(act, scales + source))
-            if lane == 0:  # what is multiplied in the place of tokens that are not there may be anything, but not large
+            # What is multiplied in the place of tokens that are not there may be anything, but not large
+            if lane == 0 and not scaled:
                 st(limbs, rest + large_at + t, u32(1 if squares > most else 0))
     return Kernel(kernel, (U32, I32, U32, *[N] * 6), N_THREADS, arch=HOPPER)

@@ -32,7 +32,6 @@ from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64,
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_place, wait_for_all_but
 
-EXACT = 1 << 24              # up to which all integers are float32
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk, or minima, are multiplied
 # Products that may be under way while the next one's words are made: of more the blocks take longer, and of more quads they have
@@ -51,24 +50,6 @@ def twice(value) -> np.uint32:
 
 
 MINUS_1024, MINUS_64, SIXTEENTH = twice(-1024), twice(-64), twice(1 / 16)
-
-
-def largest_weight(fmt: Format) -> int:
-    return fmt.max_level * fmt.max_isc
-
-
-def most_squares(fmt: Format) -> int:
-    """The largest sum of hi * hi of a chunk with which all its sums are exact."""
-    return EXACT**2 // (CHUNK * largest_weight(fmt)**2)
-
-
-def has_halves(fmt: Format) -> bool:
-    """Whether it is a format that this module multiplies: of nibbles that are levels, with packed scales and minima for 32
-    columns, whose bounds hold, and are seldom passed: limbs of 64, half of the largest, are within `most_squares`."""
-    unpack, w = shared_unpacker(fmt.name).unpacker, largest_weight(fmt)
-    packed = unpack.packed is not None and unpack.nibbles is not None
-    return (packed and fmt.group == CHUNK and fmt.sub == 32 and fmt.has_min and not fmt.zero and w <= 2048
-            and w * 64 * CHUNK <= EXACT and w * 127 * CHUNK // 2 <= EXACT and most_squares(fmt) >= CHUNK * 64**2)
 
 
 class Barriers(NamedTuple):
@@ -272,7 +253,7 @@ def follower(n_quads: int, alone: bool):
     those of the other warpgroup, one after the other."""
     n_each, words_of_quad = minima_together(n_quads), SUM_WORDS // PLACE
     assert n_quads % n_each == 0 and n_each % 4 == 0, n_quads
-    n_products, (_, start, wait) = 4 * n_each, half_products(8 * n_each)
+    n_products, (_, start, wait, *_) = 4 * n_each, half_products(8 * n_each)
 
     def some_follower(first):
         """Of the quads from `first` on, n_each at a time."""

@@ -15,10 +15,11 @@ from ...quant.tile import tile_bytes
 from . import mbarrier
 from .block import Block
 from .exchange import Exchange, exchange
+from .half_forms import half_form
 from .half_limbs import TOKEN_WORDS, rest_of, unit_words
 from .half_product import MOST_TOGETHER
 from .parts import Part, item_words
-from .ptx import afresh, device, i32, i64, least
+from .ptx import afresh, device, i32, i64, least, quotient
 from .tile_product import QUAD, chunk_words, table_words
 from .wgmma import ATOM_WORDS, fence
 
@@ -42,9 +43,11 @@ def cluster_of(block: Block) -> int:
     return max(block.blocks, neighbours(block))
 
 
-def kept_sums(block: Block) -> int:
-    """Sums of a lane that lie in shared memory together, in the words of its warp."""
-    return min(block.n_sums, 2 * MOST_TOGETHER)
+def kept_sums(fmt: Format, block: Block) -> int:
+    """Sums of a lane that lie in shared memory together, in the words of its warp: halves of a chunk of a packed format, and many
+    totals, want room for more."""
+    few = half_form(fmt).scaled and not is_wide(block)
+    return min(block.n_sums, MOST_TOGETHER if few else 2 * MOST_TOGETHER)
 
 
 class Shared(NamedTuple):
@@ -73,19 +76,19 @@ class Slots(NamedTuple):
 
 def slots_of(fmt: Format, block: Block) -> Slots:
     n_act, n_tiles = block.tokens * TOKEN_WORDS, block.row_tiles * tile_bytes(fmt) // 4
-    n_rest = rest_of(block.tokens).n_words
+    n_rest = rest_of(fmt, block.tokens).n_words
     if is_wide(block):
         return Slots(PIECES, n_act, n_tiles, n_act, n_rest, N_REST_WIDE, n_rest + n_tiles)
-    return Slots(1, n_act, n_tiles, n_act + n_tiles, n_rest, N_REST, n_rest)
+    return Slots(1, n_act, n_tiles, -(-(n_act + n_tiles) // ATOM_WORDS) * ATOM_WORDS, n_rest, N_REST, n_rest)
 
 
 def shared_layout(fmt: Format, block: Block) -> Shared:
     slots, n_warps = slots_of(fmt, block), block.n_warps
     barriers, rest_barriers = mbarrier.WORDS * block.slots * slots.pieces, mbarrier.WORDS * slots.rest_slots
-    assert slots.words % ATOM_WORDS == 0 and not table_words(fmt.name), fmt.name
+    assert not table_words(fmt.name), fmt.name
     n_items = -(-(n_warps + 1) * item_words(block.tokens) // 4) * 4
     return Shared(*accumulate((block.slots * slots.words, slots.rest_slots * slots.rest_words, barriers, barriers, rest_barriers,
-                               rest_barriers, 32 * n_warps * kept_sums(block), n_items)))
+                               rest_barriers, 32 * n_warps * kept_sums(fmt, block), n_items)))
 
 
 def exchange_of(fmt: Format, block: Block) -> Exchange:
@@ -125,11 +128,13 @@ class Sources(NamedTuple):
 def chunk_bringer(fmt: Format, block: Block, part: Part):
     """(shared, rank, side, sources, work, turns) -> turns: all chunks of an item that are the block's, whose activations are the
     work-th ones, by one thread. Row tiles behind the last repeat it; quads behind the last token are left out."""
-    (rest_at, there, done, rest_there, rest_done, *_), words_of_unit = shared_layout(fmt, block), unit_words(block.tokens)
+    (rest_at, there, done, rest_there, rest_done, *_), words_of_unit = shared_layout(fmt, block), unit_words(fmt, block.tokens)
     pieces, n_act, n_tiles, slot_words, n_rest, rest_slots, rest_words = slots_of(fmt, block)
     tile_words, row_tiles, following = tile_bytes(fmt) // 4, block.row_tiles, turner(block.slots, rest_slots)
     row_block, matrix, tokens_of, blocks = part.row_block, part.matrix, part.n_tokens, block.blocks
-    n_strips, words_of_strip = CHUNK // 64 // pieces, n_act // (CHUNK // 64)  # of 64 columns, of a piece
+    per_atom = 8 if half_form(fmt).scaled else 4  # tokens
+    n_all = per_atom // 4 * CHUNK // 64           # strips, of 64 columns of both limbs or of one
+    n_strips, words_of_strip = n_all // pieces, n_act // n_all
     tiles_of_pieces, tiles_of_rest = (n_tiles, 0) if pieces == 1 else (0, n_tiles)
     n_neighbours = neighbours(block)
     # In wide blocks the end of a loop is not known to the compiler, which so has registers for one step
@@ -179,7 +184,7 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
     def bring(shared, rank, side, sources, work, turns):
         chunk, first = rank, i32(row_block(shared) * row_tiles)
         at = (i64(work) * sources.n_chunks + rank) * words_of_unit
-        own_words = i32(((tokens_of(shared) + 3) >> 2) * ATOM_WORDS)  # of 64 columns
+        own_words = i32(quotient(i32(tokens_of(shared) + (per_atom - 1)), per_atom) * ATOM_WORDS)  # of a strip
         while chunk < sources.n_chunks:
             if tiles_of_rest:
                 bring_rest(shared, sources, first, chunk, at, turns)

@@ -328,8 +328,8 @@ class Target:
         """Whether products of float16 are added exactly, as this GPU shows (`half_check`). Without the memory of a backend, which
         sets `run_once`, that is not known."""
         from .half_check import half_check  # which is made of what is here
-        run = self.run_once()
-        return self.warpgroups and run is not None and half_check(self, run)
+        run = self.run_once() if self.warpgroups else None
+        return run is not None and half_check(self, run)
 
     def close(self) -> None:
         dismiss()

@@ -13,15 +13,17 @@ from typing import NamedTuple
 
 from numba import cuda, types
 
-from ...quant.formats import CHUNK, format_of
+from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
 from . import cluster, mbarrier
 from .block import Block
 from .dispatch import dispatch_table
 from .exchange import exchanger
+from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
+from .half_scaled import half_scaled
 from .half_slots import (Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of, half_bytes, is_wide, kept_sums,
                          neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
@@ -32,10 +34,21 @@ from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remaind
 from .tile_product import STORE, Ending, gate_and_store
 from .wgmma import fewer_registers, more_registers
 
+SHARED_LIMIT = 227 << 10  # bytes of shared memory of a block on Hopper
 # Of one matrix, the fourth one in clusters that share chunks, the last one wide
 DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2),
          Block(4, 1, 32, True, 1))
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
+
+
+def dense_blocks(fmt: Format) -> tuple[Block, ...]:
+    """Those of one matrix that pay (docs/kernels-log.md)."""
+    return DENSE if not half_form(fmt).scaled else DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
+
+
+def expert_blocks(fmt: Format) -> tuple[Block, ...]:
+    """Of `EXPERTS` those that have room in shared memory."""
+    return tuple(block for block in EXPERTS if half_bytes(fmt, block) <= SHARED_LIMIT)
 
 
 def threads_of(block: Block) -> int:
@@ -43,16 +56,14 @@ def threads_of(block: Block) -> int:
     return block.n_threads + (128 if is_wide(block) else 32)
 
 
-def chunk_multiplier(name: str, block: Block):
-    """(tid, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the block's, by the warps that
-    multiply. total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
-    fmt, tokens, n_sums, blocks, alone = format_of(name), block.tokens, block.n_sums, block.blocks, block.blocks == 1
-    (rest_at, there, done, rest_there, rest_done, scratch, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
-    pieces, n_act, _, slot_words, n_rest, rest_slots, rest_words = slots
-    (d_at, large_at, _), leave = rest_of(tokens), mbarrier.leave if neighbours(block) == 1 else cluster.leave
-    multiply, multiply_halves, follow = half_product(name, block.quads, pieces, alone, leave)
-    following, (_, _, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
-    tile_words, scratch_words = tile_bytes(fmt) // 4, 32 * kept_sums(block)
+def packed_multiplier(name: str, block: Block):
+    """(lane, warp, shared, tile, act, rest, barriers, upper, s, total): a chunk of a packed format, by a warp: s becomes acc of
+    docs/numerics.md, section 3, and, where no blocks share chunks, total = fma(acc, d of the token, total). rest: word of what
+    follows products; upper: `exponents`."""
+    fmt, tokens = format_of(name), block.tokens
+    scratch, scratch_words = shared_layout(fmt, block).scratch, 32 * kept_sums(fmt, block)
+    (d_at, large_at, _), leave = rest_of(fmt, tokens), mbarrier.leave if neighbours(block) == 1 else cluster.leave
+    multiply, multiply_halves, follow = half_product(name, block.quads, slots_of(fmt, block).pieces, block.blocks == 1, leave)
 
     @device
     def any_large(lane, shared, at):
@@ -60,6 +71,41 @@ def chunk_multiplier(name: str, block: Block):
         for further in range(32, tokens, 32):
             found = u32(found | lds(shared, at + least(i32(further + lane), i32(tokens - 1))))
         return ballot(found)
+
+    @device
+    def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
+        if any_large(lane, shared, i32(rest + large_at)):
+            own = i32(scratch + scratch_words * warp)
+            scales = multiply_halves(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
+        else:
+            scales = multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
+        follow(lane, shared, rest, i32(rest + d_at), scales, s, total)
+    return multiply_chunk
+
+
+def scaled_multiplier(name: str, block: Block):
+    """The same of a scaled format."""
+    fmt, alone, leave = format_of(name), block.blocks == 1, mbarrier.leave if neighbours(block) == 1 else cluster.leave
+    d_at = rest_of(fmt, block.tokens).d
+    multiply, follow = half_scaled(name, block.quads, slots_of(fmt, block).pieces, leave)
+
+    @device
+    def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
+        multiply(lane, warp & 1, shared, tile, act, rest, barriers, upper, s)
+        if alone:
+            follow(lane, shared, i32(rest + d_at), s, total)
+    return multiply_chunk
+
+
+def chunk_multiplier(name: str, block: Block):
+    """(tid, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the block's, by the warps that
+    multiply. total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
+    fmt, n_sums, blocks, alone = format_of(name), block.n_sums, block.blocks, block.blocks == 1
+    (rest_at, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
+    pieces, n_act, _, slot_words, n_rest, rest_slots, rest_words = slots
+    multiply_chunk = (scaled_multiplier if half_form(fmt).scaled else packed_multiplier)(name, block)
+    following, (_, _, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
+    tile_words, d_at = tile_bytes(fmt) // 4, rest_of(fmt, block.tokens).d
 
     @device
     def multiply_chunks(tid, rank, shared, n_chunks, total, turns):
@@ -71,12 +117,7 @@ def chunk_multiplier(name: str, block: Block):
             place = i32(turns.slot * (pieces * mbarrier.WORDS))
             barriers = Barriers(i32(there + place), i32(done + place), turns.parity)
             mbarrier.wait(shared, rest_there + turns.rest * mbarrier.WORDS, turns.rest_parity)
-            if any_large(lane, shared, i32(now + large_at)):
-                own = i32(scratch + scratch_words * warp)
-                scales = multiply_halves(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
-            else:
-                scales = multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
-            follow(lane, shared, now, i32(now + d_at), scales, s, total)
+            multiply_chunk(lane, warp, shared, tile, act, now, barriers, upper, s, total)
             if not alone:
                 if turn > 0:
                     fold(tid, i32(0), rank, shared, i32(turn - 1), n_chunks, total)
@@ -101,7 +142,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * own_words))
     part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
     begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
-    multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(block))
+    multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(fmt, block))
 
     def worker(brings: bool, multiplies: bool):
         """(shared, tid, rank, words, ..): all items of the block, by the thread that brings, the warps that multiply, or both."""
@@ -156,10 +197,14 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     return run
 
 
-CASES = [astuple(block) for block in EXPERTS]
+TESTED = [("Q4_K", experts, *astuple(block)) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
+TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
+    ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
+    ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
+    ("Q4_1", True, EXPERTS[0]))]
 
 
-@factory([*(("Q4_K", False, *astuple(block)) for block in DENSE), *(("Q4_K", True, *block) for block in CASES)])
+@factory(TESTED)
 def mmq_half_kernel(name, experts, *block):
     block = Block(*block)
     run = products(name, 1, block, STORE, experts)
@@ -170,7 +215,8 @@ def mmq_half_kernel(name, experts, *block):
     return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), threads_of(block), arch=HOPPER, n_cluster=cluster_of(block))
 
 
-@factory([("silu", "Q4_K", False, 0.0, 0.0, *block) for block in CASES])
+@factory([("silu", "Q4_K", False, 0.0, 0.0, *astuple(block)) for block in EXPERTS]
+         + [("swiglu_oai", "MXFP4", True, 1.702, 7.0, *astuple(block)) for block in EXPERTS[1:]])
 def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
     block = Block(*block)
     run = products(name, 2, block, gate_and_store(activation, biased, alpha, limit), True)
@@ -206,7 +252,8 @@ def items_of(call: Call) -> Items:
     else:
         n = call.x.shape[0]
         sizes, n_items, order, limbs = Pairs(1, *call.w.shape, n, n, 1, 1), -(-n // block.tokens), 0, 0
-    return Items(sizes, n_items, order, limbs, limbs + n_items * -(-sizes.n_cols // CHUNK) * unit_words(block.tokens))
+    words = unit_words(format_of(matrices_of(call)[0].dtype), block.tokens)
+    return Items(sizes, n_items, order, limbs, limbs + n_items * -(-sizes.n_cols // CHUNK) * words)
 
 
 def half_scratch(call: Call) -> tuple[str, tuple[int]]:

@@ -1,16 +1,16 @@
 """out = W x: which kernel, in which shape (docs/numerics.md, sections 3 and 4). The choice moves work and changes no sum."""
 from functools import lru_cache
 
-from ...quant.formats import CHUNK, format_of
+from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import ROWS
 from ..call import Call, Operand
 from .launch import RESERVED, need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .half_check import may_be_halves
-from .half_product import has_halves
+from .half_forms import half_form, has_halves
 from .half_slots import cluster_of, neighbours
 from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
-from .mmq_half import DENSE, Halves, half_limbs, half_scratch, mmq_half, mmq_of_halves
+from .mmq_half import Halves, dense_blocks, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
@@ -21,7 +21,9 @@ CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 1.05}  # what a cluste
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 # us of mmq_half: of a round of blocks, and of each of its chunks, by their quads; of the launch before, and of each value of the
 # activations
-HALF_ROUND_US, HALF_US, HALF_START_US, WIDEN_US = 2.1, {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, 2.0, 1.6e-6
+HALF_ROUND_US, HALF_START_US, WIDEN_US = 2.1, 2.0, 1.6e-6
+PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95, 32: 3.75}
+MINIMA_US, OF_INT8 = {4: 1.25, 8: 1.57, 16: 2.65}, 1.5  # of a scaled format with minima; what its int8 products take over Q4_K's
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
@@ -58,24 +60,26 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
 
 
-def half_us(block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
+def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
     n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
     n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
-    turn_us = HALF_US[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
+    chunk_us = PACKED_US if not half_form(fmt).scaled else MINIMA_US if fmt.has_min else SCALED_US
+    turn_us = chunk_us[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
     return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
 
 @lru_cache(None)
 def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> Block | None:
-    """The block of mmq_half where it takes less than warpgroups in blocks of that shape."""
-    if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not shape.warpgroups or not has_halves(format_of(type_)):
+    """The block of mmq_half where it takes less than blocks of mmq of that shape."""
+    fmt = format_of(type_)
+    if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not has_halves(fmt):
         return None
-    us = {block: half_us(block, n_rows, n_cols, n, n_multiprocessors) for block in DENSE
+    us = {block: half_us(fmt, block, n_rows, n_cols, n, n_multiprocessors) for block in dense_blocks(fmt)
           if cluster_of(block) <= n_multiprocessors}
     block = min(us, key=us.get)
-    of_shape = block_us((format_of(type_).name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
-    return block if us[block] < of_shape else None
+    of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
+    return block if us[block] < of_shape * (OF_INT8 if fmt.has_min and half_form(fmt).scaled else 1) else None
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
@@ -136,11 +140,16 @@ def limits(target) -> tuple[int, int, bool]:
     return target.n_multiprocessors, target.shared_limit, target.warpgroups
 
 
+def plan_of(type_, n_rows: int, n_cols: int, n: int, target) -> MMVQShape | StagedShape | FewShape | Block | Halves:
+    """One of `KERNELS`, on a device."""
+    shape = mul_mat_shape(type_, n_rows, n_cols, n, *limits(target))
+    block = half_block(type_, shape, n_rows, n_cols, n, *limits(target)[:2])
+    return Halves(block) if block and may_be_halves(target) else shape
+
+
 def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block | Halves:
-    """Of the product of call.w and call.x: one of `KERNELS`."""
-    shape = plan_without_scratch(call)
-    block = half_block(call.w.dtype, shape, *call.w.shape, call.x.shape[0], *limits(call.device)[:2])
-    return Halves(block) if block and may_be_halves(call.device) else shape
+    """Of the product of call.w and call.x."""
+    return plan_of(call.w.dtype, *call.w.shape, call.x.shape[0], call.device)
 
 
 def plan_without_scratch(call: Call) -> MMVQShape | StagedShape | FewShape | Block:

@@ -8,7 +8,8 @@ from .glu import geglu, reglu
 from .launch import F32, Kernel, Launches, N, factory, need
 from .mmq import Block, mmq_glu
 from .mmq_few import FewShape, mmq_few_glu
-from .mul_mat import check_sizes, limits, mul_mat_shape, product, quantized_shape
+from .mmq_half import Halves
+from .mul_mat import check_sizes, limits, plan_of, product, quantized_shape
 from .operands import addresses, gated_of, is_quantized
 from .ptx import add, i64, ld, st
 
@@ -50,11 +51,12 @@ def scratch(call: Call) -> tuple[str, tuple[int, int]] | None:
 
 def declines(call: Call) -> bool:
     """Whether gate, up and `swiglu_act` as three launches take less than mul_mat_glu and `quantize`: where warpgroups multiply,
-    whose registers the totals of two matrices do not fit into (docs/kernels-log.md), and no biases are to be added."""
+    by mmq or mmq_half, whose registers the totals of two matrices do not fit into (docs/kernels-log.md), and no biases are to be
+    added."""
     if call.plan is None or call.act != "silu" or call.gate_bias is not None or call.x.shape[0] < FEWEST_APART:
         return False
-    shapes = [mul_mat_shape(w.dtype, *w.shape, call.x.shape[0], *limits(call.device)) for w in (call.gate, call.up)]
-    return all(isinstance(shape, Block) and shape.warpgroups for shape in shapes)
+    plans = [plan_of(w.dtype, *w.shape, call.x.shape[0], call.device) for w in (call.gate, call.up)]
+    return all(isinstance(each, Halves) or (isinstance(each, Block) and each.warpgroups) for each in plans)
 
 
 def mul_mat_glu(call: Call):

@@ -13,10 +13,10 @@ from ...quant.tile import tile_bytes
 from ..call import Call
 from .dispatch import dispatch, dispatch_table
 from .half_check import may_be_halves
-from .half_product import has_halves
+from .half_forms import half_form, has_halves
 from .launch import RESERVED, Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
-from .mmq_half import EXPERTS, Halves, half_scratch, mmq_half
+from .mmq_half import EXPERTS, Halves, expert_blocks, half_scratch, mmq_half
 from .mmq_few import IN_FLIGHT, FewShape
 from .mmq_few_id import MOST_MATRICES, MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
 from .mmvq import mmvq_id
@@ -66,11 +66,16 @@ def grouped_shape(names: tuple[str, ...], n: int, shared_limit: int, warpgroups:
 
 @lru_cache(None)
 def half_block(names: tuple[str, ...], n_rows: int, n: int) -> Block | None:
-    """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`."""
-    if len(set(names)) > 1 or not has_halves(format_of(names[0])):
+    """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`, more
+    than the fewest tokens for scaled formats without minima."""
+    fmt = format_of(names[0])
+    if len(set(names)) > 1 or not has_halves(fmt):
         return None
     block = EXPERTS[0 if n <= EXPERTS[0].tokens else 1 if n < FEWEST_OF_LARGE else 2]
-    return block if -(-n_rows // block.rows) * block.rows <= MOST_EMPTY * n_rows else None
+    if block == EXPERTS[0] and half_form(fmt).scaled and not fmt.has_min:
+        return None
+    fills = -(-n_rows // block.rows) * block.rows <= MOST_EMPTY * n_rows
+    return block if fills and block in expert_blocks(fmt) else None
 
 
 def table_words(n_expert: int, n_tokens: int, n_used: int) -> int:

@@ -17,6 +17,7 @@ Under NUMBA_ENABLE_CUDASIM=1 the same names are Python functions on numpy scalar
 """
 from hashlib import sha256
 from inspect import Parameter, Signature
+from string import ascii_lowercase
 from typing import NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ def nothing(*args):
 def _named(name, n_parameters):
     """Signature by which numba knows how many arguments an intrinsic takes."""
     def rename(function):
-        names = "typingctx", *"abcdefghij"[:n_parameters]
+        names = "typingctx", *ascii_lowercase[:n_parameters]
         parameters = [Parameter(p, Parameter.POSITIONAL_OR_KEYWORD) for p in names]
         function.__name__, function.__signature__ = name, Signature(parameters)
         return function

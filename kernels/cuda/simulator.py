@@ -843,6 +843,20 @@ def unswizzled_product(n):
     return start_unswizzled
 
 
+def group_products(n, offsets):
+    """As `group_product`, of `wgmma.HalfProducts.start_steps`: what is started together is one product to wait for."""
+    start = group_product("f16", n)
+
+    def start_steps(d, array, place, *words):
+        under_way = getcurrent().products
+        first = len(under_way)
+        for step, offset in enumerate(offsets):
+            start(d, array, int(place) + offset, *words[4 * (step % 2):][:4], step > 0)
+        if together := under_way[first:]:
+            under_way[first:] = [lambda: [product() for product in together]]
+    return start_steps
+
+
 def products_wait_but(n):
     """(any): behind it all products but the n started last are done."""
     def wait(*_):

@@ -55,6 +55,9 @@ class HalfProducts(NamedTuple):
     start: object
     start_unswizzled: object  # (d, array, place, a0, a1, a2, a3): starts D = A B, B without swizzle, of `unswizzled_place`
     wait: object
+    wait_but_one: object      # the same, but for what was started last
+    start_steps: object       # (offsets) -> (d, array, place, a0, .., a7): starts D = A B of as many products as there are
+                              # offsets, to `place`, of their B; A is a0 .. a3 and a4 .. a7 by turns
 
 
 def _tied(n_sums, text, extra=lambda args: [], constraints=(), floats=False):
@@ -109,6 +112,24 @@ def _start_unswizzled(n):
     return intrinsic(_named("start_unswizzled", 7)(typed))
 
 
+def _start_steps(n, offsets):
+    if SIMULATED:
+        return simulator.group_products(n, offsets)
+    n_sums, lines = n // 2, []
+    d, operands = ", ".join(f"${i}" for i in range(n_sums)), [f"${2 * n_sums + i}" for i in range(9)]
+    for step, offset in enumerate(offsets):
+        a = ", ".join(operands[4 * (step % 2):][:4])
+        lines.append(f"add.s32 t, {operands[8]}, {offset}; mov.b64 b, {{t, {DESCRIPTOR[0]}}}; "
+                     f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {{{d}}}, {{{a}}}, b, {int(step > 0)}, 1, 1, 0; ")
+    text = "".join(["{ .reg .b32 t; .reg .b64 b; wgmma.fence.sync.aligned; ", *lines, "wgmma.commit_group.sync.aligned; }"])
+
+    def typed(typingctx, d, array, place, a0, a1, a2, a3, a4, a5, a6, a7):
+        for t in (place, a0, a1, a2, a3, a4, a5, a6, a7):
+            _check("start_steps", "r", t)
+        return types.void(d, array, *[types.int32] * 9), _tied(n_sums, text, lambda args: [*args[3:11], args[2]], ["r"] * 9, True)
+    return intrinsic(_named("start_steps", 11)(typed))
+
+
 def _wait(but, n, floats=False):
     """but: products started last that it does not wait for."""
     if SIMULATED:
@@ -153,7 +174,8 @@ def products(n: int) -> Products:
 
 @lru_cache(None)
 def half_products(n: int) -> HalfProducts:
-    return HalfProducts(_start("start", "f16", n), _start_unswizzled(n), _wait(0, n, floats=True))
+    return HalfProducts(_start("start", "f16", n), _start_unswizzled(n), _wait(0, n, floats=True), _wait(1, n, floats=True),
+                        lru_cache(None)(lambda offsets: _start_steps(n, offsets)))
 
 
 @lru_cache(None)

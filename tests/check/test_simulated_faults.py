@@ -97,7 +97,7 @@ def simulate_products(tmp_path, monkeypatch, fault):
     from ggml_py.engine.model import Model
     from ggml_py.files.gguf import GGUFFile
     from ggml_py.kernels.cuda import mul_mat, simulator
-    from ggml_py.kernels.cuda.half_product import has_halves
+    from ggml_py.kernels.cuda.half_forms import has_halves
     from ggml_py.kernels.cuda.mmq_half import DENSE, mmq_half_kernel
     from ggml_py.kernels.cuda.wgmma import half_products
     from ggml_py.quant.formats import format_of

@@ -327,17 +327,25 @@ def accepted(op, operands, target=H200, **params):
 # swiglu_act could not follow
 @pytest.mark.parametrize("types, n, biased, act, warpgroups, declined", [
     (("Q4_K", "Q4_K"), 512, False, "silu", True, True), (("Q8_0", "Q4_K"), 33, False, "silu", True, True),
+    (("Q4_K", "Q5_1"), 512, False, "silu", True, True), (("Q5_1", "Q5_1"), 512, False, "silu", False, False),
     # few tokens; without warpgroups
     (("Q4_K", "Q4_K"), 8, False, "silu", True, False), (("Q4_K", "Q4_K"), 512, False, "silu", False, False),
-    # formats that they do not multiply
-    (("Q4_K", "Q5_1"), 512, False, "silu", True, False), (("F16", "F16"), 512, False, "silu", True, False),
+    (("F16", "F16"), 512, False, "silu", True, False),
     (("Q4_K", "Q4_K"), 512, True, "silu", True, False), (("Q4_K", "Q4_K"), 512, False, "gelu", True, False)])
 def test_products_that_a_gpu_computes_apart(types, n, biased, act, warpgroups, declined):
     gate, up = (Tensor(name, type_, (14336, 4096)) for name, type_ in zip(("gate", "up"), types))
     biases = [Tensor(name, "f32", (14336,)) for name in ("gate_bias", "up_bias")] if biased else []
-    target = SimpleNamespace(cc=(9, 0), n_multiprocessors=132, shared_limit=227 << 10, warpgroups=warpgroups)
+    target = SimpleNamespace(cc=(9, 0), n_multiprocessors=132, shared_limit=227 << 10, warpgroups=warpgroups,
+                             halves=warpgroups)
     x = Tensor("x", "f32" if types[0] == "F16" else "act", (n, 4096))
     assert accepted("mul_mat_glu", (gate, up, x, *biases), target, act=act) is not declined
+
+
+def test_products_with_minima_where_float16_is_not_exact():
+    """Such formats have warpgroups by products of float16 alone."""
+    gate, up = (Tensor(name, "Q5_1", (14336, 4096)) for name in ("gate", "up"))
+    target = SimpleNamespace(cc=(9, 0), n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True, halves=False)
+    assert accepted("mul_mat_glu", (gate, up, Tensor("x", "act", (512, 4096))), target, act="silu")
 
 
 @pytest.mark.parametrize("n, n_head, n_ctx, window, declined", [

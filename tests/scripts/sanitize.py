@@ -33,6 +33,9 @@ SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 10000
              f" or test_mul_mat_id and ({' or '.join(FORMS)}))"
              " or gpu_matmul and not extremes and not models and (test_quantize or take_rows or test_dequantize or "
              f"{' or '.join(FORMS)})")
+# racecheck does not know that behind `syncwarp` one lane arrives at an mbarrier for all (docs/kernels-log.md, "Products of
+# float16")
+UNKNOWN = {"racecheck": " and not mmq_half"}
 MOST = 4  # cases of a test
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: (.*)")
 CLEAN = re.compile(r"0 errors\b|0 hazards displayed \(0 errors, 0 warnings\)")
@@ -93,8 +96,8 @@ def main() -> int:
     failed = False
     for tool in tools:
         command = [sanitizer, "--tool", tool, *TOOLS[tool], "--error-exitcode", "99", "--target-processes", "all",
-                   sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "sanitize", *shared, "-k", SELECTION,
-                   *FILES]
+                   sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "sanitize", *shared, "-k",
+                   f"({SELECTION}){UNKNOWN.get(tool, '')}", *FILES]
         output = []
         with subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               text=True) as process:

@@ -30,7 +30,8 @@ KERNELS = {
            "mul_mat_qkv binary scale argmax rope cpy set_rows cpy_rows rope_set_rows routing topk_moe experts heads "
            "flash_attn_ext_types flash_attn_ext_kernels flash_attn_ext_windows_and_sinks flash_attn_ext_latent "
            "flash_attn_ext_act",
-    "matmul": "quantize mul_mat mmq mmq_without_warpgroups mmq_any_block mmq_few qkv get_rows dequantize take_rows",
+    "matmul": "quantize mul_mat mmq mmq_without_warpgroups mmq_any_block mmq_half_of_experts mmq_few qkv get_rows dequantize "
+              "take_rows",
     "mul_mat_id": "dispatch mul_mat_id groups_of_pairs any_block mul_mat_heads mul_mat_heads_sorted glu glu_sorted glu_of_floats"}
 
 

@@ -7,7 +7,8 @@ from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves
+from ggml_py.kernels.cuda.half_forms import half_form
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
                                 check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded)
@@ -110,12 +111,26 @@ def test_mmq_half(hopper, n_rows, n_cols, n, block):
     check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(block))
 
 
+SCALED = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and half_form(fmt).scaled]
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.name)
+def test_mmq_half_of_scaled(hopper, fmt):
+    for block in dense_blocks(fmt):
+        for n_rows, n_cols, n in (289, 768, 129), (31, 256, 1), (4096, 1280, 65):
+            check_mul_mat(hopper, fmt.name, n_rows, n_cols, n, Halves(block))
+        for fill in 0, 0x77, 0xff:
+            check_extremes(hopper, fmt.name, fill, 0x3c, 65, Halves(block))
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "MXFP4", "Q4_1"])
 @pytest.mark.parametrize("block", EXPERTS, ids=str)
-def test_mmq_half_of_experts(hopper, block):
+def test_mmq_half_of_experts(hopper, name, block):
     """None to all tokens of an expert, and ids that are none."""
     ids = np.minimum(seeded("ids").integers(-1, 40, (150, 3)), 19).astype(np.int32)
-    check_mul_mat_id(hopper, "Q4_K", 20, 300, 1280, ids, 3, Halves(block))
-    check_mul_mat_id_glu(hopper, "silu", ("Q4_K", "Q4_K"), 20, 300, 1280, ids, 1, True, Halves(block))
+    act = "silu" if name == "Q4_K" else "swiglu_oai"
+    check_mul_mat_id(hopper, name, 20, 300, 1280, ids, 3, Halves(block))
+    check_mul_mat_id_glu(hopper, act, (name, name), 20, 300, 1280, ids, 1, True, Halves(block))
 
 
 LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127).astype(np.float32),

@@ -7,22 +7,25 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
-from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_id, mul_mat_id_glu, simulator
+from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_glu, mul_mat_id, mul_mat_id_glu, simulator
 from ggml_py.kernels.cuda.block import Block
-from ggml_py.kernels.cuda.half_check import WIDTHS, half_check, half_check_kernel
+from ggml_py.kernels.cuda.half_check import MINIMA_WIDTHS, MOST_LEVEL, WIDTHS, half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
-from ggml_py.kernels.cuda.half_product import EXACT, has_halves, largest_weight, minima_together, most_squares
+from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_squares
+from ggml_py.kernels.cuda.half_product import minima_together
+from ggml_py.kernels.cuda.half_scaled import tokens_of_unit
 from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
 from ggml_py.kernels.cuda.half_slots import half_bytes
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, expert_blocks
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded
 
 WIDE = DENSE[-1]
+SCALED = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and half_form(fmt).scaled]
 
 
 @pytest.fixture
@@ -39,6 +42,25 @@ def test_in_the_simulator():
 def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     """Slots used again; rows and tokens beyond a block; several items for a block of the GPU."""
     check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(block))
+
+
+@pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
+    ("MXFP4", 31, 1024, 61, DENSE[0]), ("MXFP4", 129, 768, 33, DENSE[1]), ("MXFP4", 250, 1024, 130, WIDE),
+    ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 768, 129, WIDE),
+    ("Q4_1", 129, 1024, 65, DENSE[0]), ("Q4_1", 31, 1024, 16, DENSE[2]), ("Q5_1", 129, 512, 33, DENSE[1])])
+def simulate_scaled(machine, name, n_rows, n_cols, n, block):
+    """Formats with float scales, also with minima."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fill", [0, 0x77, 0xff])
+def simulate_extremes_of_scaled(machine, fmt, fill):
+    """The largest sums, of both signs."""
+    for block, sign in (DENSE[0], 1), (dense_blocks(fmt)[-1], -1):
+        x = sign * np.where(np.arange(CHUNK) % 32 == 31, np.float32(0.99), np.float32(1))
+        check_mul_mat(machine, fmt.name, 2, CHUNK, 3, Halves(block), np.tile(x.astype(np.float32), (3, 1)),
+                      extreme_weight(fmt, 2, CHUNK, fill, 0x3c))
 
 
 @pytest.mark.parametrize("quads, blocks, n_rows, n_cols, n", [(4, 2, 33, 768, 17), (4, 3, 129, 1792, 16), (4, 4, 2, 256, 5),
@@ -60,8 +82,8 @@ class LeastFirst(deque):
         return first
 
 
-@pytest.mark.parametrize("late", range(2))
-def simulate_blocks_apart(machine, monkeypatch, late):
+@pytest.mark.parametrize("name, late", [("Q4_K", 0), ("Q4_K", 1), ("MXFP4", 0), ("MXFP4", 1)])
+def simulate_blocks_apart(machine, monkeypatch, name, late):
     """One block of a cluster does nothing that the other one need not wait for."""
     def begun(cluster, *args):
         begin(cluster, *args)
@@ -69,7 +91,7 @@ def simulate_blocks_apart(machine, monkeypatch, late):
         cluster.ready.held = set(cluster.blocks[late].threads) if len(cluster.blocks) > 1 else set()
     begin = simulator._Cluster.__init__
     monkeypatch.setattr(simulator._Cluster, "__init__", begun)
-    check_mul_mat(machine, "Q4_K", 250, 1024, 9, Halves(WIDE))
+    check_mul_mat(machine, name, 250, 1024, 9, Halves(WIDE))
 
 
 def simulate_items_of_clusters(machine):
@@ -112,18 +134,21 @@ def routed(n, n_used, n_expert, name):
     return ids
 
 
-@pytest.mark.parametrize("n_rows, n_cols, n, b, block", [(33, 512, 23, 1, EXPERTS[0]), (70, 1280, 29, 2, EXPERTS[1]),
-                                                         (70, 1280, 59, 2, EXPERTS[2])])
-def simulate_experts(machine, n_rows, n_cols, n, b, block):
+@pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
+    ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1280, 29, 2, EXPERTS[1]), ("Q4_K", 70, 1280, 59, 2, EXPERTS[2]),
+    ("MXFP4", 33, 512, 23, 1, EXPERTS[0]), ("Q4_1", 33, 768, 29, 2, EXPERTS[1]), ("MXFP4", 33, 768, 59, 2, EXPERTS[2])])
+def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
-    check_mul_mat_id(machine, "Q4_K", 5, n_rows, n_cols, routed(n, 2, 5, "experts"), b, Halves(block))
+    check_mul_mat_id(machine, name, 5, n_rows, n_cols, routed(n, 2, 5, "experts"), b, Halves(block))
 
 
-@pytest.mark.parametrize("biased, block", [(False, EXPERTS[1]), (True, EXPERTS[0]), (False, EXPERTS[2])])
-def simulate_gated_experts(machine, biased, block):
+@pytest.mark.parametrize("act, name, biased, block", [
+    ("silu", "Q4_K", False, EXPERTS[1]), ("silu", "Q4_K", True, EXPERTS[0]), ("silu", "Q4_K", False, EXPERTS[2]),
+    ("swiglu_oai", "MXFP4", True, EXPERTS[1])])
+def simulate_gated_experts(machine, act, name, biased, block):
     """The gate's totals wait until those of up are there."""
     ids = routed(40, 2, 4, "gated")
-    check_mul_mat_id_glu(machine, "silu", ("Q4_K", "Q4_K"), 4, 34, 512, ids, 1, biased, Halves(block))
+    check_mul_mat_id_glu(machine, act, (name, name), 4, 34, 512, ids, 1, biased, Halves(block))
 
 
 def simulate_extremes(machine):
@@ -155,12 +180,13 @@ def simulate_limit_of_the_last(machine, block, n):
     check_mul_mat(machine, "Q4_K", 1, CHUNK, n, Halves(block), x, extreme_weight(FORMATS["Q4_K"], 1, CHUNK, 0xff, 0xff))
 
 
-def simulate_special(machine):
+@pytest.mark.parametrize("name", ["Q4_K", "MXFP4", "Q4_1"])
+def simulate_special(machine, name):
     """Chunks of zeros, of too small values, or with d = NaN."""
     x = activations(5, 512, seeded("special"))
     x[:, :256] = 0
     x[:, 3] = [np.inf, np.nan, 0, 1e-35, 1]
-    check_mul_mat(machine, "Q4_K", 2, 512, 5, Halves(DENSE[0]), x)
+    check_mul_mat(machine, name, 2, 512, 5, Halves(DENSE[0]), x)
 
 
 def simulate_three_matrices(machine, monkeypatch):
@@ -208,7 +234,7 @@ def simulate_check(machine, monkeypatch, fault):
     assert checked(machine) == (fault is None)
 
 
-@pytest.mark.parametrize("width", WIDTHS[1:])
+@pytest.mark.parametrize("width", MINIMA_WIDTHS)
 def simulate_check_of_minima(machine, monkeypatch, width):
     """A unit is found that forms no product without swizzle right, of so many columns."""
     def faulty(n):
@@ -219,8 +245,8 @@ def simulate_check_of_minima(machine, monkeypatch, width):
     assert not checked(machine)
 
 
-def call_of(n, target, m=14336, k=4096):
-    return Call("mul_mat", "w x", target, dict(w=Operand("Q4_K", (m, k), None), x=Operand("act", (n, k), None),
+def call_of(n, target, m=14336, k=4096, type_="Q4_K"):
+    return Call("mul_mat", "w x", target, dict(w=Operand(type_, (m, k), None), x=Operand("act", (n, k), None),
                                                out=Operand("f32", (n, m), None)))
 
 
@@ -236,6 +262,16 @@ def simulate_plan(machine):
     assert mul_mat.plan(call_of(64, target, 4096, 14336)) == Halves(DENSE[3])
     assert mul_mat.plan(call_of(2048, target, 4096, 14336)) == Halves(WIDE)
     assert not isinstance(mul_mat.plan(call_of(32, target, 4096, 14336)), Halves)
+    for type_, n in ("Q4_1", 512), ("Q4_1", 64), ("Q8_0", 512):
+        matrices = dict.fromkeys(("gate", "up"), Operand(type_, (14336, 4096)))
+        call = Call("mul_mat_glu", "act(w x) * u x", target, dict(
+            **matrices, gate_bias=None, up_bias=None, act="silu", x=Operand("act", (n, 4096)), out=Operand("f32", (n, 14336))))
+        call.plan = mul_mat_glu.plan(call)
+        assert mul_mat_glu.declines(call), type_
+    for type_, blocks in ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5):
+        plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
+        assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
+            i if i is None else DENSE[i] for i in blocks], type_
 
 
 def experts_call(n, n_rows, types, target):
@@ -254,31 +290,41 @@ def simulate_plan_of_experts(machine):
     for n, block in (128, EXPERTS[0]), (512, EXPERTS[1]), (1024, EXPERTS[1]), (2048, EXPERTS[2]):
         assert mul_mat_id_glu.plan(experts_call(n, 768, both, target)) == Halves(block)
     assert [mul_mat_id.half_block(both, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
+    assert [mul_mat_id.half_block(("MXFP4",) * 2, 2880, n) for n in (16, 17, 128)] == [None, *EXPERTS[1:]]
+    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
 
-@pytest.mark.parametrize("block", [*DENSE, *EXPERTS], ids=str)
-def test_blocks_fit(block):
+@pytest.mark.parametrize("fmt", [FORMATS["Q4_K"], *SCALED], ids=lambda fmt: fmt.name)
+def test_blocks_fit(fmt):
     """In shared memory of a multiprocessor of Hopper."""
-    assert half_bytes(FORMATS["Q4_K"], block) <= 227 << 10
+    for block in (*dense_blocks(fmt), *expert_blocks(fmt)):
+        assert half_bytes(fmt, block) <= 227 << 10, block
 
 
 def test_all_widths_are_checked():
     quads = {block.quads for block in (*DENSE, *EXPERTS)}
-    assert {8 * n for n in quads} == set(WIDTHS) and {8 * minima_together(n) for n in quads} <= set(WIDTHS[1:])
+    assert {8 * n for n in quads} | {tokens_of_unit(n) for n in quads} == set(WIDTHS)
+    assert {8 * minima_together(n) for n in quads} <= set(MINIMA_WIDTHS)
 
 
 def test_activations_are_widened_for_all_blocks():
     """By kernels whose code is checked."""
     blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
-    assert {("Q4_K", *each) for each in blocks} == set(FACTORIES[half_limbs_kernel])
+    assert {("Q4_K", *each) for each in blocks} <= set(FACTORIES[half_limbs_kernel])
 
 
 def test_bounds():
-    """Of the sums over lo, of halves of a chunk over hi, and by Cauchy and Schwarz of a whole one."""
-    formats = [fmt for fmt in FORMATS.values() if fmt.is_quantized and has_halves(fmt)]
+    """Of the sums over lo, of halves of a chunk over hi, and by Cauchy and Schwarz of a whole one; of scaled formats of the sums
+    over both."""
+    assert {fmt.name for fmt in SCALED} == {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_0", "MXFP4"}
+    assert [fmt.name for fmt in SCALED if half_form(fmt).halved] == ["MXFP4"]
+    assert max(fmt.max_level for fmt in SCALED) == MOST_LEVEL
+    for fmt in SCALED:
+        assert fmt.max_level * 32 * (128 * 127 + 64) <= EXACT
+    formats = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and not half_form(fmt).scaled]
     assert [fmt.name for fmt in formats] == ["Q4_K"]
     for fmt in formats:
         w = largest_weight(fmt)

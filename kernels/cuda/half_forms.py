@@ -1,0 +1,74 @@
+"""Which formats are multiplied by products of float16 on Hopper, and which of their sums these form. Sums are float32, and exact
+while all are integers and no partial sum can pass 2^24.
+
+Of *packed* formats a level times its integer scale is one float16 (`half_product`). Of *scaled* ones, whose scales are floats of
+32 columns, a level is one, and so are 128 hi and lo, which one sum may add (`half_scaled`). Levels that are twice a small float,
+of a sign, two bits of the exponent and one of the mantissa (E2M1), are *halved*: a code is a float16 once its bits are moved.
+Limbs are then doubled.
+"""
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ...quant.formats import CHUNK, Format
+from ...quant.words import Looked
+from .tile_product import form
+from .weights import shared_unpacker
+
+EXACT = 1 << 24             # up to which all integers are float32
+MOST_HIGH, MOST_LOW = 127, 64  # of limbs
+SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its bits
+
+
+class HalfForm(NamedTuple):
+    scaled: bool
+    halved: bool
+
+
+def largest_weight(fmt: Format) -> int:
+    """Level times integer scale."""
+    return fmt.max_level * fmt.max_isc
+
+
+def most_squares(fmt: Format) -> int:
+    """Of a packed format, the largest sum of hi * hi of a chunk with which all its sums are exact."""
+    return EXACT**2 // (CHUNK * largest_weight(fmt)**2)
+
+
+def is_packed(fmt: Format) -> bool:
+    """Of nibbles that are levels, with packed scales and minima for 32 columns, whose bounds hold (`half_product`), and are
+    seldom passed: limbs of 64, half of the largest, are within `most_squares`."""
+    unpack, w = shared_unpacker(fmt.name).unpacker, largest_weight(fmt)
+    packed = unpack.packed is not None and unpack.nibbles is not None
+    return (packed and fmt.group == CHUNK and fmt.sub == 32 and fmt.has_min and not fmt.zero and w <= 2048
+            and w * MOST_LOW * CHUNK <= EXACT and w * MOST_HIGH * CHUNK // 2 <= EXACT and most_squares(fmt) >= CHUNK * 64**2)
+
+
+def are_small_floats(source) -> bool:
+    """source: of a quarter, as of `quant.words.Parts`."""
+    if not isinstance(source, Looked) or len(source.levels) != 16:
+        return False
+    codes = np.arange(16, dtype=np.uint16)
+    values = (codes >> 3 << 15 | (codes & 7) << 9).view(np.float16).astype(np.float32)
+    return np.array_equal(values * SMALL_UNITS * 2, source.levels)
+
+
+def is_scaled(fmt: Format) -> bool:
+    """With a float scale of each 32 columns, in their order, whose sums are exact; codes count levels from -zero on, or are small
+    floats."""
+    unpack, counted = shared_unpacker(fmt.name).unpacker, fmt.zero > 0 or fmt.has_min
+    return (not form(fmt).integer and fmt.group == 32 and not unpack.pairs and (counted or are_small_floats(unpack.source))
+            and fmt.max_level * 32 * (128 * MOST_HIGH + MOST_LOW) <= EXACT)
+
+
+@lru_cache(None)
+def half_form(fmt: Format) -> HalfForm | None:
+    """None: not by products of float16."""
+    if is_packed(fmt):
+        return HalfForm(False, False)
+    return HalfForm(True, are_small_floats(shared_unpacker(fmt.name).unpacker.source)) if is_scaled(fmt) else None
+
+
+def has_halves(fmt: Format) -> bool:
+    return half_form(fmt) is not None
