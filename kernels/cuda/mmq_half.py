@@ -1,5 +1,5 @@
 """MMQ in float16: products of quantized weights with many tokens on Hopper, of one matrix or of experts' (docs/numerics.md,
-sections 3 and 9; `half_product`).
+sections 3 and 9; `half_product`, `half_scaled`).
 
 A launch before widens the activations (`half_limbs`). Then blocks take items of work one after the other, rows of a matrix and
 some tokens (`parts`): warpgroups multiply, a warp half a row tile, and one thread brings the chunks (`half_slots`), those of the

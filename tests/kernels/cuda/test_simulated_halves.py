@@ -205,6 +205,14 @@ def without_last_bits(exact):
     return multiply
 
 
+def without_last_bits_of_integers(exact):
+    """The same where products count 1, as those of scaled formats do."""
+    def multiply(a, b, c):
+        sums = exact(a, b, c)
+        return np.where(abs(sums) >= 2**23, np.trunc(sums / 2) * 2, sums).astype(np.float32)
+    return multiply
+
+
 def without_subnormals(exact):
     """Float16 below 2^-14 count as 0."""
     def flushed(x):
@@ -226,7 +234,7 @@ def checked(machine):
             each.cache_clear()
 
 
-@pytest.mark.parametrize("fault", [None, without_last_bits, without_subnormals])
+@pytest.mark.parametrize("fault", [None, without_last_bits, without_last_bits_of_integers, without_subnormals])
 def simulate_check(machine, monkeypatch, fault):
     """The sums of the simulator are exact; a unit that is not is found."""
     if fault:
