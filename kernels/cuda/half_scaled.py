@@ -9,7 +9,7 @@ r / 2 + 4 (r % 2), so that a lane has the tokens l % 4 of two quads side by side
 `half_product`.
 
 Products of 32 columns and MOST_TOKENS tokens at most, a *unit*, run on while the words of the next one are made and, but in
-blocks of ALONE quads, the unit before is followed up.
+blocks of ONE_UNIT quads, the unit before is followed up.
 """
 from numba import cuda
 
@@ -22,7 +22,7 @@ from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place
 
 MOST_TOKENS = 64
-ALONE = 12  # quads of blocks in which a lane has no registers for two units; other warpgroups multiply meanwhile
+ONE_UNIT = 12  # quads of blocks in which a lane has no registers for two units; other warpgroups multiply meanwhile
 N_GROUPS = CHUNK // 32
 STEP, ATOM_PLACES = 8 // PLACE, ATOM_WORDS // PLACE  # places of 16 columns, of an atom
 
@@ -126,7 +126,7 @@ def half_scaled(name: str, n_quads: int, n_pieces: int, leave):
     fmt, n_tokens, group = format_of(name), tokens_of_unit(n_quads), shared_unpacker(name).unpacker.group
     parts, n_sums, products = 4 * n_quads // n_tokens, n_tokens // 2, half_products(n_tokens)
     load, start_unit, n_units = level_loader(fmt), unit_starter(n_quads, n_tokens), N_GROUPS * parts
-    wait, wait_but_one, of_piece, alone = products.wait, products.wait_but_one, n_units // n_pieces, n_quads == ALONE
+    wait, wait_but_one, of_piece, one_unit = products.wait, products.wait_but_one, n_units // n_pieces, n_quads == ONE_UNIT
 
     def follow_from(u):
         """(.., a, d, e, s): unit u, whose products run, to d, and all behind it; a: the words of A of its block; e: d of the next
@@ -141,18 +141,18 @@ def half_scaled(name: str, n_quads: int, n_pieces: int, leave):
                 following = load(lane, half, shared, tile, upper, i32(next_j)) if next_part == 0 else a
             if not last and ends_piece:
                 mbarrier.wait(shared, barriers.there + (piece + 1) * mbarrier.WORDS, barriers.parity)
-            if not last and not alone:
+            if not last and not one_unit:
                 start_unit(shared, b, i32(next_j), i32(next_part), following, e)
             row = (half << 4) + (lane >> 2)
             scales = group((shared, tile, row), i32(j)), group((shared, tile, row + 8), i32(j))
-            if last or alone:
+            if last or one_unit:
                 wait(d)
             else:
                 wait_but_one(d)
             if ends_piece:
                 leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))
             follow_unit(lane, shared, sums, scales, d, s)
-            if not last and alone:
+            if not last and one_unit:
                 start_unit(shared, b, i32(next_j), i32(next_part), following, e)
             if not last:
                 further(lane, half, shared, tile, b, sums, barriers, upper, following, e, d, s)
@@ -165,7 +165,7 @@ def half_scaled(name: str, n_quads: int, n_pieces: int, leave):
         mbarrier.wait(shared, barriers.there, barriers.parity)
         b, a = uniform_place(shared, act), load(lane, half, shared, tile, upper, i32(0))
         start_unit(shared, b, i32(0), i32(0), a, d)
-        follow_all(lane, half, shared, tile, b, sums, barriers, upper, a, d, d if alone else e, s)
+        follow_all(lane, half, shared, tile, b, sums, barriers, upper, a, d, d if one_unit else e, s)
 
     @stage
     def follow(lane, shared, scales, s, total):

@@ -56,14 +56,19 @@ def threads_of(block: Block) -> int:
     return block.n_threads + (128 if is_wide(block) else 32)
 
 
+def leaver(block: Block):
+    """(lane, shared, at): as `mbarrier.leave`, of a piece of activations, which neighbours brought together."""
+    return mbarrier.leave if neighbours(block) == 1 else cluster.leave
+
+
 def packed_multiplier(name: str, block: Block):
     """(lane, warp, shared, tile, act, rest, barriers, upper, s, total): a chunk of a packed format, by a warp: s becomes acc of
     docs/numerics.md, section 3, and, where no blocks share chunks, total = fma(acc, d of the token, total). rest: word of what
     follows products; upper: `exponents`."""
     fmt, tokens = format_of(name), block.tokens
     scratch, scratch_words = shared_layout(fmt, block).scratch, 32 * kept_sums(fmt, block)
-    (d_at, large_at, _), leave = rest_of(fmt, tokens), mbarrier.leave if neighbours(block) == 1 else cluster.leave
-    multiply, multiply_halves, follow = half_product(name, block.quads, slots_of(fmt, block).pieces, block.blocks == 1, leave)
+    (d_at, large_at, _), pieces = rest_of(fmt, tokens), slots_of(fmt, block).pieces
+    multiply, multiply_halves, follow = half_product(name, block.quads, pieces, block.blocks == 1, leaver(block))
 
     @device
     def any_large(lane, shared, at):
@@ -85,9 +90,9 @@ def packed_multiplier(name: str, block: Block):
 
 def scaled_multiplier(name: str, block: Block):
     """The same of a scaled format."""
-    fmt, alone, leave = format_of(name), block.blocks == 1, mbarrier.leave if neighbours(block) == 1 else cluster.leave
+    fmt, alone = format_of(name), block.blocks == 1
     d_at = rest_of(fmt, block.tokens).d
-    multiply, follow = half_scaled(name, block.quads, slots_of(fmt, block).pieces, leave)
+    multiply, follow = half_scaled(name, block.quads, slots_of(fmt, block).pieces, leaver(block))
 
     @device
     def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):

@@ -66,8 +66,8 @@ def grouped_shape(names: tuple[str, ...], n: int, shared_limit: int, warpgroups:
 
 @lru_cache(None)
 def half_block(names: tuple[str, ...], n_rows: int, n: int) -> Block | None:
-    """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`, more
-    than the fewest tokens for scaled formats without minima."""
+    """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`.
+    Scaled formats without minima take less by mmq_id in the block of the fewest tokens."""
     fmt = format_of(names[0])
     if len(set(names)) > 1 or not has_halves(fmt):
         return None
