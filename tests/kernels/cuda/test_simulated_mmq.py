@@ -85,7 +85,7 @@ def test_glu_shape(names, n_rows, n_cols, n, expected):
 
 def glu_call(type_, n, act="silu", biased=False, warpgroups=True):
     """Of gate and up of 14336 rows, on a GPU as large as an H200."""
-    target = SimpleNamespace(n_multiprocessors=132, shared_limit=LIMITS[0], warpgroups=warpgroups)
+    target = SimpleNamespace(n_multiprocessors=132, shared_limit=LIMITS[0], warpgroups=warpgroups, halves=False)
     gate, bias = Operand(type_, (14336, 4096)), Operand("f32", (14336,)) if biased else None
     x = Operand("act" if FORMATS[type_].is_quantized else "f32", (n, 4096))
     call = Call("mul_mat_glu", "node", target, {"gate": gate, "up": gate, "x": x, "gate_bias": bias, "up_bias": bias, "act": act,
