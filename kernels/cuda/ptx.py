@@ -377,7 +377,7 @@ def _store_shared(name, n_bytes):
                 raise TypeError(f"{name}: {type(value).__name__} into {array.dtype}")
             if not 0 <= index < len(array):
                 raise IndexError(f"{name}: element {index} of {len(array)}")
-            array[index] = value if array.dtype in (f32, f64) else simulator._as_int(array.dtype.type)(value)
+            array[index] = value if array.dtype in (f32, f64) else simulator.as_int(array.dtype.type)(value)
         return put
     check, pointer = _shared(name, n_bytes // 4)
 
@@ -399,7 +399,7 @@ def _store4_shared(name):
     if SIMULATED:
         def put(array, index, *values):
             simulator.check_elements(name, array, index, 4)
-            array[index:index + 4] = [simulator._as_int(array.dtype.type)(v) for v in values]
+            array[index:index + 4] = [simulator.as_int(array.dtype.type)(v) for v in values]
         return put
     check, pointer = _shared(name, 4)
 

@@ -107,7 +107,7 @@ def simulate_products(tmp_path, monkeypatch, fault):
         for made in half_products, mmq_half_kernel:
             made.cache_clear()
     if fault:
-        monkeypatch.setattr(simulator, "_multiply_halves", fault(simulator._multiply_halves))
+        monkeypatch.setattr(simulator.products, "_multiply_halves", fault(simulator.products._multiply_halves))
     monkeypatch.setattr(mul_mat, "half_block", lambda type_, *sizes: DENSE[0] if has_halves(format_of(type_)) else None)
     forget()
     path = write_model(tmp_path / "m.gguf", "llama", ("Q4_K",), **SIZES | dict(n_embd=256, n_ff=256, head=128))

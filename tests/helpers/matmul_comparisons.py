@@ -7,15 +7,18 @@ from ggml_py.check.evaluate import Value
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import add_rms_norm_topk_moe
 from ggml_py.kernels.cuda.dequantize import dequantize
+from ggml_py.kernels.cuda.half_forms import half_form
 from ggml_py.kernels.cuda.mmq import Block, block_shape, hopper_blocks
 from ggml_py.kernels.cuda.mmq_few import FewShape, few_shape, qkv_shape
-from ggml_py.quant.formats import CHUNK, format_of
+from ggml_py.quant.formats import CHUNK, FORMATS, format_of
 from ggml_py.testing import assert_bitwise_equal
 from op_runs import check_op, define, product_input, weight
 from random_weights import random_weight
 
 GUARD = 16                                     # elements behind an output that must stay as they are
 EPS = np.float32(1e-5)
+# Formats with float scales of which mmq_half forms products
+SCALED = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and half_form(fmt).scaled]
 SPECIAL = np.float32([0, -0.0, 1e-45, 1e-38, 2.0**-101, 2.0**-100, 3e38, np.inf, -np.inf, np.nan, 65504, 1])
 
 
@@ -53,6 +56,20 @@ def extreme_weight(fmt, n_rows: int, n_cols: int, fill: int, scales: int) -> np.
         first += size
     blocks, one = blocks.reshape(n_rows, -1), np.ones((n_rows, 1), np.float32 if fmt.header_bytes == 4 else np.float16)
     return np.concatenate([one.view(np.uint8), blocks], axis=1) if fmt.header_bytes else blocks
+
+
+def weight_of_scales(fmt, n_cols: int, rng) -> np.ndarray:
+    """Random blocks but for their float scales: zeros of both signs, subnormal, largest and special ones, those of float16 or of
+    E8M0; d of every second block and m of the others, the same in a row.
+    fmt: begins its blocks with d, and with m behind it where it has one."""
+    specials = {2: np.uint16([0, 0x8000, 1, 0x83ff, 0x0400, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e01]),
+                1: np.uint8([0, 1, 2, 3, 126, 253, 254, 255, 127, 128])}[fmt.fields[0][1]]
+    blocks = random_weight(fmt, len(specials), n_cols, rng).reshape(len(specials), -1, fmt.type_size)
+    width = specials.itemsize
+    blocks[:, ::2, :width] = specials.view(np.uint8).reshape(-1, 1, width)
+    if fmt.has_min:
+        blocks[:, 1::2, width:2 * width] = specials.view(np.uint8).reshape(-1, 1, width)
+    return blocks.reshape(len(specials), -1)
 
 
 def random_matrix(name: str, type_: str, n_rows: int, n_cols: int, rng) -> Value:

@@ -51,9 +51,9 @@ def pytest_configure(config):
     """Puts a function that can leave itself out around each barrier, before kernels' modules take it."""
     from numba import cuda
 
-    from ggml_py.kernels.cuda import cluster, mbarrier, ptx, simulator
+    from ggml_py.kernels.cuda import cluster, mbarrier, ptx
     left_out, seen = os.environ.get(LEFT_OUT), set()
-    own = {module.__file__ for module in (cluster, mbarrier, ptx, simulator)} | {__file__}
+    own = {module.__file__ for module in (cluster, mbarrier, ptx)} | {__file__}
 
     def watched(barrier):
         def call(*args):
@@ -98,7 +98,7 @@ def barriers_of(tests: Path) -> list[str]:
 def in_sources() -> dict[str, str]:
     """The text of each line of the kernels that calls syncthreads, syncwarp, apart or `leave`, by file and number."""
     return {f"{path.name}:{i}": line.strip() for path in sorted(KERNELS.glob("*.py"))
-            if path.name not in ("ptx.py", "simulator.py", "cluster.py", "mbarrier.py")
+            if path.name not in ("ptx.py", "cluster.py", "mbarrier.py")
             for i, line in enumerate(path.read_text().splitlines(), 1) if re.search(BARRIERS, line)}
 
 

@@ -23,7 +23,7 @@ import with_helpers  # noqa: F401  (for what is next)
 from places import ROOT, environment
 
 TOOLS = {"memcheck": [], "racecheck": ["--racecheck-report", "all"], "initcheck": [], "synccheck": []}
-FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4"
+FORMS = "F16", "Q4_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "NVFP4", "MXFP4"
 FILES = ("tests/kernels/cuda/test_gpu_ops.py", "tests/kernels/cuda/test_gpu_matmul.py",
          "tests/kernels/cuda/test_gpu_mul_mat_id.py", "tests/backends/test_gpu_graphs.py")
 SELECTION = ("gpu_ops and not shapes and not special and not 14336 and not 100003"

@@ -7,11 +7,11 @@ from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
-from ggml_py.kernels.cuda.half_forms import half_form
 from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks
 from ggml_py.quant.formats import FORMATS
-from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
-                                check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded)
+from matmul_comparisons import (SCALED, SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
+                                check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded,
+                                weight_of_scales)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
@@ -111,9 +111,6 @@ def test_mmq_half(hopper, n_rows, n_cols, n, block):
     check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(block))
 
 
-SCALED = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and half_form(fmt).scaled]
-
-
 @pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.name)
 def test_mmq_half_of_scaled(hopper, fmt):
     for block in dense_blocks(fmt):
@@ -121,6 +118,8 @@ def test_mmq_half_of_scaled(hopper, fmt):
             check_mul_mat(hopper, fmt.name, n_rows, n_cols, n, Halves(block))
         for fill in 0, 0x77, 0xff:
             check_extremes(hopper, fmt.name, fill, 0x3c, 65, Halves(block))
+        blocks = weight_of_scales(fmt, 512, seeded(fmt.name))
+        check_mul_mat(hopper, fmt.name, len(blocks), 512, 65, Halves(block), blocks=blocks)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "MXFP4", "Q4_1"])

@@ -22,10 +22,10 @@ from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, 
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
-from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded
+from matmul_comparisons import (SCALED, activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded,
+                                weight_of_scales)
 
 WIDE = DENSE[-1]
-SCALED = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and half_form(fmt).scaled]
 
 
 @pytest.fixture
@@ -63,6 +63,13 @@ def simulate_extremes_of_scaled(machine, fmt, fill):
                       extreme_weight(fmt, 2, CHUNK, fill, 0x3c))
 
 
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.name)
+def simulate_scales_of_scaled(machine, fmt):
+    """The smallest, the largest and special ones."""
+    blocks = weight_of_scales(fmt, 512, seeded(fmt.name))
+    check_mul_mat(machine, fmt.name, len(blocks), 512, 9, Halves(DENSE[1]), blocks=blocks)
+
+
 @pytest.mark.parametrize("quads, blocks, n_rows, n_cols, n", [(4, 2, 33, 768, 17), (4, 3, 129, 1792, 16), (4, 4, 2, 256, 5),
                                                               (8, 2, 31, 2560, 9), (8, 3, 129, 1792, 33), (8, 4, 64, 2304, 31)])
 def simulate_clusters(machine, quads, blocks, n_rows, n_cols, n):
@@ -89,8 +96,8 @@ def simulate_blocks_apart(machine, monkeypatch, name, late):
         begin(cluster, *args)
         cluster.ready = LeastFirst(cluster.ready)
         cluster.ready.held = set(cluster.blocks[late].threads) if len(cluster.blocks) > 1 else set()
-    begin = simulator._Cluster.__init__
-    monkeypatch.setattr(simulator._Cluster, "__init__", begun)
+    begin = simulator.Cluster.__init__
+    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
     check_mul_mat(machine, name, 250, 1024, 9, Halves(WIDE))
 
 
@@ -113,16 +120,16 @@ def simulate_warpgroups_apart(machine, monkeypatch, block):
     monkeypatch.setattr(LeastFirst, "held", held := set())
 
     def sts_and_hold(*args):
-        if (thread := simulator.getcurrent()).index.x < 128:
+        if (thread := simulator.threads.getcurrent()).index.x < 128:
             held.add(thread)
         return sts(*args)
 
     def begun(cluster, *args):
         begin(cluster, *args)
         cluster.ready = LeastFirst(cluster.ready)
-    begin, sts = simulator._Cluster.__init__, half_product.sts
+    begin, sts = simulator.Cluster.__init__, half_product.sts
     monkeypatch.setattr(half_product, "sts", sts_and_hold)
-    monkeypatch.setattr(simulator._Cluster, "__init__", begun)
+    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
     x = np.where(activations(5, 512, seeded("apart")) < 0, np.float32(-1), np.float32(1))
     check_mul_mat(machine, "Q4_K", 128, 512, 5, Halves(block), x)
 
@@ -135,7 +142,7 @@ def routed(n, n_used, n_expert, name):
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
-    ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1280, 29, 2, EXPERTS[1]), ("Q4_K", 70, 1280, 59, 2, EXPERTS[2]),
+    ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
     ("MXFP4", 33, 512, 23, 1, EXPERTS[0]), ("Q4_1", 33, 768, 29, 2, EXPERTS[1]), ("MXFP4", 33, 768, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
@@ -238,7 +245,7 @@ def checked(machine):
 def simulate_check(machine, monkeypatch, fault):
     """The sums of the simulator are exact; a unit that is not is found."""
     if fault:
-        monkeypatch.setattr(simulator, "_multiply_halves", fault(simulator._multiply_halves))
+        monkeypatch.setattr(simulator.products, "_multiply_halves", fault(simulator.products._multiply_halves))
     assert checked(machine) == (fault is None)
 
 

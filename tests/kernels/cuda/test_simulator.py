@@ -6,7 +6,7 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from numba import cuda
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda import cluster, mbarrier, wgmma
+from ggml_py.kernels.cuda import cluster, mbarrier, ptx, wgmma
 from ggml_py.kernels.cuda.launch import I32, U32, Kernel
 from ggml_py.kernels.cuda.ptx import (SIMULATED, copies_commit, copies_wait, copies_wait_but, copy1, f32, fmax, fmax_nan, i32,
                                       ld, lds, shuffle, st, sts, syncwarp, u32)
@@ -382,6 +382,22 @@ def simulate_larger_ones():
         assert np.signbit(larger(-zero, -zero))
     assert fmax(nan, f32(1)) == fmax(f32(1), nan) == 1
     assert all(np.isnan(x) for x in (fmax(nan, nan), fmax_nan(nan, f32(1)), fmax_nan(f32(1), nan)))
+
+
+@np.errstate(all="ignore")
+def simulate_pairs_of_float16():
+    """Any bits, and many sums of one magnitude. The last one is below half way by less than float32 has bits for."""
+    words = np.random.default_rng(0).integers(0, 1 << 32, (2000, 3), dtype=np.uint32)
+    words[::2] &= 0x3fff3fff
+    words[-1] = 0x3c01, 0x0ffe, 0x3c01  # (1 + 2^-10) (2^-11 - 2^-21) + 1 + 2^-10
+    a, b, c = words.view(np.float16).astype(np.float64).reshape(-1, 3, 2).transpose(1, 0, 2)
+    assert (a * b + c).astype(np.float16)[-1, 0] == 1 + 2**-10 != (a * b + c).astype(f32).astype(np.float16)[-1, 0]
+    for operation, operands, expected in ((ptx.add2, words[:, :2], a + b), (ptx.fma2, words, a * b + c),
+                                          (ptx.halves, words[:, :2].copy().view(f32), words[:, :2].copy().view(f32))):
+        found = np.array([operation(*each) for each in operands], np.uint32).view(np.float16).reshape(-1, 2)
+        expected = expected.astype(np.float16)
+        found[np.isnan(found)] = expected[np.isnan(expected)] = np.nan
+        np.testing.assert_array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
 def simulate_what_nothing_wrote():
