@@ -340,10 +340,17 @@ def test_a_grammar(capsys, files):
     assert code == 2 and err.startswith("ggml-py: error: -j: is no usable JSON schema")
 
 
+class Clock(date):
+    @classmethod
+    def today(cls):
+        return cls(2027, 2, 28)
+
+
 @pytest.mark.parametrize("argv, told", [
-    ([], "2026-01-01"), (["--date", "2031-12-24"], "2031-12-24"), (["--date", "today"], date.today().isoformat())])
-def test_a_template_that_asks_for_the_date(capsys, files, argv, told):
+    ([], "2026-01-01"), (["--date", "2031-12-24"], "2031-12-24"), (["--date", "today"], "2027-02-28")])
+def test_a_template_that_asks_for_the_date(capsys, monkeypatch, files, argv, told):
     """It is told what is fixed, or asked for, and that is said."""
+    monkeypatch.setattr("datetime.date", Clock)
     model = FakeModel()
     model.tokenizer.chat_template, model.tokenizer.token_text = "{{ strftime_now('%d.%m.%Y') }}", str
     said, encode = [], model.tokenizer.encode
