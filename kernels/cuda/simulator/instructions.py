@@ -123,8 +123,8 @@ def amax2(a, b):
 
 @jit
 def _nearest_half(x):
-    """The bits of the float16 that is nearest to a float64 within float32's range. Where that lies between two float32, the odd
-    one of them is rounded: what is left of it is enough, so it is as if it were rounded once."""
+    """The bits of the float16 nearest to x, a float64 within float32's range. An x between two float32 becomes the odd one, which
+    lies on the same side of every point half way between two float16: so it is as if x were rounded once."""
     y = f32(x)
     w = arith.as_i32(y)
     if f64(y) != x and x == x and w & 1 == 0:
@@ -136,7 +136,7 @@ def _nearest_half(x):
 def _low_and_high(w):
     """The two float16 of a word, as float64, in which sums of them and of their products are exact, or so nearly that float16
     is rounded to as if they were."""
-    return f64(float16.f16_to_f32(u32(w & u32(0xffff)))), f64(float16.f16_to_f32(u32(w >> u32(16))))
+    return f64(float16.f16_to_f32(u32(w & u32(0xffff)))), f64(f16_high_to_f32(w))
 
 
 @jit
