@@ -30,8 +30,8 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
+from ..quant.device_functions import device
 from .compile import jit, parallel_lock
-from .device_functions import device
 
 MOST = config.NUMBA_NUM_THREADS  # the CPUs of this process, or what NUMBA_NUM_THREADS says
 SPIN_SECONDS = 0.003             # that a worker looks for the next job, a pause of the processor between two looks
@@ -241,20 +241,19 @@ def borrowed(context, builder, type_, value):
 def sharing(body: Callable) -> Callable:
     """each(control, n, args, pays=True): body(u, args) for every u of range(n), shared with the workers where that pays. body:
     compiled, of (int64, tuple), gives nothing and raises nothing; units write to different places."""
-    def unit(u, args):
-        body(u, args)
-
     @intrinsic
     def job(typingctx, args):
         """(address of the code of a unit, address of args), while the calling function runs."""
+        of_unit = types.none(types.int64, args)
+        compiled = body.get_compile_result(of_unit)
+
         def codegen(context, builder, signature, values):
             data = cgutils.alloca_once_value(builder, values[0])
             code = ir.Function(builder.module, UNIT, builder.module.get_unique_name("unit"))
             code.linkage = "internal"
             inside = ir.IRBuilder(code.append_basic_block("entry"))
             arguments = inside.load(inside.bitcast(code.args[0], data.type))
-            of_unit = types.none(types.int64, args)
-            compiled = context.compile_subroutine(inside, unit, of_unit)
+            context.add_linking_libs([compiled.library])
             context.call_internal_no_propagate(inside, compiled.fndesc, of_unit, [code.args[1], arguments])
             inside.ret_void()
             addresses = [builder.ptrtoint(code, I64), builder.ptrtoint(data, I64)]

@@ -2,29 +2,27 @@
 from functools import lru_cache
 from math import prod
 
-import numba
 import numpy as np
 
 from . import tile
-from .entries import jit as entry
-from .entries import keep
+from .device_functions import inlined
+from .entries import jit
 from .formats import CHUNK, check_bytes, format_of
 from .interleaved import INTERLEAVED, Interleaved
 from .words import f32, primitives
 
-# of unpackings. Threads that quantize wait for one another where it keeps Python's lock
-jit = numba.njit(error_model="numpy", nogil=True)
-CPU = primitives(jit)
+CPU = primitives(inlined)
 SLAB_ROWS = 1024  # rows that are packed and dequantized at a time
 
 
-def tile_dequantizer(fmt, p):
-    """(words, out): float32 rows out of the tiles of one matrix, compiled by the primitives' jit.
-    words: uint32, the tiles; out: float32 [n_rows, n_cols]."""
-    levels, sub, group = fmt.unpack(p, *tile.loads(fmt, p.jit))[:3]
+@lru_cache(None)
+def _kernel(name: str):
+    """(words, out): float32 rows out of the tiles of one matrix. words: uint32, the tiles; out: float32 [n_rows, n_cols]."""
+    fmt = format_of(name)
+    levels, sub, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:3]
     n_sub, n_group, has_min, tile_words = fmt.sub, fmt.group, fmt.has_min, tile.tile_bytes(fmt) // 4
 
-    @p.jit
+    @jit(key=name)
     def dequantize_tiles(words, out):
         n_rows, n_cols = out.shape
         n_chunks = (n_cols + CHUNK - 1) // CHUNK
@@ -40,11 +38,6 @@ def tile_dequantizer(fmt, p):
                     value = scale * f32(np.int8(w[(col + c) % 32 // 4] >> (c % 4 * 8)))
                     out[row, first + c] = value - minimum if has_min else value
     return dequantize_tiles
-
-
-@lru_cache(None)
-def _kernel(name: str):
-    return keep(tile_dequantizer(format_of(name), CPU), name)
 
 
 def dequantize(data: np.ndarray, type_, shape, name: str = "tensor") -> np.ndarray:
@@ -78,7 +71,7 @@ def _float_values(fmt, rows, name):
 _f16 = CPU.f16
 
 
-@entry
+@jit
 def _halves_to_floats(halves):
     """float32 [n_rows, n_cols] of float16 held as uint16: numpy takes one at a time."""
     out = np.empty(halves.shape, np.float32)

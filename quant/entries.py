@@ -1,19 +1,12 @@
 """Compiled functions of this package that Python calls. `kernels.compile`, which lies above it, keeps them on disk as it keeps
 kernels."""
 from collections.abc import Callable
+from functools import partial
 
 import numba
 
 _entries: list = []  # (function, the arguments of the factory that closes over it)
 _keepers: list[Callable] = []
-
-
-def keep(function, key=()):
-    """The compiled function, which is kept from now on."""
-    _entries.append((function, key))
-    for keeper in _keepers:
-        keeper(function, key)
-    return function
 
 
 def keep_with(keeper: Callable) -> None:
@@ -23,6 +16,13 @@ def keep_with(keeper: Callable) -> None:
         keeper(*entry)
 
 
-def jit(function):
-    """numba.njit of a function that Python calls. Threads may call it together: it does not hold Python's lock."""
-    return keep(numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function))
+def jit(function=None, *, key=()):
+    """numba.njit of a function that Python calls. Threads may call it together: it does not hold Python's lock. key: the
+    arguments of the factory that closes over it."""
+    if function is None:
+        return partial(jit, key=key)
+    entry = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
+    _entries.append((entry, key))
+    for keeper in _keepers:
+        keeper(entry, key)
+    return entry

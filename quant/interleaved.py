@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-import numba
 import numpy as np
 
+from .entries import jit
 from .formats import FORMATS, Format
 from .layouts import layout
 
@@ -75,7 +75,7 @@ class Interleaved:
         return plain
 
 
-@numba.njit(nogil=True, error_model="numpy")
+@jit
 def _run(header_program, block_program, groups, out, n_blocks, n_header, n_block, header_bytes, type_size):
     """LANES blocks at a time: byte i of them in row i of `taken`, behind the group's headers; byte i of their plain rows, row by
     row, in row i of `made`."""

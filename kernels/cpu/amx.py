@@ -17,9 +17,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from ...quant.device_functions import device
 from ...quant.words import i32, u32
 from ..compile import cpu_features
-from ..device_functions import device
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 COLUMNS, ROWS, LANES = 16, 32, 16  # of the sums: rows of activations, and of weights, 16 in a tile

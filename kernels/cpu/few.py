@@ -9,9 +9,9 @@ from numba.extending import intrinsic
 
 from ...quant import tile
 from ...quant.activation import LIMIT
+from ...quant.device_functions import device
 from ...quant.formats import CHUNK
 from ...quant.words import TOPS, f32
-from ..device_functions import device
 from .lanes import Chunk, Lanes, lane_primitives
 from .quantized_products import BLOCK, COLUMN_BLOCK, LIMB_WORDS, SUMS_16, SUMS_32, blocks_of, form_of, write
 from .unpack import ROWS

@@ -12,8 +12,8 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from ...quant.device_functions import device
 from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub, tanh
-from ..device_functions import device
 from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST

@@ -6,16 +6,15 @@ same order, when all are there.
 """
 import numpy as np
 
+from ...quant.device_functions import device, inlined
 from ..arith import div, exp, fma, mul, sub
 from ..compile import jit
-from ..device_functions import device
 from ..reference.flash_attn_ext import MINUS_INFINITY, PIECE
 from ..reference.set_rows import BLOCK as Q8_0_BLOCK
 from ..reference.set_rows import BLOCK_BYTES as Q8_0_BYTES
 from ..threads import THREADS, sharing
 from .parallel import PART
 from .set_rows import cached_row
-from .unpack import inlined
 from .vector import LINE_BYTES, pointer, prefetch
 
 ROWS = 192      # of a unit at least, where there are so many: reading a piece costs about a tenth of their work on it

@@ -15,14 +15,13 @@ from functools import lru_cache
 import numpy as np
 from numba import float32, int32, uint32
 
+from ...quant.device_functions import device, inlined
 from ...quant.words import u32
 from ..arith import as_f32, as_i32, div, f2i, f32, i32, mul, rint, tanh
-from ..device_functions import device
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from . import amx, vector
 from .flash_attn_ext_runs import finish, seen_by, start_of
-from .unpack import inlined
 from .vector import LINE_BYTES, advance, as_uint8, at_line, instructions, pointer, stack, store
 
 LANES = amx.ROWS               # queries of a tile

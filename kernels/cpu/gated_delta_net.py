@@ -8,9 +8,9 @@ from functools import lru_cache
 import numpy as np
 from numba import float32
 
+from ...quant.device_functions import device
 from ..arith import div, exp, f32, i2f, sqrt
 from ..compile import jit
-from ..device_functions import device
 from ..reference import gated_delta_net as reference
 from ..reference.gated_delta_net import PARTIALS
 from ..threads import sharing

@@ -12,10 +12,10 @@ from numba.extending import intrinsic
 
 from ...quant import tile
 from ...quant.activation import SUM_COLUMNS
+from ...quant.device_functions import device, inlined
 from ...quant.formats import CHUNK, format_of
 from ...quant.words import f32
 from ..compile import jit
-from ..device_functions import device
 from ..threads import THREADS, sharing
 from ..together import code_of
 from . import amx
@@ -23,7 +23,7 @@ from .few import few_product
 from .quantized_products import (BLOCK, COLUMN_BLOCK, N_COLUMNS, TILE_COLUMNS, has_tiles, limbs_shape, pair_product,
                                  split_activations, tile_product, write)
 from .scratch import arrays_in, memory_of
-from .unpack import ROWS, float_unpacker, inlined
+from .unpack import ROWS, float_unpacker
 from .vector import ISAS, add, available_isas, fma, instructions, stack, store
 
 WIDTH = amx.COLUMNS  # columns of units are multiples of it

@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...quant.activation import SUM_COLUMNS
+from ...quant.device_functions import inlined
 from ...quant.formats import CHUNK, format_of
 from ..compile import jit
 from ..reference.dispatch import check_ids, sort_by_expert
@@ -14,7 +15,7 @@ from .mul_mat import UNPACKING, call as call_unit, compiled_unit, limbs_of, oper
 from .parallel import PART, over_rows
 from .quantized_products import CHUNK_PAIRS, LIMB_ROW, TILE_COLUMNS, split_arrays
 from .scratch import arrays_in, memory_of
-from .unpack import ROWS, inlined
+from .unpack import ROWS
 from .vector import advance
 
 

@@ -1,6 +1,6 @@
 """Rows shared between threads, where there are enough of them."""
+from ...quant.device_functions import device
 from ..compile import jit
-from ..device_functions import device
 from ..threads import sharing
 
 PART = 1 << 14  # elements that are worth a thread: about 5 us of work

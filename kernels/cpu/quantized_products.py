@@ -11,14 +11,14 @@ from numba import float32, uint32
 
 from ...quant import tile
 from ...quant.activation import LIMIT, SUM_COLUMNS
+from ...quant.device_functions import device, inlined
 from ...quant.formats import CHUNK
 from ...quant.words import f32, i32, u32
 from ..compile import jit
-from ..device_functions import device
 from ..threads import sharing
 from . import amx
 from .parallel import PART
-from .unpack import LIMBS, PAIRS, ROWS, inlined, n_limbs, quantized_unpacker
+from .unpack import LIMBS, PAIRS, ROWS, n_limbs, quantized_unpacker
 from .vector import (add, add_i32, advance, as_int16, as_uint8, as_uint32, fma, fnma, halves_to_f32, high16, instructions, join16,
                      low16, pointer, stack, store, thirds_to_f32, to_f32, wide_thirds_to_f32)
 

@@ -2,8 +2,8 @@
 exp and tree_sum in `base.exact_math`."""
 import numpy as np
 
+from ...quant.device_functions import device
 from ..arith import NAN, as_f32, as_i32, i32
-from ..device_functions import device
 from ..reference.draw import exp, tree_sum
 from .flash_attn_ext import LOWEST, ordered
 from .parallel import over_rows

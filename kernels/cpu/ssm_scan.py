@@ -8,9 +8,9 @@ from functools import lru_cache
 import numpy as np
 from numba import float32
 
+from ...quant.device_functions import device
 from ..arith import add as plus, exp, f32, mul as times, softplus
 from ..compile import jit
-from ..device_functions import device
 from ..reference import ssm_scan as reference
 from ..reference.gated_delta_net import PARTIALS
 from ..threads import sharing

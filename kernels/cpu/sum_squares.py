@@ -1,8 +1,8 @@
 """Sums of squares by columns, for importance matrices: no op of a graph, and the same order whatever rows come together."""
 import numpy as np
 
+from ...quant.device_functions import device
 from ..compile import jit
-from ..device_functions import device
 from ..threads import sharing
 from .parallel import PART
 

@@ -2,13 +2,12 @@
 time, a row to a lane."""
 from functools import lru_cache
 
-import numba
 from numba import uint32
 
 from ...quant import tile
+from ...quant.device_functions import device, inlined
 from ...quant.formats import CHUNK
 from ...quant.words import ONES, i32, primitives, u32
-from ..device_functions import device
 from ..float16 import f16_to_f32
 from .vector import (ISAS, high_bytes, high_pair, instructions, low_bytes, low_pair, mul_i16, prefetch, rolled,
                      shift_right, stack, store)
@@ -17,9 +16,6 @@ ROWS = tile.ROWS
 LINE = 16        # words of a line of the caches
 AHEAD = 2        # which tile behind the one that is unpacked is asked for
 PAIRS, LIMBS = "pairs", "limbs"  # what levels become
-
-
-inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 def lookup_nibbles(levels):

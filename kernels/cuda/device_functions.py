@@ -2,15 +2,16 @@
 
 Python is what takes the time: numba runs some thirty passes over each function and asks up to fifty templates for the type of
 each `a + b`. So factories may make their functions anew for every kernel, but of those that are alike one is compiled
-(`_first_alike`); by the passes that such functions need (`_Passes`); and of what has been asked the answer is kept (`_Types`).
+(`quant.alike`); by the passes that such functions need (`_Passes`); and of what has been asked the answer is kept (`_Types`).
 """
 import operator
 from functools import lru_cache
-from types import FunctionType, ModuleType
+from types import FunctionType
 
-import numpy as np
 from numba import types
 from numba.cuda.core import config
+
+from ...quant.alike import first_alike
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 if not SIMULATED:
@@ -46,7 +47,7 @@ if not SIMULATED:
             args = tuple(map(types.unliteral, args))
             if args not in self.overloads:
                 with self._compiling_counter:
-                    self.overloads[args] = _compiled(_first_alike(self.py_func), args, return_type)
+                    self.overloads[args] = _compiled(first_alike(self.py_func), args, return_type)
             return self.overloads[args]
 
     class _Flags(CUDAFlags):
@@ -106,34 +107,3 @@ if not SIMULATED:
 ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor, operator.lshift,
                         operator.rshift))
 _signatures: dict = {}  # (numba's function, types of arguments) -> signature
-
-# What a function is made of -> the first one that was made of it, and its globals, which so keep their ids
-_first: dict[tuple, tuple[FunctionType, list]] = {}
-
-
-@lru_cache(None)
-def _first_alike(function: FunctionType) -> FunctionType:
-    """The first function of this text on these values: those it closes over, its defaults, and the globals that it names. Itself
-    where it has shared memory of its own."""
-    own, names = function.__globals__, function.__code__.co_names
-    if "shared" in names:
-        return function
-    named = [own[name] for name in names if name in own]
-    named += [getattr(module, name) for module in named if isinstance(module, ModuleType)
-              for name in names if hasattr(module, name)]
-    closed = [cell.cell_contents for cell in function.__closure__ or ()]
-    made_of = function.__code__, *map(id, (own, *named)), *map(_made_of, (*closed, function.__defaults__))
-    return _first.setdefault(made_of, (function, named))[0]
-
-
-def _made_of(value):
-    """Hashable, and equal for values that a compiled function cannot tell apart. `_first` keeps alive what has an id here."""
-    if isinstance(value, FunctionType):
-        return _first_alike(value)
-    if hasattr(value, "py_func"):
-        return _first_alike(value.py_func), repr(value.targetoptions)
-    if isinstance(value, tuple):
-        return type(value), *map(_made_of, value)
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
-        return type(value), repr(value)
-    return object() if isinstance(value, (list, dict, set, np.ndarray)) else id(value)  # what can change is like nothing else

@@ -3,9 +3,9 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from ...quant.device_functions import device
 from ..arith import div, exp, f32, fma, l2f, mul, sub, tanh
 from ..compile import jit
-from ..device_functions import device
 from .quantize import quantize_block
 from .rms_norm import sum128
 from .set_rows import cached_value

@@ -2,7 +2,8 @@
 import numpy as np
 
 from ..entries import jit
-from .scales import as_half, device, nearest_scale, power_of_two
+from ..device_functions import device
+from .scales import as_half, nearest_scale, power_of_two
 
 
 @device

@@ -10,7 +10,8 @@ one loop: a call for each group, with its views of arrays, costs as much as 1000
 """
 import numpy as np
 
-from .scales import device, inlined, power_of_two
+from ..device_functions import device, inlined
+from .scales import power_of_two
 from .vectors import magnitude, repeated, where_less
 
 LANES = 64

@@ -3,7 +3,8 @@ import numpy as np
 
 from ..entries import jit
 from .lanes import F0, F1, LANES, load, n_chunks, n_groups, of_lanes, reciprocal, reciprocals, spread, within
-from .scales import device, inlined, nearest_scale, rounded
+from ..device_functions import device, inlined
+from .scales import nearest_scale, rounded
 from .vectors import WIDTH, at, looked_up, magnitude, put, repeated, where_less
 
 N_STEPS = 2 * 257   # of a half from -128.5: boundaries between integer levels are multiples of a half

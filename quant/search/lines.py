@@ -3,7 +3,8 @@ import numpy as np
 
 from ..entries import jit
 from .lanes import F0, F1, LANES, load, n_chunks, n_groups, of_lanes, reciprocal, reciprocals, spread, within
-from .scales import as_half, device, inlined
+from ..device_functions import device, inlined
+from .scales import as_half
 from .vectors import WIDTH, at, put, repeated, where_less
 
 N_TRIES = 10  # slopes to either side of the one that maps the smallest and the largest value to the ends of the codes

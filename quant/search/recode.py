@@ -6,7 +6,7 @@ sub-blocks, with the integer ones; selected: uint8 [n / 32], the table; codes: u
 import numpy as np
 
 from ..entries import jit
-from .scales import device
+from ..device_functions import device
 
 
 @device

@@ -1,20 +1,13 @@
 """Scales: how they are stored, and the integer scales under them."""
 import math
 
-import numba
 import numpy as np
 
+from ..device_functions import device
 from .vectors import WIDTH, at, largest_lane, magnitude, repeated, where_less
 
 HALF, ANY = -1, -2  # how d is rounded, in place of the number of allowed values
 LARGEST_HALF = 65504.0
-
-# Of functions that only compiled ones call: without wrappers, whose compilation takes as long
-device = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
-# Of those whose arguments and results are vectors: within the function that calls them, so that these stay in registers
-inlined = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
 
 
 @device

@@ -8,7 +8,7 @@ import pytest
 
 from ggml_py.kernels import threads
 from ggml_py.kernels.compile import jit
-from ggml_py.kernels.device_functions import device
+from ggml_py.quant.device_functions import device
 from ggml_py.kernels.threads import sharing
 
 

@@ -3,6 +3,7 @@ from itertools import chain
 from types import SimpleNamespace
 from zlib import crc32
 
+import numba
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
@@ -225,7 +226,7 @@ def test_compiled_quarters_of_run_time_places(name):
     fmt = FORMATS[name]
     levels, _, _, quarter, pairs = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:5]
 
-    @CPU.jit
+    @numba.njit(error_model="numpy")
     def fill(words, row, quarters, all_levels):
         t = words, 0, row
         for j in range(8):

@@ -21,8 +21,9 @@ from ggml_py.backends import cuda as cuda_backend, open_backend
 from ggml_py.base.errors import ParameterError
 from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
-from ggml_py.kernels.cuda import compile_workers, device_functions, launch, mbarrier, ptx as intrinsics
+from ggml_py.kernels.cuda import compile_workers, launch, mbarrier, ptx as intrinsics
 from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, cached_ptx, compile_ptx, entry_name, ptx_version
+from ggml_py.quant.alike import first_alike
 from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, LAUNCH, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
                        overlap_violations, statements, violations)
 from damages import DAMAGES
@@ -253,7 +254,7 @@ def test_of_functions_that_are_alike_one_is_compiled():
             made(1, (2, 5), default=2), made(1, (2, 5), True), made(1, (2, 5), True), made(1, [2]), made(1, [2])]
     compiled_functions = [each.compile_device((intrinsics.types.int32,)) for each in code[:9]]
     assert compiled_functions[0] is compiled_functions[1] and len(set(map(id, compiled_functions))) == 8
-    assert len({device_functions._first_alike(each.py_func) for each in code}) == 10
+    assert len({first_alike(each.py_func) for each in code}) == 10
 
 
 def test_a_kernel_has_one_code_whatever_was_compiled_before(cache):

@@ -2,6 +2,7 @@
 bits."""
 from itertools import product
 
+import numba
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType, quants
@@ -46,7 +47,7 @@ def weight_parts(fmt, words, m, k):
     levels, sub, group = fmt.unpack(CPU, *tile.loads(fmt, CPU.jit))[:3]
     n_sub, n_group, tile_words = fmt.sub, fmt.group, tile.tile_bytes(fmt) // 4
 
-    @CPU.jit
+    @numba.njit(error_model="numpy")
     def fill(words, products, minima):
         n_chunks = (k + 255) // 256
         for row in range(m):
