@@ -45,7 +45,6 @@ WARPS = 4
 THREADS = 32 * WARPS
 RESIDENT, LEAST_RESIDENT = 4, 3  # blocks of a multiprocessor; with fewer, `flash_attn_ext_few` takes less
 TILE = 4       # heads of a tile of B
-STEP = 16      # keys that a warp takes at once
 PLANE = 36     # words from the limbs of p' of a head to its others: what lanes read together lies in different banks
 MINUS_ONE = f32(-1)  # in the place of b for a piece without a visible key: its o, +0, becomes -0, which changes no sum
 others_wait, all_wait = copies_wait_but(1), copies_wait_but(0)  # but for those asked for last
@@ -70,8 +69,6 @@ class Shared(NamedTuple):
 
 class Constants(NamedTuple):
     """What a kernel is compiled for, and what follows from it: all stages know it when they are compiled."""
-    K: object         # Octets
-    V: object
     dim_k: int
     dim_v: int
     heads: int        # of a block
@@ -84,7 +81,7 @@ class Constants(NamedTuple):
 def shared_layout(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) -> Shared:
     n_tiles, n_blocks = -(-heads // TILE), -(-dim_k // CHANNELS)
     n_queries = n_blocks * (256 + MOST_HEADS)
-    sizes = (WARPS * FORMS[type_k].section(dim_k, STEP), WARPS * FORMS[type_v].section(dim_v, SECTION), WARPS * MOST_HEADS,
+    sizes = (WARPS * FORMS[type_k].key_area(dim_k), WARPS * FORMS[type_v].value_area(dim_v), WARPS * MOST_HEADS,
              WARPS * MOST_HEADS, MOST_HEADS, MOST_HEADS, PIECE, 2 * TILE * PLANE * (n_tiles == 1),
              max(heads * PIECE, n_queries if n_tiles == 1 else 0))
     *places, n_words = accumulate(sizes, initial=0)
@@ -93,8 +90,8 @@ def shared_layout(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) 
 
 
 def constants(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int) -> Constants:
-    return Constants(FORMS[type_k].octets, FORMS[type_v].octets, dim_k, dim_v, heads, -(-heads // TILE), -(-dim_k // CHANNELS),
-                     2 * -(-dim_v // CHANNELS), shared_layout(type_k, type_v, dim_k, dim_v, heads))
+    return Constants(dim_k, dim_v, heads, -(-heads // TILE), -(-dim_k // CHANNELS), 2 * -(-dim_v // CHANNELS),
+                     shared_layout(type_k, type_v, dim_k, dim_v, heads))
 
 
 # The stages. s: the shared memory of the block, int32, laid out as `Shared`. Local arrays lie in registers: raw u32, what a lane
@@ -131,53 +128,22 @@ def query_reader(const: Constants):
     return load, words
 
 
-def scorer(const: Constants):
+def scorer(const: Constants, octet_words: int, scale_key, limbs):
     """(raw, step, q, q_d, lane, s, mask, x): x of keys 2 step and 2 step + 1 = scores of the lane's heads with the keys in raw,
     blocks of 64 channels added in order from +0: d_k, 16256 / amax = scales(amax of the key's 64 channels); exact sums HH and
     `rest` of limbs of lifted(mul(k, 16256 / amax)) and of the query; x = fma(mul(fixed_point, d_q scale), d_k, x). A key lies
-    with four lanes, which exchange amaxes and divide for one block of one key each. q, q_d: as of `query_reader`; mask: of
-    `masked_limbs`."""
-    n_blocks, n_tiles, k_words, (_, words) = const.n_blocks, const.n_tiles, const.K.n_words, query_reader(const)
-    amax_of, merge, pattern, values = const.K[3:]
-    row_words = 2 * n_blocks * k_words
-
-    @device
-    def octet_limbs(raw, at, inv, mask):
-        x = values(raw, at)
-        a, b = limbs4_masked((x[0], x[1], x[2], x[3]), inv, mask), limbs4_masked((x[4], x[5], x[6], x[7]), inv, mask)
-        return a[0], b[0], a[1], b[1]
-
-    @device
-    def state(raw, i, b):
-        at = i * row_words + b * 2 * k_words
-        return amax_of(amax_of(Z, raw, at), raw, at + k_words)
-
-    @device
-    def block_scales(raw, lane):
-        """Of one block of one key of this group of four lanes: block t >> 1 of its key t & 1."""
-        odd = lane & 1
-        if n_blocks == 1:
-            one, two = state(raw, 0, 0), state(raw, 1, 0)
-            m = merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
-            m = merge(m, shuffle(m, lane ^ 2))
-        else:
-            second = lane & 2
-            a, b = state(raw, 0, 0), state(raw, 0, 1)
-            one = merge(b if second else a, shuffle(a if second else b, lane ^ 2))
-            a, b = state(raw, 1, 0), state(raw, 1, 1)
-            two = merge(b if second else a, shuffle(a if second else b, lane ^ 2))
-            m = merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
-        d, inv = scales(pattern(m))
-        return as_i32(d), as_i32(inv)
+    with four lanes, each of which divides for one block of one key. q, q_d: as of `query_reader`; mask: of `masked_limbs`.
+    octet_words, scale_key, limbs: of `flash_attn_ext_rows`."""
+    n_blocks, n_tiles, (_, words) = const.n_blocks, const.n_tiles, query_reader(const)
+    block_words, row_words = 2 * octet_words, 2 * n_blocks * octet_words
 
     @device
     def add_block(raw, b, d, inv, step, q, q_d, lane, s, mask, x):
-        at, from_lane = b * 2 * k_words, (lane & 28) + 2 * b
+        at, from_lane = b * block_words, (lane & 28) + 2 * b
         inv_0, inv_1 = as_f32(shuffle(inv, from_lane)), as_f32(shuffle(inv, from_lane + 1))
         d_0, d_1 = as_f32(shuffle(d, from_lane)), as_f32(shuffle(d, from_lane + 1))
-        k, r = octet_limbs(raw, at, inv_0, mask), octet_limbs(raw, at + row_words, inv_1, mask)
-        u, w = (octet_limbs(raw, at + k_words, inv_0, mask),
-                octet_limbs(raw, at + k_words + row_words, inv_1, mask))
+        k, u = limbs(raw, at, inv_0, mask)
+        r, w = limbs(raw, at + row_words, inv_1, mask)
         for j in range(n_tiles):
             y = words(j, b, lane, s, q, q_d)
             c = mma32(k[0], r[0], k[1], r[1], y[0], y[1], Z, Z, Z, Z)
@@ -192,7 +158,8 @@ def scorer(const: Constants):
     def score(raw, step, q, q_d, lane, s, mask, x):
         for j in range(n_tiles):
             x[4 * j + 2 * step] = x[4 * j + 2 * step + 1] = ZERO
-        d, inv = block_scales(raw, lane)
+        d, inv = scale_key(raw, lane)
+        d, inv = as_i32(d), as_i32(inv)
         add_block(raw, 0, d, inv, step, q, q_d, lane, s, mask, x)
         if n_blocks > 1:
             add_block(raw, 1, d, inv, step, q, q_d, lane, s, mask, x)
@@ -210,22 +177,15 @@ def max_row_patterns(m, lane):
     return max_pattern(max_pattern(max_pattern(m, lane ^ 4), lane ^ 8), lane ^ 16)
 
 
-def value_scaler(const: Constants, amax):
+def value_scaler(const: Constants, scale_value):
     """(lane, warp, s, at, d_v): d_v, f32 [4], of keys 4 g .. 4 g + 3; 16256 / amax of key 4 g + t to `inv`, which a barrier
-    follows. d_v, 16256 / amax = scales(amax of all channels of a value). A value lies with four lanes, which exchange amaxes and
-    divide for one key each. amax, at: as of `flash_attn_ext_rows`."""
-    merge, pattern, where = const.V.merge, const.V.pattern, const.where
+    follows. d_v, 16256 / amax = scales(amax of all channels of a value). scale_value, at: of `flash_attn_ext_rows`."""
+    where = const.where
 
     @device
     def scale_values(lane, warp, s, at, d_v):
         lane, warp = afresh(lane), afresh(warp)  # here and below: places are made where they are used, registers are for values
-        second, odd = lane & 2, lane & 1
-        a, b = amax(s, at, warp, 0, lane), amax(s, at, warp, 1, lane)
-        c, d = amax(s, at, warp, 2, lane), amax(s, at, warp, 3, lane)
-        one = merge(c if second else a, shuffle(a if second else c, lane ^ 2))
-        two = merge(d if second else b, shuffle(b if second else d, lane ^ 2))
-        m = merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
-        own, inv = scales(pattern(m))
+        own, inv = scale_value(s, at, warp, lane)
         put(s, where.inv + SECTION * warp + lane, inv)
         for i in range(4):
             d_v[i] = as_f32(shuffle(as_i32(own), (lane & 28) + i))
@@ -282,14 +242,14 @@ def flash_attn_ext_narrow_kernel(type_k, type_v, dim_k, dim_v, heads, parts, res
     takes."""
     const = constants(type_k, type_v, dim_k, dim_v, heads)
     n_tiles, n_blocks, n_own, where = const.n_tiles, const.n_blocks, const.n_own, const.where
-    n_k_raw, n_scores, n_query_words = 4 * n_blocks * const.K.n_words, 4 * n_tiles, 4 * n_blocks
-    n_outputs, n_sums, (load_queries, _) = n_tiles * n_own, 4 * n_tiles * n_own, query_reader(const)
     form_k, form_v = FORMS[type_k], FORMS[type_v]
-    (fetch_keys, take_keys), (fetch_values, amax_of_value, take4) = form_k.keys(dim_k), form_v.values(dim_v)
-    k_words, v_words, key_area = form_k.words(dim_k), form_v.words(dim_v), form_k.section(dim_k, STEP)
-    value_area = form_v.section(dim_v, SECTION)
-    load_query_block, score, scale_values = query_loader(const), scorer(const), value_scaler(const, amax_of_value)
-    weigh, capped, ring = weigher(const, take4, form_v.value(dim_v)), capping(softcap), ring_of(is_ring)
+    n_k_raw, n_scores, n_query_words = 4 * n_blocks * form_k.octet_words, 4 * n_tiles, 4 * n_blocks
+    n_outputs, n_sums, (load_queries, _) = n_tiles * n_own, 4 * n_tiles * n_own, query_reader(const)
+    (fetch_keys, take_keys, *of_keys), (fetch_values, scale_value, take4, value) = form_k.keys(dim_k), form_v.values(dim_v)
+    k_words, v_words, key_area = form_k.words(dim_k), form_v.words(dim_v), form_k.key_area(dim_k)
+    load_query_block, score = query_loader(const), scorer(const, form_k.octet_words, *of_keys)
+    scale_values, weigh = value_scaler(const, scale_value), weigher(const, take4, value)
+    value_area, capped, ring = form_v.value_area(dim_v), capping(softcap), ring_of(is_ring)
     n_groups = THREADS // N_THREADS
     quantize_chunk = chunk_quantizer(n_groups)
     alone, v_row, n_chunks = result != "pieces", stride(dim_v), heads * dim_v // CHUNK

@@ -4,13 +4,17 @@ to registers (`fixed_point.Octets`), or the same few channels of four neighbouri
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .fixed_point import CHANNELS, OCTETS, Octets, TOP_BITS
-from .ptx import (add2, amax2, as_f32, as_i32, copy1, copy2, copy4, device, dp4a, f16_high_to_f32, f16_to_f32, f32, fma, i32,
-                  i64, lds, lds2, lds4, moved, mul, prmt, u32)
-from .set_rows import larger
+from .fixed_point import CHANNELS, OCTETS, ZERO, lifted, masked_limbs, scales
+from .ptx import (amax2, as_f32, as_i32, copy1, copy2, copy4, device, dp4a, f16_high_to_f32, f16_to_f32, f32, fma, i32, i64, lds,
+                  lds2, lds4, moved, mul, prmt, shuffle, sts, u32)
+from .quantize import full_over
+from .set_rows import INFINITY_BITS, NAN, Q8_LIMIT
 
+SHARE = f32(1 / 128)
 BIASED, MINUS_BIAS = i32(0x4b400000), f32(-12582912)  # an integer added to the bits of 1.5 2^23 is added to the float
+STEP = 16     # rows of keys that a warp copies at once
 SECTION = 32  # rows of values that a warp copies; lane t of four reads those of the t-th warp
+OCTET = OCTETS["f16"]
 
 
 class Cache(NamedTuple):
@@ -33,22 +37,24 @@ def words_at(cache, cell, n):
 
 class Form(NamedTuple):
     """Of a cache's type."""
-    words: Callable          # (channels) -> words of a row
-    section: Callable        # (channels of a head, rows) -> words of shared memory for so many rows of one
-    keys: Callable           # (dim) -> (fetch, take), below
-    values: Callable         # (dim) -> (fetch, amax, take4)
-    octets: Octets           # how an octet in registers is read
-    value: Callable          # (dim) -> function, below
+    words: Callable       # (channels) -> words of a row
+    key_area: Callable    # (dim) -> words of shared memory for a warp's keys of a head of `dim` channels
+    value_area: Callable  # (dim) -> for its values
+    octet_words: int      # of an octet in registers
+    keys: Callable        # (dim) -> (fetch, take, scale, limbs), below
+    values: Callable      # (dim) -> (fetch, scale, take4, value)
 
 
-# fetch (cache, key, position, lane, s, at) asks for a warp's rows of a head of `dim` channels, to word `at` of s, the block's
-# shared memory, int32; a row lies at `position` where it would be behind that.
+# fetch (cache, key, position, lane, s, at) asks for a warp's rows of a head, to word `at` of s, the block's shared memory, int32;
+# a row lies at `position` where it would be behind that. scale gives (d, 16256 / amax), `scales` of an amax.
 #     keys: 16 rows, 2 g + e that of position key + 4 g + e. take (s, at, lane, raw) -> raw, u32 array: of rows 2 g and 2 g + 1
-#     octets t + 4 j, all j; zeros behind a row's end.
-#     values: 32 rows, from position `key` on, the warp's section of four. amax (s, at, section, i, lane) -> the state, as of
-#     `Octets.amax`, of a quarter of row 4 g + i, all of which lanes 4 g .. 4 g + 3 have. take4 (s, at, section, pair, half, lane,
-#     raw) -> raw: of four rows of section t, from 8 pair + 4 half on, the lane's channels: 32 section + 4 g .. 4 g + 3 where
-#     dim > 64, else 16 section + 2 g and 2 g + 1. value (raw, i, c) -> the float of row i and channel c of these.
+#     octets t + 4 j, all j; zeros behind a row's end. scale (raw, lane): of row 2 g + (t & 1) and of 64 channels, the first or,
+#     where dim > 64 and t > 1, the others. limbs (raw, at, inv, mask) -> of two octets, the first at word `at` of raw, the
+#     words of high limbs and those of low limbs of lifted(mul(k, inv)), four together; mask: of `masked_limbs`.
+#     values: 32 rows, from position `key` on, the warp's section of four. scale (s, at, section, lane): of row `lane`.
+#     Behind it and a barrier, take4 (s, at, section, pair, half, lane, raw) -> raw: of four rows of section t, from
+#     8 pair + 4 half on, the lane's channels: 32 section + 4 g .. 4 g + 3 where dim > 64, else 16 section + 2 g and 2 g + 1.
+#     value (raw, i, c) -> the float of row i and channel c of these.
 
 @device
 def key_offset(row):
@@ -67,6 +73,11 @@ FLIP = 16
 @device
 def flipped(word, has_4):
     return i32(word ^ FLIP) if has_4 else word
+
+
+def f16_rows(dim, rows):
+    """Words of so many rows."""
+    return rows * 32 * -(-dim // CHANNELS)
 
 
 def f16_fetcher(dim, n_rows, is_key):
@@ -108,7 +119,42 @@ def f16_keys(dim):
                     w = lds4(s, flipped(word, j & 1) + e * row_words + 32 * (j >> 1))
                 raw[first], raw[first + 1], raw[first + 2], raw[first + 3] = u32(w[0]), u32(w[1]), u32(w[2]), u32(w[3])
                 first += 4
-    return fetch, take
+
+    @device
+    def quarter(raw, i, b):
+        """Of one of four lanes, as `Octets.amax`: of 64 channels b of row i."""
+        at = n_octets * i + 8 * b
+        return OCTET.amax(OCTET.amax(i32(0), raw, at), raw, at + 4)
+
+    @device
+    def scale(raw, lane):
+        """A row lies with four lanes, which exchange what they have."""
+        odd = lane & 1
+        if n_octets == 8:
+            one, two = quarter(raw, 0, 0), quarter(raw, 1, 0)
+            m = OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
+            m = OCTET.merge(m, shuffle(m, lane ^ 2))
+        else:
+            second = lane & 2
+            a, b = quarter(raw, 0, 0), quarter(raw, 0, 1)
+            one = OCTET.merge(b if second else a, shuffle(a if second else b, lane ^ 2))
+            a, b = quarter(raw, 1, 0), quarter(raw, 1, 1)
+            two = OCTET.merge(b if second else a, shuffle(a if second else b, lane ^ 2))
+            m = OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
+        return scales(OCTET.pattern(m))
+    return fetch, take, scale, f16_limbs
+
+
+@device
+def limbs8(x, inv, mask):
+    a = masked_limbs(lifted(x[0], inv), lifted(x[1], inv), lifted(x[2], inv), lifted(x[3], inv), mask)
+    b = masked_limbs(lifted(x[4], inv), lifted(x[5], inv), lifted(x[6], inv), lifted(x[7], inv), mask)
+    return a[0], b[0], a[1], b[1]
+
+
+@device
+def f16_limbs(raw, at, inv, mask):
+    return limbs8(OCTET.values(raw, at), inv, mask), limbs8(OCTET.values(raw, at + 4), inv, mask)
 
 
 def f16_values(dim):
@@ -120,7 +166,7 @@ def f16_values(dim):
         fetch_rows(cache, key, position, lane, i32(2 * section), s, at)
 
     @device
-    def amax(s, at, section, i, lane):
+    def quarter(s, at, section, i, lane):
         t, state = i32(lane & 3), u32(0)
         word = i32(at + (lane & 28) * row_words + 4 * (t ^ (lane & 4) ^ (2 * section)))
         for j in range(n_octets // 4):
@@ -128,6 +174,16 @@ def f16_values(dim):
                 w = lds4(s, flipped(word, j & 1) + i * row_words + 32 * (j >> 1))
                 state = amax2(amax2(amax2(amax2(state, u32(w[0])), u32(w[1])), u32(w[2])), u32(w[3]))
         return i32(state)
+
+    @device
+    def scale(s, at, section, lane):
+        """A row lies with four lanes, which exchange what they have of four rows."""
+        second, odd = lane & 2, lane & 1
+        a, b = quarter(s, at, section, 0, lane), quarter(s, at, section, 1, lane)
+        c, d = quarter(s, at, section, 2, lane), quarter(s, at, section, 3, lane)
+        one = OCTET.merge(c if second else a, shuffle(a if second else c, lane ^ 2))
+        two = OCTET.merge(d if second else b, shuffle(b if second else d, lane ^ 2))
+        return scales(OCTET.pattern(OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))))
 
     @device
     def take4(s, at, section, pair, half, lane, raw):
@@ -142,39 +198,43 @@ def f16_values(dim):
                 raw[2 * i], raw[2 * i + 1] = u32(w[0]), u32(w[1])
             else:
                 raw[i] = u32(lds(s, place))
-    return fetch, amax, take4
-
-
-def f16_value(dim):
-    n_words = -(-dim // CHANNELS)
 
     @device
     def value(raw, i, c):
-        w = raw[n_words * i + (c >> 1)]
+        w = raw[n_octets // 8 * i + (c >> 1)]
         return f16_high_to_f32(w) if c & 1 else f16_to_f32(w)
-    return value
+    return fetch, scale, take4, value
 
 
 # q8_0: a row of 64 channels is 17 words, of 128 34. Every second block of 32 begins in the middle of a word. In registers an
-# octet is its levels and d as a float.
+# octet is its levels and d as a float, in whose order they are as integers.
+#
+# Whoever wrote a block, one of its levels is 127 or -127, or d is 0 or NaN (numerics, section 7). So the amax of some blocks is
+# mul(127, d) of their largest d, and `scales` of it d / 128 and 128 / d, rounded. A level of that block becomes 128 times itself,
+# since the roundings of `lifted` do not reach another integer: the level is the high limb, the low limb is zero.
 
 def q8_0_words(dim):
     return dim // CHANNELS * 17
 
 
-def q8_0_stride(dim):
+def q8_0_stride(dim, is_key):
     """From one row to the next one, but for every eighth."""
-    return 18 * (dim // CHANNELS)
+    return (18 if is_key else 17) * (dim // CHANNELS)
 
 
-def q8_0_section(dim, rows):
-    """The rows, and eight words: two for each eight of rows, and so that sections begin in different banks."""
-    return rows * q8_0_stride(dim) + 8
+def q8_0_rows(dim, is_key):
+    """Words of a warp's rows and eight: two for each eight of 32 rows, and so that sections begin in different banks."""
+    return (STEP if is_key else SECTION) * q8_0_stride(dim, is_key) + 8
 
 
-def q8_0_place(dim):
-    """(eight, row) -> the word of row 8 eight + row; of the rows 4 g + i that lanes read together all lie in different banks."""
-    stride = q8_0_stride(dim)
+def q8_0_section(dim):
+    """Words of a warp's values and, behind them, d of their blocks: f32 [block][row]."""
+    return q8_0_rows(dim, False) + dim // 32 * SECTION
+
+
+def q8_0_place(dim, is_key):
+    """(eight, row) -> the word of row 8 eight + row; of the rows of values 4 g + i, for all g, all lie in different banks."""
+    stride = q8_0_stride(dim, is_key)
     return device(lambda eight, row: i32(eight * (8 * stride + 2) + row * stride))
 
 
@@ -184,23 +244,37 @@ def q8_0_block(b):
     return i32(17 * (b >> 1) + 8 * (b & 1))
 
 
-def q8_0_fetcher(dim, n_rows, is_key):
+def q8_0_fetcher(dim, is_key):
     """A half warp copies 16 of 17 parts of a row, and lanes the last ones of a row each."""
-    width, place = dim // CHANNELS, q8_0_place(dim)
+    width, n_rows, place = dim // CHANNELS, STEP if is_key else SECTION, q8_0_place(dim, is_key)
     copy_part = copy1 if width == 1 else copy2
 
     @device
-    def fetch_part(cache, row, key, position, part, s, at):
-        cell = smaller(i32(key + (key_offset(row) if is_key else row)), position)
-        copy_part(s, at + place(row >> 3, row & 7) + width * part, words_at(cache, cell, 4 * width * part), 0)
-
-    @device
     def fetch(cache, key, position, lane, s, at):
-        for i in range(n_rows // 2):
-            fetch_part(cache, i32(2 * i + (lane >> 4)), key, position, i32(lane & 15), s, at)
+        lane = i32(lane & 31)  # of which the compiler knows that
+        second, part = i32(lane >> 4), i32(width * (lane & 15))
+        own, first = i32(at + place(0, second) + part), i32(key + second)
+        for i in range(0, n_rows, 2):
+            cell = smaller(i32(first + (2 * i if is_key else i)), position)
+            copy_part(s, own + place(i >> 3, i & 7), words_at(cache, cell, 4 * part), 0)
         if lane < n_rows:
-            fetch_part(cache, lane, key, position, i32(16), s, at)
+            cell = smaller(i32(key + (key_offset(lane) if is_key else lane)), position)
+            copy_part(s, at + place(lane >> 3, lane & 7) + 16 * width, words_at(cache, cell, 64 * width), 0)
     return fetch
+
+
+@device
+def larger_d(a, b):
+    """Of two floats that are not negative, or NaN, which is above all, as words."""
+    return i32(max(i32(a), i32(b)))
+
+
+@device
+def q8_0_scale(d):
+    """d: the largest one of the blocks. A float16 is above `SMALLEST`, or 0."""
+    used = 0 < d < INFINITY_BITS
+    x = as_f32(d)
+    return mul(x, SHARE) if d < INFINITY_BITS else NAN, full_over(mul(x, Q8_LIMIT)) if used else ZERO
 
 
 @device
@@ -216,7 +290,7 @@ def q8_0_octet(s, block, octet, odd, raw, at):
 
 
 def q8_0_keys(dim):
-    n_octets, place, stride = dim // 32, q8_0_place(dim), q8_0_stride(dim)  # octets of a lane and row
+    n_octets, place, stride = dim // 32, q8_0_place(dim, True), q8_0_stride(dim, True)  # octets of a lane and row
 
     @device
     def take(s, at, lane, raw):
@@ -224,44 +298,72 @@ def q8_0_keys(dim):
         for e in range(2):
             for j in range(n_octets):
                 q8_0_octet(s, i32(row + e * stride + q8_0_block(j)), i32(lane & 3), j & 1, raw, 3 * (e * n_octets + j))
-    return q8_0_fetcher(dim, 16, True), take
+
+    @device
+    def larger_of(raw, i, b):
+        at = 3 * (n_octets * i + 2 * b)
+        return larger_d(raw[at + 2], raw[at + 5])
+
+    @device
+    def scale(raw, lane):
+        d = larger_of(raw, 1, 0) if lane & 1 else larger_of(raw, 0, 0)
+        if n_octets == 4:
+            e = larger_of(raw, 1, 1) if lane & 1 else larger_of(raw, 0, 1)
+            d = e if lane & 2 else d
+        return q8_0_scale(d)
+    return q8_0_fetcher(dim, True), take, scale, q8_0_limbs
+
+
+@device
+def q8_0_limbs(raw, at, inv, mask):
+    """Those of the block with the smaller d are made."""
+    first, made = i32(raw[at + 2]) >= i32(raw[at + 5]), inv != 0
+    a, b = raw[at] if first else raw[at + 3], raw[at + 1] if first else raw[at + 4]
+    x = u32(a if made else 0), u32(b if made else 0), u32(0), u32(0)
+    y = limbs8(_q8_0_values(raw[at + 3] if first else raw[at], raw[at + 4] if first else raw[at + 1],
+                            as_f32(i32(raw[at + 5] if first else raw[at + 2]))), inv, mask)
+    return (x if first else y), (y if first else x)
 
 
 def q8_0_values(dim):
-    n_blocks, place, stride, n_section = dim // 32, q8_0_place(dim), q8_0_stride(dim), q8_0_section(dim, SECTION)
-    fetch_rows, n_words = q8_0_fetcher(dim, SECTION, False), 2 * n_blocks  # of a lane, of a row
+    n_blocks, place, stride, n_section = dim // 32, q8_0_place(dim, False), q8_0_stride(dim, False), q8_0_section(dim)
+    fetch_rows, floats = q8_0_fetcher(dim, False), q8_0_rows(dim, False)
 
     @device
     def fetch(cache, key, position, lane, section, s, at):
         fetch_rows(cache, key, position, lane, s, at)
 
     @device
-    def amax(s, at, section, i, lane):
-        """Of 128 channels a block, of 64 half of one. Where it begins in the middle of a word, so does the end of its last."""
-        part = i32(lane & 3)
-        b, later = (part, i32(0)) if n_blocks == 4 else (i32(part >> 1), i32(4 * (part & 1)))
-        block, odd = i32(at + place(i32(lane >> 3), i32((lane & 4) + i)) + q8_0_block(b)), i32(b & 1)
-        d, first = u32(lds(s, block)), i32(block + later)
-        most = larger_level(u32(0), prmt(u32(lds(s, first)), u32(lds(s, first + n_words)), u32(0x7654 if odd else 0x5432)))
-        for w in range(1, n_words):
-            most = larger_level(most, u32(lds(s, first + w)))
-        return larger(i32(0), mul(f16_to_f32(u32(d >> u32(16 * odd))), level_of(most)))
+    def scale(s, at, section, lane):
+        row, most = at + place(i32(lane >> 3), i32(lane & 7)), i32(0)
+        for b in range(n_blocks):
+            w = u32(lds(s, i32(row + q8_0_block(b))))
+            d = as_i32(f16_high_to_f32(w) if b & 1 else f16_to_f32(w))
+            sts(s, at + floats + SECTION * b + lane, d)
+            most = larger_d(most, d)
+        return q8_0_scale(most)
 
     @device
     def take4(s, at, section, pair, half, lane, raw):
         """A row: levels, d."""
-        g, begin = i32(lane >> 2), at + i32(lane & 3) * n_section + place(pair, 4 * half)
+        g, begin = i32(lane >> 2), at + i32(lane & 3) * n_section
         b = section if n_blocks == 4 else i32(section >> 1)
+        row, odd = i32(begin + place(pair, 4 * half) + q8_0_block(b)), i32(b & 1)
+        d = lds4(s, begin + floats + SECTION * b + 8 * pair + 4 * half)
         for i in range(4):
-            block, odd = i32(begin + i * stride + q8_0_block(b)), i32(b & 1)
             if n_blocks == 4:
-                first = i32(block + g + odd)
+                first = i32(row + i * stride + g + odd)
                 raw[2 * i] = prmt(u32(lds(s, first)), u32(lds(s, first + 1)), u32(0x3210 if odd else 0x5432))
             else:
                 at_half = i32(8 * (section & 1) + g + 1 + odd)  # of a word, from d's on
-                raw[2 * i] = u32(u32(lds(s, block + (at_half >> 1))) >> u32(16 * (at_half & 1)))
-            raw[2 * i + 1] = u32(as_i32(f16_to_f32(u32(u32(lds(s, block)) >> u32(16 * odd)))))
-    return fetch, amax, take4
+                raw[2 * i] = u32(u32(lds(s, row + i * stride + (at_half >> 1))) >> u32(16 * (at_half & 1)))
+            raw[2 * i + 1] = u32(d[i])
+
+    @device
+    def value(raw, i, c):
+        d = as_f32(i32(raw[2 * i + 1]))
+        return _q8_0_value(raw[2 * i], c, d, mul(d, MINUS_BIAS))
+    return fetch, scale, take4, value
 
 
 @device
@@ -270,48 +372,14 @@ def _q8_0_value(w, c, d, offset):
     return fma(as_f32(dp4a(i32(w), i32(1 << (8 * c)), BIASED)), d, offset)
 
 
-def q8_0_value(dim):
-    @device
-    def value(raw, i, c):
-        d = as_f32(i32(raw[2 * i + 1]))
-        return _q8_0_value(raw[2 * i], c, d, mul(d, MINUS_BIAS))
-    return value
-
-
 @device
-def larger_level(most, w):
-    """Of magnitudes of levels, as two float16: those of a word with."""
-    w = u32(w ^ TOP_BITS)
-    return amax2(amax2(most, _level_pair(w, 0x4140)), _level_pair(w, 0x4342))
-
-
-@device
-def level_of(most):
-    """The larger one, as a float."""
-    return f16_to_f32(amax2(most, prmt(most, most, 0x1032)))
-
-
-@device
-def _level_pair(w, selector):
-    """float16 of two levels, whose bytes have 128 added."""
-    return add2(prmt(w, 0x64646464, selector), 0xe480e480)
-
-
-@device
-def _q8_0_amax(state, raw, at):
-    return larger(state, mul(as_f32(i32(raw[at + 2])), level_of(larger_level(larger_level(u32(0), raw[at]), raw[at + 1]))))
-
-
-@device
-def _q8_0_values(raw, at):
-    a, b, d = raw[at], raw[at + 1], as_f32(i32(raw[at + 2]))
+def _q8_0_values(a, b, d):
     offset = mul(d, MINUS_BIAS)
     return (_q8_0_value(a, 0, d, offset), _q8_0_value(a, 1, d, offset), _q8_0_value(a, 2, d, offset),
             _q8_0_value(a, 3, d, offset), _q8_0_value(b, 0, d, offset), _q8_0_value(b, 1, d, offset),
             _q8_0_value(b, 2, d, offset), _q8_0_value(b, 3, d, offset))
 
 
-FORMS = {"f16": Form(lambda n: n // 2, lambda dim, rows: rows * 32 * -(-dim // CHANNELS), f16_keys, f16_values, OCTETS["f16"],
-                     f16_value),
-         "q8_0": Form(q8_0_words, q8_0_section, q8_0_keys, q8_0_values,
-                      OCTETS["q8_0"]._replace(amax=_q8_0_amax, values=_q8_0_values), q8_0_value)}
+FORMS = {"f16": Form(lambda n: n // 2, lambda dim: f16_rows(dim, STEP), lambda dim: f16_rows(dim, SECTION), 4, f16_keys,
+                     f16_values),
+         "q8_0": Form(q8_0_words, lambda dim: q8_0_rows(dim, True), q8_0_section, 3, q8_0_keys, q8_0_values)}

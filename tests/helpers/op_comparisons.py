@@ -287,13 +287,22 @@ def filled_cache(name: str, type_: str, n_cells: int, cells: np.ndarray, x: np.n
     return replace(empty, arrays=define("set_rows", empty, x, cells)[0])
 
 
+# Types, dims, factors and special values of q8_0 blocks, as of `check_flash_attn_ext`: far apart and zeros; a d of 0 of levels
+# that are not 0, also under a query so large that their product would be infinite; an infinite d of a score that would be -inf
+SCALES_OF_Q8_0 = [
+    (("q8_0", "q8_0"), (128, 128), (1, 2.0**-12, 0.125, 0, 1e-9), ()), (("q8_0", "f16"), (64, 64), (1, 1e-3), ()),
+    (("q8_0", "q8_0"), (64, 64), (1e-9,), (("q", 0, 3, 3e38),)),
+    (("q8_0", "q8_0"), (128, 128), (1,), (("k", 0, 1, 1e9), ("q", 0, 3, -1), ("v", 0, 2, 1)))]
+
+
 def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), special=(), shape=None, window=0, sinks=False,
-                         latent=False, act=False, softcap=0.0, ring=0) -> None:
+                         latent=False, act=False, softcap=0.0, ring=0, factors=()) -> None:
     """types: of K and V. tokens: (sequence, position) of each query. heads: (n_head, n_head_kv). dims: of K and V. holes:
     (sequence, position) of keys that are missing. special: ("q", "k" or "v", sequence, position, value) puts a value into channel
     1 of all heads of that row. Missing and later keys are NaN in the cache. shape: an AttentionShape other than the one that is
     chosen. latent: V is K's cache, of one KV head.
-    act: flash_attn_ext_act. ring: cells of a sequence, where they are fewer than positions."""
+    act: flash_attn_ext_act. ring: cells of a sequence, where they are fewer than positions. factors: one of them, at random, is
+    what each 32 channels of a key or a value are multiplied by."""
     op, (n_head, n_head_kv), (dim_k, dim_v), n = "flash_attn_ext_act" if act else "flash_attn_ext", heads, dims, len(tokens)
     name, rng = case(op, types=types, tokens=tokens[:4], n=n, heads=heads, dims=dims, n_ctx=n_ctx, holes=list(holes)[:4],
                      special=special, shape=shape, window=window, sinks=sinks, latent=latent,
@@ -307,6 +316,9 @@ def check_flash_attn_ext(machine, types, tokens, heads, dims, n_ctx, holes=(), s
         present[s, p] = 0
     q, cells = activations(n * n_head, dim_k, rng).reshape(n, n_head, dim_k), np.flatnonzero(present)
     k, v = (activations(len(cells) * n_head_kv, dim, rng).reshape(len(cells), n_head_kv, dim) for dim in dims)
+    if factors:
+        for x in (k, v):
+            x *= np.repeat(rng.choice(np.float32(factors), (*x.shape[:2], x.shape[2] // 32)), 32, axis=2)
     for what, s, p, value in special:
         if what == "q":
             q[tokens.index((s, p)), :, 1] = value

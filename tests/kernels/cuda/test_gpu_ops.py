@@ -16,7 +16,7 @@ from ggml_py.ops.compose import GATINGS
 from expert_comparisons import check_experts
 from matmul_comparisons import (SPECIAL, check_add_rms_norm_mul_mat, check_add_rms_norm_topk_moe, check_mul_mat_argmax,
                                 check_mul_mat_bias, check_mul_mat_glu, check_mul_mat_qkv)
-from op_comparisons import (check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy,
+from op_comparisons import (SCALES_OF_Q8_0, check_add_rms_norm, check_add_rms_norm_act, check_argmax, check_binary, check_cpy,
                             check_cpy_rows, check_draw, check_flash_attn_ext, check_glu, check_heads, check_log_soft_max,
                             check_mul_sigmoid_act, check_relu_sqr_act, check_rms_norm, check_rms_norm_act,
                             check_rms_norm_swiglu_act, check_rope, check_rope_set_rows, check_row_op, check_scale,
@@ -351,6 +351,13 @@ def test_flash_attn_ext_kernels(machine, types, heads):
         if shape.kernel == "narrow" and any(dim % whole[type_] for dim, type_ in zip(dims, types)):
             continue
         check_flash_attn_ext(machine, types, SEQUENCES, heads, dims, n_ctx=400, holes=HOLES, shape=shape)
+
+
+@pytest.mark.parametrize("types, dims, factors, special", SCALES_OF_Q8_0, ids=str)
+def test_flash_attn_ext_scales_of_q8_0(machine, types, dims, factors, special):
+    for shape in (AttentionShape("narrow", 1, 1), AttentionShape("few", 1, 1, 16), AttentionShape("tile", 1, 1, 4)):
+        check_flash_attn_ext(machine, types, [(0, 3), (0, 299)], (2, 2), dims, n_ctx=300, special=special, factors=factors,
+                             shape=shape)
 
 
 @pytest.mark.parametrize("types", list(product(TYPES, TYPES)), ids=str)

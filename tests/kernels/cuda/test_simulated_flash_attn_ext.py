@@ -25,7 +25,7 @@ from ggml_py.kernels.cuda.launch import RESERVED, even_bytes
 from ggml_py.kernels.cuda.set_rows import TYPES
 from ggml_py.testing import assert_bitwise_equal
 from matmul_comparisons import seeded
-from op_comparisons import check_flash_attn_ext
+from op_comparisons import SCALES_OF_Q8_0, check_flash_attn_ext
 from op_runs import GUARD_BYTES, POISON, define, result_arrays
 
 H200 = SimpleNamespace(n_multiprocessors=132, shared_limit=227 << 10, warpgroups=True)
@@ -218,6 +218,12 @@ def simulate_special(machine, kernel, n_warps, type_, special):
     dim = 64 if kernel == "narrow" else 32
     check_flash_attn_ext(machine, (type_, type_), [(0, 3)], (1, 1), (dim, dim), n_ctx=4, special=(special,),
                          shape=AttentionShape(kernel, 1, 1, n_warps))
+
+
+@pytest.mark.parametrize("types, dims, factors, special", SCALES_OF_Q8_0, ids=str)
+def simulate_scales_of_q8_0(machine, types, dims, factors, special):
+    check_flash_attn_ext(machine, types, [(0, 3), (0, 4)], (1, 1), dims, n_ctx=5, special=special, factors=factors,
+                         shape=AttentionShape("narrow", 1, 1))
 
 
 @pytest.mark.slow

@@ -206,6 +206,27 @@ def test_set_rows_q8_0_ties_and_limits():
     assert levels[5, :3].tolist() == [127, -127, 0]
 
 
+def test_q8_0_blocks_use_all_levels():
+    """`flash_attn_ext_rows` takes it that the amax of a block is 127 d."""
+    x = np.random.default_rng(0).integers(0, 2**32, (20000, 32), np.uint32).view(f32)
+    x[::2] = np.ldexp(f32(1) + x[::2].view(np.uint32) % 2**23 / f32(2**23), np.arange(10000)[:, None] % 277 - 149).astype(f32)
+    cells, = cache("cache", "q8_0", x).arrays
+    most, d = np.abs(cells[:, 2:].view(np.int8).astype(int)).max(axis=1), cells[:, :2].copy().view(np.float16)[:, 0]
+    used = np.isfinite(d) & (d != 0)
+    assert used.any() and (most[used] == 127).all() and ((most == 127) | (most == 0)).all()
+
+
+def test_levels_of_the_largest_q8_0_block():
+    """As `flash_attn_ext_rows` takes them for all d: scales (d / 128, div(16256, 127 d)), and 128 times a level."""
+    d = np.arange(1, 0x7c00, dtype=np.uint16).view(np.float16).astype(f32)
+    amax, levels = d * f32(127), np.arange(-127, 128, dtype=f32)
+    assert (amax / f32(16256) == d / f32(128)).all()
+    inv = f32(16256) / amax
+    for some in np.array_split(np.arange(len(d)), 16):
+        scaled = (d[some, None] * levels) * inv[some, None]
+        assert scaled.dtype == f32 and (np.rint(scaled) == 128 * levels).all()
+
+
 # Attention
 
 def attention_by_numpy(q, k, v, n_head_kv, seq, pos, present, scale, fixed_k, fixed_v):
