@@ -14,7 +14,7 @@ from ..arith import E2, E3, E4, E5, E6, EXP_MIN, LN2_HI, LN2_LO, LOG2E, ROUND
 from .launch import U16, U32
 from .ptx import add, amax2, as_f32, as_i32, device, f16_high_to_f32, f16_to_f32, f32, fma, i2f, i32, ld, ld4, mul, prmt, sub, u32
 from .quantize import full_over, over_full
-from .set_rows import BLOCK_HALVES, INFINITY_BITS, NAN, SMALLEST, larger
+from .set_rows import BLOCK, BLOCK_HALVES, INFINITY_BITS, NAN, Q8_LIMIT, SMALLEST, larger
 
 HIGH, ZERO, ONE = f32(16384), f32(0), f32(1)
 ROUND_BIASED = f32(ROUND + 127)  # leaves the nearest integer's exponent in the low bits
@@ -220,6 +220,25 @@ def _q8_0_amax(state, raw, at):
     return amax_of(state, _q8_0_values(raw, at))
 
 
+# Whoever wrote a block of q8_0, one of its levels is 127 or -127, or d is 0 or NaN (numerics, section 7). So the amax of some
+# blocks is mul(127, d) of their largest d, which as an integer is the largest, too: none is negative.
+
+@device
+def _q8_0_largest(state, raw, at):
+    return i32(max(state, i32(raw[at + 2])))
+
+
+@device
+def _q8_0_pattern(state):
+    return as_i32(mul(f16_to_f32(u32(state)), Q8_LIMIT))
+
+
 OCTETS = {"f16": Octets(U32, 4, _f16_load, _f16_amax, device(lambda a, b: i32(amax2(a, b))), _f16_pattern, _f16_values),
           "q8_0": Octets(U16, 3, _q8_0_load, _q8_0_amax, device(lambda a, b: a if a > b else b), device(lambda state: state),
                          _q8_0_values)}
+
+
+def octets_of(type_: str, dim: int) -> Octets:
+    """Of heads of `dim` channels."""
+    octets = OCTETS[type_]
+    return octets._replace(amax=_q8_0_largest, pattern=_q8_0_pattern) if type_ == "q8_0" and dim % BLOCK == 0 else octets

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from ..reference.flash_attn_ext import score_scale
-from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted,
-                          limb_pair, limbs, octet_loader, pair_mask, rest, scales, value_loader)
+from .fixed_point import (CHANNELS, HI, LO, MINUS_INFINITY, ZERO, fixed_point, key_loader, larger_float, lifted,
+                          limb_pair, limbs, octet_loader, octets_of, pair_mask, rest, scales, value_loader)
 from .flash_attn_ext_combine import (MOST_HEADS, PIECE, addresses, capping, first_piece, of_few_models, ring_of, sizes, span_of,
                                      statistics_at, stride)
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
@@ -221,7 +221,7 @@ class Constants(NamedTuple):
 
 
 def constants(type_k: str, type_v: str, dim_k: int, dim_v: int, heads: int, n_warps: int) -> Constants:
-    K, V, n_blocks, n_slabs = OCTETS[type_k], OCTETS[type_v], -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
+    K, V, n_blocks, n_slabs = octets_of(type_k, dim_k), octets_of(type_v, dim_v), -(-dim_k // CHANNELS), -(-dim_v // CHANNELS)
     halves = type_k == type_v == "f16"
     whole = max(dim_k, dim_v) <= (256 if halves else 128)
     const = Constants(K, V, dim_k, dim_v, heads, n_warps, halves, whole, n_blocks, n_slabs, slabs_at_once(dim_v, heads, n_warps),

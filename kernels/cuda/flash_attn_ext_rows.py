@@ -207,11 +207,11 @@ def f16_values(dim):
 
 
 # q8_0: a row of 64 channels is 17 words, of 128 34. Every second block of 32 begins in the middle of a word. In registers an
-# octet is its levels and d as a float, in whose order they are as integers.
+# octet is its levels and d as a float.
 #
-# Whoever wrote a block, one of its levels is 127 or -127, or d is 0 or NaN (numerics, section 7). So the amax of some blocks is
-# mul(127, d) of their largest d, and `scales` of it d / 128 and 128 / d, rounded. A level of that block becomes 128 times itself,
-# since the roundings of `lifted` do not reach another integer: the level is the high limb, the low limb is zero.
+# The amax of some blocks is mul(127, d) of their largest d (`fixed_point`), and `scales` of it d / 128 and 128 / d, rounded. A
+# level of that block becomes 128 times itself, since the roundings of `lifted` do not reach another integer: the level is the
+# high limb, the low limb is zero.
 
 def q8_0_words(dim):
     return dim // CHANNELS * 17

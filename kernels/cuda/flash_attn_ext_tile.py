@@ -25,15 +25,14 @@ from typing import NamedTuple
 from numba import cuda, types
 
 from ..reference.flash_attn_ext import score_scale
-from .fixed_point import (CHANNELS, MINUS_INFINITY, OCTETS, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, rest,
-                          scales, value_loader)
+from .fixed_point import (CHANNELS, MINUS_INFINITY, ZERO, fixed_point, key_loader, larger_float, lifted, limbs, octets_of,
+                          rest, scales, value_loader)
 from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_few_models, ring_of, sink, sizes, span_of,
                                      statistics_at)
 from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put, query_limbs
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, div, exp, f32, fma, i32, i64, ld, ld4, ldmatrix4,
-                  lds2,
-                  lds4, mma32, mul, nothing, shuffle, st, st4, sts, sts4, sub, syncwarp, u32)
+                  lds2, lds4, mma32, mul, nothing, shuffle, st, st4, sts, sts4, sub, syncwarp, u32)
 from .set_rows import larger
 
 ROWS = 16           # of a warp
@@ -133,8 +132,8 @@ class Constants(NamedTuple):
 
 
 def constants(type_k, type_v, dim_k, dim_v, heads, n_warps, split, sinks_there, softcap) -> Constants:
-    return Constants(OCTETS[type_k], OCTETS[type_v], dim_k, dim_v, heads, n_warps, split, sinks_there, softcap,
-                     -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps, split))
+    return Constants(octets_of(type_k, dim_k), octets_of(type_v, dim_v), dim_k, dim_v, heads, n_warps, split, sinks_there,
+                     softcap, -(-dim_k // CHANNELS), -(-dim_v // CHANNELS), shared_layout(dim_k, dim_v, n_warps, split))
 
 
 # The stages. s: the shared memory of the block, int32, laid out as `Shared`. Lane l = 4 g + t of a warp has rows g and g + 8 of

@@ -220,10 +220,11 @@ def simulate_special(machine, kernel, n_warps, type_, special):
                          shape=AttentionShape(kernel, 1, 1, n_warps))
 
 
+@pytest.mark.parametrize("kernel, n_warps", [("narrow", None), ("few", 16), ("tile", 4)])
 @pytest.mark.parametrize("types, dims, factors, special", SCALES_OF_Q8_0, ids=str)
-def simulate_scales_of_q8_0(machine, types, dims, factors, special):
+def simulate_scales_of_q8_0(machine, kernel, n_warps, types, dims, factors, special):
     check_flash_attn_ext(machine, types, [(0, 3), (0, 4)], (1, 1), dims, n_ctx=5, special=special, factors=factors,
-                         shape=AttentionShape("narrow", 1, 1))
+                         shape=AttentionShape(kernel, 1, 1, n_warps))
 
 
 @pytest.mark.slow

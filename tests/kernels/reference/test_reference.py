@@ -207,7 +207,7 @@ def test_set_rows_q8_0_ties_and_limits():
 
 
 def test_q8_0_blocks_use_all_levels():
-    """`flash_attn_ext_rows` takes it that the amax of a block is 127 d."""
+    """Kernels of CUDA take it that the amax of a block is 127 d (`fixed_point.octets_of`)."""
     x = np.random.default_rng(0).integers(0, 2**32, (20000, 32), np.uint32).view(f32)
     x[::2] = np.ldexp(f32(1) + x[::2].view(np.uint32) % 2**23 / f32(2**23), np.arange(10000)[:, None] % 277 - 149).astype(f32)
     cells, = cache("cache", "q8_0", x).arrays
