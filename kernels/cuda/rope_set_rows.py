@@ -2,15 +2,17 @@
 7).
 
 Blocks of four warps: x = token, y = first those of Q and of K, a warp a head, then those of V, a thread a value. A lane takes two
-pairs of a head at a time, and its partials of sum128; the tree is shuffles. Angles and norm weights, which no kernel writes, are
-asked for before the kernel before has ended.
+pairs of a head at a time, and its partials of sum128; the tree is shuffles. Heads for a q8_0 cache wait in shared memory, from
+where their warp takes 32 channels at a time. Angles and norm weights, which no kernel writes, are asked for before the kernel
+before has ended.
 """
-from numba import cuda
+from numba import cuda, types
 
+from .flash_attn_ext_few import get, put
 from .launch import F32, I32, I64, N, SCALAR_F32, Kernel, factory, need
-from .ptx import add, device, f32, fma, i32, i64, ld, mul, st, sub, wait_for_previous
+from .ptx import add, device, f32, fma, i32, i64, ld, mul, st, sub, syncwarp, wait_for_previous
 from .rms_norm import halve128, reciprocal, within
-from .set_rows import POINTERS, PUTS, at_address, in_cell
+from .set_rows import BLOCK, POINTERS, PUTS, at_address, in_cell, row_of
 
 LANES, HEADS = 32, 4
 
@@ -94,10 +96,11 @@ def rotation(put, reciprocal_of_head, norm, get_weight, load=ld):
 
 
 @factory([("f16", "f16", False, False), ("f32", "f16", False, False), ("f16", "f32", True, True), ("f16", "f16", True, False),
-          ("f16", "f16", False, True), ("f32", "f32", True, False)])
+          ("f16", "f16", False, True), ("f32", "f32", True, False), ("q8_0", "q8_0", False, True), ("q8_0", "f16", True, False)])
 def rope_set_rows_kernel(type_k, type_v, with_norms, indirect):
-    how, place = NORMS[with_norms], at_address if indirect else in_cell
-    rotate_q, rotate_k, put_v, of_pair = rotation(st, *how), rotation(PUTS[type_k], *how), PUTS[type_v], constants(how[2])
+    how, place, waits = NORMS[with_norms], at_address if indirect else in_cell, type_k not in PUTS
+    rotate_q, rotate_k, of_pair = rotation(st, *how), rotation(put if waits else PUTS[type_k], *how), constants(how[2])
+    (n_k, put_k), (n_v, put_v) = row_of(type_k), row_of(type_v)
 
     def kernel(q, k, v, q_norm, k_norm, pos, rope_table, dst_k, dst_v, q_out, cache_k, cache_v, n_head, n_head_kv, dim, half,
                neox, v_cols, eps):
@@ -117,21 +120,33 @@ def rope_set_rows_kernel(type_k, type_v, with_norms, indirect):
             head = i32((block - q_blocks) * HEADS + warp)
             if head < n_head_kv:
                 at = (i64(token) * n_head_kv + head) * dim
-                cell, to = place(cache_k, dst_k, token, n_head_kv * dim)
-                rotate_k(k, at, w, eps, cell, to + head * dim, rope_table, angles, dim, half, neox, first, second, lane)
+                cell, to = place(cache_k, dst_k, token, n_head_kv * dim // n_k)
+                if waits:
+                    s, own = cuda.shared.array(0, types.int32), i32(warp * dim)
+                    rotate_k(k, at, w, eps, s, own, rope_table, angles, dim, half, neox, first, second, lane)
+                    syncwarp()  # the head is there
+                    c = lane
+                    while c < dim:
+                        put_k(cell, to, i32(head * dim + c), get(s, own + c))
+                        c = i32(c + LANES)
+                else:
+                    rotate_k(k, at, w, eps, cell, to + head * dim, rope_table, angles, dim, half, neox, first, second, lane)
         else:
             column = i32(((block - q_blocks - k_blocks) * HEADS + warp) * LANES + lane)
             if column < v_cols:
-                cell, to = place(cache_v, dst_v, token, v_cols)
-                put_v(cell, to + column, ld(v, i64(token) * v_cols + column))
+                cell, to = place(cache_v, dst_v, token, v_cols // n_v)
+                put_v(cell, to, column, ld(v, i64(token) * v_cols + column))
     pointers = F32, F32, F32, F32, F32, I32, F32, I64, I64, F32, POINTERS[type_k], POINTERS[type_v]
     return Kernel(kernel, (*pointers, N, N, N, N, N, N, SCALAR_F32), n_threads=LANES * HEADS, n_blocks=12)
 
 
 def check(call):
     q, k, v, n_head, n_head_kv = call.q, call.k, call.v, call.n_head, call.n_head_kv
-    for what, cache in ("K", call.cache_k), ("V", call.cache_v):
+    for what, cache, channels_of, n_channels in (("K", call.cache_k, "head size", q.n_cols // n_head),
+                                                 ("V", call.cache_v, "columns", v.n_cols)):
         need(cache.dtype in POINTERS, f"type of {what}", cache.dtype, ", ".join(POINTERS))
+        need(cache.dtype != "q8_0" or n_channels % BLOCK == 0, f"{channels_of} of {what}", n_channels,
+             f"a multiple of {BLOCK} for q8_0")
     for what, found in ("n", q.n_rows), ("n_head", n_head), ("n_head_kv", n_head_kv), ("v_cols", v.n_cols):
         need(found >= 1, what, found, "at least 1")
     dim, n_rot = q.n_cols // n_head, 2 * call.table.shape[1]
@@ -148,9 +163,9 @@ def rope_set_rows(call):
     nothing is normed.
 
     q, q_out: f32 [n, n_head * channels], apart; k: f32 [n, n_head_kv * channels]; v: f32 [n, v_cols]; q_norm, k_norm: f32
-    [channels], or absent; pos: i32 [n]; table: f32 [n_ctx, n_rot / 2, 2]; cache_k, cache_v: f32 or f16 [cells, columns of k, of
-    v]; dst: i64 [n], no two equal, or, where slots are given, i64 [slots, n], addresses of rows, of cache_k in row slot_k, of
-    cache_v in row slot_v."""
+    [channels], or absent; pos: i32 [n]; table: f32 [n_ctx, n_rot / 2, 2]; cache_k, cache_v: f32, f16 or q8_0 [cells, columns of
+    k, of v]; dst: i64 [n], no two equal, or, where slots are given, i64 [slots, n], addresses of rows, of cache_k in row slot_k,
+    of cache_v in row slot_v."""
     q, k, v, cache_k, cache_v, n_head, n_head_kv = call.q, call.k, call.v, call.cache_k, call.cache_v, call.n_head, call.n_head_kv
     normed, indirect, (n, v_cols) = call.q_norm is not None, call.slot_k is not None, v.shape
     dst_k, dst_v = (call.dst.data + 8 * n * (slot if indirect else 0) for slot in (call.slot_k, call.slot_v))
@@ -159,4 +174,6 @@ def rope_set_rows(call):
     args = (q.data, k.data, v.data, q_norm.data, k_norm.data, call.pos.data, call.table.data, dst_k, dst_v, call.q_out.data,
             cache_k.data, cache_v.data, n_head, n_head_kv, q.n_cols // n_head, call.table.shape[1], int(call.neox), v_cols,
             call.eps if normed else 0.0)
-    return call.device.launch(rope_set_rows_kernel(cache_k.dtype, cache_v.dtype, normed, indirect), grid, (LANES, HEADS), args)
+    n_bytes = 4 * HEADS * (q.n_cols // n_head) if cache_k.dtype not in PUTS else 0
+    return call.device.launch(rope_set_rows_kernel(cache_k.dtype, cache_v.dtype, normed, indirect), grid, (LANES, HEADS), args,
+                              n_bytes)

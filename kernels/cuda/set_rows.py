@@ -1,7 +1,7 @@
 """The KV cache (numerics, section 7): set_rows writes rows as float32, float16 or q8_0; `cached` reads values back.
 
 A cache holds n_cells rows of k values, one after the other; q8_0 in blocks of 32 values (k is a multiple of 32): a half d and 32
-int8 levels. Blocks of the grid: x = row, y = 128 threads; a thread writes one value, or one block of q8_0.
+int8 levels. Blocks of the grid: x = row, y = 128 threads; a thread writes one value, a warp a block of q8_0.
 
 Where row i goes is data or part of the launch: set_rows reads the number of its cell, cpy_rows_indirect its address; cpy_rows
 puts the rows side by side from one address on, an argument of the launch. All write the same bytes.
@@ -13,8 +13,8 @@ import numpy as np
 from numba import cuda
 
 from .launch import F32, I64, N, U16, U32, Kernel, factory, need
-from .ptx import (as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ld4, ldc, ldc4, mul,
-                  pointer_at, st, sub, u32)
+from .ptx import (as_f32, as_i32, device, div, f2i, f16_to_f32, f32, f32_to_f16, i2f, i32, i64, ld, ldc, ldc4, mul, pointer_at,
+                  redux_max, shuffle, st, sub, u32)
 
 THREADS = 128
 BLOCK = 32                 # values of q8_0 with one scale
@@ -42,7 +42,7 @@ def larger(amax, x):
 
 
 # Where a row goes: (cache, dst, row, n) -> a pointer of the cache's type, and the place of the row's first of n elements behind
-# it.
+# it: values, or blocks of q8_0.
 
 @device
 def in_cell(cache, rows, row, n):
@@ -59,48 +59,44 @@ def side_by_side(cache, _, row, n):
     return cache, i64(row) * n
 
 
-# Of caches to which single values are written, by type: what the kernel's parameter is, (cache, i, value)
-POINTERS = {"f32": F32, "f16": U16}
-PUTS = {"f32": st, "f16": device(lambda p, i, x: st(p, i, f32_to_f16(x)))}
+POINTERS = {"f32": F32, "f16": U16, "q8_0": U16}  # by type of a cache
+PUTS = {"f32": st, "f16": device(lambda p, i, x: st(p, i, f32_to_f16(x)))}  # (cache, i, value)
 PLACES = {"set_rows": in_cell, "cpy_rows_indirect": at_address, "cpy_rows": side_by_side}  # by op
 
 
-@factory([("f32", "set_rows"), ("f16", "set_rows"), ("f32", "cpy_rows_indirect"), ("f16", "cpy_rows_indirect"),
-          ("f16", "cpy_rows")])
-def set_values_kernel(type_, op):
-    place, put = PLACES[op], PUTS[type_]
+@device
+def put_q8_0(cache, i, x, lane):
+    """Block i of q8_0 of the 32 values x of a warp's lanes. cache: u16."""
+    amax = redux_max(i32(as_i32(x) & MAGNITUDE))
+    d = div(as_f32(amax), Q8_LIMIT) if amax < INFINITY_BITS else NAN
+    id_ = div(ONE, d) if d >= SMALLEST else ZERO  # also for NaN: then mul gives 0 or NaN, and f2i 0
+    level, at = round_half_away(mul(x, id_)), i64(i) * BLOCK_HALVES
+    other = shuffle(level, lane ^ 1)
+    if lane & 1 == 0:
+        st(cache, at + 1 + (lane >> 1), (level & 0xff) | (other & 0xff) << 8)
+    if lane == 0:
+        st(cache, at, f32_to_f16(d))
+
+
+def row_of(type_):
+    """(n, put). n: values of an element. put: (cache, first, column, x), by a warp whose lanes have 32 columns from a multiple of
+    32 on, or fewer where n is 1: x to the row that begins with element `first`."""
+    if type_ == "q8_0":
+        return BLOCK, device(lambda p, first, column, x: put_q8_0(p, first + column // BLOCK, x, i32(column & (BLOCK - 1))))
+    put = PUTS[type_]
+    return 1, device(lambda p, first, column, x: put(p, first + column, x))
+
+
+@factory([(type_, op) for type_ in TYPES for op in PLACES])
+def set_rows_kernel(type_, op):
+    place, (n_values, put) = PLACES[op], row_of(type_)
 
     def kernel(x, dst, cache, k):
-        row, column = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+        row, column = cuda.blockIdx.x, i32(cuda.blockIdx.y * THREADS + cuda.threadIdx.x)
         if column < k:
-            to, first = place(cache, dst, row, k)
-            put(to, first + column, ld(x, i64(row) * k + column))
+            to, first = place(cache, dst, row, k // n_values)
+            put(to, first, column, ld(x, i64(row) * k + column))
     return Kernel(kernel, (F32, I64, POINTERS[type_], N), n_threads=THREADS)
-
-
-@factory([("set_rows",), ("cpy_rows_indirect",), ("cpy_rows",)])
-def set_q8_0_kernel(op):
-    place = PLACES[op]
-
-    def kernel(x, dst, cache, n_blocks):
-        v = cuda.local.array(BLOCK, f32)
-        row, block = cuda.blockIdx.x, cuda.blockIdx.y * THREADS + cuda.threadIdx.x
-        if block < n_blocks:
-            first = (i64(row) * n_blocks + block) * BLOCK
-            amax = i32(0)
-            for i in range(0, BLOCK, 4):
-                v[i], v[i + 1], v[i + 2], v[i + 3] = ld4(x, first + i)
-            for i in range(BLOCK):
-                amax = larger(amax, v[i])
-            d = div(as_f32(amax), Q8_LIMIT) if amax < INFINITY_BITS else NAN
-            id_ = div(ONE, d) if d >= SMALLEST else ZERO  # also for NaN: then mul gives 0 or NaN, and f2i 0
-            to, first_block = place(cache, dst, row, n_blocks)
-            at = (first_block + block) * BLOCK_HALVES
-            st(to, at, f32_to_f16(d))
-            for i in range(0, BLOCK, 2):
-                low, high = round_half_away(mul(v[i], id_)), round_half_away(mul(v[i + 1], id_))
-                st(to, at + 1 + i // 2, (low & 0xff) | (high & 0xff) << 8)
-    return Kernel(kernel, (F32, I64, U16, N), n_threads=THREADS)
 
 
 def row_bytes(type_: str, k: int) -> int:
@@ -119,8 +115,7 @@ def check(call):
 def _launch(call, dst, cache):
     """dst: address of what names the rows; cache: of the first row."""
     type_, (n, k) = call.cache.dtype, call.x.shape
-    kernel, items = (set_q8_0_kernel(call.op), k // BLOCK) if type_ == "q8_0" else (set_values_kernel(type_, call.op), k)
-    return call.device.launch(kernel, (n, -(-items // THREADS)), THREADS, (call.x.data, dst, cache, items))
+    return call.device.launch(set_rows_kernel(type_, call.op), (n, -(-k // THREADS)), THREADS, (call.x.data, dst, cache, k))
 
 
 def set_rows(call):

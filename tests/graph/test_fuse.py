@@ -103,7 +103,7 @@ def run(g, no_fuse=()):
         (lambda: glu(biased=(True, True)), ["quantize", "mul_mat_glu"]),
     (lambda: glu("geglu", ("BF16", "BF16"), (True, True)), ["mul_mat_glu"]),
     *((lambda types=types: attention(types, (types[0] == "f16",) * 2), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"])
-      for types in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))),
+      for types in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"), ("q8_0", "q8_0"), ("q8_0", "f16"))),
     (q_is_read_after, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext", "scale"]),
     (lambda: attention(("f16", "f32"), indirect=True), ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext"]),
     (attention_and_product, ["mul_mat", "mul_mat", "rope_set_rows", "flash_attn_ext_act", "mul_mat"]),
@@ -116,7 +116,7 @@ def run(g, no_fuse=()):
     (lambda: attention(qkv=three_products(("F32", "BF16", "F16")), norms=(1e-5, 1e-5)),
      ["mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
     (lambda: attention(("q8_0", "f32"), qkv=three_products(("Q8_0",) * 3)),
-     ["quantize", "mul_mat_qkv", "rope", "rope", "set_rows", "set_rows", "flash_attn_ext"]),
+     ["quantize", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
     (lambda: attention(qkv=three_products(biased=(True, False, True)), indirect=True),
      ["quantize", "mul_mat_qkv", "add", "add", "rope_set_rows", "flash_attn_ext"]),
     (lambda: attention(qkv=three_products(biased=(True,) * 3)), ["quantize", "mul_mat_qkv", "rope_set_rows", "flash_attn_ext"]),
@@ -223,7 +223,7 @@ def test_what_a_fused_node_writes_into_caches_is_theirs():
     a_product_is_an_output,
     a_product_is_read_without_its_bias, a_product_is_scaled, one_side_is_no_product, products_on_two_devices,
     product_operand_written_between,
-    lambda: attention(("q8_0", "f16")), lambda: attention(("f16", "q8_0")), lambda: attention(neox=(True, False)),
+    lambda: attention(neox=(True, False)),
     lambda: attention(rows_of_v="other rows"),
     lambda: attention(v_first=True), q_is_read_before_v_is_written, rotated_k_is_read, the_cache_is_read_between,
     attention_is_read_elsewhere, the_cache_is_written_before_attention_is_quantized])

@@ -214,10 +214,10 @@ CASES = {
     "set_rows": (CACHE, lambda o: [o.cache(), o.x(KV), o.cells()], {}),
     "cpy_rows": (CACHE, lambda o: [o.cache(), o.x(KV)], {"cell": 5}),
     "cpy_rows_indirect": (CACHE, lambda o: [o.cache(), o.x(KV), o.addresses(KV)], {"slot": 1}),
-    "rope_set_rows": (["f32", "f16"], lambda o: [*o.qkv_and_caches(), o.cells()],
+    "rope_set_rows": (CACHE, lambda o: [*o.qkv_and_caches(), o.cells()],
                       {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": False}),
     "rope_set_rows: norms, by address": (
-        ["f32", "f16"], lambda o: [*o.qkv_and_caches(), o.addresses(KV, KV), o.vector(DIM), o.vector(DIM)],
+        CACHE, lambda o: [*o.qkv_and_caches(), o.addresses(KV, KV), o.vector(DIM), o.vector(DIM)],
         {"n_head": HEADS, "n_head_kv": HEADS_KV, "neox": True, "eps": 1e-5, "slot_k": 1, "slot_v": 2}),
     "flash_attn_ext": (CACHE, lambda o: [o.x(Q), o.cache(), o.cache(), o.ids(3), o.ids(48), o.present()],
                        {"n_head": HEADS, "n_head_kv": HEADS_KV, "scale": DIM**-0.5}),

@@ -575,31 +575,31 @@ def q_is_biased_before_k_is_made():
     def qkv(g, x, y):
         q = g.add(g.mul_mat(matrix("q", n_rows=K), y), vector("bias"))
         return q, *(g.mul_mat(matrix(name, n_rows=96), y) for name in ("kk", "vvv"))
-    return attention(("q8_0", "q8_0"), qkv=qkv)
+    return attention(neox=(True, False), qkv=qkv)
 
 
 def float_and_quantized_q():
-    return attention(("q8_0", "q8_0"), qkv=three_products(("F32", "Q8_0", "Q8_0")))
+    return attention(neox=(True, False), qkv=three_products(("F32", "Q8_0", "Q8_0")))
 
 
 def v_of_another_input():
     def qkv(g, x, y):
         return *three_products(("F32",) * 2)(g, x, y), g.mul_mat(matrix("vvv", "F32", n_rows=96), x)
-    return attention(("q8_0", "q8_0"), qkv=qkv)
+    return attention(neox=(True, False), qkv=qkv)
 
 
 def k_and_v_are_one_product():
     def qkv(g, x, y):
         q, k = three_products(("F32",) * 2)(g, x, y)
         return q, k, k
-    return attention(("q8_0", "q8_0"), qkv=qkv)
+    return attention(neox=(True, False), qkv=qkv)
 
 
 def v_is_made_first():
     def qkv(g, x, y):
         v = g.mul_mat(matrix("vvv", "F32", n_rows=96), y)
         return *three_products(("F32",) * 2)(g, x, y), v
-    return attention(("q8_0", "q8_0"), qkv=qkv)
+    return attention(neox=(True, False), qkv=qkv)
 
 
 def v_on_another_device():
@@ -610,4 +610,4 @@ def v_on_another_device():
         v = g.mul_mat(w, y)
         g.device = "cpu"
         return q, k, v
-    return attention(("q8_0", "q8_0"), qkv=qkv)
+    return attention(neox=(True, False), qkv=qkv)

@@ -250,13 +250,15 @@ def test_cpy_rows(machine, type_, n, k):
     check_cpy_rows(machine, type_, rows, k, n + 9)
 
 
-@pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f16"), ("f16", "f32"), ("f32", "f32")], ids=str)
+@pytest.mark.parametrize("types", [("f16", "f16"), ("f32", "f16"), ("f16", "f32"), ("f32", "f32"), ("q8_0", "q8_0"),
+                                   ("q8_0", "f16")], ids=str)
 @pytest.mark.parametrize("neox", [False, True])
 @pytest.mark.parametrize("normed, indirect", [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("n, heads, dims, n_rot",
                          [(1, (9, 3), (64, 64), 64), (300, (32, 8), (128, 128), 128), (7, (5, 5), (80, 66), 32),
                           (2, (1, 1), (7, 1), 2)])
 def test_rope_set_rows(machine, types, normed, indirect, neox, n, heads, dims, n_rot):
+    dims = tuple(-(-dim // 32) * 32 if type_ == "q8_0" else dim for type_, dim in zip(types, dims))
     rows = np.random.default_rng(n).permutation(n + 9)[:n].tolist()
     check_rope_set_rows(machine, types, rows, heads, dims, n_rot, neox, n + 9, normed, indirect)
 

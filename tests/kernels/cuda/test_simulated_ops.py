@@ -210,7 +210,10 @@ def simulate_cpy_rows(machine, type_, k):
 
 @pytest.mark.parametrize("types, heads, dims, n_rot, neox, normed, indirect", [
     (("f16", "f16"), (5, 1), (6, 6), 6, True, False, False), (("f32", "f16"), (2, 2), (71, 70), 68, False, False, True),
-    (("f16", "f32"), (1, 1), (2, 1), 2, False, True, True), (("f32", "f32"), (5, 1), (130, 3), 64, True, True, False)], ids=str)
+    (("f16", "f32"), (1, 1), (2, 1), 2, False, True, True), (("f32", "f32"), (5, 1), (130, 3), 64, True, True, False),
+    (("q8_0", "q8_0"), (2, 2), (64, 160), 64, False, False, True), (("q8_0", "q8_0"), (5, 1), (96, 32), 70, True, True, False),
+    (("q8_0", "f16"), (1, 5), (32, 6), 2, True, False, False), (("f16", "q8_0"), (2, 1), (6, 32), 6, False, False, True)],
+    ids=str)
 def simulate_rope_set_rows(machine, types, heads, dims, n_rot, neox, normed, indirect):
     check_rope_set_rows(machine, types, [3, 0], heads, dims, n_rot, neox, 4, normed, indirect)
 
@@ -333,9 +336,9 @@ def norm(n_cols):
     return dict(x=f32(1, n_cols), y=f32(1, n_cols), w=f32(n_cols), sum=f32(1, n_cols), eps=0.0)
 
 
-def rotated(type_k="f16", n_head=1, dim_k=32, norms=(None, None), n_rot=32):
+def rotated(type_k="f16", n_head=1, dim=32, dim_k=32, norms=(None, None), n_rot=32):
     caches = dict(cache_k=Operand(type_k, (9, dim_k)), cache_v=Operand("f16", (9, 32)), dst=ints(1, dtype="i64"))
-    rows = dict(q=f32(1, 32), k=f32(1, dim_k), v=f32(1, 32), pos=ints(1), table=f32(9, n_rot // 2, 2), q_out=f32(1, 32))
+    rows = dict(q=f32(1, dim), k=f32(1, dim_k), v=f32(1, 32), pos=ints(1), table=f32(9, n_rot // 2, 2), q_out=f32(1, dim))
     params = dict(n_head=n_head, n_head_kv=1, neox=True, eps=None, slot_k=None, slot_v=None)
     return dict(**rows, **caches, q_norm=norms[0], k_norm=norms[1], **params)
 
@@ -379,7 +382,8 @@ def rows_of(op, x, **params):
      "k is 40, allowed: a multiple of 32 for q8_0"),
     ("cpy_rows_indirect", dict(cache=Operand("q8_0", (9, 32)), x=f32(0, 32), dst=ints(1, 0, dtype="i64"), slot=0),
      "n is 0, allowed: at least 1"),
-    ("rope_set_rows", rotated("q8_0"), "type of K is q8_0, allowed: f32, f16"),
+    ("rope_set_rows", rotated("q4_0"), "type of K is q4_0, allowed: f32, f16, q8_0"),
+    ("rope_set_rows", rotated("q8_0", dim=40, dim_k=40), "head size of K is 40, allowed: a multiple of 32 for q8_0"),
     ("rope_set_rows", rotated(dim_k=16), "head size of K is 16, allowed: 32, that of Q"),
     ("rope_set_rows", rotated(n_rot=34), "n_rot is 34, allowed: even, 2 to 32"),
     ("rope_set_rows", rotated(norms=(f32(32), None)), "norms is 1, allowed: 0 or 2"),
