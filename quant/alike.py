@@ -7,6 +7,8 @@ from types import CodeType, FunctionType, ModuleType
 import numpy as np
 from numba import typeof
 
+MOST_COPIED = 10**6  # bytes of an array of which functions have a copy: larger ones are read in place, as parts of arrays are
+
 # What a function is made of -> the first one that was made of it, and its values, which so keep their ids
 _first: dict[tuple, tuple[FunctionType, list]] = {}
 
@@ -44,8 +46,10 @@ def _made_of(value):
         return type(value), first_alike(value.py_func), repr(value.targetoptions)
     if isinstance(value, tuple):
         return type(value), *map(_made_of, value)
-    if value is None or isinstance(value, (bool, int, float, str, np.generic)):
+    if isinstance(value, (float, np.generic)):
+        return type(value), np.asarray(value).tobytes()
+    if value is None or isinstance(value, (bool, int, str)):
         return type(value), repr(value)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return typeof(value), value.tobytes()  # constants, which compiled functions have copies of
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.flags.forc and value.nbytes <= MOST_COPIED:
+        return typeof(value), value.shape, value.tobytes()
     return object() if isinstance(value, (list, dict, set, np.ndarray)) else id(value)  # what can change is like nothing else

@@ -239,6 +239,6 @@ OCTETS = {"f16": Octets(U32, 4, _f16_load, _f16_amax, device(lambda a, b: i32(am
 
 
 def octets_of(type_: str, dim: int) -> Octets:
-    """Of heads of `dim` channels."""
+    """Of heads of `dim` channels, of caches that `set_rows` wrote. Heads that are no whole blocks have parts of some."""
     octets = OCTETS[type_]
     return octets._replace(amax=_q8_0_largest, pattern=_q8_0_pattern) if type_ == "q8_0" and dim % BLOCK == 0 else octets

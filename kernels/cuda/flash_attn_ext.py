@@ -130,10 +130,11 @@ def flash_attn_ext(call: Call):
     """out = softmax(scale q k) v over the keys of each query's sequence that are present, up to its own position and, with a
     window, of the last so many positions; with sinks, over another key without a value too.
 
-    q: f32 [n, n_head * Dk], head h of which reads KV head h // (n_head // n_head_kv); k: f32, f16 or q8_0
-    [cells, n_head_kv * Dk]; v: the same, [cells, n_head_kv * Dv], or, of one KV head, more columns, such as k, of which
-    Dv = n_embd_head_v are taken. The cell of (sequence, position) is sequence * n_ctx + position. seq, pos: i32 [n]; present:
-    u8 [sequences, n_ctx]; sinks: f32 [n_head], or absent; out: f32 [n, n_head * Dv]. q, k, v and scratch lie on 16 bytes.
+    q: f32 [n, n_head * Dk], head h of which reads KV head h // (n_head // n_head_kv); k: f32, f16 or q8_0, as `set_rows`
+    leaves it, [cells, n_head_kv * Dk]; v: the same, [cells, n_head_kv * Dv], or, of one KV head, more columns, such as k, of
+    which Dv = n_embd_head_v are taken. The cell of (sequence, position) is sequence * n_ctx + position. seq, pos: i32 [n];
+    present: u8 [sequences, n_ctx]; sinks: f32 [n_head], or absent; out: f32 [n, n_head * Dv]. q, k, v and scratch lie on 16
+    bytes.
     softcap: the scores scale q k become softcap tanh(scale q k / softcap); 0: they do not. apart: few tokens are of
     the same sequence, and they are of several."""
     attention = KERNELS[call.plan.kernel](call)

@@ -316,7 +316,7 @@ def q8_0_keys(dim):
 
 @device
 def q8_0_limbs(raw, at, inv, mask):
-    """Those of the block with the smaller d are made."""
+    """The block with the larger d has its levels as high limbs; limbs of the other one are made."""
     first, made = i32(raw[at + 2]) >= i32(raw[at + 5]), inv != 0
     a, b = raw[at] if first else raw[at + 3], raw[at + 1] if first else raw[at + 4]
     x = u32(a if made else 0), u32(b if made else 0), u32(0), u32(0)

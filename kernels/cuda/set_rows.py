@@ -79,8 +79,8 @@ def put_q8_0(cache, i, x, lane):
 
 
 def row_of(type_):
-    """(n, put). n: values of an element. put: (cache, first, column, x), by a warp whose lanes have 32 columns from a multiple of
-    32 on, or fewer where n is 1: x to the row that begins with element `first`."""
+    """(n, put). n: values of an element. put: (cache, first, column, x) puts x into a column of the row that begins with element
+    `first`. Where n is 32, all lanes of a warp do so together, lane l with column 32 i + l."""
     if type_ == "q8_0":
         return BLOCK, device(lambda p, first, column, x: put_q8_0(p, first + column // BLOCK, x, i32(column & (BLOCK - 1))))
     put = PUTS[type_]
@@ -121,7 +121,7 @@ def _launch(call, dst, cache):
 def set_rows(call):
     """cache[rows[i]] = x[i], stored as the cache's type.
 
-    x: f32 [n, k], on 16 bytes; rows: i64 [n], no two equal; cache: f32, f16 or q8_0 [cells, k]."""
+    x: f32 [n, k]; rows: i64 [n], no two equal; cache: f32, f16 or q8_0 [cells, k]."""
     return _launch(call, call.rows.data, call.cache.data)
 
 

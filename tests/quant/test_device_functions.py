@@ -132,8 +132,21 @@ def test_what_can_change_is_like_nothing_else():
         return first
     assert first_alike(made_with([1]).py_func) is not first_alike(made_with([1]).py_func)
     assert first_alike(made_with(np.ones(2)).py_func) is first_alike(made_with(np.ones(2)).py_func)
-    arrays = np.ones(2), np.ones(2, np.float32), np.ones(3), np.ones(4)[::2], np.zeros(2), -np.zeros(2)
+    large, part = np.ones(10**6 // 8 + 1), np.ones(4)[::2]  # which compiled functions read in place
+    arrays = (np.ones(2), np.ones(2, np.float32), np.ones(3), np.zeros(2), -np.zeros(2), np.ones((2, 3)), np.ones((3, 2)),
+              np.ones((0, 3)), np.ones((0, 5)), part, part.copy()[::-1], large, large.copy())
     assert len({first_alike(made_with(array).py_func) for array in arrays}) == len(arrays)
+
+
+def test_numbers_are_alike_by_their_bits():
+    def made_with(value):
+        @device
+        def first():
+            return value
+        return first
+    numbers = 0.0, -0.0, 0, False, np.nan, -np.nan, np.float32(0), *np.array([0x7fc00000, 0x7fc00001], np.uint32).view(np.float32)
+    assert len({first_alike(made_with(number).py_func) for number in numbers}) == len(numbers)
+    assert first_alike(made_with(float("nan")).py_func) is first_alike(made_with(float("nan")).py_func)
 
 
 def test_what_is_inlined_is_another_function():

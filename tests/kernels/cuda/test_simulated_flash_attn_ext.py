@@ -71,7 +71,8 @@ def machine():
         (("f16", "f16"), (3, 1), (64, 64), [(0, 129)], 131), (("f16", "f16"), (4, 4), (80, 8), [(0, 0)], 1),
         (("f16", "f16"), (4, 1), (128, 128), [(0, 128)], 1200)]),
     (("q8_0", "f16"), (8, 1), (32, 136), [(0, 127)], 128, 16), (("q8_0", "q8_0"), (2, 1), (224, 64), [(0, 4)], 5, 16),
-    (("f16", "f16"), (5, 1), (64, 136), [(0, 129)], 130, 16), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1, 16)], ids=str)
+    (("f16", "f16"), (5, 1), (64, 136), [(0, 129)], 130, 16), (("f16", "q8_0"), (4, 4), (80, 8), [(0, 0)], 1, 16),
+    (("q8_0", "q8_0"), (4, 4), (80, 40), [(0, 4)], 5, 16)], ids=str)
 def simulate_few(machine, types, heads, dims, tokens, n_ctx, n_warps):
     """Keys on both sides of a piece's end, with one, two, three and four blocks and slabs of channels, whole and short."""
     shape = AttentionShape("few", heads[0] // heads[1], 2, n_warps)
@@ -131,7 +132,7 @@ def simulate_any_of_sequences(machine, type_, n_splits):
 
 @pytest.mark.parametrize("types, heads, dims, tokens", [
     (("f16", "f16"), (3, 1), (64, 64), [(0, p) for p in range(126, 133)]),
-    (("q8_0", "f16"), (2, 2), (32, 72), [(0, 0), (0, 129)]),
+    (("q8_0", "f16"), (2, 2), (32, 72), [(0, 0), (0, 129)]), (("q8_0", "q8_0"), (4, 4), (40, 72), [(0, 2), (0, 3)]),
     (("f16", "q8_0"), (8, 1), (128, 32), [(1, 2), (0, 128), (0, 127), (1, 0)])], ids=str)
 @pytest.mark.parametrize("n_splits", [None, 1, 2])
 def simulate_tile(machine, types, heads, dims, tokens, n_splits):
