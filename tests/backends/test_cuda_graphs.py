@@ -133,7 +133,7 @@ def test_a_moving_destination_without_indirection_fails_the_audit(open_model):
             context.programs.clear()
             steps.append(launched(context, [(0, TOKENS[i:i + 1])]))
     changed = Counter(a.name for a, b in zip(steps[0], steps[1]) if a != b)
-    assert changed == {"set_values[f16, cpy_rows]": 4}
+    assert changed == {"set_rows[f16, cpy_rows]": 4}
     assert [a.name for a in steps[0]] == [b.name for b in steps[1]] and steps[1] != steps[2]
 
 
