@@ -100,6 +100,15 @@ def f16_fetcher(dim, n_rows, is_key):
     return fetch
 
 
+@device
+def exchanged(a, b, c, d, lane):
+    """`scales` of one of four rows, lane t of four those of the t-th. a .. d: states of the four, each over a lane's quarter."""
+    second, odd = lane & 2, lane & 1
+    one = OCTET.merge(c if second else a, shuffle(a if second else c, lane ^ 2))
+    two = OCTET.merge(d if second else b, shuffle(b if second else d, lane ^ 2))
+    return scales(OCTET.pattern(OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))))
+
+
 def f16_keys(dim):
     n_octets = 8 * -(-dim // CHANNELS)
     fetch_rows, whole, row_words = f16_fetcher(dim, 16, True), dim % CHANNELS == 0, 4 * n_octets
@@ -128,20 +137,12 @@ def f16_keys(dim):
 
     @device
     def scale(raw, lane):
-        """A row lies with four lanes, which exchange what they have."""
+        one, two = quarter(raw, 0, 0), quarter(raw, 1, 0)
+        if n_octets == 16:
+            return exchanged(one, two, quarter(raw, 0, 1), quarter(raw, 1, 1), lane)
         odd = lane & 1
-        if n_octets == 8:
-            one, two = quarter(raw, 0, 0), quarter(raw, 1, 0)
-            m = OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
-            m = OCTET.merge(m, shuffle(m, lane ^ 2))
-        else:
-            second = lane & 2
-            a, b = quarter(raw, 0, 0), quarter(raw, 0, 1)
-            one = OCTET.merge(b if second else a, shuffle(a if second else b, lane ^ 2))
-            a, b = quarter(raw, 1, 0), quarter(raw, 1, 1)
-            two = OCTET.merge(b if second else a, shuffle(a if second else b, lane ^ 2))
-            m = OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
-        return scales(OCTET.pattern(m))
+        m = OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))
+        return scales(OCTET.pattern(OCTET.merge(m, shuffle(m, lane ^ 2))))
     return fetch, take, scale, f16_limbs
 
 
@@ -177,13 +178,8 @@ def f16_values(dim):
 
     @device
     def scale(s, at, section, lane):
-        """A row lies with four lanes, which exchange what they have of four rows."""
-        second, odd = lane & 2, lane & 1
-        a, b = quarter(s, at, section, 0, lane), quarter(s, at, section, 1, lane)
-        c, d = quarter(s, at, section, 2, lane), quarter(s, at, section, 3, lane)
-        one = OCTET.merge(c if second else a, shuffle(a if second else c, lane ^ 2))
-        two = OCTET.merge(d if second else b, shuffle(b if second else d, lane ^ 2))
-        return scales(OCTET.pattern(OCTET.merge(two if odd else one, shuffle(one if odd else two, lane ^ 1))))
+        return exchanged(quarter(s, at, section, 0, lane), quarter(s, at, section, 1, lane), quarter(s, at, section, 2, lane),
+                         quarter(s, at, section, 3, lane), lane)
 
     @device
     def take4(s, at, section, pair, half, lane, raw):
