@@ -97,6 +97,14 @@ def q3_k(p, ldw, ld4, ld2):
     return Parts(halves(p, word), sub, half_scale(p, ld2))
 
 
+def nibble_words(p, ldw):
+    """`Parts.nibbles` of 128 bytes in pieces 0..7."""
+    @p.jit
+    def nibbles(t, j, q):
+        return u32(ldw(t, j, q)), u32(ldw(t, j + 1, q))
+    return nibbles
+
+
 def q4_k(p, ldw, ld4, ld2):
     shr = p.shr
 
@@ -104,11 +112,7 @@ def q4_k(p, ldw, ld4, ld2):
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES)
 
-    @p.jit
-    def nibbles(t, j, q):
-        return u32(ldw(t, j, q)), u32(ldw(t, j + 1, q))
-
-    return Parts(halves(p, word), nibbles=nibbles, **six_bit_scales(p, ldw, 8))
+    return Parts(halves(p, word), nibbles=nibble_words(p, ldw), **six_bit_scales(p, ldw, 8))
 
 
 def q5_k(p, ldw, ld4, ld2):
@@ -118,7 +122,11 @@ def q5_k(p, ldw, ld4, ld2):
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES | (shr(ldw(t, 8 + h, q), j) & ONES) << u32(4))
 
-    return Parts(halves(p, word), **six_bit_scales(p, ldw, 10))
+    @p.jit
+    def fifths(t, q):
+        return u32(ldw(t, 8, q)), u32(ldw(t, 9, q))
+
+    return Parts(halves(p, word), nibbles=nibble_words(p, ldw), fifths=fifths, **six_bit_scales(p, ldw, 10))
 
 
 def q6_k(p, ldw, ld4, ld2):

@@ -76,8 +76,10 @@ class Parts(NamedTuple):
     packed: Callable | None = None
     scales: Scales | None = None   # what sub and shift give, where there is a shorter way for several
     # (t, j, q), j even -> two uint32 words whose low nibbles are the codes of quarter (t, j, q), and whose high ones those of (t,
-    # j + 1, q), where they lie so
+    # j + 1, q), where they lie so; of codes of five bits the low four
     nibbles: Callable | None = None
+    # (t, q) -> two uint32 words, bit j of whose bytes are the fifth bits of the codes of quarter (t, j, q), where they lie so
+    fifths: Callable | None = None
 
 
 class Unpacker(NamedTuple):
@@ -97,6 +99,7 @@ class Unpacker(NamedTuple):
     packed: Callable | None             # see `Parts`
     scales: Scales | None
     nibbles: Callable | None
+    fifths: Callable | None
 
 
 class Cubic(NamedTuple):
@@ -395,7 +398,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
     return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed, parts.scales,
-                    parts.nibbles)
+                    parts.nibbles, parts.fifths)
 
 
 def halves(p, word):

@@ -6,9 +6,9 @@ import numpy as np
 from numba import cuda, types
 
 from ...quant.activation import LIMIT
-from ...quant.formats import CHUNK, format_of
+from ...quant.formats import CHUNK, Format, format_of
 from ..call import HALVES, left_out
-from .half_forms import EXACT, MOST_HIGH, MOST_LOW, largest_weight, most_squares
+from .half_forms import EXACT, MOST_HIGH, MOST_LOW, largest_weight, most_reach
 from .half_product import MOST_TOGETHER, SUM_WORDS, UNIT
 from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import device, f32, i32, ld, st, sts, wait_for_previous
@@ -25,7 +25,7 @@ MINIMA_WIDTHS = tuple(8 * quads for quads in (MINIMA_QUADS, 12, 8, 4))  # column
 MINIMA_ENDS = tuple(accumulate(width // 2 for width in MINIMA_WIDTHS))
 MINIMA_WORDS = MINIMA_QUADS * SUM_WORDS               # of their B
 MINIMA = MINIMA_ENDS[-1]                              # their sums of a lane
-FORMAT = "Q4_K"                                       # the packed one
+PACKED = "Q4_K", "Q5_K"                               # formats, by their largest weights
 MOST_LEVEL = EXACT // (32 * (128 * MOST_HIGH + MOST_LOW))  # of scaled formats
 
 
@@ -113,27 +113,31 @@ def half_check_kernel():
 
 # Cases: integers, so that every sum is known
 
-def weights_and_limbs() -> tuple[np.ndarray, np.ndarray]:
-    """int64 [case, 64, 256] and [case, 256, 256], level times scale and limbs, no partial sum of whose products passes 2^24, but
-    that come near it: the largest of half a chunk, of one sign and of both, of nearly equal ones; as many columns as there may
-    be, then the rest; the largest low limbs; limbs whose squares are `most_squares`; large sums, then small ones that only their
-    last bits tell; at random."""
-    fmt, rng, half = format_of(FORMAT), np.random.default_rng(1), CHUNK // 2
-    w, squares = largest_weight(fmt), most_squares(fmt)
-    a, b = np.full((8, N_ROWS, CHUNK), w), np.zeros((8, N_COLUMNS, CHUNK), np.int64)
+def most_sums(a, b) -> np.ndarray:
+    """int64 [case, 64, 256]: what no partial sum of the products passes, in whatever order they are added."""
+    return (np.einsum("cik,cjk->cij", abs(a), abs(b)) + abs(np.einsum("cik,cjk->cij", a, b))) // 2
+
+
+def weights_and_limbs(fmt: Format) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [case, 64, 256] and [case, 256, 256], level times scale of a packed format and limbs, no partial sum of whose products
+    passes 2^24, but that come near it: the largest of part of a chunk, of one sign and of both, of nearly equal ones; as many
+    columns as there may be, then the rest; the largest low limbs; limbs that are all alike; large sums, then small ones that only
+    their last bits tell; up to the bound and back; at random."""
+    rng, w, part = np.random.default_rng(1), largest_weight(fmt), EXACT // (largest_weight(fmt) * MOST_HIGH) // 2 * 2
+    a, b = np.full((9, N_ROWS, CHUNK), w), np.zeros((9, N_COLUMNS, CHUNK), np.int64)
     signs = 1 - 2 * (np.arange(CHUNK) & 1)
-    b[0, :, :half] = 127
-    a[1], b[1, :, half:] = w * signs, 127 * signs[half:]
-    a[2], b[2, :, :half:2], b[2, :, 1:half:2] = w - (np.arange(CHUNK) >> 1 & 1), 127, -126
+    b[0, :, :part] = 127
+    a[1], b[1, :, -part:] = w * signs, 127 * signs[-part:]
+    a[2], b[2, :, :part:2], b[2, :, 1:part:2] = w - (np.arange(CHUNK) >> 1 & 1), 127, -126
     n = EXACT // (w * 127)
     b[3, :, :n], b[3, :, n], a[3, :, n] = 127, 1, EXACT - n * w * 127 & 1022  # an odd sum
-    b[4] = 64 - 128 * (np.arange(N_COLUMNS) & 1)[:, None]
-    b[5] = int(np.sqrt(squares / CHUNK)) - (np.arange(N_COLUMNS) & 1)[:, None]
-    b[6, :, :half], b[6, :, half:-1], a[6, :, half:] = 127, 3 * signs[half:-1], 1
-    a[7] = rng.integers(-w, w + 1, (N_ROWS, CHUNK))
-    b[7] = rng.integers(-110, 111, (N_COLUMNS, CHUNK))
-    bounded = np.einsum("cik,cjk->cij", abs(a), abs(b)) <= EXACT
-    assert (bounded | ((b * b).sum(axis=2) <= squares)[:, None]).all()
+    b[4, :, :EXACT // (w * 64)] = 64 - 128 * (np.arange(N_COLUMNS) & 1)[:, None]
+    b[5] = most_reach(fmt) // CHUNK - (np.arange(N_COLUMNS) & 1)[:, None]
+    b[6, :, :part], b[6, :, part:-1], a[6, :, part:] = 127, 3 * signs[part:-1], 1
+    b[7, :, :part], b[7, :, -part:] = 127, -127
+    a[8] = rng.integers(-w, w + 1, (N_ROWS, CHUNK))
+    b[8] = rng.integers(-110, 111, (N_COLUMNS, CHUNK))
+    assert (most_sums(a, b) <= EXACT).all()
     return a, b
 
 
@@ -145,7 +149,7 @@ def levels_and_limbs() -> tuple[np.ndarray, np.ndarray]:
     b[0, :, :64] = limbs
     a[1], b[1, :, :64], b[1, :, 63] = MOST_LEVEL - (np.arange(CHUNK) & 1), limbs, MOST_LOW - 1 - (np.arange(N_COLUMNS) & 2)
     a[2], b[2, :, :64] = rng.choice([-1, 1], a[2].shape) * MOST_LEVEL, rng.choice([-1, 1], (N_COLUMNS, 64)) * limbs
-    assert (np.einsum("cik,cjk->cij", abs(a), abs(b)) <= EXACT).all()
+    assert (most_sums(a, b) <= EXACT).all()
     return a, b
 
 
@@ -193,11 +197,11 @@ def of_lanes(d: np.ndarray) -> np.ndarray:
 
 def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """((a, b, minima, q) as the kernel takes them, (d, e) as it must leave them)."""
-    packed, scaled = weights_and_limbs(), levels_and_limbs()
-    a, b = map(np.concatenate, zip(packed, scaled, scaled))
+    packed, scaled = [weights_and_limbs(format_of(name)) for name in PACKED], levels_and_limbs()
+    a, b = map(np.concatenate, zip(*packed, scaled, scaled))
     i, q = minima_and_sums(len(a))
     # What a weight counts, and a limb: of halved levels half and twice as much
-    counts = [len(packed[0]), len(scaled[0]), len(scaled[0])]
+    counts = [sum(len(each) for each, _ in packed), len(scaled[0]), len(scaled[0])]
     unit, of_limbs = (np.repeat(each, counts)[:, None, None] for each in ([UNIT, 1, 0.5], [1, 1, 2]))
     words_of_a = fragments((a * unit).reshape(len(a), 4, 16, STEPS, 16).swapaxes(2, 3)).transpose(0, 1, 3, 2, 4)
     words_of_minima = fragments(i.reshape(len(i), 4, 16, 16))

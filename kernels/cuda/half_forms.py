@@ -24,6 +24,7 @@ SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its
 class HalfForm(NamedTuple):
     scaled: bool
     halved: bool
+    fifths: bool  # of packed ones, whether codes have fifth bits
 
 
 def largest_weight(fmt: Format) -> int:
@@ -31,18 +32,18 @@ def largest_weight(fmt: Format) -> int:
     return fmt.max_level * fmt.max_isc
 
 
-def most_squares(fmt: Format) -> int:
-    """Of a packed format, the largest sum of hi * hi of a chunk with which all its sums are exact."""
-    return EXACT**2 // (CHUNK * largest_weight(fmt)**2)
+def most_reach(fmt: Format) -> int:
+    """Of a packed format, the largest reach of the limbs of a chunk with which all its sums are exact (`half_product`)."""
+    return EXACT // largest_weight(fmt)
 
 
 def is_packed(fmt: Format) -> bool:
-    """Of nibbles that are levels, with packed scales and minima for 32 columns, whose bounds hold (`half_product`), and are
-    seldom passed: limbs of 64, half of the largest, are within `most_squares`."""
+    """Of nibbles, maybe with fifth bits, that are levels, with packed scales and minima for 32 columns, whose bounds hold
+    (`half_product`), and are seldom passed: limbs of 64, half of the largest, with signs by turns are within `most_reach`."""
     unpack, w = shared_unpacker(fmt.name).unpacker, largest_weight(fmt)
     packed = unpack.packed is not None and unpack.nibbles is not None
     return (packed and fmt.group == CHUNK and fmt.sub == 32 and fmt.has_min and not fmt.zero and w <= 2048
-            and w * MOST_LOW * CHUNK <= EXACT and w * MOST_HIGH * CHUNK // 2 <= EXACT and most_squares(fmt) >= CHUNK * 64**2)
+            and w * MOST_HIGH * (CHUNK // 4) <= EXACT and most_reach(fmt) >= CHUNK // 2 * 64)
 
 
 def are_small_floats(source) -> bool:
@@ -65,9 +66,10 @@ def is_scaled(fmt: Format) -> bool:
 @lru_cache(None)
 def half_form(fmt: Format) -> HalfForm | None:
     """None: not by products of float16."""
+    unpack = shared_unpacker(fmt.name).unpacker
     if is_packed(fmt):
-        return HalfForm(False, False)
-    return HalfForm(True, are_small_floats(shared_unpacker(fmt.name).unpacker.source)) if is_scaled(fmt) else None
+        return HalfForm(False, False, unpack.fifths is not None)
+    return HalfForm(True, are_small_floats(unpack.source), False) if is_scaled(fmt) else None
 
 
 def has_halves(fmt: Format) -> bool:

@@ -1,5 +1,5 @@
 """Activations for products in float16 (`mmq_half`): limbs of q widened to float16, scales and, where the format's products want
-them, sums of q, and which chunks of a token have more than `most_squares`. For each item of work and chunk what one slot of
+them, sums of q, and which chunks of a token have more than `most_reach`. For each item of work and chunk what one slot of
 shared memory holds lies together, as bulk copies bring it: of one matrix items are so many tokens after the other, of experts
 those of the table of `dispatch`.
 """
@@ -9,14 +9,14 @@ from typing import NamedTuple
 from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
-from ...quant.words import TOPS
+from ...quant.words import ONES, TOPS
 from .dispatch import ITEMS
-from .half_forms import half_form, most_squares
+from .half_forms import half_form, most_reach
 from .half_product import SUM_WORDS, exponents, twice
 from .half_scaled import N_GROUPS
 from .launch import HOPPER, I32, Kernel, N, U32, factory
 from .operands import row_of_pair
-from .ptx import (add2, as_u32, device, dp4a, fma2, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, remainder, shuffle,
+from .ptx import (add2, as_u32, device, distances4, dp4a, fma2, greatest, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, remainder, shuffle,
                   st, st4, stage, u32)
 from .quantize import plane_words
 from .wgmma import ATOM_WORDS
@@ -30,7 +30,7 @@ class Rest(NamedTuple):
     """Words of what follows products, of so many tokens and a chunk."""
     d: int      # scales of the tokens, [token % 4][quad]; before them sums of q, as of `half_product`, or of scaled formats with
                 # minima as of `half_scaled`
-    large: int  # of packed formats, whether a token has more than `most_squares`
+    large: int  # of packed formats, whether a token has more than `most_reach`
     n_words: int
 
 
@@ -94,20 +94,29 @@ def rows_of(tokens: int, experts: bool):
 
 
 @device
-def squares_of(lane, hi):
-    """The sum of hi * hi of a chunk, of which every second lane has another piece."""
-    squares = dp4a(hi[0], hi[0], dp4a(hi[1], hi[1], dp4a(hi[2], hi[2], dp4a(hi[3], hi[3], i32(0)))))
-    squares = i32(squares + shuffle(squares, lane ^ 2))
-    squares = i32(squares + shuffle(squares, lane ^ 4))
-    squares = i32(squares + shuffle(squares, lane ^ 8))
-    return i32(squares + shuffle(squares, lane ^ 16))
+def reach_of(lane, hi, lo):
+    """The larger reach of both limbs of a chunk (`half_product`). Every second lane has another piece of it; even lanes take hi,
+    the others lo."""
+    total, magnitudes = i32(0), i32(0)
+    for i in range(4):
+        w = u32(lo[i] if lane & 1 else hi[i])
+        total = dp4a(i32(w), i32(ONES), total)
+        magnitudes = dp4a(i32(distances4(w ^ TOPS, TOPS)), i32(ONES), magnitudes)
+    # Twice the sum of positive ones, and of negative ones in the upper half: less than 2^16 each
+    both = u32(u32(magnitudes + total) | u32(magnitudes - total) << u32(16))
+    both = u32(both + u32(shuffle(i32(both), lane ^ 2)))
+    both = u32(both + u32(shuffle(i32(both), lane ^ 4)))
+    both = u32(both + u32(shuffle(i32(both), lane ^ 8)))
+    both = u32(both + u32(shuffle(i32(both), lane ^ 16)))
+    reach = greatest(i32(both & u32(0xffff)), i32(both >> u32(16)))
+    return i32(greatest(reach, shuffle(reach, lane ^ 1)) >> 1)
 
 
 def chunk_widener(fmt: Format, tokens: int):
     """(lane, act, limbs, source, lo_at, to, t): both limbs of chunk `source` of the activations, to the rows of token t of an
-    item whose atoms begin at word `to`; returns the sum of hi * hi, of a packed format. Lane l widens a piece of 16 bytes of both
+    item whose atoms begin at word `to`; returns their reach, of a packed format. Lane l widens a piece of 16 bytes of both
     limbs, of columns 16 (l / 2) .. of the chunk."""
-    (scaled, halved), quads = half_form(fmt), tokens // 4
+    (scaled, halved, _), quads = half_form(fmt), tokens // 4
     unit, limb_words = 2 if halved else 1, quads // 2 * ATOM_WORDS
     widen_high, widen_low = piece_widener(128 * unit if scaled else 1), piece_widener(unit)
 
@@ -128,7 +137,7 @@ def chunk_widener(fmt: Format, tokens: int):
             low = at + (t >> 2) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + 1))
         widen_high(limbs, high, hi, upper, selector)
         widen_low(limbs, low, lo, upper, selector)
-        return i32(0) if scaled else squares_of(lane, hi)
+        return i32(0) if scaled else reach_of(lane, hi, lo)
     return widen_chunk
 
 
@@ -155,7 +164,7 @@ def sums_widener(fmt: Format, tokens: int):
     return add_sums if half_form(fmt).scaled else widen_parts
 
 
-TESTED = [("Q4_K", tokens, experts) for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48)))
+TESTED = [(name, tokens, experts) for name in ("Q4_K", "Q5_K") for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48)))
           for tokens in of_blocks]
 TESTED += [("MXFP4", 128, False), ("MXFP4", 48, True), ("Q4_1", 64, False), ("Q5_0", 32, False)]
 
@@ -165,7 +174,7 @@ def half_limbs_kernel(name, tokens, experts):
     """A warp a chunk of a token of an item."""
     fmt = format_of(name)
     scaled, has_sums, quads = half_form(fmt).scaled, fmt.has_min, tokens // 4
-    most, row_of, n_words = 0 if scaled else most_squares(fmt), rows_of(tokens, experts), unit_words(fmt, tokens)
+    most, row_of, n_words = 0 if scaled else most_reach(fmt), rows_of(tokens, experts), unit_words(fmt, tokens)
     (d_at, large_at, _), widen_chunk, widen_sums = rest_of(fmt, tokens), chunk_widener(fmt, tokens), sums_widener(fmt, tokens)
 
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
@@ -175,14 +184,14 @@ def half_limbs_kernel(name, tokens, experts):
         if item < n_items:
             lo_at, scales, sums, _ = plane_words(n, n_chunks)
             row, at = row_of(table, order, item, t, n, n_used, x_rows), (i64(item) * n_chunks + chunk) * n_words
-            rest, squares, source = at + tokens * TOKEN_WORDS, i32(0), i64(row) * n_chunks + chunk
+            rest, reach, source = at + tokens * TOKEN_WORDS, i32(0), i64(row) * n_chunks + chunk
             if row >= 0:
-                squares = widen_chunk(lane, act, limbs, source, lo_at, at, t)
+                reach = widen_chunk(lane, act, limbs, source, lo_at, at, t)
                 if has_sums:
                     widen_sums(lane, act, limbs, sums + source * 16, rest, t)
                 if lane == 0:
                     st(limbs, rest + d_at + (t & 3) * quads + (t >> 2), ld(act, scales + source))
             # What is multiplied in the place of tokens that are not there may be anything, but not large
             if lane == 0 and not scaled:
-                st(limbs, rest + large_at + t, u32(1 if squares > most else 0))
+                st(limbs, rest + large_at + t, u32(1 if reach > most else 0))
     return Kernel(kernel, (U32, I32, U32, *[N] * 6), N_THREADS, arch=HOPPER)

@@ -3,19 +3,19 @@ two warps (docs/numerics.md, section 3).
 
 What `group_product` does for formats with integer scales, with one product in the place of two: level times scale is one float16,
 and so is a limb of q. Sums are float32 and exact while no partial sum can pass 2^24: then S = 128 H + L, H and L the sums over hi
-and over lo, is one `fma`, which rounds once. The bounds, |w| <= W being level times scale:
+and over lo, is one `fma`, which rounds once. The bounds, 0 <= w <= W being level times scale:
 
-    L: |lo| <= 64, so W * 64 * 256 <= 2^24.
-    H: by Cauchy and Schwarz no partial sum passes sqrt(256) W sqrt(Q), Q the sum of hi * hi of the token's chunk: that is 2^24 at
-       most for Q <= `most_squares`. A chunk of which a token has more is multiplied in two halves: |hi| <= 127, so W * 127 * 128
-       <= 2^24, and the sums of both are added as integers.
+    H, L: of a token's limbs of a chunk let P be the sum of the positive ones and -N that of the others. Every partial sum lies
+       between -W N and W P. The larger one of P and N is the reach of the limbs: up to `most_reach` it makes 2^24 at most. A
+       chunk of which a token has more, of hi or of lo, is multiplied in parts, whose sums are added as integers: |hi| <= 127, so
+       W * 127 * 128 <= 2^24 for halves of it, or W * 127 * 64 for quarters.
     minima: the sums of q over 16 columns are 128 a + b, |a| <= 2032, |b| <= 64, and M = 128 A + B likewise.
 
 That tensor cores add exactly below 2^24 is seen on each GPU (`half_check`).
 
 A weight counts 2^-24, as a code in the low bits of a float16 does, and in the bits above them 16 times as much: what a product
-wants of a word of codes is a mask and a multiplication by the scale, or by a sixteenth of it. S counts as much, and d is
-multiplied by 2^24.
+wants of a word of codes is a mask and a multiplication by the scale, or by a sixteenth of it. A fifth bit, wherever it lies in
+the low byte of a float16, is another mask and multiplication. S counts as much, and d is multiplied by 2^24.
 
 Columns of B are tokens' limbs, 2 token + limb, so a quad of tokens is an atom for each 64 columns of the chunk (`wgmma`). Of the
 16 columns of a product lane q has 4 q .. 4 q + 3, as bytes of a word: these stand at places 2 q, 2 q + 8, 2 q + 1, 2 q + 9, and
@@ -28,15 +28,16 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
+from .half_forms import EXACT, MOST_HIGH, largest_weight
 from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, stage, sts, u32)
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_place, wait_for_all_but
 
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk, or minima, are multiplied
-# Products that may be under way while the next one's words are made: of more the blocks take longer, and of more quads they have
-# no registers for two
-WAITING, WAITING_WIDE = 2, 1
+# Products that may be under way while the next one's words are made: of more the blocks take longer. Of more quads, or with fifth
+# bits, they have no registers for two
+WAITING, WAITING_FEW = 2, 1
 SUM_WORDS = 64               # of a quad's sums of q
 
 
@@ -50,6 +51,10 @@ def twice(value) -> np.uint32:
 
 
 MINUS_1024, MINUS_64, SIXTEENTH = twice(-1024), twice(-64), twice(1 / 16)
+
+
+def waiting_of(unpack, n_quads: int) -> int:
+    return WAITING if n_quads <= MOST_TOGETHER and unpack.fifths is None else WAITING_FEW
 
 
 class Barriers(NamedTuple):
@@ -68,15 +73,15 @@ class Held(NamedTuple):
 # Arguments of device functions as in `group_product`, of n_quads quads of tokens; d: f32 [4 n_quads], in registers: sums of a
 # product, [4 quad + 2 k + limb] of row k and token l % 4; s, total: f32 [2 n_quads], [2 quad + k]
 
-def block_starter(unpack, n_quads: int, n_each: int):
+def block_starter(unpack, n_quads: int, n_each: int, waiting: int):
     """(load, start_low, start_high). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of block j of 32
     columns, j even, are their low nibbles, those of block j + 1 their high ones. start_low, start_high: (shared, b, held, upper,
     j, w, d, keep): start both products of such a block with n_each quads, whose words are w, j that of the low nibbles: d = A B,
-    or d + A B if keep. Products of earlier calls are done then: one or both of these run on."""
-    assert max(WAITING, WAITING_WIDE) <= 2
+    or d + A B if keep. Products of earlier calls are done then: `waiting` of these run on."""
+    assert waiting <= 2
     low, high, zero, block_places = u32(0x000f000f), u32(0x00f000f0), u32(0), n_quads * ATOM_WORDS // PLACE
-    nibbles, start = unpack.nibbles, half_products(8 * n_each).start
-    wait = wait_for_all_but(WAITING if n_quads <= MOST_TOGETHER else WAITING_WIDE)
+    nibbles, fifths, start, has_fifths = unpack.nibbles, unpack.fifths, half_products(8 * n_each).start, unpack.fifths is not None
+    wait = wait_for_all_but(waiting)
 
     @device
     def load(lane, half, shared, tile, j):
@@ -86,32 +91,57 @@ def block_starter(unpack, n_quads: int, n_each: int):
         return u32(w0), u32(w1), u32(w2), u32(w3)
 
     @device
+    def load_fifths(lane, half, shared, tile):
+        if not has_fifths:
+            return zero, zero, zero, zero
+        row, q = (half << 4) + (lane >> 2), lane & 3
+        (w0, w2), (w1, w3) = fifths((shared, tile, row), q), fifths((shared, tile, row + 8), q)
+        return w0, w1, w2, w3
+
+    @device
     def bytes_of(words, upper, j):
         """1024 + isc of block j, twice."""
         return prmt(words[j >> 2], upper, u32(0x4040 + 0x0101 * (j & 3)))
 
     @device
-    def start_block(shared, at, w, mask, f, g, d, keep):
-        """w: codes in mask; f, g: of both rows the scale by which they are weights."""
+    def weights(w, mask, fifths, j, f, more):
+        """Of two codes, f their scale, more: of their fifth bits."""
+        rest = fma2(fifths & u32(u32(0x00010001) << u32(j)), more, zero) if has_fifths else zero
+        return i32(fma2(w & mask, f, rest))
+
+    @device
+    def start_block(shared, at, w, fifths, j, mask, scales, d, keep):
+        """w: codes in mask, of block j; scales: of both rows, by which they are weights, and their fifth bits are."""
+        (f, f_more), (g, g_more) = scales
         v = u32(w[0] >> u32(8)), u32(w[1] >> u32(8)), u32(w[2] >> u32(8)), u32(w[3] >> u32(8))  # of bytes 1 and 3
-        start(d, shared, at, i32(fma2(w[0] & mask, f, zero)), i32(fma2(w[1] & mask, g, zero)),
-              i32(fma2(v[0] & mask, f, zero)), i32(fma2(v[1] & mask, g, zero)), keep)
-        start(d, shared, i32(at + 8 // PLACE), i32(fma2(w[2] & mask, f, zero)), i32(fma2(w[3] & mask, g, zero)),
-              i32(fma2(v[2] & mask, f, zero)), i32(fma2(v[3] & mask, g, zero)), i32(1))
+        u = (u32(fifths[0] >> u32(8)), u32(fifths[1] >> u32(8)), u32(fifths[2] >> u32(8)), u32(fifths[3] >> u32(8)))
+        start(d, shared, at, weights(w[0], mask, fifths[0], j, f, f_more), weights(w[1], mask, fifths[1], j, g, g_more),
+              weights(v[0], mask, u[0], j, f, f_more), weights(v[1], mask, u[1], j, g, g_more), keep)
+        start(d, shared, i32(at + 8 // PLACE), weights(w[2], mask, fifths[2], j, f, f_more),
+              weights(w[3], mask, fifths[3], j, g, g_more), weights(v[2], mask, u[2], j, f, f_more),
+              weights(v[3], mask, u[3], j, g, g_more), i32(1))
         wait()
 
     @device
-    def start_low(shared, b, held, upper, j, w, d, keep):
-        f, g = bytes_of(held.first, upper, j), bytes_of(held.second, upper, j)
-        start_block(shared, i32(b + (j >> 1) * block_places), w, low, add2(f, MINUS_1024), add2(g, MINUS_1024), d, keep)
+    def of_fifths(f, j):
+        """The scale of fifth bits, which stand at bit j and count 16: f 2^(4 - j)."""
+        return fma2(f, u32(u32(0x04000400) * u32(19 - j)), zero) if has_fifths else zero
 
     @device
-    def start_high(shared, b, held, upper, j, w, d, keep):
+    def start_low(shared, b, held, upper, j, w, fifths, d, keep):
+        f, g = add2(bytes_of(held.first, upper, j), MINUS_1024), add2(bytes_of(held.second, upper, j), MINUS_1024)
+        scales = (f, of_fifths(f, j)), (g, of_fifths(g, j))
+        start_block(shared, i32(b + (j >> 1) * block_places), w, fifths, j, low, scales, d, keep)
+
+    @device
+    def start_high(shared, b, held, upper, j, w, fifths, d, keep):
         """Codes in high nibbles count 16 times as much."""
-        f, g = bytes_of(held.first, upper, i32(j + 1)), bytes_of(held.second, upper, i32(j + 1))
+        j = i32(j + 1)
+        f, g = bytes_of(held.first, upper, j), bytes_of(held.second, upper, j)
         f, g = fma2(f, SIXTEENTH, MINUS_64), fma2(g, SIXTEENTH, MINUS_64)
-        start_block(shared, i32(b + (j >> 1) * block_places + 16 // PLACE), w, high, f, g, d, keep)
-    return load, start_low, start_high
+        scales = (f, of_fifths(f, i32(j - 4))), (g, of_fifths(g, i32(j - 4)))
+        start_block(shared, i32(b + (j >> 1) * block_places + 16 // PLACE), w, fifths, j, high, scales, d, keep)
+    return load, load_fifths, start_low, start_high
 
 
 def minimum_words(fmt: Format):
@@ -148,9 +178,10 @@ def scale_holder(unpack, minima_of):
 
 def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     """`multiply` of `half_product`."""
-    load, start_low, start_high = block_starter(unpack, n_quads, n_quads)
+    load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_quads, waiting_of(unpack, n_quads))
     held_of, scales_of = scale_holder(unpack, minima_of)
     wait, n_sums, n_products, last = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads, n_pieces - 1
+    again = unpack.fifths is not None  # what is held of minima would take registers all the while
 
     @device
     def two_blocks(lane, half, shared, tile, b, barriers, held, upper, piece, w, d, keep):
@@ -158,10 +189,11 @@ def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
         ones."""
         if 0 < piece < n_pieces:
             mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
-        start_low(shared, b, held, upper, i32(2 * piece), w, d, keep)
+        fifths = load_fifths(lane, half, shared, tile)
+        start_low(shared, b, held, upper, i32(2 * piece), w, fifths, d, keep)
         if 0 < piece < n_pieces:  # all products of the piece before are done
             leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))
-        start_high(shared, b, held, upper, i32(2 * piece), w, d, i32(1))
+        start_high(shared, b, held, upper, i32(2 * piece), w, fifths, d, i32(1))
         return load(lane, half, shared, tile, i32((2 * piece + 2) & 6))
 
     @device
@@ -176,7 +208,7 @@ def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
         w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 1, w, d, i32(1))
         w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 2, w, d, i32(1))
         two_blocks(lane, half, shared, tile, b, barriers, held, upper, 3, w, d, i32(1))
-        found = scales_of(lane, half, shared, tile, held, upper)
+        found = scales_of(lane, half, shared, tile, held_of(lane, half, shared, tile) if again else held, upper)
         wait(d)
         leave(lane, shared, i32(barriers.done + last * mbarrier.WORDS))
         for o in range(n_sums):
@@ -185,11 +217,10 @@ def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     return multiply
 
 
-def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
-    """`multiply_halves` of `half_product`."""
-    n_each = min(n_quads, MOST_TOGETHER)
+def halves_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, minima_of):
+    """`multiply_parts` of `half_product`, in halves, n_each quads at a time."""
     assert n_quads in (n_each, 2 * n_each), n_quads
-    load, start_low, start_high = block_starter(unpack, n_quads, n_each)
+    load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_each, waiting_of(unpack, n_quads))
     held_of, scales_of = scale_holder(unpack, minima_of)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
@@ -198,12 +229,12 @@ def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
         """Of blocks j .. j + 3."""
         for o in range(n_products):
             d[o] = f32(0)
-        w = load(lane, half, shared, tile, j)
-        start_low(shared, b, held, upper, j, w, d, i32(0))
-        start_high(shared, b, held, upper, j, w, d, i32(1))
+        w, fifths = load(lane, half, shared, tile, j), load_fifths(lane, half, shared, tile)
+        start_low(shared, b, held, upper, j, w, fifths, d, i32(0))
+        start_high(shared, b, held, upper, j, w, fifths, d, i32(1))
         w = load(lane, half, shared, tile, i32(j + 2))
-        start_low(shared, b, held, upper, i32(j + 2), w, d, i32(1))
-        start_high(shared, b, held, upper, i32(j + 2), w, d, i32(1))
+        start_low(shared, b, held, upper, i32(j + 2), w, fifths, d, i32(1))
+        start_high(shared, b, held, upper, i32(j + 2), w, fifths, d, i32(1))
         wait(d)
 
     @device
@@ -229,7 +260,7 @@ def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     multiply_first, multiply_last = some_multiplier(0), some_multiplier(n_quads - n_each)
 
     @device
-    def multiply_halves(lane, half, shared, tile, act, barriers, scratch, upper, s):
+    def multiply_parts(lane, half, shared, tile, act, barriers, scratch, upper, s):
         for piece in range(n_pieces):
             mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
         b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
@@ -240,7 +271,56 @@ def halves_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
         for piece in range(n_pieces):
             leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))
         return found
-    return multiply_halves
+    return multiply_parts
+
+
+def quarters_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, minima_of):
+    """The same in quarters."""
+    load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_each, 0)
+    held_of, scales_of = scale_holder(unpack, minima_of)
+    wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
+
+    def quads_multiplier(first):
+        """(lane, half, shared, tile, b, own, upper, s): those from `first` on and all behind them. H and L of the quarters
+        so far lie in shared memory, from `own` on."""
+        last = first + n_each == n_quads
+        further = None if last else quads_multiplier(first + n_each)
+
+        @device
+        def multiply_quads(lane, half, shared, tile, b, own, upper, s):
+            at, j = i32(b + first * (ATOM_WORDS // PLACE)), i32(0)
+            for o in range(2 * n_sums):
+                sts(shared, own + 32 * o, i32(0))
+            while j < CHUNK // 32:
+                d = cuda.local.array(n_products, f32)
+                for o in range(n_products):
+                    d[o] = f32(0)
+                held, w = held_of(lane, half, shared, tile), load(lane, half, shared, tile, j)
+                fifths = load_fifths(lane, half, shared, tile)
+                start_low(shared, at, held, upper, j, w, fifths, d, i32(0))
+                start_high(shared, at, held, upper, j, w, fifths, d, i32(1))
+                wait(d)
+                for o in range(n_products):
+                    sts(shared, own + 32 * o, i32(i32(lds(shared, own + 32 * o)) + f2i(mul(d[o], UNITS))))
+                j = i32(j + 2)
+            for o in range(n_sums):
+                high, low = i32(lds(shared, own + 64 * o)), i32(lds(shared, own + (64 * o + 32)))
+                s[2 * first + o] = mul(l2f(i64(i64(i64(high) << 7) + i64(low))), UNIT)
+            if not last:
+                further(lane, half, shared, tile, b, own, upper, s)
+        return multiply_quads
+    multiply_all = quads_multiplier(0)
+
+    @device
+    def multiply_parts(lane, half, shared, tile, act, barriers, scratch, upper, s):
+        for piece in range(n_pieces):
+            mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
+        multiply_all(lane, half, shared, tile, uniform_place(shared, act), i32(scratch + lane), upper, s)
+        found = scales_of(lane, half, shared, tile, held_of(lane, half, shared, tile), upper)
+        for piece in range(n_pieces):
+            leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))
+        return found
+    return multiply_parts
 
 
 def minima_together(n_quads: int) -> int:
@@ -285,16 +365,18 @@ def follower(n_quads: int, alone: bool):
     return follow
 
 
-def half_product(name: str, n_quads: int, n_pieces: int, alone: bool, leave):
-    """(multiply, multiply_halves, follow). multiply: (lane, half, shared, tile, act, barriers, upper, s) -> the scales of the
+def half_product(name: str, n_quads: int, n_kept: int, n_pieces: int, alone: bool, leave):
+    """(multiply, multiply_parts, follow). multiply: (lane, half, shared, tile, act, barriers, upper, s) -> the scales of the
     lane's rows; s: written, RN(S) in units of 2^-24. barriers: of the activations, which come in n_pieces; leave: as
-    `mbarrier.leave`, of a piece. multiply_halves: (lane, half, shared, tile, act, barriers, scratch, upper, s), the same of a
-    chunk of which tokens may have more than `most_squares`, MOST_TOGETHER quads at a time; scratch: word at which the warp's own
-    begin, 32 for each sum of so many quads. Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those
-    of the rows, s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at
+    `mbarrier.leave`, of a piece. multiply_parts: (lane, half, shared, tile, act, barriers, scratch, upper, s), the same of a
+    chunk of which tokens may have more than `most_reach`; scratch: word at which the warp's own begin, n_kept for each lane.
+    Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at
     which the sums of q over 16 columns begin, B of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb; scales:
     those of the tokens, [l % 4][quad]."""
-    unpack = shared_unpacker(name).unpacker
-    minima_of = minimum_words(format_of(name))
-    return (whole_multiplier(unpack, n_quads, n_pieces, leave, minima_of),
-            halves_multiplier(unpack, n_quads, n_pieces, leave, minima_of), follower(n_quads, alone))
+    fmt, unpack = format_of(name), shared_unpacker(name).unpacker
+    minima_of = minimum_words(fmt)
+    if largest_weight(fmt) * MOST_HIGH * (CHUNK // 2) <= EXACT:
+        multiply_parts = halves_multiplier(unpack, n_quads, n_kept // 2, n_pieces, leave, minima_of)
+    else:
+        multiply_parts = quarters_multiplier(unpack, n_quads, n_kept // 4, n_pieces, leave, minima_of)
+    return whole_multiplier(unpack, n_quads, n_pieces, leave, minima_of), multiply_parts, follower(n_quads, alone)

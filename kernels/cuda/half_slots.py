@@ -23,6 +23,7 @@ from .ptx import afresh, device, i32, i64, least, quotient
 from .tile_product import QUAD, chunk_words, table_words
 from .wgmma import ATOM_WORDS, fence
 
+SHARED_LIMIT = 227 << 10  # bytes of shared memory of a block on Hopper
 N_REST = 4  # slots of what follows products
 N_REST_WIDE, PIECES = 2, 4
 MOST_OF_WHOLE = QUAD * MOST_TOGETHER  # tokens of a block that is not wide
@@ -41,13 +42,6 @@ def cluster_of(block: Block) -> int:
     """Blocks of a cluster: neighbours, or those that share chunks."""
     assert block.blocks == 1 or not is_wide(block), block
     return max(block.blocks, neighbours(block))
-
-
-def kept_sums(fmt: Format, block: Block) -> int:
-    """Sums of a lane that lie in shared memory together, in the words of its warp: halves of a chunk of a packed format, and many
-    totals, want room for more."""
-    few = half_form(fmt).scaled and not is_wide(block)
-    return min(block.n_sums, MOST_TOGETHER if few else 2 * MOST_TOGETHER)
 
 
 class Shared(NamedTuple):
@@ -82,13 +76,30 @@ def slots_of(fmt: Format, block: Block) -> Slots:
     return Slots(1, n_act, n_tiles, -(-(n_act + n_tiles) // ATOM_WORDS) * ATOM_WORDS, n_rest, N_REST, n_rest)
 
 
-def shared_layout(fmt: Format, block: Block) -> Shared:
+def layout_of(fmt: Format, block: Block, n_kept: int) -> Shared:
+    """n_kept: as of `kept_sums`."""
     slots, n_warps = slots_of(fmt, block), block.n_warps
     barriers, rest_barriers = mbarrier.WORDS * block.slots * slots.pieces, mbarrier.WORDS * slots.rest_slots
     assert not table_words(fmt.name), fmt.name
     n_items = -(-(n_warps + 1) * item_words(block.tokens) // 4) * 4
     return Shared(*accumulate((block.slots * slots.words, slots.rest_slots * slots.rest_words, barriers, barriers, rest_barriers,
-                               rest_barriers, 32 * n_warps * kept_sums(fmt, block), n_items)))
+                               rest_barriers, 32 * n_warps * n_kept, n_items)))
+
+
+def bytes_of(layout: Shared, block: Block) -> int:
+    return 4 * (exchange(block, layout.exchange).n_words if block.blocks > 1 else layout.exchange)
+
+
+def kept_sums(fmt: Format, block: Block) -> int:
+    """Sums of a lane that lie in shared memory together, in the words of its warp: quarters of a chunk of a packed format, and
+    many totals, want room for more. Half as many where there is no room."""
+    few = half_form(fmt).scaled and not is_wide(block)
+    most = min(block.n_sums, MOST_TOGETHER if few else 2 * MOST_TOGETHER)
+    return most if bytes_of(layout_of(fmt, block, most), block) <= SHARED_LIMIT else most // 2
+
+
+def shared_layout(fmt: Format, block: Block) -> Shared:
+    return layout_of(fmt, block, kept_sums(fmt, block))
 
 
 def exchange_of(fmt: Format, block: Block) -> Exchange:
@@ -96,7 +107,7 @@ def exchange_of(fmt: Format, block: Block) -> Exchange:
 
 
 def half_bytes(fmt: Format, block: Block) -> int:
-    return 4 * (exchange_of(fmt, block).n_words if block.blocks > 1 else shared_layout(fmt, block).exchange)
+    return bytes_of(shared_layout(fmt, block), block)
 
 
 class Turns(NamedTuple):

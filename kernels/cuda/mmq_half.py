@@ -24,8 +24,8 @@ from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
 from .half_scaled import half_scaled
-from .half_slots import (Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of, half_bytes, is_wide, kept_sums,
-                         neighbours, shared_layout, slots_of, turner)
+from .half_slots import (SHARED_LIMIT, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of, half_bytes,
+                         is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
@@ -34,7 +34,6 @@ from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remaind
 from .tile_product import STORE, Ending, gate_and_store
 from .wgmma import fewer_registers, more_registers
 
-SHARED_LIMIT = 227 << 10  # bytes of shared memory of a block on Hopper
 # Of one matrix, the fourth one in clusters that share chunks, the last one wide
 DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2),
          Block(4, 1, 32, True, 1))
@@ -42,8 +41,11 @@ EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True
 
 
 def dense_blocks(fmt: Format) -> tuple[Block, ...]:
-    """Those of one matrix that pay (docs/kernels-log.md)."""
-    return DENSE if not half_form(fmt).scaled else DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
+    """Those of one matrix that pay, and for which lanes have registers (docs/kernels-log.md)."""
+    scaled, _, fifths = half_form(fmt)
+    if scaled:
+        return DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
+    return DENSE[:-1] if fifths else DENSE
 
 
 def expert_blocks(fmt: Format) -> tuple[Block, ...]:
@@ -66,9 +68,9 @@ def packed_multiplier(name: str, block: Block):
     docs/numerics.md, section 3, and, where no blocks share chunks, total = fma(acc, d of the token, total). rest: word of what
     follows products; upper: `exponents`."""
     fmt, tokens = format_of(name), block.tokens
-    scratch, scratch_words = shared_layout(fmt, block).scratch, 32 * kept_sums(fmt, block)
+    scratch, n_kept = shared_layout(fmt, block).scratch, kept_sums(fmt, block)
     (d_at, large_at, _), pieces = rest_of(fmt, tokens), slots_of(fmt, block).pieces
-    multiply, multiply_halves, follow = half_product(name, block.quads, pieces, block.blocks == 1, leaver(block))
+    multiply, multiply_parts, follow = half_product(name, block.quads, n_kept, pieces, block.blocks == 1, leaver(block))
 
     @device
     def any_large(lane, shared, at):
@@ -80,8 +82,8 @@ def packed_multiplier(name: str, block: Block):
     @device
     def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
         if any_large(lane, shared, i32(rest + large_at)):
-            own = i32(scratch + scratch_words * warp)
-            scales = multiply_halves(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
+            own = i32(scratch + 32 * n_kept * warp)
+            scales = multiply_parts(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
         else:
             scales = multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
         follow(lane, shared, rest, i32(rest + d_at), scales, s, total)
@@ -203,6 +205,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
 
 
 TESTED = [("Q4_K", experts, *astuple(block)) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
+TESTED += [("Q5_K", experts, *astuple(block)) for experts, blocks in ((False, DENSE[:-1]), (True, EXPERTS)) for block in blocks]
 TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
     ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
     ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
@@ -220,7 +223,7 @@ def mmq_half_kernel(name, experts, *block):
     return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), threads_of(block), arch=HOPPER, n_cluster=cluster_of(block))
 
 
-@factory([("silu", "Q4_K", False, 0.0, 0.0, *astuple(block)) for block in EXPERTS]
+@factory([("silu", name, False, 0.0, 0.0, *astuple(block)) for name in ("Q4_K", "Q5_K") for block in EXPERTS]
          + [("swiglu_oai", "MXFP4", True, 1.702, 7.0, *astuple(block)) for block in EXPERTS[1:]])
 def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
     block = Block(*block)

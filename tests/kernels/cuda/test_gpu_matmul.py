@@ -105,10 +105,14 @@ def hopper(machine):
     return machine
 
 
-@pytest.mark.parametrize("block", DENSE, ids=str)
+# Formats whose levels times scales are float16, and the blocks of one matrix that they have
+PACKED = [(name, block) for name in ("Q4_K", "Q5_K") for block in dense_blocks(FORMATS[name])]
+
+
+@pytest.mark.parametrize("name, block", PACKED, ids=str)
 @pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65), (8192, 1280, 400)])
-def test_mmq_half(hopper, n_rows, n_cols, n, block):
-    check_mul_mat(hopper, "Q4_K", n_rows, n_cols, n, Halves(block))
+def test_mmq_half(hopper, n_rows, n_cols, n, name, block):
+    check_mul_mat(hopper, name, n_rows, n_cols, n, Halves(block))
 
 
 @pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.name)
@@ -122,12 +126,12 @@ def test_mmq_half_of_scaled(hopper, fmt):
         check_mul_mat(hopper, fmt.name, len(blocks), 512, 65, Halves(block), blocks=blocks)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "MXFP4", "Q4_1"])
 @pytest.mark.parametrize("block", EXPERTS, ids=str)
 def test_mmq_half_of_experts(hopper, name, block):
     """None to all tokens of an expert, and ids that are none."""
     ids = np.minimum(seeded("ids").integers(-1, 40, (150, 3)), 19).astype(np.int32)
-    act = "silu" if name == "Q4_K" else "swiglu_oai"
+    act = "silu" if name in ("Q4_K", "Q5_K") else "swiglu_oai"
     check_mul_mat_id(hopper, name, 20, 300, 1280, ids, 3, Halves(block))
     check_mul_mat_id_glu(hopper, act, (name, name), 20, 300, 1280, ids, 1, True, Halves(block))
 
@@ -137,21 +141,22 @@ LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127
          "special": lambda x: edges(*x.shape, seeded("special"))}
 
 
-@pytest.mark.parametrize("block", DENSE, ids=str)
+@pytest.mark.parametrize("name, block", PACKED, ids=str)
 @pytest.mark.parametrize("which", LARGE)
-def test_mmq_half_of_large_sums(hopper, which, block):
-    """Whose chunks are multiplied in halves: all, or those with some tokens."""
-    check_mul_mat(hopper, "Q4_K", 289, 1280, 129, Halves(block), LARGE[which](activations(129, 1280, seeded("large"))))
-    check_extremes(hopper, "Q4_K", 0xff, 0xff, 65, Halves(block))
+def test_mmq_half_of_large_sums(hopper, which, name, block):
+    """Whose chunks are multiplied in parts: all, or those with some tokens."""
+    check_mul_mat(hopper, name, 289, 1280, 129, Halves(block), LARGE[which](activations(129, 1280, seeded("large"))))
+    check_extremes(hopper, name, 0xff, 0xff, 65, Halves(block))
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
 @pytest.mark.parametrize("block", EXPERTS, ids=str)
 @pytest.mark.parametrize("which", LARGE)
-def test_mmq_half_of_large_sums_of_experts(hopper, which, block):
+def test_mmq_half_of_large_sums_of_experts(hopper, which, block, name):
     ids = np.minimum(seeded("ids").integers(-1, 8, (150, 2)), 3).astype(np.int32)
     x = LARGE[which](activations(150, 1280, seeded("large")))
-    check_mul_mat_id(hopper, "Q4_K", 4, 70, 1280, ids, 1, Halves(block), x=x)
-    check_mul_mat_id_glu(hopper, "silu", ("Q4_K", "Q4_K"), 4, 70, 1280, ids, 1, False, Halves(block), x=x)
+    check_mul_mat_id(hopper, name, 4, 70, 1280, ids, 1, Halves(block), x=x)
+    check_mul_mat_id_glu(hopper, "silu", (name, name), 4, 70, 1280, ids, 1, False, Halves(block), x=x)
 
 
 def test_sums_of_halves_are_exact(machine):

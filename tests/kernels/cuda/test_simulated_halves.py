@@ -11,7 +11,7 @@ from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_glu, mul_mat_id,
 from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import MINIMA_WIDTHS, MOST_LEVEL, WIDTHS, half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
-from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_squares
+from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
 from ggml_py.kernels.cuda.half_product import minima_together
 from ggml_py.kernels.cuda.half_scaled import tokens_of_unit
 from ggml_py.kernels.cuda.launch import FACTORIES
@@ -42,6 +42,12 @@ def test_in_the_simulator():
 def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     """Slots used again; rows and tokens beyond a block; several items for a block of the GPU."""
     check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(block))
+
+
+@pytest.mark.parametrize("n_rows, n_cols, n, block", [(31, 256, 9, DENSE[2]), (129, 1280, 65, DENSE[0]), (129, 768, 33, DENSE[1]),
+                                                      (31, 2560, 31, DENSE[3])])
+def simulate_fifth_bits(machine, n_rows, n_cols, n, block):
+    check_mul_mat(machine, "Q5_K", n_rows, n_cols, n, Halves(block))
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
@@ -143,6 +149,7 @@ def routed(n, n_used, n_expert, name):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
+    ("Q5_K", 33, 512, 23, 2, EXPERTS[0]), ("Q5_K", 70, 768, 29, 1, EXPERTS[1]), ("Q5_K", 33, 768, 59, 2, EXPERTS[2]),
     ("MXFP4", 33, 512, 23, 1, EXPERTS[0]), ("Q4_1", 33, 768, 29, 2, EXPERTS[1]), ("MXFP4", 33, 768, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
@@ -151,6 +158,7 @@ def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
 
 @pytest.mark.parametrize("act, name, biased, block", [
     ("silu", "Q4_K", False, EXPERTS[1]), ("silu", "Q4_K", True, EXPERTS[0]), ("silu", "Q4_K", False, EXPERTS[2]),
+    ("silu", "Q5_K", False, EXPERTS[1]),
     ("swiglu_oai", "MXFP4", True, EXPERTS[1])])
 def simulate_gated_experts(machine, act, name, biased, block):
     """The gate's totals wait until those of up are there."""
@@ -158,18 +166,27 @@ def simulate_gated_experts(machine, act, name, biased, block):
     check_mul_mat_id_glu(machine, act, (name, name), 4, 34, 512, ids, 1, biased, Halves(block))
 
 
-def simulate_extremes(machine):
-    """The largest sums, by halves of a chunk."""
-    for block in DENSE[0], DENSE[3], WIDE:
-        check_extremes(machine, "Q4_K", 0xff, 0xff, 3, Halves(block))
+@pytest.mark.parametrize("name, block", [("Q4_K", DENSE[0]), ("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[0]),
+                                         ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2])])
+def simulate_extremes(machine, name, block):
+    """The largest sums, by parts of a chunk."""
+    check_extremes(machine, name, 0xff, 0xff, 3, Halves(block))
 
 
-def simulate_limit(machine):
-    """Chunks by halves and whole ones by turns; those with `most_squares`, and with a little more."""
-    x = activations(3, 1280, seeded("limit"))
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+def simulate_limit(machine, name):
+    """Chunks by parts and whole ones by turns; those whose reach is `most_reach`, of both signs, and one more."""
+    fmt = FORMATS[name]
+    x = activations(8, 1280, seeded("limit"))
     x[0, :512], x[1, 256:768] = 1, -3
-    x[2, ::2], x[2, 1::2] = 1, 69 / 127
-    check_mul_mat(machine, "Q4_K", 33, 1280, 3, Halves(DENSE[0]), x)
+    for token, reach, sign in (2, 0, 1), (3, 1, 1), (4, 0, -1), (5, 1, -1):
+        n, rest = divmod(most_reach(fmt) + reach, 127)
+        x[token], x[token, 1::2] = 0, sign / 127
+        x[token, :n], x[token, n], x[token, n + 1:CHUNK] = sign, sign * rest / 127, -sign / 127
+    x[6], x[7] = 63 / 16256, -63 / 16256  # the largest low limbs
+    x[6:, ::256] = 1
+    check_mul_mat(machine, name, 33, 1280, 8, Halves(DENSE[0]), x)
+    check_mul_mat(machine, name, 1, 1280, 8, Halves(DENSE[0]), x, extreme_weight(fmt, 1, 1280, 0xff, 0xff))
 
 
 def simulate_large_sums_of_wide_blocks(machine):
@@ -179,15 +196,16 @@ def simulate_large_sums_of_wide_blocks(machine):
     check_mul_mat(machine, "Q4_K", 250, 1024, 128, Halves(WIDE), x)
 
 
-@pytest.mark.parametrize("block, n", [(EXPERTS[2], 41), (DENSE[0], 57), (DENSE[1], 25), (WIDE, 121), (WIDE, 33)])
-def simulate_limit_of_the_last(machine, block, n):
-    """One token of a block has more than `most_squares`."""
+@pytest.mark.parametrize("name, block, n", [("Q4_K", EXPERTS[2], 41), ("Q4_K", DENSE[0], 57), ("Q4_K", DENSE[1], 25),
+                                            ("Q4_K", WIDE, 121), ("Q4_K", WIDE, 33), ("Q5_K", DENSE[0], 57)])
+def simulate_limit_of_the_last(machine, name, block, n):
+    """One token of a block has more than `most_reach`."""
     x = activations(n, CHUNK, seeded("last"))
     x[-1] = 1
-    check_mul_mat(machine, "Q4_K", 1, CHUNK, n, Halves(block), x, extreme_weight(FORMATS["Q4_K"], 1, CHUNK, 0xff, 0xff))
+    check_mul_mat(machine, name, 1, CHUNK, n, Halves(block), x, extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "MXFP4", "Q4_1"])
 def simulate_special(machine, name):
     """Chunks of zeros, of too small values, or with d = NaN."""
     x = activations(5, 512, seeded("special"))
@@ -283,7 +301,8 @@ def simulate_plan(machine):
             **matrices, gate_bias=None, up_bias=None, act="silu", x=Operand("act", (n, 4096)), out=Operand("f32", (n, 14336))))
         call.plan = mul_mat_glu.plan(call)
         assert mul_mat_glu.declines(call), type_
-    for type_, blocks in ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5):
+    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)),
+                          ("Q8_0", (None,) * 5)):
         plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
         assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
             i if i is None else DENSE[i] for i in blocks], type_
@@ -306,13 +325,13 @@ def simulate_plan_of_experts(machine):
         assert mul_mat_id_glu.plan(experts_call(n, 768, both, target)) == Halves(block)
     assert [mul_mat_id.half_block(both, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
     assert [mul_mat_id.half_block(("MXFP4",) * 2, 2880, n) for n in (16, 17, 128)] == [None, *EXPERTS[1:]]
-    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
+    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
 
-@pytest.mark.parametrize("fmt", [FORMATS["Q4_K"], *SCALED], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [FORMATS["Q4_K"], FORMATS["Q5_K"], *SCALED], ids=lambda fmt: fmt.name)
 def test_blocks_fit(fmt):
     """In shared memory of a multiprocessor of Hopper."""
     for block in (*dense_blocks(fmt), *expert_blocks(fmt)):
@@ -328,21 +347,20 @@ def test_all_widths_are_checked():
 def test_activations_are_widened_for_all_blocks():
     """By kernels whose code is checked."""
     blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
-    assert {("Q4_K", *each) for each in blocks} <= set(FACTORIES[half_limbs_kernel])
+    assert {(name, *each) for name in ("Q4_K", "Q5_K") for each in blocks} <= set(FACTORIES[half_limbs_kernel])
 
 
 def test_bounds():
-    """Of the sums over lo, of halves of a chunk over hi, and by Cauchy and Schwarz of a whole one; of scaled formats of the sums
-    over both."""
+    """Of parts of a chunk, and of a whole one within `most_reach`; of scaled formats of the sums over both."""
     assert {fmt.name for fmt in SCALED} == {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_0", "MXFP4"}
     assert [fmt.name for fmt in SCALED if half_form(fmt).halved] == ["MXFP4"]
     assert max(fmt.max_level for fmt in SCALED) == MOST_LEVEL
     for fmt in SCALED:
         assert fmt.max_level * 32 * (128 * 127 + 64) <= EXACT
     formats = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and not half_form(fmt).scaled]
-    assert [fmt.name for fmt in formats] == ["Q4_K"]
-    for fmt in formats:
+    assert [(fmt.name, half_form(fmt).fifths) for fmt in formats] == [("Q4_K", False), ("Q5_K", True)]
+    for fmt, parts in zip(formats, (2, 4)):
         w = largest_weight(fmt)
-        assert w * 64 * CHUNK <= EXACT and w * 127 * CHUNK // 2 <= EXACT
-        assert w**2 * CHUNK * most_squares(fmt) <= EXACT**2 < w**2 * CHUNK * (most_squares(fmt) + 1)
+        assert w * 127 * CHUNK // parts <= EXACT < w * 127 * CHUNK // (parts // 2)
+        assert w * most_reach(fmt) <= EXACT < w * (most_reach(fmt) + 1)
         assert fmt.max_imin * 16 * 2032 <= EXACT
