@@ -119,10 +119,10 @@ def most_sums(a, b) -> np.ndarray:
 
 
 def weights_and_limbs(fmt: Format) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [case, 64, 256] and [case, 256, 256], level times scale of a packed format and limbs, no partial sum of whose products
-    passes 2^24, but that come near it: the largest of part of a chunk, of one sign and of both, of nearly equal ones; as many
-    columns as there may be, then the rest; the largest low limbs; limbs that are all alike; large sums, then small ones that only
-    their last bits tell; up to the bound and back; at random."""
+    """int64 [case, 64, 256] and [case, 256, 256], level times scale of a packed format and limbs, no partial sum of whose
+    products passes 2^24, but that come near it: the largest of part of a chunk, of one sign and of both, of nearly equal ones; as
+    many columns as there may be, then the rest; the largest low limbs; limbs that are all alike; large sums, then small ones that
+    only their last bits tell; up to the bound and back; at random."""
     rng, w, part = np.random.default_rng(1), largest_weight(fmt), EXACT // (largest_weight(fmt) * MOST_HIGH) // 2 * 2
     a, b = np.full((9, N_ROWS, CHUNK), w), np.zeros((9, N_COLUMNS, CHUNK), np.int64)
     signs = 1 - 2 * (np.arange(CHUNK) & 1)

@@ -16,8 +16,8 @@ from .half_product import SUM_WORDS, exponents, twice
 from .half_scaled import N_GROUPS
 from .launch import HOPPER, I32, Kernel, N, U32, factory
 from .operands import row_of_pair
-from .ptx import (add2, as_u32, device, distances4, dp4a, fma2, greatest, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient, remainder, shuffle,
-                  st, st4, stage, u32)
+from .ptx import (add2, as_u32, device, distances4, dp4a, fma2, greatest, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient,
+                  remainder, shuffle, st, st4, stage, u32)
 from .quantize import plane_words
 from .wgmma import ATOM_WORDS
 
@@ -164,8 +164,8 @@ def sums_widener(fmt: Format, tokens: int):
     return add_sums if half_form(fmt).scaled else widen_parts
 
 
-TESTED = [(name, tokens, experts) for name in ("Q4_K", "Q5_K") for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48)))
-          for tokens in of_blocks]
+TESTED = [(name, tokens, experts) for name in ("Q4_K", "Q5_K")
+          for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48))) for tokens in of_blocks]
 TESTED += [("MXFP4", 128, False), ("MXFP4", 48, True), ("Q4_1", 64, False), ("Q5_0", 32, False)]
 
 

@@ -74,10 +74,12 @@ class Held(NamedTuple):
 # product, [4 quad + 2 k + limb] of row k and token l % 4; s, total: f32 [2 n_quads], [2 quad + k]
 
 def block_starter(unpack, n_quads: int, n_each: int, waiting: int):
-    """(load, start_low, start_high). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of block j of 32
-    columns, j even, are their low nibbles, those of block j + 1 their high ones. start_low, start_high: (shared, b, held, upper,
-    j, w, d, keep): start both products of such a block with n_each quads, whose words are w, j that of the low nibbles: d = A B,
-    or d + A B if keep. Products of earlier calls are done then: `waiting` of these run on."""
+    """(load, load_fifths, start_low, start_high). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of
+    block j of 32 columns, j even, are their low nibbles, those of block j + 1 their high ones. load_fifths: (lane, half, shared,
+    tile) -> words in the same order, bit j of whose bytes are the fifth bits of block j; zeros where codes have none. start_low,
+    start_high: (shared, b, held, upper, j, w, fifths, d, keep): start both products of such a block with n_each quads, whose
+    words are w, j that of the low nibbles: d = A B, or d + A B if keep. Products of earlier calls are done then: `waiting` of
+    these run on."""
     assert waiting <= 2
     low, high, zero, block_places = u32(0x000f000f), u32(0x00f000f0), u32(0), n_quads * ATOM_WORDS // PLACE
     nibbles, fifths, start, has_fifths = unpack.nibbles, unpack.fifths, half_products(8 * n_each).start, unpack.fifths is not None
@@ -370,9 +372,9 @@ def half_product(name: str, n_quads: int, n_kept: int, n_pieces: int, alone: boo
     lane's rows; s: written, RN(S) in units of 2^-24. barriers: of the activations, which come in n_pieces; leave: as
     `mbarrier.leave`, of a piece. multiply_parts: (lane, half, shared, tile, act, barriers, scratch, upper, s), the same of a
     chunk of which tokens may have more than `most_reach`; scratch: word at which the warp's own begin, n_kept for each lane.
-    Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at
-    which the sums of q over 16 columns begin, B of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb; scales:
-    those of the tokens, [l % 4][quad]."""
+    Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): s becomes acc of
+    section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at which the sums of q over 16 columns begin, B
+    of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb; scales: those of the tokens, [l % 4][quad]."""
     fmt, unpack = format_of(name), shared_unpacker(name).unpacker
     minima_of = minimum_words(fmt)
     if largest_weight(fmt) * MOST_HIGH * (CHUNK // 2) <= EXACT:

@@ -82,7 +82,8 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
     block = min(us, key=us.get)
     of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
     scaled, _, fifths = half_form(fmt)
-    return block if us[block] < of_shape * (MINIMA_OF_INT8 if scaled and fmt.has_min else FIFTHS_OF_INT8 if fifths else 1) else None
+    of_int8 = MINIMA_OF_INT8 if scaled and fmt.has_min else FIFTHS_OF_INT8 if fifths else 1
+    return block if us[block] < of_shape * of_int8 else None
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,

@@ -7,7 +7,7 @@ from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks
+from ggml_py.kernels.cuda.mmq_half import EXPERTS, Halves, dense_blocks
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SCALED, SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
                                 check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded,
