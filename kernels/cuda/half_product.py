@@ -276,8 +276,15 @@ def halves_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, m
     return multiply_parts
 
 
+def together_of_quarters(n_kept: int) -> int:
+    """Quads with which quarters of a chunk are multiplied, whose H and L find room: a power of two, since of six lanes have no
+    registers."""
+    return 1 << (n_kept // 4).bit_length() - 1
+
+
 def quarters_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, minima_of):
     """The same in quarters."""
+    assert n_quads % n_each == 0, (n_quads, n_each)
     load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_each, 0)
     held_of, scales_of = scale_holder(unpack, minima_of)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
@@ -380,5 +387,5 @@ def half_product(name: str, n_quads: int, n_kept: int, n_pieces: int, alone: boo
     if largest_weight(fmt) * MOST_HIGH * (CHUNK // 2) <= EXACT:
         multiply_parts = halves_multiplier(unpack, n_quads, n_kept // 2, n_pieces, leave, minima_of)
     else:
-        multiply_parts = quarters_multiplier(unpack, n_quads, n_kept // 4, n_pieces, leave, minima_of)
+        multiply_parts = quarters_multiplier(unpack, n_quads, together_of_quarters(n_kept), n_pieces, leave, minima_of)
     return whole_multiplier(unpack, n_quads, n_pieces, leave, minima_of), multiply_parts, follower(n_quads, alone)

@@ -91,11 +91,11 @@ def bytes_of(layout: Shared, block: Block) -> int:
 
 
 def kept_sums(fmt: Format, block: Block) -> int:
-    """Sums of a lane that lie in shared memory together, in the words of its warp: quarters of a chunk of a packed format, and
-    many totals, want room for more. Half as many where there is no room."""
-    few = half_form(fmt).scaled and not is_wide(block)
-    most = min(block.n_sums, MOST_TOGETHER if few else 2 * MOST_TOGETHER)
-    return most if bytes_of(layout_of(fmt, block, most), block) <= SHARED_LIMIT else most // 2
+    """Sums of a lane that lie in shared memory together, in the words of its warp: parts of a chunk of a packed format, and many
+    totals, want room for more. Of a packed format half as many where there is no room."""
+    scaled = half_form(fmt).scaled
+    most = min(block.n_sums, MOST_TOGETHER if scaled and not is_wide(block) else 2 * MOST_TOGETHER)
+    return most if scaled or bytes_of(layout_of(fmt, block, most), block) <= SHARED_LIMIT else most // 2
 
 
 def shared_layout(fmt: Format, block: Block) -> Shared:

@@ -136,7 +136,7 @@ def test_mmq_half_of_experts(hopper, name, block):
     check_mul_mat_id_glu(hopper, act, (name, name), 20, 300, 1280, ids, 1, True, Halves(block))
 
 
-LARGE = {"all": np.sign, "near the limit": lambda x: np.where(x > 0, 1, 69 / 127).astype(np.float32),
+LARGE = {"all": np.sign, "nearly alike": lambda x: np.where(x > 0, 1, 69 / 127).astype(np.float32),
          "some": lambda x: np.where(np.arange(len(x))[:, None] % 100 == 7, np.sign(x), x),
          "special": lambda x: edges(*x.shape, seeded("special"))}
 

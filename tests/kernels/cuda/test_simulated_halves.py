@@ -12,12 +12,12 @@ from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import MINIMA_WIDTHS, MOST_LEVEL, WIDTHS, half_check, half_check_kernel
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
 from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
-from ggml_py.kernels.cuda.half_product import minima_together
+from ggml_py.kernels.cuda.half_product import minima_together, together_of_quarters
 from ggml_py.kernels.cuda.half_scaled import tokens_of_unit
 from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
-from ggml_py.kernels.cuda.half_slots import half_bytes
+from ggml_py.kernels.cuda.half_slots import half_bytes, kept_sums
 from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, expert_blocks
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.formats import CHUNK, FORMATS
@@ -120,9 +120,9 @@ def simulate_number_of_a_block(machine, monkeypatch):
         check_mul_mat(machine, "Q4_K", 2, 256, 1, Halves(WIDE))
 
 
-@pytest.mark.parametrize("block", [DENSE[3], WIDE])
-def simulate_warpgroups_apart(machine, monkeypatch, block):
-    """One warpgroup ends while the other has sums of half a chunk in its words of shared memory."""
+@pytest.mark.parametrize("name, block", [("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[1])])
+def simulate_warpgroups_apart(machine, monkeypatch, name, block):
+    """One warpgroup ends while the other has sums of part of a chunk in its words of shared memory."""
     monkeypatch.setattr(LeastFirst, "held", held := set())
 
     def sts_and_hold(*args):
@@ -137,7 +137,7 @@ def simulate_warpgroups_apart(machine, monkeypatch, block):
     monkeypatch.setattr(half_product, "sts", sts_and_hold)
     monkeypatch.setattr(simulator.Cluster, "__init__", begun)
     x = np.where(activations(5, 512, seeded("apart")) < 0, np.float32(-1), np.float32(1))
-    check_mul_mat(machine, "Q4_K", 128, 512, 5, Halves(block), x)
+    check_mul_mat(machine, name, 128, 512, 5, Halves(block), x)
 
 
 def routed(n, n_used, n_expert, name):
@@ -167,26 +167,45 @@ def simulate_gated_experts(machine, act, name, biased, block):
 
 
 @pytest.mark.parametrize("name, block", [("Q4_K", DENSE[0]), ("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[0]),
-                                         ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2])])
+                                         ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", DENSE[3]), ("Q5_K", EXPERTS[0]),
+                                         ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2])])
 def simulate_extremes(machine, name, block):
     """The largest sums, by parts of a chunk."""
     check_extremes(machine, name, 0xff, 0xff, 3, Halves(block))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
-def simulate_limit(machine, name):
-    """Chunks by parts and whole ones by turns; those whose reach is `most_reach`, of both signs, and one more."""
-    fmt = FORMATS[name]
-    x = activations(8, 1280, seeded("limit"))
+def simulate_parts_by_turns(machine, name):
+    """Chunks in parts and whole ones."""
+    x = activations(3, 1280, seeded("limit"))
     x[0, :512], x[1, 256:768] = 1, -3
-    for token, reach, sign in (2, 0, 1), (3, 1, 1), (4, 0, -1), (5, 1, -1):
-        n, rest = divmod(most_reach(fmt) + reach, 127)
-        x[token], x[token, 1::2] = 0, sign / 127
-        x[token, :n], x[token, n], x[token, n + 1:CHUNK] = sign, sign * rest / 127, -sign / 127
-    x[6], x[7] = 63 / 16256, -63 / 16256  # the largest low limbs
-    x[6:, ::256] = 1
-    check_mul_mat(machine, name, 33, 1280, 8, Halves(DENSE[0]), x)
-    check_mul_mat(machine, name, 1, 1280, 8, Halves(DENSE[0]), x, extreme_weight(fmt, 1, 1280, 0xff, 0xff))
+    check_mul_mat(machine, name, 33, 1280, 3, Halves(DENSE[0]), x)
+
+
+def chunk_of_reach(reach: int, sign: int) -> np.ndarray:
+    """float32 [256]: limbs hi of so much reach, then others of the other sign, whose product is one of its own."""
+    (n, rest), x = divmod(reach, 127), np.zeros(CHUNK, np.float32)
+    x[:n], x[n], x[-(-(n + 1) // 16) * 16:] = 127, rest, -1
+    return sign * x / np.float32(127)
+
+
+LIMITS = [chunk_of_reach(most_reach(FORMATS[name]) + more, sign) for name in ("Q4_K", "Q5_K") for more in (0, 1)
+          for sign in (1, -1)]
+LIMITS += [np.where(np.arange(CHUNK) == 0, 1, np.float32(lo / 16256)) for lo in (63, -63)]  # of the largest low limbs
+
+
+@pytest.mark.parametrize("name, large", [("Q4_K", [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), ("Q5_K", [1, 1, 1, 1, 0, 0, 1, 1, 1, 1])])
+def simulate_limit(machine, monkeypatch, name, large):
+    """Of all reaches up to `most_reach` a chunk is multiplied whole, else in parts: whole its sums would pass 2^24."""
+    def sts_and_note(*args):
+        stored.append(args)
+        return sts(*args)
+    stored, sts = [], half_product.sts
+    monkeypatch.setattr(half_product, "sts", sts_and_note)
+    for x, in_parts in zip(LIMITS, large, strict=True):
+        check_mul_mat(machine, name, 1, CHUNK, 1, Halves(DENSE[2]), x[None], extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff))
+        assert bool(stored) == bool(in_parts)
+        stored.clear()
 
 
 def simulate_large_sums_of_wide_blocks(machine):
@@ -325,7 +344,8 @@ def simulate_plan_of_experts(machine):
         assert mul_mat_id_glu.plan(experts_call(n, 768, both, target)) == Halves(block)
     assert [mul_mat_id.half_block(both, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
     assert [mul_mat_id.half_block(("MXFP4",) * 2, 2880, n) for n in (16, 17, 128)] == [None, *EXPERTS[1:]]
-    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
+    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
+    assert [mul_mat_id.half_block(("Q5_K",) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
@@ -341,6 +361,9 @@ def test_blocks_fit(fmt):
 def test_all_widths_are_checked():
     quads = {block.quads for block in (*DENSE, *EXPERTS)}
     assert {8 * n for n in quads} | {tokens_of_unit(n) for n in quads} == set(WIDTHS)
+    for name, together in ("Q4_K", lambda n_kept: n_kept // 2), ("Q5_K", together_of_quarters):
+        for block in (*dense_blocks(FORMATS[name]), *expert_blocks(FORMATS[name])):
+            assert 8 * together(kept_sums(FORMATS[name], block)) in WIDTHS, (name, block)
     assert {8 * minima_together(n) for n in quads} <= set(MINIMA_WIDTHS)
 
 
