@@ -9,7 +9,8 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_glu, mul_mat_id, mul_mat_id_glu, simulator
 from ggml_py.kernels.cuda.block import Block
-from ggml_py.kernels.cuda.half_check import MINIMA_WIDTHS, MOST_LEVEL, WIDTHS, half_check, half_check_kernel
+from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, PACKED, WIDTHS, half_check, half_check_kernel,
+                                             levels_and_limbs, weights_and_limbs)
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
 from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
 from ggml_py.kernels.cuda.half_product import minima_together, together_of_quarters
@@ -365,6 +366,19 @@ def test_all_widths_are_checked():
         for block in (*dense_blocks(FORMATS[name]), *expert_blocks(FORMATS[name])):
             assert 8 * together(kept_sums(FORMATS[name], block)) in WIDTHS, (name, block)
     assert {8 * minima_together(n) for n in quads} <= set(MINIMA_WIDTHS)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_cases_are_within_the_bounds(name):
+    """No partial sum of what a GPU is asked passes 2^24, in whatever order products are added."""
+    a, b = weights_and_limbs(FORMATS[name])
+    most = (np.einsum("cik,cjk->cij", abs(a), abs(b)) + abs(np.einsum("cik,cjk->cij", a, b))) // 2
+    assert (most <= EXACT).all()
+
+
+def test_cases_of_scaled_are_within_the_bounds():
+    a, b = levels_and_limbs()
+    assert (np.einsum("cik,cjk->cij", abs(a), abs(b)) <= EXACT).all()
 
 
 def test_activations_are_widened_for_all_blocks():
