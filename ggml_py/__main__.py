@@ -9,6 +9,7 @@ def main(argv=None, load_model=None) -> int:
     """Run one command and return its exit code. argv: the arguments, sys.argv[1:] by default; load_model: stands in for
     Model.load."""
     interrupted = dropped = False
+    again = None  # the timer of an interrupt that was dropped
 
     def on_interrupt(signum, frame):
         nonlocal interrupted, dropped
@@ -17,23 +18,33 @@ def main(argv=None, load_model=None) -> int:
         interrupted, dropped = True, False
         raise KeyboardInterrupt
 
-    def on_unraisable(unraisable):
-        """Python drops what is raised in a finalizer or a C callback, and says so: an interrupt comes again a moment later."""
-        nonlocal dropped
-        if not (interrupted and isinstance(unraisable.exc_value, KeyboardInterrupt)):
-            sys.__unraisablehook__(unraisable)
-            return
+    def comes_again(error):
+        """Whether `error`, which C code has dropped, is the interrupt: it comes again a moment later."""
+        nonlocal dropped, again
+        if not (interrupted and isinstance(error, KeyboardInterrupt)):
+            return False
         import threading
         dropped = True
         again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         again.daemon = True
         again.start()
+        return True
+
+    def on_unraisable(unraisable):
+        """Python drops what is raised in a finalizer or a callback of C code, and would print it."""
+        if not comes_again(unraisable.exc_value):
+            sys.__unraisablehook__(unraisable)
+
+    def on_printed(kind, error, traceback):
+        """C code that cannot raise what it got has Python print it: every extension that uses numpy does, when it imports it."""
+        if not comes_again(error):
+            sys.__excepthook__(kind, error, traceback)
 
     guard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell may have asked for SIGINT to be ignored
     try:
         if guard:
             signal.signal(signal.SIGINT, on_interrupt)
-            sys.unraisablehook = on_unraisable
+            sys.unraisablehook, sys.excepthook = on_unraisable, on_printed
         if argv is None:  # a process of its own
             from .base.collection import put_off
             put_off()
@@ -45,9 +56,11 @@ def main(argv=None, load_model=None) -> int:
             raise
         return 130  # whatever the interrupt became on its way: a C extension may turn it into an ImportError
     finally:
+        if again:
+            again.cancel()
         if guard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.unraisablehook = sys.__unraisablehook__
+            sys.unraisablehook, sys.excepthook = sys.__unraisablehook__, sys.__excepthook__
 
 
 def program() -> None:

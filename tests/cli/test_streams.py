@@ -337,17 +337,19 @@ def test_ctrl_c_before_python_code_of_ours(folder):
         assert "ggml_py/cli" not in err, (delay, err)
 
 
-CALLBACKS = """
+DROPPED = """
 import ctypes, os, signal, sys, time
 from ggml_py import cli
 from ggml_py.__main__ import program
 
-@ctypes.CFUNCTYPE(None)
 def interrupted():
     os.kill(os.getpid(), signal.SIGINT)
 
 def execute(argv, load_model):
-    interrupted()
+    if sys.argv[1] == "printed":
+        ctypes.pythonapi.PyRun_SimpleString(b"interrupted()")
+    else:
+        ctypes.CFUNCTYPE(None)(interrupted)()
     time.sleep(60)
 
 cli.execute = execute
@@ -355,11 +357,22 @@ program()
 """
 
 
-def test_an_interrupt_in_a_callback_comes_again():
-    """ctypes, and so llvmlite's cache, drops what its callbacks raise, and would print it."""
+@pytest.mark.parametrize("how", ["ignored", "printed"])
+def test_an_interrupt_that_c_code_drops_comes_again(how):
+    """ctypes, and so llvmlite's cache, drops what its callbacks raise; numpy's `import_array` has it printed. None is shown."""
     began = time.monotonic()
-    result = child(code=CALLBACKS, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    result = child(how, code=DROPPED, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert result.returncode in (130, -signal.SIGINT) and not result.stderr and time.monotonic() - began < 30
+
+
+def test_other_errors_that_c_code_drops_are_shown():
+    """The hooks that keep interrupts quiet pass everything else on."""
+    code = ("import ctypes; from ggml_py import cli; from ggml_py.__main__ import program\n"
+            "def execute(argv, load_model):\n"
+            "    ctypes.pythonapi.PyRun_SimpleString(b'1 / 0'); ctypes.CFUNCTYPE(None)(lambda: {}['absent'])(); return 0\n"
+            "cli.execute = execute; program()")
+    result = child(code=code)
+    assert result.returncode == 0 and "ZeroDivisionError" in result.stderr and "KeyError" in result.stderr
 
 
 def test_an_interrupt_that_is_swallowed_is_one(monkeypatch):
