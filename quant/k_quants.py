@@ -4,7 +4,7 @@ A run of 32 bytes (two pieces) holds several rounds of 32 columns, one in each b
 2-bit fields: columns 128k + 32r + c in byte c of run k, bits 2r..2r+1; nibbles: columns 64k + 32r + c, bits 4r..4r+3 (Q6_K: see
 there).
 """
-from .words import NIBBLES, ONES, TWOS, Parts, half_scale, halves, i32, u32
+from .words import NIBBLES, ONES, TWOS, Fields, Parts, half_scale, halves, i32, u32
 
 SIXES, TOP_TWOS = u32(0x3f3f3f3f), u32(0x30303030)  # the low six bits of each byte, the upper two of them
 
@@ -24,6 +24,15 @@ def two_bits(p, ldw):
     return halves(p, two_bits_word(p, ldw))
 
 
+def field_words(p, ldw, width):
+    """`Fields.words` of 32 * width bytes in the first pieces."""
+    @p.jit
+    def words(t, j, q):
+        piece = j if width == 4 else 2 * (j >> 2)
+        return u32(ldw(t, piece, q)), u32(ldw(t, piece + 1, q))
+    return words
+
+
 def min_pair(p):
     """A word's halves (d, dmin) as float32."""
     f16 = p.f16
@@ -35,8 +44,8 @@ def min_pair(p):
     return pair
 
 
-def six_bit_scales(p, ldw, header):
-    """sub, group and packed of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
+def six_bit_scales(p, ldw, header, tops=None):
+    """sub, group, packed and fields of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
 
     With bytes a = 0..3, b = 4..7, c = 8..11: scales 0..3 and minima 0..3 are the low six bits of a and b;
     scales 4..7 have their low four bits in c's low nibbles, minima 4..7 in its high ones, and the upper two bits in the tops of a
@@ -61,7 +70,11 @@ def six_bit_scales(p, ldw, header):
         a, b, c = u32(ldw(t, header, 1)), u32(ldw(t, header, 2)), u32(ldw(t, header, 3))
         return (u32(a & SIXES), u32(c & NIBBLES | (a >> u32(2)) & TOP_TWOS),
                 u32(b & SIXES), u32((c >> u32(4)) & NIBBLES | (b >> u32(2)) & TOP_TWOS))
-    return dict(sub=sub, group=group, packed=packed)
+
+    @p.jit
+    def scales(t, k):
+        return packed(t)
+    return dict(sub=sub, group=group, packed=packed, fields=Fields(4, field_words(p, ldw, 4), scales, tops=tops))
 
 
 def q2_k(p, ldw, ld4, ld2):
@@ -76,7 +89,11 @@ def q2_k(p, ldw, ld4, ld2):
     def group(t, g):
         return pair(ld4(t, 0))
 
-    return Parts(two_bits(p, ldw), sub, group)
+    @p.jit
+    def scales(t, k):
+        return u32(ldw(t, 4, k)),
+
+    return Parts(two_bits(p, ldw), sub, group, fields=Fields(2, field_words(p, ldw, 2), scales))
 
 
 def q3_k(p, ldw, ld4, ld2):
@@ -94,15 +111,16 @@ def q3_k(p, ldw, ld4, ld2):
         high = shr(ld4(t, 2), 8 * (i & 3) + 2 * (i >> 2)) & u32(3)
         return i32(i32(low | high << u32(4)) - i32(32)), i32(0)
 
-    return Parts(halves(p, word), sub, half_scale(p, ld2))
-
-
-def nibble_words(p, ldw):
-    """`Parts.nibbles` of 128 bytes in pieces 0..7."""
     @p.jit
-    def nibbles(t, j, q):
-        return u32(ldw(t, j, q)), u32(ldw(t, j + 1, q))
-    return nibbles
+    def scales(t, k):
+        low, high = u32(ld4(t, k & 1)), u32(ld4(t, 2))
+        return u32(shr(low, 4 * (k >> 1)) & NIBBLES | (shr(high, 2 * k) & TWOS) << u32(4)),
+
+    @p.jit
+    def tops(t, q):
+        return u32(ldw(t, 4, q)), u32(ldw(t, 5, q))
+
+    return Parts(halves(p, word), sub, half_scale(p, ld2), fields=Fields(2, field_words(p, ldw, 2), scales, -32, tops))
 
 
 def q4_k(p, ldw, ld4, ld2):
@@ -112,7 +130,7 @@ def q4_k(p, ldw, ld4, ld2):
     def word(t, j, h, q):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES)
 
-    return Parts(halves(p, word), nibbles=nibble_words(p, ldw), **six_bit_scales(p, ldw, 8))
+    return Parts(halves(p, word), **six_bit_scales(p, ldw, 8))
 
 
 def q5_k(p, ldw, ld4, ld2):
@@ -123,10 +141,10 @@ def q5_k(p, ldw, ld4, ld2):
         return u32(shr(ldw(t, 2 * (j >> 1) + h, q), 4 * (j & 1)) & NIBBLES | (shr(ldw(t, 8 + h, q), j) & ONES) << u32(4))
 
     @p.jit
-    def fifths(t, q):
+    def tops(t, q):
         return u32(ldw(t, 8, q)), u32(ldw(t, 9, q))
 
-    return Parts(halves(p, word), nibbles=nibble_words(p, ldw), fifths=fifths, **six_bit_scales(p, ldw, 10))
+    return Parts(halves(p, word), **six_bit_scales(p, ldw, 10, tops))
 
 
 def q6_k(p, ldw, ld4, ld2):

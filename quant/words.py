@@ -63,6 +63,20 @@ class Scales(NamedTuple):
     take: Callable  # (words, n) -> int32 of the n-th of them: isc, and the shift as of `Parts`
 
 
+class Fields(NamedTuple):
+    """Codes in fields of bytes, of `width` bits, those of 8 / width blocks of 32 columns in a byte; and a further bit of each."""
+    width: int
+    # (t, j, q), j even -> two uint32 words in whose fields j mod (8 / width) the codes of quarter (t, j, q) are, and in the next
+    # ones those of quarter (t, j + 1, q)
+    words: Callable
+    # (t, k) -> uint32 words of the bytes isc - `least` of all sub-blocks, then of the bytes imin. Of fields of two bits a single
+    # word, of the four sub-blocks from column 64 k on, which has imin in its high nibbles
+    scales: Callable
+    least: int = 0
+    # (t, q) -> two uint32 words, bit j of whose bytes is the bit above the field of the codes of quarter (t, j, q)
+    tops: Callable | None = None
+
+
 class Parts(NamedTuple):
     """What a format states of its unpacking; the rest of an `Unpacker` follows. t names the chunk, as the loads understand it."""
     # (t, j, q) -> 2 int32 words: the codes of eight of the columns 32j..32j+31, q = 0..3, the lowest byte first; or what they are
@@ -75,11 +89,7 @@ class Parts(NamedTuple):
     # (t) -> uint32 words of the bytes isc of all sub-blocks, then of the bytes imin, if that is less work than `sub` of each
     packed: Callable | None = None
     scales: Scales | None = None   # what sub and shift give, where there is a shorter way for several
-    # (t, j, q), j even -> two uint32 words whose low nibbles are the codes of quarter (t, j, q), and whose high ones those of (t,
-    # j + 1, q), where they lie so; of codes of five bits the low four
-    nibbles: Callable | None = None
-    # (t, q) -> two uint32 words, bit j of whose bytes are the fifth bits of the codes of quarter (t, j, q), where they lie so
-    fifths: Callable | None = None
+    fields: Fields | None = None   # where codes lie so
 
 
 class Unpacker(NamedTuple):
@@ -98,8 +108,7 @@ class Unpacker(NamedTuple):
     shift: Callable | None
     packed: Callable | None             # see `Parts`
     scales: Scales | None
-    nibbles: Callable | None
-    fifths: Callable | None
+    fields: Fields | None
 
 
 class Cubic(NamedTuple):
@@ -398,7 +407,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
     return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed, parts.scales,
-                    parts.nibbles, parts.fifths)
+                    parts.fields)
 
 
 def halves(p, word):

@@ -25,7 +25,7 @@ MINIMA_WIDTHS = tuple(8 * quads for quads in (MINIMA_QUADS, 12, 8, 4))  # column
 MINIMA_ENDS = tuple(accumulate(width // 2 for width in MINIMA_WIDTHS))
 MINIMA_WORDS = MINIMA_QUADS * SUM_WORDS               # of their B
 MINIMA = MINIMA_ENDS[-1]                              # their sums of a lane
-PACKED = "Q4_K", "Q5_K"                               # formats, by their largest weights
+IN_PARTS = "Q4_K", "Q5_K"                             # formats, by their largest weights
 MOST_LEVEL = EXACT // (32 * (128 * MOST_HIGH + MOST_LOW))  # of scaled formats
 
 
@@ -190,7 +190,7 @@ def of_lanes(d: np.ndarray) -> np.ndarray:
 
 def operands() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
     """((a, b, minima, q) as the kernel takes them, (d, e) as it must leave them)."""
-    packed, scaled = [weights_and_limbs(format_of(name)) for name in PACKED], levels_and_limbs()
+    packed, scaled = [weights_and_limbs(format_of(name)) for name in IN_PARTS], levels_and_limbs()
     a, b = map(np.concatenate, zip(*packed, scaled, scaled))
     i, q = minima_and_sums(len(a))
     # What a weight counts, and a limb: of halved levels half and twice as much

@@ -18,13 +18,15 @@ from .weights import shared_unpacker
 
 EXACT = 1 << 24             # up to which all integers are float32
 MOST_HIGH, MOST_LOW = 127, 64  # of limbs
+UNTRIED = "Q2_K", "Q3_K"    # formats whose products of float16 no GPU has run: they are simulated and compiled
 SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its bits
 
 
 class HalfForm(NamedTuple):
     scaled: bool
     halved: bool
-    fifths: bool  # of packed ones, whether codes have fifth bits
+    tops: bool  # of packed ones, whether codes have bits above their fields,
+    parts: int  # and the fewest parts of a chunk of which all sums are exact: 1, 2 or 4
 
 
 def largest_weight(fmt: Format) -> int:
@@ -37,13 +39,17 @@ def most_reach(fmt: Format) -> int:
     return EXACT // largest_weight(fmt)
 
 
+def parts_of(fmt: Format) -> int | None:
+    """Of a packed format, as of `HalfForm`; None where there would be more."""
+    return next((n for n in (1, 2, 4) if largest_weight(fmt) * MOST_HIGH * (CHUNK // n) <= EXACT), None)
+
+
 def is_packed(fmt: Format) -> bool:
-    """Of nibbles, maybe with fifth bits, that are levels, with packed scales and minima for 32 columns, whose bounds hold
-    (`half_product`), and are seldom passed: limbs of 64, half of the largest, with signs by turns are within `most_reach`."""
-    unpack, w = shared_unpacker(fmt.name).unpacker, largest_weight(fmt)
-    packed = unpack.packed is not None and unpack.nibbles is not None
-    return (packed and fmt.group == CHUNK and fmt.sub == 32 and fmt.has_min and not fmt.zero and w <= 2048
-            and w * MOST_HIGH * (CHUNK // 4) <= EXACT and most_reach(fmt) >= CHUNK // 2 * 64)
+    """Of codes in bit fields, with integer scales for 32 columns or, of two bits, 16, whose bounds hold (`half_product`), and are
+    seldom passed: limbs of 64, half of the largest, with signs by turns are within `most_reach`, where weights have one sign."""
+    fields, parts = shared_unpacker(fmt.name).unpacker.fields, parts_of(fmt)
+    return (fields is not None and fmt.group == CHUNK and fmt.sub == 8 * fields.width and largest_weight(fmt) <= 2048
+            and (parts == 1 or (parts is not None and not fmt.zero and most_reach(fmt) >= CHUNK // 2 * 64)))
 
 
 def are_small_floats(source) -> bool:
@@ -68,9 +74,10 @@ def half_form(fmt: Format) -> HalfForm | None:
     """None: not by products of float16."""
     unpack = shared_unpacker(fmt.name).unpacker
     if is_packed(fmt):
-        return HalfForm(False, False, unpack.fifths is not None)
-    return HalfForm(True, are_small_floats(unpack.source), False) if is_scaled(fmt) else None
+        return HalfForm(False, False, unpack.fields.tops is not None, parts_of(fmt))
+    return HalfForm(True, are_small_floats(unpack.source), False, 1) if is_scaled(fmt) else None
 
 
 def has_halves(fmt: Format) -> bool:
-    return half_form(fmt) is not None
+    """Whether products of float16 may be chosen."""
+    return half_form(fmt) is not None and fmt.name not in UNTRIED

@@ -28,16 +28,16 @@ SUMS = SUM_WORDS // 4       # words of its sums of q over 16 columns, float16
 
 class Rest(NamedTuple):
     """Words of what follows products, of so many tokens and a chunk."""
-    d: int      # scales of the tokens, [token % 4][quad]; before them sums of q, as of `half_product`, or of scaled formats with
-                # minima as of `half_scaled`
-    large: int  # of packed formats, whether a token has more than `most_reach`
+    d: int      # scales of the tokens, [token % 4][quad]; before them, of formats with minima, sums of q, as of `half_product` or
+                # `half_scaled`
+    large: int  # whether a token has more than `most_reach`, of formats of which chunks may be multiplied in parts
     n_words: int
 
 
 def rest_of(fmt: Format, tokens: int) -> Rest:
-    scaled = half_form(fmt).scaled
-    n_sums = tokens * (N_GROUPS * fmt.has_min if scaled else SUMS)
-    return Rest(*accumulate((n_sums, tokens, 0 if scaled else tokens)))
+    form = half_form(fmt)
+    n_sums = tokens * fmt.has_min * (N_GROUPS if form.scaled else SUMS)
+    return Rest(*accumulate((n_sums, tokens, tokens * (form.parts > 1))))
 
 
 def unit_words(fmt: Format, tokens: int) -> int:
@@ -114,9 +114,9 @@ def reach_of(lane, hi, lo):
 
 def chunk_widener(fmt: Format, tokens: int):
     """(lane, act, limbs, source, lo_at, to, t): both limbs of chunk `source` of the activations, to the rows of token t of an
-    item whose atoms begin at word `to`; returns their reach, of a packed format. Lane l widens a piece of 16 bytes of both
+    item whose atoms begin at word `to`; returns their reach where there may be parts. Lane l widens a piece of 16 bytes of both
     limbs, of columns 16 (l / 2) .. of the chunk."""
-    (scaled, halved, _), quads = half_form(fmt), tokens // 4
+    (scaled, halved, _, parts), quads = half_form(fmt), tokens // 4
     unit, limb_words = 2 if halved else 1, quads // 2 * ATOM_WORDS
     widen_high, widen_low = piece_widener(128 * unit if scaled else 1), piece_widener(unit)
 
@@ -137,7 +137,7 @@ def chunk_widener(fmt: Format, tokens: int):
             low = at + (t >> 2) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + 1))
         widen_high(limbs, high, hi, upper, selector)
         widen_low(limbs, low, lo, upper, selector)
-        return i32(0) if scaled else reach_of(lane, hi, lo)
+        return reach_of(lane, hi, lo) if parts > 1 else i32(0)
     return widen_chunk
 
 
@@ -166,15 +166,16 @@ def sums_widener(fmt: Format, tokens: int):
 
 TESTED = [(name, tokens, experts) for name in ("Q4_K", "Q5_K")
           for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48))) for tokens in of_blocks]
-TESTED += [("MXFP4", 128, False), ("MXFP4", 48, True), ("Q4_1", 64, False), ("Q5_0", 32, False)]
+TESTED += [("Q2_K", 64, False), ("Q3_K", 128, False), ("Q3_K", 48, True), ("MXFP4", 128, False), ("MXFP4", 48, True),
+           ("Q4_1", 64, False), ("Q5_0", 32, False)]
 
 
 @factory(TESTED)
 def half_limbs_kernel(name, tokens, experts):
     """A warp a chunk of a token of an item."""
     fmt = format_of(name)
-    scaled, has_sums, quads = half_form(fmt).scaled, fmt.has_min, tokens // 4
-    most, row_of, n_words = 0 if scaled else most_reach(fmt), rows_of(tokens, experts), unit_words(fmt, tokens)
+    has_parts, has_sums, quads = half_form(fmt).parts > 1, fmt.has_min, tokens // 4
+    most, row_of, n_words = most_reach(fmt) if has_parts else 0, rows_of(tokens, experts), unit_words(fmt, tokens)
     (d_at, large_at, _), widen_chunk, widen_sums = rest_of(fmt, tokens), chunk_widener(fmt, tokens), sums_widener(fmt, tokens)
 
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
@@ -192,6 +193,6 @@ def half_limbs_kernel(name, tokens, experts):
                 if lane == 0:
                     st(limbs, rest + d_at + (t & 3) * quads + (t >> 2), ld(act, scales + source))
             # What is multiplied in the place of tokens that are not there may be anything, but not large
-            if lane == 0 and not scaled:
+            if lane == 0 and has_parts:
                 st(limbs, rest + large_at + t, u32(1 if reach > most else 0))
     return Kernel(kernel, (U32, I32, U32, *[N] * 6), N_THREADS, arch=HOPPER)

@@ -3,19 +3,19 @@ two warps (docs/numerics.md, section 3).
 
 What `group_product` does for formats with integer scales, with one product in the place of two: level times scale is one float16,
 and so is a limb of q. Sums are float32 and exact while no partial sum can pass 2^24: then S = 128 H + L, H and L the sums over hi
-and over lo, is one `fma`, which rounds once. The bounds, 0 <= w <= W being level times scale:
+and over lo, is one `fma`, which rounds once. The bounds, |w| <= W being level times scale:
 
-    H, L: of a token's limbs of a chunk let P be the sum of the positive ones and -N that of the others. Every partial sum lies
-       between -W N and W P. The larger one of P and N is the reach of the limbs: up to `most_reach` it makes 2^24 at most. A
-       chunk of which a token has more, of hi or of lo, is multiplied in parts, whose sums are added as integers: |hi| <= 127, so
-       W * 127 * 128 <= 2^24 for halves of it, or W * 127 * 64 for quarters.
+    H, L: with W * 127 * 256 <= 2^24 all are exact. Else w >= 0: of a token's limbs of a chunk let P be the sum of the positive
+       ones and -N that of the others. Every partial sum lies between -W N and W P. The larger one of P and N is the reach of the
+       limbs: up to `most_reach` it makes 2^24 at most. A chunk of which a token has more, of hi or of lo, is multiplied in parts,
+       whose sums are added as integers: |hi| <= 127, so W * 127 * 128 <= 2^24 for halves of it, or W * 127 * 64 for quarters.
     minima: the sums of q over 16 columns are 128 a + b, |a| <= 2032, |b| <= 64, and M = 128 A + B likewise.
 
 That tensor cores add exactly below 2^24 is seen on each GPU (`half_check`).
 
-A weight counts 2^-24, as a code in the low bits of a float16 does, and in the bits above them 16 times as much: what a product
-wants of a word of codes is a mask and a multiplication by the scale, or by a sixteenth of it. A fifth bit, wherever it lies in
-the low byte of a float16, is another mask and multiplication. S counts as much, and d is multiplied by 2^24.
+A weight counts 2^-24, as a code in the low bits of a float16 does, and in the field above them 16 times as much, or 4 times: what
+a product wants of a word of codes is a mask and a multiplication by the scale, or by as much less of it. The bit above a field,
+wherever it lies in the low byte of a float16, is another mask and multiplication. S counts as much, and d is multiplied by 2^24.
 
 Columns of B are tokens' limbs, 2 token + limb, so a quad of tokens is an atom for each 64 columns of the chunk (`wgmma`). Of the
 16 columns of a product lane q has 4 q .. 4 q + 3, as bytes of a word: these stand at places 2 q, 2 q + 8, 2 q + 1, 2 q + 9, and
@@ -28,21 +28,22 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
-from .half_forms import EXACT, MOST_HIGH, largest_weight
+from .half_forms import half_form
 from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, stage, sts, u32)
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_place, wait_for_all_but
 
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk, or minima, are multiplied
-# Products that may be under way while the next one's words are made: of more the blocks take longer. Of more quads, or with fifth
+# Products that may be under way while the next one's words are made: of more the blocks take longer. Of more quads, or with top
 # bits, they have no registers for two
 WAITING, WAITING_FEW = 2, 1
 SUM_WORDS = 64               # of a quad's sums of q
 
 
-# (0) -> `upper` of the device functions below: upper bytes of float16 from 1024 on, loaded as in weights.lookup_nibbles
-exponents = constant(np.array([0x64646464], np.uint32))
+# (0) -> `upper` of the device functions below, loaded as in weights.lookup_nibbles: byte i is the upper one of float16 from
+# 1024 / 4^i on
+exponents = constant(np.array([0x4c545c64], np.uint32))
 
 
 def twice(value) -> np.uint32:
@@ -50,11 +51,11 @@ def twice(value) -> np.uint32:
     return np.array([value, value], np.float16).view(np.uint32)[0]
 
 
-MINUS_1024, MINUS_64, SIXTEENTH = twice(-1024), twice(-64), twice(1 / 16)
+MINUS_1024 = twice(-1024)
 
 
-def waiting_of(unpack, n_quads: int) -> int:
-    return WAITING if n_quads <= MOST_TOGETHER and unpack.fifths is None else WAITING_FEW
+def waiting_of(fields, n_quads: int) -> int:
+    return WAITING if n_quads <= MOST_TOGETHER and fields.tops is None else WAITING_FEW
 
 
 class Barriers(NamedTuple):
@@ -65,7 +66,8 @@ class Barriers(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a lane holds of a chunk, for device functions: the words of `packed` of its rows, 16 half + l / 4 and 8 further."""
+    """What a lane holds of a chunk or, of fields of two bits, of 64 columns, for device functions: `Fields.scales` of its rows,
+    16 half + l / 4 and 8 further."""
     first: object
     second: object
 
@@ -73,130 +75,169 @@ class Held(NamedTuple):
 # Arguments of device functions as in `group_product`, of n_quads quads of tokens; d: f32 [4 n_quads], in registers: sums of a
 # product, [4 quad + 2 k + limb] of row k and token l % 4; s, total: f32 [2 n_quads], [2 quad + k]
 
-def block_starter(unpack, n_quads: int, n_each: int, waiting: int):
-    """(load, load_fifths, start_low, start_high). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of
-    block j of 32 columns, j even, are their low nibbles, those of block j + 1 their high ones. load_fifths: (lane, half, shared,
-    tile) -> words in the same order, bit j of whose bytes are the fifth bits of block j; zeros where codes have none. start_low,
-    start_high: (shared, b, held, upper, j, w, fifths, d, keep): start both products of such a block with n_each quads, whose
-    words are w, j that of the low nibbles: d = A B, or d + A B if keep. Products of earlier calls are done then: `waiting` of
-    these run on."""
+def scale_reader(fmt: Format, fields, r: int):
+    """(words, upper, j, other) -> what codes in the r-th field of their bytes are multiplied by, twice in a word: isc of the
+    first 16 columns of block j, or of the others, over 2^(r width)."""
+    in_nibbles, sixteens, power = fields.width == 2 and fmt.has_min, fmt.sub == 16, r * fields.width // 2
+    selector, addend = u32(0x4040 + 0x1010 * power), twice((-1024 + fields.least) / 4**power)
+
+    @device
+    def read(words, upper, j, other):
+        if sixteens:
+            w = prmt(words[0], upper, u32(selector + 0x0101 * ((2 * j + other) & 3)))
+        else:
+            w = prmt(words[1] if j > 3 else words[0], upper, u32(selector + 0x0101 * (j & 3)))
+        return add2(u32(w & u32(0xff0fff0f)) if in_nibbles else w, addend)
+    return read
+
+
+def weight_maker(fmt: Format, fields, r: int):
+    """(words, upper, j, other) -> factors, by which (w, tops, j, factors) -> weights: of two codes in the r-th field of bytes 0
+    and 2 of w."""
+    width, has_tops, none, bits = fields.width, fields.tops is not None, u32(0), u32(0x00010001)
+    read, mask = scale_reader(fmt, fields, r), u32(0x00010001 * ((1 << width) - 1) << width * r)
+    # A top bit stands at bit j and counts 2^width; of levels below 0 one that is not set counts -2^width
+    assert fmt.zero in (0, 1 << width if has_tops else 0), fmt.name
+    sign, flipped = u32(0x80008000 if fmt.zero else 0), u32(0xffffffff if fmt.zero else 0)
+
+    @device
+    def factors_of(words, upper, j, other):
+        f = read(words, upper, j, other)
+        return f, fma2(f, u32(sign | u32(0x04000400) * u32(15 + width * (r + 1) - j)), none) if has_tops else none
+
+    @device
+    def weights(w, tops, j, factors):
+        f, of_tops = factors
+        rest = fma2(u32((tops ^ flipped) & u32(bits << u32(j))), of_tops, none) if has_tops else none
+        return i32(fma2(w & mask, f, rest))
+    return factors_of, weights
+
+
+def block_starter(fmt: Format, fields, n_quads: int, n_each: int, waiting: int):
+    """(load, load_tops, starts). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of blocks j and j +
+    1 of 32 columns, j even, in their fields. load_tops: (lane, half, shared, tile) -> words in the same order, bit j of whose
+    bytes is the top bit of block j; zeros where there are none. starts: by the field of block j: (shared, b, held, upper, j, w,
+    tops, d, keep): start both products of that block with n_each quads: d = A B, or d + A B if keep. Products of earlier calls
+    are done then: `waiting` of these run on."""
     assert waiting <= 2
-    low, high, zero, block_places = u32(0x000f000f), u32(0x00f000f0), u32(0), n_quads * ATOM_WORDS // PLACE
-    nibbles, fifths, start, has_fifths = unpack.nibbles, unpack.fifths, half_products(8 * n_each).start, unpack.fifths is not None
-    wait = wait_for_all_but(waiting)
+    zero, block_places, n_fields = u32(0), n_quads * ATOM_WORDS // PLACE, 8 // fields.width
+    words_of, tops_of, start, has_tops = fields.words, fields.tops, half_products(8 * n_each).start, fields.tops is not None
+    wait, sixteens = wait_for_all_but(waiting), fmt.sub == 16
 
     @device
     def load(lane, half, shared, tile, j):
         row, q = (half << 4) + (lane >> 2), lane & 3
-        w0, w2 = nibbles((shared, tile, row), j, q)
-        w1, w3 = nibbles((shared, tile, row + 8), j, q)
+        w0, w2 = words_of((shared, tile, row), j, q)
+        w1, w3 = words_of((shared, tile, row + 8), j, q)
         return u32(w0), u32(w1), u32(w2), u32(w3)
 
     @device
-    def load_fifths(lane, half, shared, tile):
-        if not has_fifths:
+    def load_tops(lane, half, shared, tile):
+        if not has_tops:
             return zero, zero, zero, zero
         row, q = (half << 4) + (lane >> 2), lane & 3
-        (w0, w2), (w1, w3) = fifths((shared, tile, row), q), fifths((shared, tile, row + 8), q)
+        (w0, w2), (w1, w3) = tops_of((shared, tile, row), q), tops_of((shared, tile, row + 8), q)
         return w0, w1, w2, w3
 
-    @device
-    def bytes_of(words, upper, j):
-        """1024 + isc of block j, twice."""
-        return prmt(words[j >> 2], upper, u32(0x4040 + 0x0101 * (j & 3)))
+    def starter(r):
+        factors_of, weights = weight_maker(fmt, fields, r)
+        place = (r & 1) * (16 // PLACE)
+
+        @device
+        def start_block(shared, b, held, upper, j, w, tops, d, keep):
+            at = i32(b + (j >> 1) * block_places + place)
+            f, g = factors_of(held.first, upper, j, i32(0)), factors_of(held.second, upper, j, i32(0))
+            v = u32(w[0] >> u32(8)), u32(w[1] >> u32(8)), u32(w[2] >> u32(8)), u32(w[3] >> u32(8))  # of bytes 1 and 3
+            u = u32(tops[0] >> u32(8)), u32(tops[1] >> u32(8)), u32(tops[2] >> u32(8)), u32(tops[3] >> u32(8))
+            start(d, shared, at, weights(w[0], tops[0], j, f), weights(w[1], tops[1], j, g), weights(v[0], u[0], j, f),
+                  weights(v[1], u[1], j, g), keep)
+            if sixteens:
+                f, g = factors_of(held.first, upper, j, i32(1)), factors_of(held.second, upper, j, i32(1))
+            start(d, shared, i32(at + 8 // PLACE), weights(w[2], tops[2], j, f), weights(w[3], tops[3], j, g),
+                  weights(v[2], u[2], j, f), weights(v[3], u[3], j, g), i32(1))
+            wait()
+        return start_block
+    return load, load_tops, tuple(map(starter, range(n_fields)))
+
+
+def minimum_words(fmt: Format, fields):
+    """(lane, rows, held, upper) -> words of A, imin of both rows, of every 16 columns; zeros where there are none. rows: both, as
+    `Fields.scales` takes them."""
+    n_isc, scales, zero = CHUNK // fmt.sub // 4, fields.scales, i32(0)
 
     @device
-    def weights(w, mask, fifths, j, f, more):
-        """Of two codes, f their scale, more: of their fifth bits."""
-        rest = fma2(fifths & u32(u32(0x00010001) << u32(j)), more, zero) if has_fifths else zero
-        return i32(fma2(w & mask, f, rest))
+    def none(lane, rows, held, upper):
+        return zero, zero, zero, zero
 
     @device
-    def start_block(shared, at, w, fifths, j, mask, scales, d, keep):
-        """w: codes in mask, of block j; scales: of both rows, by which they are weights, and their fifth bits are."""
-        (f, f_more), (g, g_more) = scales
-        v = u32(w[0] >> u32(8)), u32(w[1] >> u32(8)), u32(w[2] >> u32(8)), u32(w[3] >> u32(8))  # of bytes 1 and 3
-        u = (u32(fifths[0] >> u32(8)), u32(fifths[1] >> u32(8)), u32(fifths[2] >> u32(8)), u32(fifths[3] >> u32(8)))
-        start(d, shared, at, weights(w[0], mask, fifths[0], j, f, f_more), weights(w[1], mask, fifths[1], j, g, g_more),
-              weights(v[0], mask, u[0], j, f, f_more), weights(v[1], mask, u[1], j, g, g_more), keep)
-        start(d, shared, i32(at + 8 // PLACE), weights(w[2], mask, fifths[2], j, f, f_more),
-              weights(w[3], mask, fifths[3], j, g, g_more), weights(v[2], mask, u[2], j, f, f_more),
-              weights(v[3], mask, u[3], j, g, g_more), i32(1))
-        wait()
-
-    @device
-    def of_fifths(f, j):
-        """The scale of fifth bits, which stand at bit j and count 16: f 2^(4 - j)."""
-        return fma2(f, u32(u32(0x04000400) * u32(19 - j)), zero) if has_fifths else zero
-
-    @device
-    def start_low(shared, b, held, upper, j, w, fifths, d, keep):
-        f, g = add2(bytes_of(held.first, upper, j), MINUS_1024), add2(bytes_of(held.second, upper, j), MINUS_1024)
-        scales = (f, of_fifths(f, j)), (g, of_fifths(g, j))
-        start_block(shared, i32(b + (j >> 1) * block_places), w, fifths, j, low, scales, d, keep)
-
-    @device
-    def start_high(shared, b, held, upper, j, w, fifths, d, keep):
-        """Codes in high nibbles count 16 times as much."""
-        j = i32(j + 1)
-        f, g = bytes_of(held.first, upper, j), bytes_of(held.second, upper, j)
-        f, g = fma2(f, SIXTEENTH, MINUS_64), fma2(g, SIXTEENTH, MINUS_64)
-        scales = (f, of_fifths(f, i32(j - 4))), (g, of_fifths(g, i32(j - 4)))
-        start_block(shared, i32(b + (j >> 1) * block_places + 16 // PLACE), w, fifths, j, high, scales, d, keep)
-    return load, load_fifths, start_low, start_high
-
-
-def minimum_words(fmt: Format):
-    """(lane, held, upper) -> words of A, imin of both rows."""
-    n_isc = CHUNK // fmt.sub // 4
-
-    @device
-    def words_of(lane, held, upper):
+    def of_bytes(lane, rows, held, upper):
         selector = u32(u32(lane & 3) * u32(0x0101) + u32(0x4040))
         return (i32(add2(prmt(held.first[n_isc], upper, selector), MINUS_1024)),
                 i32(add2(prmt(held.second[n_isc], upper, selector), MINUS_1024)),
                 i32(add2(prmt(held.first[n_isc + 1], upper, selector), MINUS_1024)),
                 i32(add2(prmt(held.second[n_isc + 1], upper, selector), MINUS_1024)))
-    return words_of
-
-
-def scale_holder(unpack, minima_of):
-    """(held_of, scales_of). held_of: (lane, half, shared, tile) -> `Held`. scales_of: (.., held, upper) -> (d, m) of both rows
-    and the minima as words of A."""
-    packed, group = unpack.packed, unpack.group
 
     @device
-    def held_of(lane, half, shared, tile):
+    def of_nibbles(row, k, selector):
+        """Of two bytes of words k and k + 1."""
+        w = u32(prmt(scales(row, k)[0], scales(row, i32(k + 1))[0], selector) >> u32(4))
+        return i32(add2(u32(w & u32(0x000f000f) | u32(0x64006400)), MINUS_1024))
+
+    @device
+    def of_high_nibbles(lane, rows, held, upper):
+        selector = u32(u32(lane & 3) * u32(0x0202) + u32(0x0100))
+        return (of_nibbles(rows[0], i32(0), selector), of_nibbles(rows[1], i32(0), selector),
+                of_nibbles(rows[0], i32(2), selector), of_nibbles(rows[1], i32(2), selector))
+    return none if not fmt.has_min else of_bytes if fields.width == 4 else of_high_nibbles
+
+
+def scale_holder(fmt: Format, unpack):
+    """(held_of, scales_of). held_of: (lane, half, shared, tile, k) -> `Held`, for columns from 64 k on. scales_of: (lane, half,
+    shared, tile, held, upper) -> (d, m) of both rows and the minima as words of A."""
+    scales, group, minima_of = unpack.fields.scales, unpack.group, minimum_words(fmt, unpack.fields)
+
+    @device
+    def held_of(lane, half, shared, tile, k):
         row = (half << 4) + (lane >> 2)
-        return Held(packed((shared, tile, row)), packed((shared, tile, row + 8)))
+        return Held(scales((shared, tile, row), k), scales((shared, tile, row + 8), k))
 
     @device
     def scales_of(lane, half, shared, tile, held, upper):
         row = (half << 4) + (lane >> 2)
-        (d0, m0), (d1, m1) = group((shared, tile, row), 0), group((shared, tile, row + 8), 0)
-        return (mul(d0, UNITS), m0), (mul(d1, UNITS), m1), minima_of(lane, held, upper)
+        rows = (shared, tile, row), (shared, tile, row + 8)
+        (d0, m0), (d1, m1) = group(rows[0], 0), group(rows[1], 0)
+        return (mul(d0, UNITS), m0), (mul(d1, UNITS), m1), minima_of(lane, rows, held, upper)
     return held_of, scales_of
 
 
-def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
+def whole_multiplier(fmt: Format, unpack, n_quads: int, n_pieces: int, leave):
     """`multiply` of `half_product`."""
-    load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_quads, waiting_of(unpack, n_quads))
-    held_of, scales_of = scale_holder(unpack, minima_of)
-    wait, n_sums, n_products, last = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads, n_pieces - 1
-    again = unpack.fifths is not None  # what is held of minima would take registers all the while
+    fields, last = unpack.fields, n_pieces - 1
+    load, load_tops, starts = block_starter(fmt, fields, n_quads, n_quads, waiting_of(fields, n_quads))
+    held_of, scales_of = scale_holder(fmt, unpack)
+    wait, n_sums, n_products = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads
+    of_pieces = fields.width == 2
+    again = fields.tops is not None and not of_pieces  # what is held of minima would take registers all the while
 
-    @device
-    def two_blocks(lane, half, shared, tile, b, barriers, held, upper, piece, w, d, keep):
-        """Of the columns from 64 piece on, which are a piece where there are several; w: what was loaded for them -> for the next
-        ones."""
-        if 0 < piece < n_pieces:
-            mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
-        fifths = load_fifths(lane, half, shared, tile)
-        start_low(shared, b, held, upper, i32(2 * piece), w, fifths, d, keep)
-        if 0 < piece < n_pieces:  # all products of the piece before are done
-            leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))
-        start_high(shared, b, held, upper, i32(2 * piece), w, fifths, d, i32(1))
-        return load(lane, half, shared, tile, i32((2 * piece + 2) & 6))
+    def two_blocks_of(piece):
+        """(.., w, d, keep): of the columns from 64 piece on, which are a piece where there are several; w: what was loaded for
+        them -> for the next ones."""
+        start_even, start_odd = starts[2 * piece % len(starts)], starts[(2 * piece + 1) % len(starts)]
+        begins_piece = 0 < piece < n_pieces
+
+        @device
+        def two_blocks(lane, half, shared, tile, b, barriers, held, upper, w, d, keep):
+            if begins_piece:
+                mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
+            tops = load_tops(lane, half, shared, tile)
+            held = held_of(lane, half, shared, tile, i32(piece)) if of_pieces and piece > 0 else held
+            start_even(shared, b, held, upper, i32(2 * piece), w, tops, d, keep)
+            if begins_piece:  # all products of the piece before are done
+                leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))
+            start_odd(shared, b, held, upper, i32(2 * piece + 1), w, tops, d, i32(1))
+            return w if of_pieces and piece % 2 == 0 else load(lane, half, shared, tile, i32((2 * piece + 2) & 6))
+        return two_blocks
+    first_blocks, second_blocks, third_blocks, last_blocks = map(two_blocks_of, range(4))
 
     @device
     def multiply(lane, half, shared, tile, act, barriers, upper, s):
@@ -204,13 +245,14 @@ def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
         for o in range(n_products):
             d[o] = f32(0)
         mbarrier.wait(shared, barriers.there, barriers.parity)
-        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
+        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile, i32(0))
         w = load(lane, half, shared, tile, i32(0))
-        w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 0, w, d, i32(0))
-        w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 1, w, d, i32(1))
-        w = two_blocks(lane, half, shared, tile, b, barriers, held, upper, 2, w, d, i32(1))
-        two_blocks(lane, half, shared, tile, b, barriers, held, upper, 3, w, d, i32(1))
-        found = scales_of(lane, half, shared, tile, held_of(lane, half, shared, tile) if again else held, upper)
+        w = first_blocks(lane, half, shared, tile, b, barriers, held, upper, w, d, i32(0))
+        w = second_blocks(lane, half, shared, tile, b, barriers, held, upper, w, d, i32(1))
+        w = third_blocks(lane, half, shared, tile, b, barriers, held, upper, w, d, i32(1))
+        last_blocks(lane, half, shared, tile, b, barriers, held, upper, w, d, i32(1))
+        held = held_of(lane, half, shared, tile, i32(0)) if again else held
+        found = scales_of(lane, half, shared, tile, held, upper)
         wait(d)
         leave(lane, shared, i32(barriers.done + last * mbarrier.WORDS))
         for o in range(n_sums):
@@ -219,11 +261,12 @@ def whole_multiplier(unpack, n_quads: int, n_pieces: int, leave, minima_of):
     return multiply
 
 
-def halves_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, minima_of):
+def halves_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: int, leave):
     """`multiply_parts` of `half_product`, in halves, n_each quads at a time."""
     assert n_quads in (n_each, 2 * n_each), n_quads
-    load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_each, waiting_of(unpack, n_quads))
-    held_of, scales_of = scale_holder(unpack, minima_of)
+    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.fields, n_quads, n_each,
+                                                             waiting_of(unpack.fields, n_quads))
+    held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
     @device
@@ -231,12 +274,12 @@ def halves_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, m
         """Of blocks j .. j + 3."""
         for o in range(n_products):
             d[o] = f32(0)
-        w, fifths = load(lane, half, shared, tile, j), load_fifths(lane, half, shared, tile)
-        start_low(shared, b, held, upper, j, w, fifths, d, i32(0))
-        start_high(shared, b, held, upper, j, w, fifths, d, i32(1))
+        w, tops = load(lane, half, shared, tile, j), load_tops(lane, half, shared, tile)
+        start_low(shared, b, held, upper, j, w, tops, d, i32(0))
+        start_high(shared, b, held, upper, i32(j + 1), w, tops, d, i32(1))
         w = load(lane, half, shared, tile, i32(j + 2))
-        start_low(shared, b, held, upper, i32(j + 2), w, fifths, d, i32(1))
-        start_high(shared, b, held, upper, i32(j + 2), w, fifths, d, i32(1))
+        start_low(shared, b, held, upper, i32(j + 2), w, tops, d, i32(1))
+        start_high(shared, b, held, upper, i32(j + 3), w, tops, d, i32(1))
         wait(d)
 
     @device
@@ -265,7 +308,7 @@ def halves_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, m
     def multiply_parts(lane, half, shared, tile, act, barriers, scratch, upper, s):
         for piece in range(n_pieces):
             mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
-        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile)
+        b, held = uniform_place(shared, act), held_of(lane, half, shared, tile, i32(0))
         multiply_first(lane, half, shared, tile, b, held, scratch, upper, s)
         if n_quads > n_each:
             multiply_last(lane, half, shared, tile, b, held, scratch, upper, s)
@@ -282,11 +325,11 @@ def together_of_quarters(n_kept: int) -> int:
     return 1 << (n_kept // 4).bit_length() - 1
 
 
-def quarters_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave, minima_of):
+def quarters_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: int, leave):
     """The same in quarters."""
     assert n_quads % n_each == 0, (n_quads, n_each)
-    load, load_fifths, start_low, start_high = block_starter(unpack, n_quads, n_each, 0)
-    held_of, scales_of = scale_holder(unpack, minima_of)
+    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.fields, n_quads, n_each, 0)
+    held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
     def quads_multiplier(first):
@@ -304,10 +347,10 @@ def quarters_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave,
                 d = cuda.local.array(n_products, f32)
                 for o in range(n_products):
                     d[o] = f32(0)
-                held, w = held_of(lane, half, shared, tile), load(lane, half, shared, tile, j)
-                fifths = load_fifths(lane, half, shared, tile)
-                start_low(shared, at, held, upper, j, w, fifths, d, i32(0))
-                start_high(shared, at, held, upper, j, w, fifths, d, i32(1))
+                held, w = held_of(lane, half, shared, tile, i32(0)), load(lane, half, shared, tile, j)
+                tops = load_tops(lane, half, shared, tile)
+                start_low(shared, at, held, upper, j, w, tops, d, i32(0))
+                start_high(shared, at, held, upper, i32(j + 1), w, tops, d, i32(1))
                 wait(d)
                 for o in range(n_products):
                     sts(shared, own + 32 * o, i32(i32(lds(shared, own + 32 * o)) + f2i(mul(d[o], UNITS))))
@@ -325,7 +368,7 @@ def quarters_multiplier(unpack, n_quads: int, n_each: int, n_pieces: int, leave,
         for piece in range(n_pieces):
             mbarrier.wait(shared, barriers.there + piece * mbarrier.WORDS, barriers.parity)
         multiply_all(lane, half, shared, tile, uniform_place(shared, act), i32(scratch + lane), upper, s)
-        found = scales_of(lane, half, shared, tile, held_of(lane, half, shared, tile), upper)
+        found = scales_of(lane, half, shared, tile, held_of(lane, half, shared, tile, i32(0)), upper)
         for piece in range(n_pieces):
             leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))
         return found
@@ -338,8 +381,8 @@ def minima_together(n_quads: int) -> int:
 
 
 def follower(n_quads: int, alone: bool):
-    """`follow` of `half_product`. Minima are multiplied for a warpgroup's rows together: products of a warp alone would wait for
-    those of the other warpgroup, one after the other."""
+    """`follow` of `half_product`, of formats with minima. These are multiplied for a warpgroup's rows together: products of a
+    warp alone would wait for those of the other warpgroup, one after the other."""
     n_each, words_of_quad = minima_together(n_quads), SUM_WORDS // PLACE
     assert n_quads % n_each == 0 and n_each % 4 == 0, n_quads
     n_products, (_, start, wait, *_) = 4 * n_each, half_products(8 * n_each)
@@ -374,18 +417,34 @@ def follower(n_quads: int, alone: bool):
     return follow
 
 
+def follower_without_minima(n_quads: int, alone: bool):
+    @stage
+    def follow(lane, shared, sums, scales, scale_words, s, total):
+        (d0, _), (d1, _), _ = scale_words
+        for i in range(n_quads // 4):
+            of_tokens = lds4(shared, scales + (lane & 3) * n_quads + 4 * i)
+            for k in range(4):
+                o, scale = 2 * (4 * i + k), as_f32(of_tokens[k])
+                s[o], s[o + 1] = mul(s[o], d0), mul(s[o + 1], d1)
+                if alone:
+                    total[o], total[o + 1] = fma(s[o], scale, total[o]), fma(s[o + 1], scale, total[o + 1])
+    return follow
+
+
 def half_product(name: str, n_quads: int, n_kept: int, n_pieces: int, alone: bool, leave):
     """(multiply, multiply_parts, follow). multiply: (lane, half, shared, tile, act, barriers, upper, s) -> the scales of the
     lane's rows; s: written, RN(S) in units of 2^-24. barriers: of the activations, which come in n_pieces; leave: as
     `mbarrier.leave`, of a piece. multiply_parts: (lane, half, shared, tile, act, barriers, scratch, upper, s), the same of a
-    chunk of which tokens may have more than `most_reach`; scratch: word at which the warp's own begin, n_kept for each lane.
-    Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those of the rows, s, total): s becomes acc of
-    section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at which the sums of q over 16 columns begin, B
-    of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb; scales: those of the tokens, [l % 4][quad]."""
-    fmt, unpack = format_of(name), shared_unpacker(name).unpacker
-    minima_of = minimum_words(fmt)
-    if largest_weight(fmt) * MOST_HIGH * (CHUNK // 2) <= EXACT:
-        multiply_parts = halves_multiplier(unpack, n_quads, n_kept // 2, n_pieces, leave, minima_of)
-    else:
-        multiply_parts = quarters_multiplier(unpack, n_quads, together_of_quarters(n_kept), n_pieces, leave, minima_of)
-    return whole_multiplier(unpack, n_quads, n_pieces, leave, minima_of), multiply_parts, follower(n_quads, alone)
+    chunk of which tokens may have more than `most_reach`; None where all sums are exact. scratch: word at which the warp's own
+    begin, n_kept for each lane. Behind them the tile is no longer needed. follow: (lane, shared, sums, scales, those of the rows,
+    s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at which the sums
+    of q over 16 columns begin where there are minima, B of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb;
+    scales: those of the tokens, [l % 4][quad]."""
+    fmt, unpack, parts = format_of(name), shared_unpacker(name).unpacker, half_form(format_of(name)).parts
+    multiply_parts = None
+    if parts == 2:
+        multiply_parts = halves_multiplier(fmt, unpack, n_quads, n_kept // 2, n_pieces, leave)
+    elif parts == 4:
+        multiply_parts = quarters_multiplier(fmt, unpack, n_quads, together_of_quarters(n_kept), n_pieces, leave)
+    return (whole_multiplier(fmt, unpack, n_quads, n_pieces, leave), multiply_parts,
+            (follower if fmt.has_min else follower_without_minima)(n_quads, alone))

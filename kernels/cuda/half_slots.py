@@ -91,11 +91,11 @@ def bytes_of(layout: Shared, block: Block) -> int:
 
 
 def kept_sums(fmt: Format, block: Block) -> int:
-    """Sums of a lane that lie in shared memory together, in the words of its warp: parts of a chunk of a packed format, and many
-    totals, want room for more. Of a packed format half as many where there is no room."""
-    scaled = half_form(fmt).scaled
-    most = min(block.n_sums, MOST_TOGETHER if scaled and not is_wide(block) else 2 * MOST_TOGETHER)
-    return most if scaled or bytes_of(layout_of(fmt, block, most), block) <= SHARED_LIMIT else most // 2
+    """Sums of a lane that lie in shared memory together, in the words of its warp: parts of a chunk, and many totals, want room
+    for more. Of parts half as many where there is no room."""
+    whole = half_form(fmt).parts == 1
+    most = min(block.n_sums, MOST_TOGETHER if whole and not is_wide(block) else 2 * MOST_TOGETHER)
+    return most if whole or bytes_of(layout_of(fmt, block, most), block) <= SHARED_LIMIT else most // 2
 
 
 def shared_layout(fmt: Format, block: Block) -> Shared:

@@ -37,15 +37,16 @@ from .wgmma import fewer_registers, more_registers
 # Of one matrix, the fourth one in clusters that share chunks, the last one wide
 DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2),
          Block(4, 1, 32, True, 1))
+NOT_WIDE = "Q2_K", "Q5_K"  # packed formats for which lanes of wide blocks have too few registers
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
 
 
 def dense_blocks(fmt: Format) -> tuple[Block, ...]:
     """Those of one matrix that pay, and for which lanes have registers (docs/kernels-log.md)."""
-    scaled, _, fifths = half_form(fmt)
-    if scaled:
+    form = half_form(fmt)
+    if form.scaled:
         return DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
-    return DENSE[:-1] if fifths else DENSE
+    return DENSE[:-1] if fmt.name in NOT_WIDE else DENSE
 
 
 def expert_blocks(fmt: Format) -> tuple[Block, ...]:
@@ -80,12 +81,20 @@ def packed_multiplier(name: str, block: Block):
         return ballot(found)
 
     @device
-    def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
+    def multiply_in_parts(lane, warp, shared, tile, act, rest, barriers, upper, s):
         if any_large(lane, shared, i32(rest + large_at)):
             own = i32(scratch + 32 * n_kept * warp)
-            scales = multiply_parts(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
-        else:
-            scales = multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
+            return multiply_parts(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
+        return multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
+
+    @device
+    def multiply_whole(lane, warp, shared, tile, act, rest, barriers, upper, s):
+        return multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
+    multiply_some = multiply_in_parts if multiply_parts else multiply_whole
+
+    @device
+    def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
+        scales = multiply_some(lane, warp, shared, tile, act, rest, barriers, upper, s)
         follow(lane, shared, rest, i32(rest + d_at), scales, s, total)
     return multiply_chunk
 
@@ -204,8 +213,8 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     return run
 
 
-TESTED = [("Q4_K", experts, *astuple(block)) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
-TESTED += [("Q5_K", experts, *astuple(block)) for experts, blocks in ((False, DENSE[:-1]), (True, EXPERTS)) for block in blocks]
+TESTED = [(name, experts, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", "Q2_K")
+          for experts, blocks in ((False, dense_blocks(format_of(name))), (True, EXPERTS)) for block in blocks]
 TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
     ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
     ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
@@ -223,7 +232,7 @@ def mmq_half_kernel(name, experts, *block):
     return Kernel(kernel, (U32, U32, I32, F32, *[N] * 8), threads_of(block), arch=HOPPER, n_cluster=cluster_of(block))
 
 
-@factory([("silu", name, False, 0.0, 0.0, *astuple(block)) for name in ("Q4_K", "Q5_K") for block in EXPERTS]
+@factory([("silu", name, False, 0.0, 0.0, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", "Q2_K") for block in EXPERTS]
          + [("swiglu_oai", "MXFP4", True, 1.702, 7.0, *astuple(block)) for block in EXPERTS[1:]])
 def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
     block = Block(*block)

@@ -23,8 +23,8 @@ FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of
 # activations
 HALF_ROUND_US, HALF_START_US, WIDEN_US = 2.1, 2.0, 1.6e-6
 PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95, 32: 3.75}
-MINIMA_US, FIFTHS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {4: 1.28, 8: 1.49, 16: 1.96}  # scaled with minima; packed with fifth bits
-MINIMA_OF_INT8, FIFTHS_OF_INT8 = 1.5, 1.1  # what int8 products of these take over Q4_K's
+MINIMA_US, TOPS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.9}  # scaled with minima; with top bits
+MINIMA_OF_INT8, TOPS_OF_INT8 = 1.5, 1.1  # what int8 products of these take over Q4_K's
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
@@ -65,8 +65,8 @@ def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multi
     """What a matrix takes by mmq_half."""
     n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
     n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
-    scaled, _, fifths = half_form(fmt)
-    chunk_us = (MINIMA_US if fmt.has_min else SCALED_US) if scaled else FIFTHS_US if fifths else PACKED_US
+    form = half_form(fmt)
+    chunk_us = (MINIMA_US if fmt.has_min else SCALED_US) if form.scaled else TOPS_US if form.tops else PACKED_US
     turn_us = chunk_us[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
     return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
@@ -81,8 +81,8 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
           if cluster_of(block) <= n_multiprocessors}
     block = min(us, key=us.get)
     of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
-    scaled, _, fifths = half_form(fmt)
-    of_int8 = MINIMA_OF_INT8 if scaled and fmt.has_min else FIFTHS_OF_INT8 if fifths else 1
+    form = half_form(fmt)
+    of_int8 = MINIMA_OF_INT8 if form.scaled and fmt.has_min else TOPS_OF_INT8 if form.tops else 1
     return block if us[block] < of_shape * of_int8 else None
 
 

@@ -9,9 +9,9 @@ from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, 
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
 from ggml_py.kernels.cuda.mmq_half import EXPERTS, Halves, dense_blocks
 from ggml_py.quant.formats import FORMATS
-from matmul_comparisons import (SCALED, SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mmq_few_qkv,
-                                check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges, largest_block, seeded,
-                                weight_of_scales)
+from matmul_comparisons import (PACKED, SCALED, SPECIAL, activations, check_dequantize, check_extremes, check_get_rows,
+                                check_mmq_few_qkv, check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges,
+                                largest_block, seeded, weight_of_scales)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.planes]
@@ -106,10 +106,10 @@ def hopper(machine):
 
 
 # Formats whose levels times scales are float16, and the blocks of one matrix that they have
-PACKED = [(name, block) for name in ("Q4_K", "Q5_K") for block in dense_blocks(FORMATS[name])]
+PACKED_BLOCKS = [(fmt.name, block) for fmt in PACKED for block in dense_blocks(fmt)]
 
 
-@pytest.mark.parametrize("name, block", PACKED, ids=str)
+@pytest.mark.parametrize("name, block", PACKED_BLOCKS, ids=str)
 @pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65), (8192, 1280, 400)])
 def test_mmq_half(hopper, n_rows, n_cols, n, name, block):
     check_mul_mat(hopper, name, n_rows, n_cols, n, Halves(block))
@@ -126,12 +126,12 @@ def test_mmq_half_of_scaled(hopper, fmt):
         check_mul_mat(hopper, fmt.name, len(blocks), 512, 65, Halves(block), blocks=blocks)
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", [*(fmt.name for fmt in PACKED), "MXFP4", "Q4_1"])
 @pytest.mark.parametrize("block", EXPERTS, ids=str)
 def test_mmq_half_of_experts(hopper, name, block):
     """None to all tokens of an expert, and ids that are none."""
     ids = np.minimum(seeded("ids").integers(-1, 40, (150, 3)), 19).astype(np.int32)
-    act = "silu" if name in ("Q4_K", "Q5_K") else "swiglu_oai"
+    act = "swiglu_oai" if name in ("MXFP4", "Q4_1") else "silu"
     check_mul_mat_id(hopper, name, 20, 300, 1280, ids, 3, Halves(block))
     check_mul_mat_id_glu(hopper, act, (name, name), 20, 300, 1280, ids, 1, True, Halves(block))
 
@@ -141,12 +141,14 @@ LARGE = {"all": np.sign, "nearly alike": lambda x: np.where(x > 0, 1, 69 / 127).
          "special": lambda x: edges(*x.shape, seeded("special"))}
 
 
-@pytest.mark.parametrize("name, block", PACKED, ids=str)
+@pytest.mark.parametrize("name, block", PACKED_BLOCKS, ids=str)
 @pytest.mark.parametrize("which", LARGE)
 def test_mmq_half_of_large_sums(hopper, which, name, block):
-    """Whose chunks are multiplied in parts: all, or those with some tokens."""
+    """Whose chunks are multiplied in parts, of formats that want them: all, or those with some tokens."""
     check_mul_mat(hopper, name, 289, 1280, 129, Halves(block), LARGE[which](activations(129, 1280, seeded("large"))))
-    check_extremes(hopper, name, 0xff, 0xff, 65, Halves(block))
+    for fill in 0, 0xff:
+        check_extremes(hopper, name, fill, 0xff, 65, Halves(block))
+        check_extremes(hopper, name, fill, 0, 65, Halves(block))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])

@@ -9,7 +9,7 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import half_product, mul_mat, mul_mat_glu, mul_mat_id, mul_mat_id_glu, simulator
 from ggml_py.kernels.cuda.block import Block
-from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, PACKED, WIDTHS, half_check, half_check_kernel,
+from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, IN_PARTS, WIDTHS, half_check, half_check_kernel,
                                              levels_and_limbs, weights_and_limbs)
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
 from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
@@ -23,8 +23,8 @@ from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, 
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
-from matmul_comparisons import (SCALED, activations, check_extremes, check_mul_mat, check_mul_mat_qkv, extreme_weight, seeded,
-                                weight_of_scales)
+from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, activations, check_extremes, check_mul_mat, check_mul_mat_qkv,
+                                extreme_weight, seeded, weight_of_scales)
 
 WIDE = DENSE[-1]
 
@@ -45,10 +45,21 @@ def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(block))
 
 
-@pytest.mark.parametrize("n_rows, n_cols, n, block", [(31, 256, 9, DENSE[2]), (129, 1280, 65, DENSE[0]), (129, 768, 33, DENSE[1]),
-                                                      (31, 2560, 31, DENSE[3])])
-def simulate_fifth_bits(machine, n_rows, n_cols, n, block):
-    check_mul_mat(machine, "Q5_K", n_rows, n_cols, n, Halves(block))
+@pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
+    ("Q5_K", 31, 256, 9, DENSE[2]), ("Q5_K", 129, 1280, 65, DENSE[0]), ("Q5_K", 129, 768, 33, DENSE[1]),
+    ("Q5_K", 31, 2560, 31, DENSE[3]), ("Q2_K", 129, 1280, 65, DENSE[0]), ("Q2_K", 31, 2560, 31, DENSE[3]),
+    ("Q3_K", 31, 256, 9, DENSE[2]), ("Q3_K", 129, 768, 33, DENSE[1]), ("Q3_K", 250, 1024, 128, WIDE)])
+def simulate_other_fields(machine, name, n_rows, n_cols, n, block):
+    """Fifth and third bits, fields of two bits."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K"])
+@pytest.mark.parametrize("fill", [0, 0xff])
+def simulate_extremes_of_two_bits(machine, name, fill):
+    """The largest sums, of both signs: always multiplied whole."""
+    for scales in 0, 0xff:
+        check_extremes(machine, name, fill, scales, 1, Halves(DENSE[2]))
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
@@ -151,6 +162,7 @@ def routed(n, n_used, n_expert, name):
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
     ("Q5_K", 33, 512, 23, 2, EXPERTS[0]), ("Q5_K", 70, 768, 29, 1, EXPERTS[1]), ("Q5_K", 33, 768, 59, 2, EXPERTS[2]),
+    ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 256, 59, 2, EXPERTS[2]),
     ("MXFP4", 33, 512, 23, 1, EXPERTS[0]), ("Q4_1", 33, 768, 29, 2, EXPERTS[1]), ("MXFP4", 33, 768, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
@@ -159,7 +171,7 @@ def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
 
 @pytest.mark.parametrize("act, name, biased, block", [
     ("silu", "Q4_K", False, EXPERTS[1]), ("silu", "Q4_K", True, EXPERTS[0]), ("silu", "Q4_K", False, EXPERTS[2]),
-    ("silu", "Q5_K", False, EXPERTS[1]),
+    ("silu", "Q5_K", False, EXPERTS[1]), ("silu", "Q3_K", False, EXPERTS[0]), ("silu", "Q2_K", True, EXPERTS[2]),
     ("swiglu_oai", "MXFP4", True, EXPERTS[1])])
 def simulate_gated_experts(machine, act, name, biased, block):
     """The gate's totals wait until those of up are there."""
@@ -225,7 +237,7 @@ def simulate_limit_of_the_last(machine, name, block, n):
     check_mul_mat(machine, name, 1, CHUNK, n, Halves(block), x, extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q3_K", "MXFP4", "Q4_1"])
 def simulate_special(machine, name):
     """Chunks of zeros, of too small values, or with d = NaN."""
     x = activations(5, 512, seeded("special"))
@@ -321,8 +333,8 @@ def simulate_plan(machine):
             **matrices, gate_bias=None, up_bias=None, act="silu", x=Operand("act", (n, 4096)), out=Operand("f32", (n, 14336))))
         call.plan = mul_mat_glu.plan(call)
         assert mul_mat_glu.declines(call), type_
-    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)),
-                          ("Q8_0", (None,) * 5)):
+    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("Q2_K", (None,) * 5), ("Q3_K", (None,) * 5),
+                          ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
         plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
         assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
             i if i is None else DENSE[i] for i in blocks], type_
@@ -352,7 +364,7 @@ def simulate_plan_of_experts(machine):
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
 
-@pytest.mark.parametrize("fmt", [FORMATS["Q4_K"], FORMATS["Q5_K"], *SCALED], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", HALF_FORMATS, ids=lambda fmt: fmt.name)
 def test_blocks_fit(fmt):
     """In shared memory of a multiprocessor of Hopper."""
     for block in (*dense_blocks(fmt), *expert_blocks(fmt)):
@@ -368,7 +380,7 @@ def test_all_widths_are_checked():
     assert {8 * minima_together(n) for n in quads} <= set(MINIMA_WIDTHS)
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", IN_PARTS)
 def test_cases_are_within_the_bounds(name):
     """No partial sum of what a GPU is asked passes 2^24, in whatever order products are added."""
     a, b = weights_and_limbs(FORMATS[name])
@@ -394,10 +406,13 @@ def test_bounds():
     assert max(fmt.max_level for fmt in SCALED) == MOST_LEVEL
     for fmt in SCALED:
         assert fmt.max_level * 32 * (128 * 127 + 64) <= EXACT
-    formats = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt) and not half_form(fmt).scaled]
-    assert [(fmt.name, half_form(fmt).fifths) for fmt in formats] == [("Q4_K", False), ("Q5_K", True)]
-    for fmt, parts in zip(formats, (2, 4)):
-        w = largest_weight(fmt)
-        assert w * 127 * CHUNK // parts <= EXACT < w * 127 * CHUNK // (parts // 2)
-        assert w * most_reach(fmt) <= EXACT < w * (most_reach(fmt) + 1)
+    assert {fmt.name: (half_form(fmt).tops, half_form(fmt).parts) for fmt in PACKED} == {
+        "Q2_K": (False, 1), "Q3_K": (True, 1), "Q4_K": (False, 2), "Q5_K": (True, 4)}
+    for fmt in PACKED:
+        w, parts = largest_weight(fmt), half_form(fmt).parts
+        assert w <= 2048 and w * 127 * CHUNK // parts <= EXACT
         assert fmt.max_imin * 16 * 2032 <= EXACT
+        if parts > 1:
+            assert w * 127 * CHUNK // (parts // 2) > EXACT and not fmt.zero
+            assert w * most_reach(fmt) <= EXACT < w * (most_reach(fmt) + 1)
+    assert tuple(fmt.name for fmt in PACKED if half_form(fmt).parts > 1) == IN_PARTS

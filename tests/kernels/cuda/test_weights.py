@@ -48,9 +48,29 @@ def simulate_shared_unpacker(name):
             pairs = np.array([portable.sub(t, i) for i in range(CHUNK // fmt.sub)]).T[:2 if fmt.has_min else 1]
             assert pairs.astype(np.uint8).tobytes() == np.array(device.packed(ours)).tobytes(), row
             assert device.packed(ours) == portable.packed(t), row
+        if device.fields:
+            check_fields(fmt, device, ours)
+            check_fields(fmt, portable, t)
         for g in range(CHUNK // fmt.group):
             a, b = device.group(ours, g), portable.group(t, g)
             assert np.array_equal(np.array(a), np.array(b), equal_nan=True), (row, g)
+
+
+def check_fields(fmt, unpack, t):
+    """Codes and scales of `Fields` are those of `quarter` and `sub`."""
+    width, words, scales, least, tops = unpack.fields
+    as_bytes = lambda words: np.array(words, np.int64).astype(np.uint32).view(np.uint8)
+    for j in range(8):
+        for q in range(4):
+            codes = as_bytes(words(t, j & 6, q)) >> width * (j % (8 // width)) & (1 << width) - 1
+            if tops:
+                codes |= (as_bytes(tops(t, q)) >> j & 1) << width
+            assert np.array_equal(codes, as_bytes(unpack.quarter(t, j, q))), (j, q)
+    pairs = np.array([unpack.sub(t, i) for i in range(CHUNK // fmt.sub)])
+    found = as_bytes(scales(t, 0)) if width == 4 else np.concatenate([as_bytes(scales(t, k)) for k in range(4)])
+    if width == 2 and fmt.has_min:
+        found = np.concatenate([found & 15, found >> 4])
+    assert np.array_equal(found, np.concatenate([pairs[:, 0] - least, pairs[:, 1][:len(found) - len(pairs)]]))
 
 
 def of_bytes(*codes):
