@@ -2,9 +2,9 @@
 while all are integers and no partial sum can pass 2^24.
 
 Of *packed* formats a level times its integer scale is one float16 (`half_product`). Of *scaled* ones, whose scales are floats of
-32 columns, a level is one, and so are 128 hi and lo, which one sum may add (`half_scaled`). Levels that are twice a small float,
-of a sign, two bits of the exponent and one of the mantissa (E2M1), are *halved*: a code is a float16 once its bits are moved.
-Limbs are then doubled.
+32 columns or 16, a level is one, and so are 128 hi and lo, which one sum may add (`half_scaled`). Levels that are twice a small
+float, of a sign, two bits of the exponent and one of the mantissa (E2M1), are *halved*: a code is a float16 once its bits are
+moved. Limbs are then doubled.
 """
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .weights import shared_unpacker
 
 EXACT = 1 << 24             # up to which all integers are float32
 MOST_HIGH, MOST_LOW = 127, 64  # of limbs
-UNTRIED = "Q2_K", "Q3_K"    # formats whose products of float16 no GPU has run: they are simulated and compiled
+UNTRIED = "Q2_K", "Q3_K", "NVFP4"  # formats whose products of float16 no GPU has run: they are simulated and compiled
 SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its bits
 
 
@@ -62,10 +62,10 @@ def are_small_floats(source) -> bool:
 
 
 def is_scaled(fmt: Format) -> bool:
-    """With a float scale of each 32 columns, in their order, whose sums are exact; codes count levels from -zero on, or are small
-    floats."""
+    """With a float scale of each 32 or 16 columns, in their order, whose sums are exact; codes count levels from -zero on, or are
+    small floats."""
     unpack, counted = shared_unpacker(fmt.name).unpacker, fmt.zero > 0 or fmt.has_min
-    return (not form(fmt).integer and fmt.group == 32 and not unpack.pairs and (counted or are_small_floats(unpack.source))
+    return (not form(fmt).integer and fmt.group in (16, 32) and not unpack.pairs and (counted or are_small_floats(unpack.source))
             and fmt.max_level * 32 * (128 * MOST_HIGH + MOST_LOW) <= EXACT)
 
 

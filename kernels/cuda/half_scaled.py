@@ -1,15 +1,15 @@
 """A weight tile's chunk (32 rows x 256 columns) times up to 128 tokens by products of float16 on Hopper, half of it by each of
-two warps, of formats with a float scale for each 32 columns (docs/numerics.md, section 3; `half_forms`).
+two warps, of formats with a float scale for each 32 columns, or 16 (docs/numerics.md, section 3; `half_forms`).
 
-A level is a float16, and so are 128 hi and lo of q = 128 hi + lo. S, the sum over 32 columns, is float32, and exact: no partial
-sum passes W * 32 * (128 * 127 + 64) <= 2^24, |level| <= W. Of halved levels the limbs are doubled.
+A level is a float16, and so are 128 hi and lo of q = 128 hi + lo. S, the sum over a group, is float32, and exact: no partial sum
+passes W * 32 * (128 * 127 + 64) <= 2^24, |level| <= W. Of halved levels the limbs are doubled.
 
 Columns of B are tokens; eight of them are an atom (`wgmma`) for each 64 columns of the chunk and limb. Row r of an atom is token
 r / 2 + 4 (r % 2), so that a lane has the tokens l % 4 of two quads side by side. The order of the chunk's columns is that of
 `half_product`.
 
-Products of 32 columns and MOST_TOKENS tokens at most, a *unit*, run on while the words of the next one are made and, but in
-blocks of ONE_UNIT quads, the unit before is followed up.
+Products of a group's columns and MOST_TOKENS tokens at most, a *unit*, run on while the words of the next one are made and, but
+in blocks of ONE_UNIT quads, the unit before is followed up.
 """
 from numba import cuda
 
@@ -80,20 +80,30 @@ def level_loader(fmt: Format):
     return load
 
 
-def unit_starter(n_quads: int, n_tokens: int):
-    """(shared, b, j, part, a, d): starts d = A B of a unit, of block j of 32 columns; a: what `level_loader` gave for it."""
+def unit_starter(fmt: Format, n_quads: int, n_tokens: int):
+    """(shared, b, j, other, part, a, d): starts d = A B of a unit, of block j of 32 columns or, of groups of 16, of its first
+    ones, or of the others; a: what `level_loader` gave for the block."""
     part_places, strip = n_tokens // 8 * ATOM_PLACES, n_quads // 2 * ATOM_PLACES  # strip: 64 columns of a limb
-    start = half_products(n_tokens).start_steps((0, STEP, strip, strip + STEP))
+    start = half_products(n_tokens).start_steps((0, STEP, strip, strip + STEP) if fmt.group == 32 else (0, strip))
 
     @device
-    def start_unit(shared, b, j, part, a, d):
-        at = i32(b + (j >> 1) * (2 * strip) + part * part_places + (j & 1) * (2 * STEP))
-        start(d, shared, at, a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
-    return start_unit
+    def place_of(b, j, part):
+        return i32(b + (j >> 1) * (2 * strip) + part * part_places + (j & 1) * (2 * STEP))
+
+    @device
+    def start_block(shared, b, j, other, part, a, d):
+        start(d, shared, place_of(b, j, part), a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7])
+
+    @device
+    def start_half(shared, b, j, other, part, a, d):
+        at = i32(place_of(b, j, part) + other * STEP)
+        x0, x1, x2, x3 = (a[4], a[5], a[6], a[7]) if other else (a[0], a[1], a[2], a[3])
+        start(d, shared, at, x0, x1, x2, x3, x0, x1, x2, x3)
+    return start_block if fmt.group == 32 else start_half
 
 
 def unit_follower(fmt: Format, n_quads: int, n_tokens: int, j: int, part: int):
-    """(lane, shared, sums, scales, d, s): s = fma(S, d of the group, s) of a unit of block j, and fma(-m, M, s) where the format
+    """(lane, shared, sums, scales, d, s): s = fma(S, d of the group, s) of a unit of group j, and fma(-m, M, s) where the format
     has minima; scales: (d, m) of both rows; sums: word at which M of the tokens begin, [group][l % 4][quad]."""
     n_each, has_min = n_tokens // 4, fmt.has_min
     first = part * n_each  # quads
@@ -125,24 +135,26 @@ def half_scaled(name: str, n_quads: int, n_pieces: int, leave):
     word at which those of the tokens begin, [l % 4][quad]."""
     fmt, n_tokens, group = format_of(name), tokens_of_unit(n_quads), shared_unpacker(name).unpacker.group
     parts, n_sums, products = 4 * n_quads // n_tokens, n_tokens // 2, half_products(n_tokens)
-    load, start_unit, n_units = level_loader(fmt), unit_starter(n_quads, n_tokens), N_GROUPS * parts
+    per_block, n_units = 32 // fmt.group, CHUNK // fmt.group * parts
+    load, start_unit = level_loader(fmt), unit_starter(fmt, n_quads, n_tokens)
     wait, wait_but_one, of_piece, one_unit = products.wait, products.wait_but_one, n_units // n_pieces, n_quads == ONE_UNIT
 
     def follow_from(u):
         """(.., a, d, e, s): unit u, whose products run, to d, and all behind it; a: the words of A of its block; e: d of the next
         one."""
         (j, part), (next_j, next_part), last = divmod(u, parts), divmod(u + 1, parts), u + 1 == n_units
+        (next_block, other), begins_block = divmod(next_j, per_block), next_part == 0 and next_j % per_block == 0
         follow_unit, further = unit_follower(fmt, n_quads, n_tokens, j, part), None if last else follow_from(u + 1)
         piece, ends_piece = u // of_piece, u % of_piece == of_piece - 1
 
         @device
         def follow(lane, half, shared, tile, b, sums, barriers, upper, a, d, e, s):
             if not last:
-                following = load(lane, half, shared, tile, upper, i32(next_j)) if next_part == 0 else a
+                following = load(lane, half, shared, tile, upper, i32(next_block)) if begins_block else a
             if not last and ends_piece:
                 mbarrier.wait(shared, barriers.there + (piece + 1) * mbarrier.WORDS, barriers.parity)
             if not last and not one_unit:
-                start_unit(shared, b, i32(next_j), i32(next_part), following, e)
+                start_unit(shared, b, i32(next_block), i32(other), i32(next_part), following, e)
             row = (half << 4) + (lane >> 2)
             scales = group((shared, tile, row), i32(j)), group((shared, tile, row + 8), i32(j))
             if last or one_unit:
@@ -153,7 +165,7 @@ def half_scaled(name: str, n_quads: int, n_pieces: int, leave):
                 leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))
             follow_unit(lane, shared, sums, scales, d, s)
             if not last and one_unit:
-                start_unit(shared, b, i32(next_j), i32(next_part), following, e)
+                start_unit(shared, b, i32(next_block), i32(other), i32(next_part), following, e)
             if not last:
                 further(lane, half, shared, tile, b, sums, barriers, upper, following, e, d, s)
         return follow
@@ -164,7 +176,7 @@ def half_scaled(name: str, n_quads: int, n_pieces: int, leave):
         d, e = cuda.local.array(n_sums, f32), cuda.local.array(n_sums, f32)
         mbarrier.wait(shared, barriers.there, barriers.parity)
         b, a = uniform_place(shared, act), load(lane, half, shared, tile, upper, i32(0))
-        start_unit(shared, b, i32(0), i32(0), a, d)
+        start_unit(shared, b, i32(0), i32(0), i32(0), a, d)
         follow_all(lane, half, shared, tile, b, sums, barriers, upper, a, d, d if one_unit else e, s)
 
     @stage

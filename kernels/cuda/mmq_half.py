@@ -216,7 +216,8 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
 TESTED = [(name, experts, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", "Q2_K")
           for experts, blocks in ((False, dense_blocks(format_of(name))), (True, EXPERTS)) for block in blocks]
 TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
-    ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
+    ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("NVFP4", False, DENSE[0]), ("NVFP4", False, DENSE[-1]),
+    ("NVFP4", True, EXPERTS[1]), ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
     ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
     ("Q4_1", True, EXPERTS[0]))]
 

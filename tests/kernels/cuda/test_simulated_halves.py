@@ -69,6 +69,7 @@ def simulate_extremes_of_two_bits(machine, name, fill):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
     ("MXFP4", 31, 1024, 61, DENSE[0]), ("MXFP4", 129, 768, 33, DENSE[1]), ("MXFP4", 250, 768, 130, WIDE),
+    ("NVFP4", 31, 1024, 9, DENSE[0]), ("NVFP4", 129, 512, 33, WIDE),
     ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 256, 65, WIDE),
     ("Q4_1", 129, 768, 65, DENSE[0]), ("Q4_1", 31, 1024, 16, DENSE[2]), ("Q5_1", 129, 512, 33, DENSE[1])])
 def simulate_scaled(machine, name, n_rows, n_cols, n, block):
@@ -168,7 +169,8 @@ def routed(n, n_used, n_expert, name):
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
     ("Q5_K", 33, 256, 23, 2, EXPERTS[0]), ("Q5_K", 70, 512, 29, 1, EXPERTS[1]), ("Q5_K", 33, 256, 59, 2, EXPERTS[2]),
     ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 256, 59, 2, EXPERTS[2]),
-    ("MXFP4", 33, 256, 23, 1, EXPERTS[0]), ("Q4_1", 33, 512, 29, 2, EXPERTS[1]), ("MXFP4", 33, 256, 59, 2, EXPERTS[2])])
+    ("NVFP4", 33, 256, 23, 1, EXPERTS[1]), ("MXFP4", 33, 256, 23, 1, EXPERTS[0]),
+    ("Q4_1", 33, 512, 29, 2, EXPERTS[1]), ("MXFP4", 33, 256, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
     check_mul_mat_id(machine, name, 5, n_rows, n_cols, routed(n, 2, 5, "experts"), b, Halves(block))
@@ -341,7 +343,7 @@ def simulate_plan(machine):
             **matrices, gate_bias=None, up_bias=None, act="silu", x=Operand("act", (n, 4096)), out=Operand("f32", (n, 14336))))
         call.plan = mul_mat_glu.plan(call)
         assert mul_mat_glu.declines(call), type_
-    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("Q2_K", (None,) * 5), ("Q3_K", (None,) * 5),
+    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("Q2_K", (None,) * 5), ("Q3_K", (None,) * 5), ("NVFP4", (None,) * 5),
                           ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
         plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
         assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
@@ -409,8 +411,8 @@ def test_activations_are_widened_for_all_blocks():
 
 def test_bounds():
     """Of parts of a chunk, and of a whole one within `most_reach`; of scaled formats of the sums over both."""
-    assert {fmt.name for fmt in SCALED} == {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_0", "MXFP4"}
-    assert [fmt.name for fmt in SCALED if half_form(fmt).halved] == ["MXFP4"]
+    assert {fmt.name for fmt in SCALED} == {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_0", "MXFP4", "NVFP4"}
+    assert [fmt.name for fmt in SCALED if half_form(fmt).halved] == ["MXFP4", "NVFP4"]
     assert max(fmt.max_level for fmt in SCALED) == MOST_LEVEL
     for fmt in SCALED:
         assert fmt.max_level * 32 * (128 * 127 + 64) <= EXACT
