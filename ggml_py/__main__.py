@@ -25,6 +25,8 @@ def main(argv=None, load_model=None) -> int:
             return False
         import threading
         dropped = True
+        if again:  # of an interrupt before
+            again.cancel()
         again = threading.Timer(0.02, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
         again.daemon = True
         again.start()
@@ -33,13 +35,14 @@ def main(argv=None, load_model=None) -> int:
     def on_unraisable(unraisable):
         """Python drops what is raised in a finalizer or a callback of C code, and would print it."""
         if not comes_again(unraisable.exc_value):
-            sys.__unraisablehook__(unraisable)
+            unraisable_before(unraisable)
 
     def on_printed(kind, error, traceback):
         """C code that cannot raise what it got has Python print it: every extension that uses numpy does, when it imports it."""
         if not comes_again(error):
-            sys.__excepthook__(kind, error, traceback)
+            printed_before(kind, error, traceback)
 
+    unraisable_before, printed_before = sys.unraisablehook, sys.excepthook
     guard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell may have asked for SIGINT to be ignored
     try:
         if guard:
@@ -60,7 +63,7 @@ def main(argv=None, load_model=None) -> int:
             again.cancel()
         if guard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.unraisablehook, sys.excepthook = sys.__unraisablehook__, sys.__excepthook__
+            sys.unraisablehook, sys.excepthook = unraisable_before, printed_before
 
 
 def program() -> None:

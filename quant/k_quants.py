@@ -4,7 +4,7 @@ A run of 32 bytes (two pieces) holds several rounds of 32 columns, one in each b
 2-bit fields: columns 128k + 32r + c in byte c of run k, bits 2r..2r+1; nibbles: columns 64k + 32r + c, bits 4r..4r+3 (Q6_K: see
 there).
 """
-from .words import NIBBLES, ONES, TWOS, Fields, Parts, half_scale, halves, i32, u32
+from .words import NIBBLES, ONES, TWOS, BitFields, Parts, half_scale, halves, i32, u32
 
 SIXES, TOP_TWOS = u32(0x3f3f3f3f), u32(0x30303030)  # the low six bits of each byte, the upper two of them
 
@@ -25,7 +25,7 @@ def two_bits(p, ldw):
 
 
 def field_words(p, ldw, width):
-    """`Fields.words` of 32 * width bytes in the first pieces."""
+    """`BitFields.words` of 32 * width bytes in the first pieces."""
     @p.jit
     def words(t, j, q):
         piece = j if width == 4 else 2 * (j >> 2)
@@ -74,7 +74,7 @@ def six_bit_scales(p, ldw, header, tops=None):
     @p.jit
     def scales(t, k):
         return packed(t)
-    return dict(sub=sub, group=group, packed=packed, fields=Fields(4, field_words(p, ldw, 4), scales, tops=tops))
+    return dict(sub=sub, group=group, packed=packed, bit_fields=BitFields(4, field_words(p, ldw, 4), scales, tops=tops))
 
 
 def q2_k(p, ldw, ld4, ld2):
@@ -93,7 +93,7 @@ def q2_k(p, ldw, ld4, ld2):
     def scales(t, k):
         return u32(ldw(t, 4, k)),
 
-    return Parts(two_bits(p, ldw), sub, group, fields=Fields(2, field_words(p, ldw, 2), scales))
+    return Parts(two_bits(p, ldw), sub, group, bit_fields=BitFields(2, field_words(p, ldw, 2), scales))
 
 
 def q3_k(p, ldw, ld4, ld2):
@@ -120,7 +120,7 @@ def q3_k(p, ldw, ld4, ld2):
     def tops(t, q):
         return u32(ldw(t, 4, q)), u32(ldw(t, 5, q))
 
-    return Parts(halves(p, word), sub, half_scale(p, ld2), fields=Fields(2, field_words(p, ldw, 2), scales, -32, tops))
+    return Parts(halves(p, word), sub, half_scale(p, ld2), bit_fields=BitFields(2, field_words(p, ldw, 2), scales, -32, tops))
 
 
 def q4_k(p, ldw, ld4, ld2):

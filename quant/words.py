@@ -63,16 +63,17 @@ class Scales(NamedTuple):
     take: Callable  # (words, n) -> int32 of the n-th of them: isc, and the shift as of `Parts`
 
 
-class Fields(NamedTuple):
-    """Codes in fields of bytes, of `width` bits, those of 8 / width blocks of 32 columns in a byte; and a further bit of each."""
+class BitFields(NamedTuple):
+    """Codes in fields of bytes, of `width` bits, those of 8 / width blocks of 32 columns in a byte; and maybe one more bit of
+    each, elsewhere."""
     width: int
     # (t, j, q), j even -> two uint32 words in whose fields j mod (8 / width) the codes of quarter (t, j, q) are, and in the next
     # ones those of quarter (t, j + 1, q)
     words: Callable
-    # (t, k) -> uint32 words of the bytes isc - `least` of all sub-blocks, then of the bytes imin. Of fields of two bits a single
-    # word, of the four sub-blocks from column 64 k on, which has imin in its high nibbles
+    # (t, k) -> uint32 words of the bytes isc - `offset`. Of four bits: of all sub-blocks, then of the bytes imin. Of two bits: a
+    # single word, of the four sub-blocks from column 64 k on; where there are minima they are its high nibbles, isc the low ones
     scales: Callable
-    least: int = 0
+    offset: int = 0
     # (t, q) -> two uint32 words, bit j of whose bytes is the bit above the field of the codes of quarter (t, j, q)
     tops: Callable | None = None
 
@@ -89,7 +90,7 @@ class Parts(NamedTuple):
     # (t) -> uint32 words of the bytes isc of all sub-blocks, then of the bytes imin, if that is less work than `sub` of each
     packed: Callable | None = None
     scales: Scales | None = None   # what sub and shift give, where there is a shorter way for several
-    fields: Fields | None = None   # where codes lie so
+    bit_fields: BitFields | None = None   # where codes lie so
 
 
 class Unpacker(NamedTuple):
@@ -108,7 +109,7 @@ class Unpacker(NamedTuple):
     shift: Callable | None
     packed: Callable | None             # see `Parts`
     scales: Scales | None
-    fields: Fields | None
+    bit_fields: BitFields | None
 
 
 class Cubic(NamedTuple):
@@ -407,7 +408,7 @@ def unpacker(p, zero: int, parts: Parts, sub: int = 32) -> Unpacker:
         a, b, c, d, e, f, g, h = level(a), level(b), level(c), level(d), level(e), level(f), level(g), level(h)
         return (a, b, c, d, e, f, g, h) if pairs else (a, c, e, g, b, d, f, h)
     return Unpacker(levels, parts.sub, parts.group, quarter, pairs, unshifted, source, shift, parts.packed, parts.scales,
-                    parts.fields)
+                    parts.bit_fields)
 
 
 def halves(p, word):

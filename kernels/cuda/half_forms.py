@@ -25,8 +25,8 @@ SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its
 class HalfForm(NamedTuple):
     scaled: bool
     halved: bool
-    tops: bool  # of packed ones, whether codes have bits above their fields,
-    parts: int  # and the fewest parts of a chunk of which all sums are exact: 1, 2 or 4
+    tops: bool  # of packed ones, whether codes have bits above their fields
+    parts: int  # the fewest parts of a chunk of which all sums are exact: 1, as of scaled ones, 2 or 4
 
 
 def largest_weight(fmt: Format) -> int:
@@ -47,9 +47,12 @@ def parts_of(fmt: Format) -> int | None:
 def is_packed(fmt: Format) -> bool:
     """Of codes in bit fields, with integer scales for 32 columns or, of two bits, 16, whose bounds hold (`half_product`), and are
     seldom passed: limbs of 64, half of the largest, with signs by turns are within `most_reach`, where weights have one sign."""
-    fields, parts = shared_unpacker(fmt.name).unpacker.fields, parts_of(fmt)
-    return (fields is not None and fmt.group == CHUNK and fmt.sub == 8 * fields.width and largest_weight(fmt) <= 2048
-            and (parts == 1 or (parts is not None and not fmt.zero and most_reach(fmt) >= CHUNK // 2 * 64)))
+    fields, parts = shared_unpacker(fmt.name).unpacker.bit_fields, parts_of(fmt)
+    if fields is None or fmt.group != CHUNK or fmt.sub != 8 * fields.width or largest_weight(fmt) > 2048:
+        return False
+    if parts == 1:
+        return fmt.zero in (0, 1 << fields.width if fields.tops else 0)
+    return parts is not None and fields.width == 4 and not fmt.zero and most_reach(fmt) >= CHUNK // 2 * 64
 
 
 def are_small_floats(source) -> bool:
@@ -74,7 +77,7 @@ def half_form(fmt: Format) -> HalfForm | None:
     """None: not by products of float16."""
     unpack = shared_unpacker(fmt.name).unpacker
     if is_packed(fmt):
-        return HalfForm(False, False, unpack.fields.tops is not None, parts_of(fmt))
+        return HalfForm(False, False, unpack.bit_fields.tops is not None, parts_of(fmt))
     return HalfForm(True, are_small_floats(unpack.source), False, 1) if is_scaled(fmt) else None
 
 

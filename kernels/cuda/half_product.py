@@ -13,9 +13,10 @@ and over lo, is one `fma`, which rounds once. The bounds, |w| <= W being level t
 
 That tensor cores add exactly below 2^24 is seen on each GPU (`half_check`).
 
-A weight counts 2^-24, as a code in the low bits of a float16 does, and in the field above them 16 times as much, or 4 times: what
-a product wants of a word of codes is a mask and a multiplication by the scale, or by as much less of it. The bit above a field,
-wherever it lies in the low byte of a float16, is another mask and multiplication. S counts as much, and d is multiplied by 2^24.
+A weight counts 2^-24, as a code in the low bits of a float16 does; in field r of a byte a code counts 2^(r width) times as much.
+What a product wants of a word of codes is a mask and a multiplication by the scale over 2^(r width). The bit above a field, a top
+bit, wherever it lies in the low byte of a float16, is another mask and multiplication. S counts as much, and d is multiplied by
+2^24.
 
 Columns of B are tokens' limbs, 2 token + limb, so a quad of tokens is an atom for each 64 columns of the chunk (`wgmma`). Of the
 16 columns of a product lane q has 4 q .. 4 q + 3, as bytes of a word: these stand at places 2 q, 2 q + 8, 2 q + 1, 2 q + 9, and
@@ -66,8 +67,8 @@ class Barriers(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a lane holds of a chunk or, of fields of two bits, of 64 columns, for device functions: `Fields.scales` of its rows,
-    16 half + l / 4 and 8 further."""
+    """What a lane holds of a chunk or, of fields of two bits, of 64 columns, for device functions: `BitFields.scales` of its
+    rows, 16 half + l / 4 and 8 further."""
     first: object
     second: object
 
@@ -79,7 +80,7 @@ def scale_reader(fmt: Format, fields, r: int):
     """(words, upper, j, other) -> what codes in the r-th field of their bytes are multiplied by, twice in a word: isc of the
     first 16 columns of block j, or of the others, over 2^(r width)."""
     in_nibbles, sixteens, power = fields.width == 2 and fmt.has_min, fmt.sub == 16, r * fields.width // 2
-    selector, addend = u32(0x4040 + 0x1010 * power), twice((-1024 + fields.least) / 4**power)
+    selector, addend = u32(0x4040 + 0x1010 * power), twice((-1024 + fields.offset) / 4**power)
 
     @device
     def read(words, upper, j, other):
@@ -94,7 +95,7 @@ def scale_reader(fmt: Format, fields, r: int):
 def weight_maker(fmt: Format, fields, r: int):
     """(words, upper, j, other) -> factors, by which (w, tops, j, factors) -> weights: of two codes in the r-th field of bytes 0
     and 2 of w."""
-    width, has_tops, none, bits = fields.width, fields.tops is not None, u32(0), u32(0x00010001)
+    width, has_tops, zero, bits = fields.width, fields.tops is not None, u32(0), u32(0x00010001)
     read, mask = scale_reader(fmt, fields, r), u32(0x00010001 * ((1 << width) - 1) << width * r)
     # A top bit stands at bit j and counts 2^width; of levels below 0 one that is not set counts -2^width
     assert fmt.zero in (0, 1 << width if has_tops else 0), fmt.name
@@ -103,12 +104,12 @@ def weight_maker(fmt: Format, fields, r: int):
     @device
     def factors_of(words, upper, j, other):
         f = read(words, upper, j, other)
-        return f, fma2(f, u32(sign | u32(0x04000400) * u32(15 + width * (r + 1) - j)), none) if has_tops else none
+        return f, fma2(f, u32(sign | u32(0x04000400) * u32(15 + width * (r + 1) - j)), zero) if has_tops else zero
 
     @device
     def weights(w, tops, j, factors):
         f, of_tops = factors
-        rest = fma2(u32((tops ^ flipped) & u32(bits << u32(j))), of_tops, none) if has_tops else none
+        rest = fma2(u32((tops ^ flipped) & u32(bits << u32(j))), of_tops, zero) if has_tops else zero
         return i32(fma2(w & mask, f, rest))
     return factors_of, weights
 
@@ -162,7 +163,7 @@ def block_starter(fmt: Format, fields, n_quads: int, n_each: int, waiting: int):
 
 def minimum_words(fmt: Format, fields):
     """(lane, rows, held, upper) -> words of A, imin of both rows, of every 16 columns; zeros where there are none. rows: both, as
-    `Fields.scales` takes them."""
+    `BitFields.scales` takes them."""
     n_isc, scales, zero = CHUNK // fmt.sub // 4, fields.scales, i32(0)
 
     @device
@@ -194,7 +195,7 @@ def minimum_words(fmt: Format, fields):
 def scale_holder(fmt: Format, unpack):
     """(held_of, scales_of). held_of: (lane, half, shared, tile, k) -> `Held`, for columns from 64 k on. scales_of: (lane, half,
     shared, tile, held, upper) -> (d, m) of both rows and the minima as words of A."""
-    scales, group, minima_of = unpack.fields.scales, unpack.group, minimum_words(fmt, unpack.fields)
+    scales, group, minima_of = unpack.bit_fields.scales, unpack.group, minimum_words(fmt, unpack.bit_fields)
 
     @device
     def held_of(lane, half, shared, tile, k):
@@ -212,7 +213,7 @@ def scale_holder(fmt: Format, unpack):
 
 def whole_multiplier(fmt: Format, unpack, n_quads: int, n_pieces: int, leave):
     """`multiply` of `half_product`."""
-    fields, last = unpack.fields, n_pieces - 1
+    fields, last = unpack.bit_fields, n_pieces - 1
     load, load_tops, starts = block_starter(fmt, fields, n_quads, n_quads, waiting_of(fields, n_quads))
     held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads
@@ -264,8 +265,8 @@ def whole_multiplier(fmt: Format, unpack, n_quads: int, n_pieces: int, leave):
 def halves_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: int, leave):
     """`multiply_parts` of `half_product`, in halves, n_each quads at a time."""
     assert n_quads in (n_each, 2 * n_each), n_quads
-    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.fields, n_quads, n_each,
-                                                             waiting_of(unpack.fields, n_quads))
+    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.bit_fields, n_quads, n_each,
+                                                             waiting_of(unpack.bit_fields, n_quads))
     held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
@@ -328,7 +329,7 @@ def together_of_quarters(n_kept: int) -> int:
 def quarters_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: int, leave):
     """The same in quarters."""
     assert n_quads % n_each == 0, (n_quads, n_each)
-    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.fields, n_quads, n_each, 0)
+    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.bit_fields, n_quads, n_each, 0)
     held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
@@ -425,7 +426,7 @@ def follower_without_minima(n_quads: int, alone: bool):
             of_tokens = lds4(shared, scales + (lane & 3) * n_quads + 4 * i)
             for k in range(4):
                 o, scale = 2 * (4 * i + k), as_f32(of_tokens[k])
-                s[o], s[o + 1] = mul(s[o], d0), mul(s[o + 1], d1)
+                s[o], s[o + 1] = fma(s[o], d0, f32(0)), fma(s[o + 1], d1, f32(0))
                 if alone:
                     total[o], total[o + 1] = fma(s[o], scale, total[o]), fma(s[o + 1], scale, total[o + 1])
     return follow
@@ -440,7 +441,8 @@ def half_product(name: str, n_quads: int, n_kept: int, n_pieces: int, alone: boo
     s, total): s becomes acc of section 3 and, if `alone`, total = fma(acc, d of the token, total). sums: word at which the sums
     of q over 16 columns begin where there are minima, B of `HalfProducts.start_unswizzled`, whose columns are 2 token + limb;
     scales: those of the tokens, [l % 4][quad]."""
-    fmt, unpack, parts = format_of(name), shared_unpacker(name).unpacker, half_form(format_of(name)).parts
+    fmt, unpack = format_of(name), shared_unpacker(name).unpacker
+    parts = half_form(fmt).parts
     multiply_parts = None
     if parts == 2:
         multiply_parts = halves_multiplier(fmt, unpack, n_quads, n_kept // 2, n_pieces, leave)

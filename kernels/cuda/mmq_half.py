@@ -309,14 +309,14 @@ def mmq_of_halves(call: Call):
 
 
 def mmq_half(call: Call):
-    """out = w x, as of `mul_mat`, or out = w[ids] x, as of `mul_mat_id`, w of a format that `has_halves`. plan: `Halves`;
+    """out = w x, as of `mul_mat`, or out = w[ids] x, as of `mul_mat_id`, w of a format that has a `half_form`. plan: `Halves`;
     scratch: i32 [`half_scratch`], on 16 bytes, with what `dispatch` writes for the block's tokens where there are experts."""
     return Launches((half_limbs(call), mmq_of_halves(call)))
 
 
 def mmq_half_glu(call: Call):
-    """out = act(gate[ids] x + its bias) * (up[ids] x + its bias), as of `mul_mat_id_glu`, gate and up of one format that
-    `has_halves`. plan, scratch: as of `mmq_half`."""
+    """out = act(gate[ids] x + its bias) * (up[ids] x + its bias), as of `mul_mat_id_glu`, gate and up of one format that has
+    a `half_form`. plan, scratch: as of `mmq_half`."""
     (name, _), biased, matrices = gated_of(call)
     kernel = mmq_half_glu_kernel(call.act, name, biased, *constants_of(call), *astuple(call.plan.block))
     return Launches((half_limbs(call), launch_halves(call, kernel, *matrices)))

@@ -23,7 +23,8 @@ FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of
 # activations
 HALF_ROUND_US, HALF_START_US, WIDEN_US = 2.1, 2.0, 1.6e-6
 PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95, 32: 3.75}
-MINIMA_US, TOPS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.9}  # scaled with minima; with top bits
+# Scaled with minima; packed with top bits, of 32 quads a guess
+MINIMA_US, TOPS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.9}
 MINIMA_OF_INT8, TOPS_OF_INT8 = 1.5, 1.1  # what int8 products of these take over Q4_K's
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty

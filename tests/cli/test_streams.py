@@ -1,5 +1,6 @@
 """Full disks, closed streams, readers that go away, and Ctrl-C at any time: one line and the right exit code, nothing half
 written."""
+import ctypes
 import errno
 import io
 import os
@@ -373,6 +374,23 @@ def test_other_errors_that_c_code_drops_are_shown():
             "cli.execute = execute; program()")
     result = child(code=code)
     assert result.returncode == 0 and "ZeroDivisionError" in result.stderr and "KeyError" in result.stderr
+
+
+def test_an_interrupt_that_became_another_error_comes_once(monkeypatch):
+    """numpy's `import_array` has it printed, then raises an ImportError; hooks and handlers are again what they were."""
+    def execute(argv, load_model):
+        ctypes.pythonapi.PyRun_SimpleString(b"import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+        raise ImportError("an extension")
+    monkeypatch.setattr("ggml_py.cli.execute", execute)
+    monkeypatch.setattr(sys, "excepthook", hook := lambda *error: None)
+    late, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main([]) == 130 and sys.excepthook is hook
+        signal.signal(signal.SIGINT, lambda *_: late.append(1))
+        time.sleep(0.1)
+        assert not late
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_that_is_swallowed_is_one(monkeypatch):

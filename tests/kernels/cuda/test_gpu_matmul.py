@@ -146,9 +146,17 @@ LARGE = {"all": np.sign, "nearly alike": lambda x: np.where(x > 0, 1, 69 / 127).
 def test_mmq_half_of_large_sums(hopper, which, name, block):
     """Whose chunks are multiplied in parts, of formats that want them: all, or those with some tokens."""
     check_mul_mat(hopper, name, 289, 1280, 129, Halves(block), LARGE[which](activations(129, 1280, seeded("large"))))
+
+
+@pytest.mark.parametrize("name, block", PACKED_BLOCKS, ids=str)
+def test_mmq_half_of_extremes(hopper, name, block):
+    """Of sums, and of float scales."""
     for fill in 0, 0xff:
         check_extremes(hopper, name, fill, 0xff, 65, Halves(block))
-        check_extremes(hopper, name, fill, 0, 65, Halves(block))
+    if name == "Q3_K":  # whose scales of 0 are the least
+        check_extremes(hopper, name, 0, 0, 65, Halves(block))
+    blocks = weight_of_scales(FORMATS[name], 512, seeded(name))
+    check_mul_mat(hopper, name, len(blocks), 512, 65, Halves(block), blocks=blocks)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])

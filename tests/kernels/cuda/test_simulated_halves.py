@@ -13,7 +13,7 @@ from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, IN_PARTS, WIDTHS, half_check, half_check_kernel,
                                              levels_and_limbs, weights_and_limbs)
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
-from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
+from ggml_py.kernels.cuda.half_forms import EXACT, UNTRIED, half_form, largest_weight, most_reach
 from ggml_py.kernels.cuda.half_product import minima_together, together_of_quarters
 from ggml_py.kernels.cuda.half_scaled import tokens_of_unit
 from ggml_py.kernels.cuda.launch import FACTORIES
@@ -53,24 +53,26 @@ def simulate_mmq_half(machine, n_rows, n_cols, n, block):
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
     ("Q5_K", 31, 256, 9, DENSE[2]), ("Q5_K", 129, 1280, 65, DENSE[0]), ("Q5_K", 129, 768, 33, DENSE[1]),
     ("Q5_K", 31, 2560, 31, DENSE[3]), ("Q2_K", 129, 1280, 65, DENSE[0]), ("Q2_K", 31, 2560, 31, DENSE[3]),
-    ("Q3_K", 31, 256, 9, DENSE[2]), ("Q3_K", 129, 768, 33, DENSE[1]), ("Q3_K", 250, 1024, 128, WIDE)])
+    ("Q3_K", 31, 256, 9, DENSE[2]), ("Q3_K", 31, 512, 9, DENSE[0]), ("Q3_K", 31, 1280, 9, DENSE[3]),
+    ("Q3_K", 250, 1024, 128, WIDE)])
 def simulate_other_fields(machine, name, n_rows, n_cols, n, block):
     """Fifth and third bits, fields of two bits."""
     check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K"])
-@pytest.mark.parametrize("fill", [0, 0xff])
-def simulate_extremes_of_two_bits(machine, name, fill):
-    """The largest sums, of both signs: always multiplied whole."""
-    for scales in 0, 0xff:
-        check_extremes(machine, name, fill, scales, 1, Halves(DENSE[2]))
+@pytest.mark.parametrize("name, fill, scales", [("Q2_K", 0xff, 0xff), ("Q3_K", 0, 0), ("Q3_K", 0, 0xff)])
+def simulate_extremes_of_two_bits(machine, name, fill, scales):
+    """Each weight the largest or, of Q3_K, the least; the largest of all limbs hi, and of limbs lo: always multiplied whole."""
+    weight = extreme_weight(FORMATS[name], 1, CHUNK, fill, scales)
+    x = np.repeat(np.float32([[1], [-1], [63 / 16256], [-63 / 16256]]), CHUNK, axis=1)
+    x[2:, 0] = 1
+    check_mul_mat(machine, name, 1, CHUNK, 4, Halves(DENSE[2]), x, weight)
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
     ("MXFP4", 31, 1024, 61, DENSE[0]), ("MXFP4", 129, 768, 33, DENSE[1]), ("MXFP4", 250, 768, 130, WIDE),
     ("NVFP4", 31, 1024, 9, DENSE[0]), ("NVFP4", 129, 512, 33, WIDE),
-    ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 256, 65, WIDE),
+    ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 512, 65, WIDE),
     ("Q4_1", 129, 768, 65, DENSE[0]), ("Q4_1", 31, 1024, 16, DENSE[2]), ("Q5_1", 129, 512, 33, DENSE[1])])
 def simulate_scaled(machine, name, n_rows, n_cols, n, block):
     """Formats with float scales, also with minima."""
@@ -87,8 +89,8 @@ def simulate_extremes_of_scaled(machine, fmt, fill):
                       extreme_weight(fmt, 2, CHUNK, fill, 0x3c))
 
 
-@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.name)
-def simulate_scales_of_scaled(machine, fmt):
+@pytest.mark.parametrize("fmt", HALF_FORMATS, ids=lambda fmt: fmt.name)
+def simulate_float_scales(machine, fmt):
     """The smallest, the largest and special ones."""
     blocks = weight_of_scales(fmt, 512, seeded(fmt.name))
     check_mul_mat(machine, fmt.name, len(blocks), 512, 9, Halves(DENSE[1]), blocks=blocks)
@@ -168,7 +170,7 @@ def routed(n, n_used, n_expert, name):
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
     ("Q5_K", 33, 256, 23, 2, EXPERTS[0]), ("Q5_K", 70, 512, 29, 1, EXPERTS[1]), ("Q5_K", 33, 256, 59, 2, EXPERTS[2]),
-    ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 256, 59, 2, EXPERTS[2]),
+    ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 512, 41, 2, EXPERTS[2]),
     ("NVFP4", 33, 256, 23, 1, EXPERTS[1]), ("MXFP4", 33, 256, 23, 1, EXPERTS[0]),
     ("Q4_1", 33, 512, 29, 2, EXPERTS[1]), ("MXFP4", 33, 256, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
@@ -370,6 +372,7 @@ def simulate_plan_of_experts(machine):
     assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
     assert [mul_mat_id.half_block(("Q5_K",) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
+    assert not any(mul_mat_id.half_block((name,) * 2, 768, n) for name in UNTRIED for n in (16, 17, 128))
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
@@ -406,7 +409,8 @@ def test_cases_of_scaled_are_within_the_bounds():
 def test_activations_are_widened_for_all_blocks():
     """By kernels whose code is checked."""
     blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
-    assert {(name, *each) for name in ("Q4_K", "Q5_K") for each in blocks} <= set(FACTORIES[half_limbs_kernel])
+    names = {fmt.name for fmt in PACKED} - set(UNTRIED)
+    assert {(name, *each) for name in names for each in blocks} <= set(FACTORIES[half_limbs_kernel])
 
 
 def test_bounds():

@@ -48,7 +48,7 @@ def simulate_shared_unpacker(name):
             pairs = np.array([portable.sub(t, i) for i in range(CHUNK // fmt.sub)]).T[:2 if fmt.has_min else 1]
             assert pairs.astype(np.uint8).tobytes() == np.array(device.packed(ours)).tobytes(), row
             assert device.packed(ours) == portable.packed(t), row
-        if device.fields:
+        if device.bit_fields:
             check_fields(fmt, device, ours)
             check_fields(fmt, portable, t)
         for g in range(CHUNK // fmt.group):
@@ -57,8 +57,8 @@ def simulate_shared_unpacker(name):
 
 
 def check_fields(fmt, unpack, t):
-    """Codes and scales of `Fields` are those of `quarter` and `sub`."""
-    width, words, scales, least, tops = unpack.fields
+    """Codes and scales of `BitFields` are those of `quarter` and `sub`."""
+    width, words, scales, offset, tops = unpack.bit_fields
     as_bytes = lambda words: np.array(words, np.int64).astype(np.uint32).view(np.uint8)
     for j in range(8):
         for q in range(4):
@@ -70,7 +70,7 @@ def check_fields(fmt, unpack, t):
     found = as_bytes(scales(t, 0)) if width == 4 else np.concatenate([as_bytes(scales(t, k)) for k in range(4)])
     if width == 2 and fmt.has_min:
         found = np.concatenate([found & 15, found >> 4])
-    assert np.array_equal(found, np.concatenate([pairs[:, 0] - least, pairs[:, 1][:len(found) - len(pairs)]]))
+    assert np.array_equal(found, np.concatenate([pairs[:, 0] - offset, pairs[:, 1][:len(found) - len(pairs)]]))
 
 
 def of_bytes(*codes):
