@@ -45,7 +45,7 @@ def min_pair(p):
 
 
 def six_bit_scales(p, ldw, header, tops=None):
-    """sub, group, packed and fields of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
+    """sub, group, packed and bit_fields of Q4_K and Q5_K: a piece of d, dmin and 12 bytes of six-bit scales and minima.
 
     With bytes a = 0..3, b = 4..7, c = 8..11: scales 0..3 and minima 0..3 are the low six bits of a and b;
     scales 4..7 have their low four bits in c's low nibbles, minima 4..7 in its high ones, and the upper two bits in the tops of a

@@ -72,6 +72,7 @@ def packed_multiplier(name: str, block: Block):
     scratch, n_kept = shared_layout(fmt, block).scratch, kept_sums(fmt, block)
     (d_at, large_at, _), pieces = rest_of(fmt, tokens), slots_of(fmt, block).pieces
     multiply, multiply_parts, follow = half_product(name, block.quads, n_kept, pieces, block.blocks == 1, leaver(block))
+    in_parts = multiply_parts is not None
 
     @device
     def any_large(lane, shared, at):
@@ -81,20 +82,12 @@ def packed_multiplier(name: str, block: Block):
         return ballot(found)
 
     @device
-    def multiply_in_parts(lane, warp, shared, tile, act, rest, barriers, upper, s):
-        if any_large(lane, shared, i32(rest + large_at)):
-            own = i32(scratch + 32 * n_kept * warp)
-            return multiply_parts(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
-        return multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
-
-    @device
-    def multiply_whole(lane, warp, shared, tile, act, rest, barriers, upper, s):
-        return multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
-    multiply_some = multiply_in_parts if multiply_parts else multiply_whole
-
-    @device
     def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
-        scales = multiply_some(lane, warp, shared, tile, act, rest, barriers, upper, s)
+        if in_parts and any_large(lane, shared, i32(rest + large_at)):
+            own = i32(scratch + 32 * n_kept * warp)
+            scales = multiply_parts(lane, warp & 1, shared, tile, act, barriers, own, upper, s)
+        else:
+            scales = multiply(lane, warp & 1, shared, tile, act, barriers, upper, s)
         follow(lane, shared, rest, i32(rest + d_at), scales, s, total)
     return multiply_chunk
 

@@ -157,7 +157,7 @@ def test_any_placement_gives_the_bits_of_one_device(kind, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", BY_LAYERS)
-@settings(max_examples=2, deadline=None)  # of half a minute each; models of four layers are placed more often
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_any_placement_of_64_layers(kind, data):
     check_any_placement(kind, data)

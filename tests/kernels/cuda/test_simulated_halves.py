@@ -70,10 +70,10 @@ def simulate_extremes_of_two_bits(machine, name, fill, scales):
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
-    ("MXFP4", 31, 1024, 61, DENSE[0]), ("MXFP4", 129, 768, 33, DENSE[1]), ("MXFP4", 250, 768, 130, WIDE),
+    ("MXFP4", 31, 1024, 61, DENSE[0]), ("MXFP4", 129, 768, 33, DENSE[1]), ("MXFP4", 250, 1024, 130, WIDE),
     ("NVFP4", 31, 1024, 9, DENSE[0]), ("NVFP4", 129, 512, 33, WIDE),
-    ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 512, 65, WIDE),
-    ("Q4_1", 129, 768, 65, DENSE[0]), ("Q4_1", 31, 1024, 16, DENSE[2]), ("Q5_1", 129, 512, 33, DENSE[1])])
+    ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 768, 129, WIDE),
+    ("Q4_1", 129, 1024, 65, DENSE[0]), ("Q4_1", 31, 1024, 16, DENSE[2]), ("Q5_1", 129, 512, 33, DENSE[1])])
 def simulate_scaled(machine, name, n_rows, n_cols, n, block):
     """Formats with float scales, also with minima."""
     check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
@@ -169,10 +169,10 @@ def routed(n, n_used, n_expert, name):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
-    ("Q5_K", 33, 256, 23, 2, EXPERTS[0]), ("Q5_K", 70, 512, 29, 1, EXPERTS[1]), ("Q5_K", 33, 256, 59, 2, EXPERTS[2]),
+    ("Q5_K", 33, 512, 23, 2, EXPERTS[0]), ("Q5_K", 70, 768, 29, 1, EXPERTS[1]), ("Q5_K", 33, 768, 59, 2, EXPERTS[2]),
     ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 512, 41, 2, EXPERTS[2]),
-    ("NVFP4", 33, 256, 23, 1, EXPERTS[1]), ("MXFP4", 33, 256, 23, 1, EXPERTS[0]),
-    ("Q4_1", 33, 512, 29, 2, EXPERTS[1]), ("MXFP4", 33, 256, 59, 2, EXPERTS[2])])
+    ("NVFP4", 33, 256, 23, 1, EXPERTS[1]), ("MXFP4", 33, 512, 23, 1, EXPERTS[0]),
+    ("Q4_1", 33, 768, 29, 2, EXPERTS[1]), ("MXFP4", 33, 768, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
     """Experts without a token, with few, with more than an item takes."""
     check_mul_mat_id(machine, name, 5, n_rows, n_cols, routed(n, 2, 5, "experts"), b, Halves(block))
