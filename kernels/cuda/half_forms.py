@@ -18,15 +18,19 @@ from .weights import shared_unpacker
 
 EXACT = 1 << 24             # up to which all integers are float32
 MOST_HIGH, MOST_LOW = 127, 64  # of limbs
-UNTRIED = "Q2_K", "Q3_K", "NVFP4"  # formats whose products of float16 no GPU has run: they are simulated and compiled
+SLOWER = "TQ2_0",           # formats whose int8 products take less
+LEAST_REACH = 40 * CHUNK    # `most_reach` of formats with weights of both signs: limbs of normal activations seldom have more
+MOST_SCALE = 32             # integer scale of formats without bit fields
 SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its bits
 
 
 class HalfForm(NamedTuple):
     scaled: bool
     halved: bool
-    tops: bool  # of packed ones, whether codes have bits above their fields
-    parts: int  # the fewest parts of a chunk of which all sums are exact: 1, as of scaled ones, 2 or 4
+    width: int    # of packed ones, bits of the fields in which codes lie, 8 where levels are bytes
+    tops: bool    # whether codes have bits above their fields
+    parts: int    # the fewest parts of a chunk of which all sums are exact: 1, as of scaled ones, 2 or 4
+    signed: bool  # of packed ones, whether weights have both signs
 
 
 def largest_weight(fmt: Format) -> int:
@@ -45,14 +49,19 @@ def parts_of(fmt: Format) -> int | None:
 
 
 def is_packed(fmt: Format) -> bool:
-    """Of codes in bit fields, with integer scales for 32 columns or, of two bits, 16, whose bounds hold (`half_product`), and are
-    seldom passed: limbs of 64, half of the largest, with signs by turns are within `most_reach`, where weights have one sign."""
+    """With integer scales, whose bounds hold (`half_product`), and are seldom passed: of codes in bit fields, for 32 columns or,
+    of two bits, 16; or of levels in bytes. Where weights have one sign, limbs of 64, half of the largest, with signs by turns are
+    within `most_reach`."""
     fields, parts = shared_unpacker(fmt.name).unpacker.bit_fields, parts_of(fmt)
-    if fields is None or fmt.group != CHUNK or fmt.sub != 8 * fields.width or largest_weight(fmt) > 2048:
+    if fmt.group != CHUNK or parts is None or largest_weight(fmt) > 2048:
+        return False
+    if fields is None:
+        return not fmt.has_min and fmt.max_isc <= MOST_SCALE and (parts == 1 or most_reach(fmt) >= LEAST_REACH)
+    if fmt.sub != 8 * fields.width:
         return False
     if parts == 1:
         return fmt.zero in (0, 1 << fields.width if fields.tops else 0)
-    return parts is not None and fields.width == 4 and not fmt.zero and most_reach(fmt) >= CHUNK // 2 * 64
+    return fields.width == 4 and not fmt.zero and most_reach(fmt) >= CHUNK // 2 * 64
 
 
 def are_small_floats(source) -> bool:
@@ -77,10 +86,13 @@ def half_form(fmt: Format) -> HalfForm | None:
     """None: not by products of float16."""
     unpack = shared_unpacker(fmt.name).unpacker
     if is_packed(fmt):
-        return HalfForm(False, False, unpack.bit_fields.tops is not None, parts_of(fmt))
-    return HalfForm(True, are_small_floats(unpack.source), False, 1) if is_scaled(fmt) else None
+        fields = unpack.bit_fields
+        if fields is None:
+            return HalfForm(False, False, 8, False, parts_of(fmt), True)
+        return HalfForm(False, False, fields.width, fields.tops is not None, parts_of(fmt), fmt.zero > 0)
+    return HalfForm(True, are_small_floats(unpack.source), 0, False, 1, False) if is_scaled(fmt) else None
 
 
 def has_halves(fmt: Format) -> bool:
     """Whether products of float16 may be chosen."""
-    return half_form(fmt) is not None and fmt.name not in UNTRIED
+    return half_form(fmt) is not None and fmt.name not in SLOWER

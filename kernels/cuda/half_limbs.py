@@ -12,13 +12,14 @@ from ...quant.formats import CHUNK, Format, format_of
 from ...quant.words import ONES, TOPS
 from .dispatch import ITEMS
 from .half_forms import half_form, most_reach
-from .half_product import SUM_WORDS, exponents, twice
+from .half_product import MINUS_1152, SUM_WORDS, exponents, twice
 from .half_scaled import N_GROUPS
 from .launch import HOPPER, I32, Kernel, N, U32, factory
 from .operands import row_of_pair
 from .ptx import (add2, as_u32, device, distances4, dp4a, fma2, greatest, halves, i2f, i32, i64, ld, ld4, least, prmt, quotient,
                   remainder, shuffle, st, st4, stage, u32)
 from .quantize import plane_words
+from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS
 
 N_THREADS = 256             # a warp a chunk of a token
@@ -43,9 +44,6 @@ def rest_of(fmt: Format, tokens: int) -> Rest:
 def unit_words(fmt: Format, tokens: int) -> int:
     """Of an item and a chunk: atoms, [64 columns][quad], or of scaled formats [64 columns][limb][two quads], then `Rest`."""
     return tokens * TOKEN_WORDS + rest_of(fmt, tokens).n_words
-
-
-MINUS_1152 = twice(-1152)
 
 
 @device
@@ -93,31 +91,43 @@ def rows_of(tokens: int, experts: bool):
     return row_of
 
 
+def reach_finder(signed: bool):
+    """(lane, hi, lo) -> the larger reach of both limbs of a chunk (`half_product`), of weights of both signs or of one. Every
+    second lane has another piece of it; even lanes take hi, the others lo."""
+    @device
+    def reach_of(lane, hi, lo):
+        total, magnitudes = i32(0), i32(0)
+        for i in range(4):
+            w = u32(lo[i] if lane & 1 else hi[i])
+            total = dp4a(i32(w), i32(ONES), total)
+            magnitudes = dp4a(i32(distances4(w ^ TOPS, TOPS)), i32(ONES), magnitudes)
+        # Twice the sum of positive ones, and of negative ones in the upper half: less than 2^16 each
+        both = u32(u32(magnitudes + total) | u32(magnitudes - total) << u32(16))
+        both = u32(both + u32(shuffle(i32(both), lane ^ 2)))
+        both = u32(both + u32(shuffle(i32(both), lane ^ 4)))
+        both = u32(both + u32(shuffle(i32(both), lane ^ 8)))
+        both = u32(both + u32(shuffle(i32(both), lane ^ 16)))
+        positive, negative = i32(both & u32(0xffff)), i32(both >> u32(16))
+        reach = i32(positive + negative) if signed else greatest(positive, negative)
+        return i32(greatest(reach, shuffle(reach, lane ^ 1)) >> 1)
+    return reach_of
+
+
 @device
-def reach_of(lane, hi, lo):
-    """The larger reach of both limbs of a chunk (`half_product`). Every second lane has another piece of it; even lanes take hi,
-    the others lo."""
-    total, magnitudes = i32(0), i32(0)
-    for i in range(4):
-        w = u32(lo[i] if lane & 1 else hi[i])
-        total = dp4a(i32(w), i32(ONES), total)
-        magnitudes = dp4a(i32(distances4(w ^ TOPS, TOPS)), i32(ONES), magnitudes)
-    # Twice the sum of positive ones, and of negative ones in the upper half: less than 2^16 each
-    both = u32(u32(magnitudes + total) | u32(magnitudes - total) << u32(16))
-    both = u32(both + u32(shuffle(i32(both), lane ^ 2)))
-    both = u32(both + u32(shuffle(i32(both), lane ^ 4)))
-    both = u32(both + u32(shuffle(i32(both), lane ^ 8)))
-    both = u32(both + u32(shuffle(i32(both), lane ^ 16)))
-    reach = greatest(i32(both & u32(0xffff)), i32(both >> u32(16)))
-    return i32(greatest(reach, shuffle(reach, lane ^ 1)) >> 1)
+def half_of_block(words, at, h):
+    """Of eight words from `at` on those of even numbers, or, if h, the others."""
+    a, b = ld4(words, at), ld4(words, at + 4)
+    return (a[1], a[3], b[1], b[3]) if h else (a[0], a[2], b[0], b[2])
 
 
 def chunk_widener(fmt: Format, tokens: int):
     """(lane, act, limbs, source, lo_at, to, t): both limbs of chunk `source` of the activations, to the rows of token t of an
     item whose atoms begin at word `to`; returns their reach where there may be parts. Lane l widens a piece of 16 bytes of both
-    limbs, of columns 16 (l / 2) .. of the chunk."""
-    (scaled, halved, _, parts), quads = half_form(fmt), tokens // 4
-    unit, limb_words = 2 if halved else 1, quads // 2 * ATOM_WORDS
+    limbs, of columns 16 (l / 2) .. of the chunk, or, where products have pairs of words (`half_product`), of half of the words of
+    columns 32 (l / 4) .."""
+    (scaled, halved, _, _, parts, signed), quads = half_form(fmt), tokens // 4
+    unit, limb_words, pairs = 2 if halved else 1, quads // 2 * ATOM_WORDS, shared_unpacker(fmt.name).unpacker.pairs
+    reach_of = reach_finder(signed)
     widen_high, widen_low = piece_widener(128 * unit if scaled else 1), piece_widener(unit)
 
     @device
@@ -127,8 +137,13 @@ def chunk_widener(fmt: Format, tokens: int):
 
     @stage
     def widen_chunk(lane, act, limbs, source, lo_at, to, t):
-        piece, selector, upper = source * 64 + (lane >> 1) * 4, u32(0x4240 + 0x101 * (lane & 1)), exponents(0)
-        hi, lo, at = ld4(act, piece), ld4(act, lo_at + piece), to + (lane >> 3) * (quads * ATOM_WORDS)
+        selector, upper, at = u32(0x4240 + 0x101 * (lane & 1)), exponents(0), to + (lane >> 3) * (quads * ATOM_WORDS)
+        if pairs:
+            piece, h = source * 64 + (lane >> 2) * 8, (lane >> 1) & 1
+            hi, lo = half_of_block(act, piece, h), half_of_block(act, lo_at + piece, h)
+        else:
+            piece = source * 64 + (lane >> 1) * 4
+            hi, lo = ld4(act, piece), ld4(act, lo_at + piece)
         if scaled:
             high = at + (t >> 3) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + ((t >> 2) & 1)))
             low = high + limb_words
@@ -167,7 +182,7 @@ def sums_widener(fmt: Format, tokens: int):
 TESTED = [(name, tokens, experts) for name in ("Q4_K", "Q5_K")
           for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48))) for tokens in of_blocks]
 TESTED += [("Q2_K", 64, False), ("Q3_K", 128, False), ("Q3_K", 48, True), ("MXFP4", 128, False), ("MXFP4", 48, True),
-           ("Q4_1", 64, False), ("Q5_0", 32, False)]
+           ("Q4_1", 64, False), ("Q5_0", 32, False), ("IQ2_XS", 64, False), ("IQ1_M", 48, True)]
 
 
 @factory(TESTED)

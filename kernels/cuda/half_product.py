@@ -5,10 +5,11 @@ What `group_product` does for formats with integer scales, with one product in t
 and so is a limb of q. Sums are float32 and exact while no partial sum can pass 2^24: then S = 128 H + L, H and L the sums over hi
 and over lo, is one `fma`, which rounds once. The bounds, |w| <= W being level times scale:
 
-    H, L: with W * 127 * 256 <= 2^24 all are exact. Else w >= 0: of a token's limbs of a chunk let P be the sum of the positive
-       ones and -N that of the others. Every partial sum lies between -W N and W P. The larger one of P and N is the reach of the
-       limbs: up to `most_reach` it makes 2^24 at most. A chunk of which a token has more, of hi or of lo, is multiplied in parts,
-       whose sums are added as integers: |hi| <= 127, so W * 127 * 128 <= 2^24 for halves of it, or W * 127 * 64 for quarters.
+    H, L: with W * 127 * 256 <= 2^24 all are exact. Else, of a token's limbs of a chunk let P be the sum of the positive ones and
+       -N that of the others. Where w >= 0 every partial sum lies between -W N and W P, else none passes W (P + N). The larger one
+       of P and N, or P + N, is the reach of the limbs: up to `most_reach` it makes 2^24 at most. A chunk of which a token has
+       more, of hi or of lo, is multiplied in parts, whose sums are added as integers: |hi| <= 127, so W * 127 * 128 <= 2^24 for
+       halves of it, or W * 127 * 64 for quarters.
     minima: the sums of q over 16 columns are 128 a + b, |a| <= 2032, |b| <= 64, and M = 128 A + B likewise.
 
 That tensor cores add exactly below 2^24 is seen on each GPU (`half_check`).
@@ -18,9 +19,14 @@ What a product wants of a word of codes is a mask and a multiplication by the sc
 bit, wherever it lies in the low byte of a float16, is another mask and multiplication. S counts as much, and d is multiplied by
 2^24.
 
+Of formats without such fields levels are bytes (`Unpacker.quarter`). A level plus 128 is the low byte of a float16 from 1024 on,
+and isc plus 128 that of one from 0 on, which counts 2^-24. With x = 1024 + (level + 128) a weight is x isc - 1152 isc, one `fma`
+of float16s, whose result is one: 1152 isc is 9 isc times a power of two.
+
 Columns of B are tokens' limbs, 2 token + limb, so a quad of tokens is an atom for each 64 columns of the chunk (`wgmma`). Of the
 16 columns of a product lane q has 4 q .. 4 q + 3, as bytes of a word: these stand at places 2 q, 2 q + 8, 2 q + 1, 2 q + 9, and
-the activations follow that order.
+the activations follow that order. Where lanes have eight columns side by side (`Unpacker.pairs`), the first product of a block
+of 32 has the first four of each lane, the other one the last four.
 """
 from typing import NamedTuple
 
@@ -28,9 +34,11 @@ import numpy as np
 from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
+from ...quant.words import ONES, TOPS
 from . import mbarrier
 from .half_forms import half_form
-from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, stage, sts, u32)
+from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, shuffle, stage, sts,
+                  u32)
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_place, wait_for_all_but
 
@@ -52,11 +60,16 @@ def twice(value) -> np.uint32:
     return np.array([value, value], np.float16).view(np.uint32)[0]
 
 
-MINUS_1024 = twice(-1024)
+MINUS_1024, MINUS_1152 = twice(-1024), twice(-1152)
 
 
 def waiting_of(fields, n_quads: int) -> int:
-    return WAITING if n_quads <= MOST_TOGETHER and fields.tops is None else WAITING_FEW
+    return WAITING if n_quads <= MOST_TOGETHER and fields is not None and fields.tops is None else WAITING_FEW
+
+
+def in_pieces(fields) -> bool:
+    """Whether a lane holds scales of 64 columns, not of all."""
+    return fields is None or fields.width == 2
 
 
 class Barriers(NamedTuple):
@@ -67,8 +80,8 @@ class Barriers(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a lane holds of a chunk or, of fields of two bits, of 64 columns, for device functions: `BitFields.scales` of its
-    rows, 16 half + l / 4 and 8 further."""
+    """What a lane holds of a chunk, or of 64 columns (`in_pieces`), for device functions: `BitFields.scales` of its rows, 16 half
+    + l / 4 and 8 further, or of levels in bytes a word of the bytes isc + 128."""
     first: object
     second: object
 
@@ -80,7 +93,9 @@ def scale_reader(fmt: Format, fields, r: int):
     """(words, upper, j, other) -> what codes in the r-th field of their bytes are multiplied by, twice in a word: isc of the
     first 16 columns of block j, or of the others, over 2^(r width)."""
     in_nibbles, sixteens, power = fields.width == 2 and fmt.has_min, fmt.sub == 16, r * fields.width // 2
-    selector, addend = u32(0x4040 + 0x1010 * power), twice((-1024 + fields.offset) / 4**power)
+    by_product = fields.width == 4 and r > 0  # in the place of another exponent: Q5_K takes 1.5 % less
+    selector = u32(0x4040 + 0x1010 * (0 if by_product else power))
+    addend, factor = twice((-1024 + fields.offset) / 4**power), twice(0.25**power)
 
     @device
     def read(words, upper, j, other):
@@ -88,7 +103,8 @@ def scale_reader(fmt: Format, fields, r: int):
             w = prmt(words[0], upper, u32(selector + 0x0101 * ((2 * j + other) & 3)))
         else:
             w = prmt(words[1] if j > 3 else words[0], upper, u32(selector + 0x0101 * (j & 3)))
-        return add2(u32(w & u32(0xff0fff0f)) if in_nibbles else w, addend)
+        w = u32(w & u32(0xff0fff0f)) if in_nibbles else w
+        return fma2(w, factor, addend) if by_product else add2(w, addend)
     return read
 
 
@@ -114,13 +130,90 @@ def weight_maker(fmt: Format, fields, r: int):
     return factors_of, weights
 
 
-def block_starter(fmt: Format, fields, n_quads: int, n_each: int, waiting: int):
+def block_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
     """(load, load_tops, starts). load: (lane, half, shared, tile, j) -> four words, as words of A: the codes of blocks j and j +
-    1 of 32 columns, j even, in their fields. load_tops: (lane, half, shared, tile) -> words in the same order, bit j of whose
-    bytes is the top bit of block j; zeros where there are none. starts: by the field of block j: (shared, b, held, upper, j, w,
-    tops, d, keep): start both products of that block with n_each quads: d = A B, or d + A B if keep. Products of earlier calls
-    are done then: `waiting` of these run on."""
+    1 of 32 columns, j even, in their fields; of levels in bytes (lane, half, tile). load_tops: (lane, half, shared, tile) ->
+    words in the same order, bit j of whose bytes is the top bit of block j; zeros where there are none. starts: by the field of
+    block j: (shared, b, held, upper, j, w, tops, d, keep): start both products of that block with n_each quads: d = A B, or d +
+    A B if keep. Products of earlier calls are done then: `waiting` of these run on."""
     assert waiting <= 2
+    return (byte_starter if unpack.bit_fields is None else field_starter)(fmt, unpack, n_quads, n_each, waiting)
+
+
+def byte_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
+    """`block_starter` of levels in bytes."""
+    quarter, start, wait = unpack.quarter, half_products(8 * n_each).start, wait_for_all_but(waiting)
+    zero, block_places, n_isc, pairs = u32(0), n_quads * ATOM_WORDS // PLACE, 32 // fmt.sub, unpack.pairs
+    signed, offset, minus_128 = fmt.zero == 0, u32(TOPS - u32(fmt.zero) * ONES), twice(-128 * 2.0**-24)
+
+    @device
+    def load(lane, half, shared, tile, j):
+        return lane, half, tile
+
+    @device
+    def load_tops(lane, half, shared, tile):
+        return zero, zero, zero, zero
+
+    @device
+    def factors_of(words, i):
+        """isc, byte i of a word, and -1152 isc, both twice."""
+        f = add2(prmt(words[0], zero, u32(0x4040) + u32(i) * u32(0x0101)), minus_128)
+        return f, fma2(f, MINUS_1152, zero)
+
+    @device
+    def weights(w, upper, factors):
+        """Of bytes 0 and 2, and of bytes 1 and 3."""
+        (f, rest), v = factors, u32(u32(w) ^ TOPS if signed else u32(w) + offset)
+        return (i32(fma2(prmt(v, upper, u32(0x4240)), f, rest)), i32(fma2(prmt(v, upper, u32(0x4341)), f, rest)))
+
+    def starter(r):
+        place, first = r * (16 // PLACE), r * n_isc
+
+        @device
+        def start_block(shared, b, held, upper, j, w, tops, d, keep):
+            lane, half, tile = w
+            row, q, at = (half << 4) + (lane >> 2), lane & 3, i32(b + (j >> 1) * block_places + place)
+            (w0, w2), (w1, w3) = quarter((shared, tile, row), j, q), quarter((shared, tile, row + 8), j, q)
+            own = i32(first + (q >> 1 if pairs and n_isc == 2 else 0))
+            f, g = factors_of(held.first, own), factors_of(held.second, own)
+            (a0, a2), (a1, a3) = weights(w0, upper, f), weights(w1, upper, g)
+            start(d, shared, at, a0, a1, a2, a3, keep)
+            if n_isc == 2 and not pairs:
+                f, g = factors_of(held.first, i32(first + 1)), factors_of(held.second, i32(first + 1))
+            (a0, a2), (a1, a3) = weights(w2, upper, f), weights(w3, upper, g)
+            start(d, shared, i32(at + 8 // PLACE), a0, a1, a2, a3, i32(1))
+            wait()
+        return start_block
+    return load, load_tops, (starter(0), starter(1))
+
+
+def byte_scales(fmt: Format, unpack):
+    """(lane, half, shared, tile, k) -> `Held` of levels in bytes, for columns from 64 k on. Of the four lanes of two rows each
+    makes those of 32 columns of one row."""
+    n_isc, sub = 32 // fmt.sub, unpack.sub
+
+    @device
+    def byte(t, i):
+        isc, _ = sub(t, i)
+        return u32(i32(isc) + i32(128))
+
+    @device
+    def held_of(lane, half, shared, tile, k):
+        q = i32(lane & 3)
+        t, i = (shared, tile, (half << 4) + (lane >> 2) + 4 * (q & 2)), i32(n_isc * (2 * k + (q & 1)))
+        w = byte(t, i)
+        if n_isc == 2:
+            w = u32(w | byte(t, i32(i + 1)) << u32(8))
+        w = u32(w << u32(8 * n_isc * (q & 1)))
+        w = u32(w | u32(shuffle(i32(w), i32(lane ^ 1))))
+        v = u32(shuffle(i32(w), i32(lane ^ 2)))
+        return Held((v if q & 2 else w,), (w if q & 2 else v,))
+    return held_of
+
+
+def field_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
+    """`block_starter` of codes in fields."""
+    fields = unpack.bit_fields
     zero, block_places, n_fields = u32(0), n_quads * ATOM_WORDS // PLACE, 8 // fields.width
     words_of, tops_of, start, has_tops = fields.words, fields.tops, half_products(8 * n_each).start, fields.tops is not None
     wait, sixteens = wait_for_all_but(waiting), fmt.sub == 16
@@ -164,11 +257,14 @@ def block_starter(fmt: Format, fields, n_quads: int, n_each: int, waiting: int):
 def minimum_words(fmt: Format, fields):
     """(lane, rows, held, upper) -> words of A, imin of both rows, of every 16 columns; zeros where there are none. rows: both, as
     `BitFields.scales` takes them."""
-    n_isc, scales, zero = CHUNK // fmt.sub // 4, fields.scales, i32(0)
+    zero = i32(0)
 
     @device
     def none(lane, rows, held, upper):
         return zero, zero, zero, zero
+    if not fmt.has_min:
+        return none
+    n_isc, scales = CHUNK // fmt.sub // 4, fields.scales
 
     @device
     def of_bytes(lane, rows, held, upper):
@@ -189,18 +285,20 @@ def minimum_words(fmt: Format, fields):
         selector = u32(u32(lane & 3) * u32(0x0202) + u32(0x0100))
         return (of_nibbles(rows[0], i32(0), selector), of_nibbles(rows[1], i32(0), selector),
                 of_nibbles(rows[0], i32(2), selector), of_nibbles(rows[1], i32(2), selector))
-    return none if not fmt.has_min else of_bytes if fields.width == 4 else of_high_nibbles
+    return of_bytes if fields.width == 4 else of_high_nibbles
 
 
 def scale_holder(fmt: Format, unpack):
     """(held_of, scales_of). held_of: (lane, half, shared, tile, k) -> `Held`, for columns from 64 k on. scales_of: (lane, half,
     shared, tile, held, upper) -> (d, m) of both rows and the minima as words of A."""
-    scales, group, minima_of = unpack.bit_fields.scales, unpack.group, minimum_words(fmt, unpack.bit_fields)
+    fields, group, minima_of = unpack.bit_fields, unpack.group, minimum_words(fmt, unpack.bit_fields)
+    scales = None if fields is None else fields.scales
 
     @device
-    def held_of(lane, half, shared, tile, k):
+    def of_fields(lane, half, shared, tile, k):
         row = (half << 4) + (lane >> 2)
         return Held(scales((shared, tile, row), k), scales((shared, tile, row + 8), k))
+    held_of = byte_scales(fmt, unpack) if fields is None else of_fields
 
     @device
     def scales_of(lane, half, shared, tile, held, upper):
@@ -214,11 +312,11 @@ def scale_holder(fmt: Format, unpack):
 def whole_multiplier(fmt: Format, unpack, n_quads: int, n_pieces: int, leave):
     """`multiply` of `half_product`."""
     fields, last = unpack.bit_fields, n_pieces - 1
-    load, load_tops, starts = block_starter(fmt, fields, n_quads, n_quads, waiting_of(fields, n_quads))
+    load, load_tops, starts = block_starter(fmt, unpack, n_quads, n_quads, waiting_of(fields, n_quads))
     held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_quads).wait, 2 * n_quads, 4 * n_quads
-    of_pieces = fields.width == 2
-    again = fields.tops is not None and not of_pieces  # what is held of minima would take registers all the while
+    of_pieces = in_pieces(fields)
+    again = not of_pieces and fields.tops is not None  # what is held of minima would take registers all the while
 
     def two_blocks_of(piece):
         """(.., w, d, keep): of the columns from 64 piece on, which are a piece where there are several; w: what was loaded for
@@ -265,9 +363,9 @@ def whole_multiplier(fmt: Format, unpack, n_quads: int, n_pieces: int, leave):
 def halves_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: int, leave):
     """`multiply_parts` of `half_product`, in halves, n_each quads at a time."""
     assert n_quads in (n_each, 2 * n_each), n_quads
-    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.bit_fields, n_quads, n_each,
+    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack, n_quads, n_each,
                                                              waiting_of(unpack.bit_fields, n_quads))
-    held_of, scales_of = scale_holder(fmt, unpack)
+    (held_of, scales_of), of_pieces = scale_holder(fmt, unpack), in_pieces(unpack.bit_fields)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
     @device
@@ -275,9 +373,11 @@ def halves_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: 
         """Of blocks j .. j + 3."""
         for o in range(n_products):
             d[o] = f32(0)
+        held = held_of(lane, half, shared, tile, i32(j >> 1)) if of_pieces else held
         w, tops = load(lane, half, shared, tile, j), load_tops(lane, half, shared, tile)
         start_low(shared, b, held, upper, j, w, tops, d, i32(0))
         start_high(shared, b, held, upper, i32(j + 1), w, tops, d, i32(1))
+        held = held_of(lane, half, shared, tile, i32((j >> 1) + 1)) if of_pieces else held
         w = load(lane, half, shared, tile, i32(j + 2))
         start_low(shared, b, held, upper, i32(j + 2), w, tops, d, i32(1))
         start_high(shared, b, held, upper, i32(j + 3), w, tops, d, i32(1))
@@ -329,7 +429,7 @@ def together_of_quarters(n_kept: int) -> int:
 def quarters_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces: int, leave):
     """The same in quarters."""
     assert n_quads % n_each == 0, (n_quads, n_each)
-    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack.bit_fields, n_quads, n_each, 0)
+    load, load_tops, (start_low, start_high) = block_starter(fmt, unpack, n_quads, n_each, 0)
     held_of, scales_of = scale_holder(fmt, unpack)
     wait, n_sums, n_products = half_products(8 * n_each).wait, 2 * n_each, 4 * n_each
 
@@ -348,7 +448,7 @@ def quarters_multiplier(fmt: Format, unpack, n_quads: int, n_each: int, n_pieces
                 d = cuda.local.array(n_products, f32)
                 for o in range(n_products):
                     d[o] = f32(0)
-                held, w = held_of(lane, half, shared, tile, i32(0)), load(lane, half, shared, tile, j)
+                held, w = held_of(lane, half, shared, tile, i32(j >> 1)), load(lane, half, shared, tile, j)
                 tops = load_tops(lane, half, shared, tile)
                 start_low(shared, at, held, upper, j, w, tops, d, i32(0))
                 start_high(shared, at, held, upper, i32(j + 1), w, tops, d, i32(1))

@@ -47,7 +47,8 @@ def cluster_of(block: Block) -> int:
 class Shared(NamedTuple):
     """Words of shared memory. Row tiles of the block lie behind the activations of their chunk or, where these come in pieces,
     behind the rest."""
-    rest: int        # slots of `half_limbs.Rest`; before them those of activations, atoms
+    slots: int       # of activations, atoms; before them the format's codebooks
+    rest: int        # slots of `half_limbs.Rest`
     there: int       # barriers of these, [slot][piece]: a piece of the chunk is there;
     done: int        # all warps are done with it
     rest_there: int  # of the rest likewise, [slot]
@@ -80,10 +81,10 @@ def layout_of(fmt: Format, block: Block, n_kept: int) -> Shared:
     """n_kept: as of `kept_sums`."""
     slots, n_warps = slots_of(fmt, block), block.n_warps
     barriers, rest_barriers = mbarrier.WORDS * block.slots * slots.pieces, mbarrier.WORDS * slots.rest_slots
-    assert not table_words(fmt.name), fmt.name
+    n_table = -(-table_words(fmt.name) // ATOM_WORDS) * ATOM_WORDS
     n_items = -(-(n_warps + 1) * item_words(block.tokens) // 4) * 4
-    return Shared(*accumulate((block.slots * slots.words, slots.rest_slots * slots.rest_words, barriers, barriers, rest_barriers,
-                               rest_barriers, 32 * n_warps * n_kept, n_items)))
+    return Shared(*accumulate((n_table, block.slots * slots.words, slots.rest_slots * slots.rest_words, barriers, barriers,
+                               rest_barriers, rest_barriers, 32 * n_warps * n_kept, n_items)))
 
 
 def bytes_of(layout: Shared, block: Block) -> int:
@@ -139,7 +140,8 @@ class Sources(NamedTuple):
 def chunk_bringer(fmt: Format, block: Block, part: Part):
     """(shared, rank, side, sources, work, turns) -> turns: all chunks of an item that are the block's, whose activations are the
     work-th ones, by one thread. Row tiles behind the last repeat it; quads behind the last token are left out."""
-    (rest_at, there, done, rest_there, rest_done, *_), words_of_unit = shared_layout(fmt, block), unit_words(fmt, block.tokens)
+    slots_at, rest_at, there, done, rest_there, rest_done, *_ = shared_layout(fmt, block)
+    words_of_unit = unit_words(fmt, block.tokens)
     pieces, n_act, n_tiles, slot_words, n_rest, rest_slots, rest_words = slots_of(fmt, block)
     tile_words, row_tiles, following = tile_bytes(fmt) // 4, block.row_tiles, turner(block.slots, rest_slots)
     row_block, matrix, tokens_of, blocks = part.row_block, part.matrix, part.n_tokens, block.blocks
@@ -183,7 +185,7 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
 
     @device
     def bring_piece(shared, side, sources, first, chunk, at, own_words, turns, piece):
-        to, place = i32(turns.slot * slot_words), i32((turns.slot * pieces + piece) * mbarrier.WORDS)
+        to, place = i32(slots_at + turns.slot * slot_words), i32((turns.slot * pieces + piece) * mbarrier.WORDS)
         barrier = i32(there + place)
         mbarrier.wait(shared, done + place, i32(turns.parity ^ 1))
         mbarrier.expect(shared, barrier, i32(4 * (n_strips * own_words + tiles_of_pieces)))
@@ -212,7 +214,8 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
 
 def barrier_beginner(fmt: Format, block: Block):
     """(shared), by one thread."""
-    (_, there, done, rest_there, rest_done, *_), slots, n_warps = shared_layout(fmt, block), slots_of(fmt, block), block.n_warps
+    (_, _, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
+    n_warps = block.n_warps
     n_pieces, rest_slots, n_leaving = block.slots * slots.pieces, slots.rest_slots, n_warps * neighbours(block)
 
     @device

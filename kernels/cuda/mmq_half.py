@@ -30,8 +30,9 @@ from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker
-from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
+from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remainder, sts, syncwarp, u32, wait_for_previous
 from .tile_product import STORE, Ending, gate_and_store
+from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers
 
 # Of one matrix, the fourth one in clusters that share chunks, the last one wide
@@ -46,7 +47,8 @@ def dense_blocks(fmt: Format) -> tuple[Block, ...]:
     form = half_form(fmt)
     if form.scaled:
         return DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
-    return DENSE[:-1] if fmt.name in NOT_WIDE else DENSE
+    return tuple(block for block in DENSE
+                 if not (is_wide(block) and fmt.name in NOT_WIDE) and (block.quads > 4 or form.width == 4))
 
 
 def expert_blocks(fmt: Format) -> tuple[Block, ...]:
@@ -110,7 +112,7 @@ def chunk_multiplier(name: str, block: Block):
     """(tid, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the block's, by the warps that
     multiply. total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
     fmt, n_sums, blocks, alone = format_of(name), block.n_sums, block.blocks, block.blocks == 1
-    (rest_at, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
+    (slots_at, rest_at, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
     pieces, n_act, _, slot_words, n_rest, rest_slots, rest_words = slots
     multiply_chunk = (scaled_multiplier if half_form(fmt).scaled else packed_multiplier)(name, block)
     following, (_, _, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
@@ -121,7 +123,7 @@ def chunk_multiplier(name: str, block: Block):
         s, lane, warp, chunk, turn = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), rank, i32(0)
         upper = exponents(0)
         while chunk < n_chunks:
-            now, act = i32(rest_at + turns.rest * rest_words), i32(turns.slot * slot_words)
+            now, act = i32(rest_at + turns.rest * rest_words), i32(slots_at + turns.slot * slot_words)
             tile = i32((act + n_act if pieces == 1 else now + n_rest) + (warp >> 1) * tile_words)
             place = i32(turns.slot * (pieces * mbarrier.WORDS))
             barriers = Barriers(i32(there + place), i32(done + place), turns.parity)
@@ -151,6 +153,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * own_words))
     part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
     begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
+    n_entries, entry, n_threads = *shared_unpacker(name)[1:], threads_of(block)
     multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(fmt, block))
 
     def worker(brings: bool, multiplies: bool):
@@ -190,6 +193,11 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
             begin_barriers(shared)
         if blocks > 1 and tid < 32 * n_warps:
             begin_exchange(tid, i32(0), shared)
+        if n_entries:
+            i = tid
+            while i < n_entries:
+                sts(shared, i, entry(i))
+                i = i32(i + n_threads)
         meet()  # they are there
         wait_for_previous()
         if not wide:
@@ -210,7 +218,9 @@ TESTED = [(name, experts, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", 
           for experts, blocks in ((False, dense_blocks(format_of(name))), (True, EXPERTS)) for block in blocks]
 TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
     ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("NVFP4", False, DENSE[0]), ("NVFP4", False, DENSE[-1]),
-    ("NVFP4", True, EXPERTS[1]), ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
+    ("NVFP4", True, EXPERTS[1]), ("IQ2_K", False, DENSE[0]), ("IQ2_XS", False, DENSE[-1]), ("IQ3_KS", False, DENSE[0]),
+    ("IQ3_S", False, DENSE[1]), ("IQ1_M", True, EXPERTS[1]), ("IQ2_XXS", True, EXPERTS[2]),
+    ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
     ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
     ("Q4_1", True, EXPERTS[0]))]
 
@@ -227,6 +237,7 @@ def mmq_half_kernel(name, experts, *block):
 
 
 @factory([("silu", name, False, 0.0, 0.0, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", "Q2_K") for block in EXPERTS]
+         + [("silu", "IQ2_S", False, 0.0, 0.0, *astuple(EXPERTS[1]))]
          + [("swiglu_oai", "MXFP4", True, 1.702, 7.0, *astuple(block)) for block in EXPERTS[1:]])
 def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
     block = Block(*block)

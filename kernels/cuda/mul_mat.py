@@ -23,9 +23,11 @@ FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of
 # activations
 HALF_ROUND_US, HALF_START_US, WIDEN_US = 2.1, 2.0, 1.6e-6
 PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95, 32: 3.75}
-# Scaled with minima; packed with top bits, of 32 quads a guess
-MINIMA_US, TOPS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.9}
-MINIMA_OF_INT8, TOPS_OF_INT8 = 1.5, 1.1  # what int8 products of these take over Q4_K's
+# Scaled with minima, or in groups of 16 columns; packed with top bits, or of levels in bytes
+MINIMA_US, SIXTEENS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {8: 1.9, 16: 2.7, 32: 5.1}
+TOPS_US, BYTES_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.9}, {8: 1.7, 16: 2.1, 32: 3.5}
+# What int8 products of these take over Q4_K's
+MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8 = 1.5, 1.45, 1.1, 1.05
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
@@ -62,13 +64,23 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
 
 
+def half_times(fmt: Format) -> tuple[dict[int, float], float]:
+    """(us of a chunk by mmq_half, by its quads; what int8 products take over Q4_K's)."""
+    form = half_form(fmt)
+    if form.scaled and fmt.has_min:
+        return MINIMA_US, MINIMA_OF_INT8
+    if form.scaled:
+        return (SIXTEENS_US, SIXTEENS_OF_INT8) if fmt.group == 16 else (SCALED_US, 1)
+    if form.width == 8:
+        return BYTES_US, BYTES_OF_INT8
+    return (TOPS_US, TOPS_OF_INT8) if form.tops else (PACKED_US, 1)
+
+
 def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
     n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
     n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
-    form = half_form(fmt)
-    chunk_us = (MINIMA_US if fmt.has_min else SCALED_US) if form.scaled else TOPS_US if form.tops else PACKED_US
-    turn_us = chunk_us[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
+    turn_us = half_times(fmt)[0][block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
     return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
 
@@ -82,9 +94,7 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
           if cluster_of(block) <= n_multiprocessors}
     block = min(us, key=us.get)
     of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
-    form = half_form(fmt)
-    of_int8 = MINIMA_OF_INT8 if form.scaled and fmt.has_min else TOPS_OF_INT8 if form.tops else 1
-    return block if us[block] < of_shape * of_int8 else None
+    return block if us[block] < of_shape * half_times(fmt)[1] else None
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,

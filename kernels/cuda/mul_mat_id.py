@@ -67,12 +67,12 @@ def grouped_shape(names: tuple[str, ...], n: int, shared_limit: int, warpgroups:
 @lru_cache(None)
 def half_block(names: tuple[str, ...], n_rows: int, n: int) -> Block | None:
     """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`.
-    Scaled formats without minima take less by mmq_id in the block of the fewest tokens."""
+    Formats with a float scale of 32 columns and no minima take less by mmq_id in the block of the fewest tokens."""
     fmt = format_of(names[0])
     if len(set(names)) > 1 or not has_halves(fmt):
         return None
     block = EXPERTS[0 if n <= EXPERTS[0].tokens else 1 if n < FEWEST_OF_LARGE else 2]
-    if block == EXPERTS[0] and half_form(fmt).scaled and not fmt.has_min:
+    if block == EXPERTS[0] and half_form(fmt).scaled and fmt.group == 32 and not fmt.has_min:
         return None
     fills = -(-n_rows // block.rows) * block.rows <= MOST_EMPTY * n_rows
     return block if fills and block in expert_blocks(fmt) else None

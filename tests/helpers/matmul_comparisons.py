@@ -62,17 +62,21 @@ def extreme_weight(fmt, n_rows: int, n_cols: int, fill: int, scales: int) -> np.
 
 def weight_of_scales(fmt, n_cols: int, rng) -> np.ndarray:
     """Random blocks but for their float scales: zeros of both signs, subnormal, largest and special ones, those of float16 or of
-    E8M0 or, four of them in a block, E4M3; d of every second block and m of the others, the same in a row."""
-    names, sizes = zip(*fmt.fields)
+    E8M0 or, four of them in a block, E4M3; d of every second block and m of the others, the same in a row, or that of the row.
+    fmt: any but IQ1_M, whose scales lie among others."""
+    names, sizes = zip(*fmt.header, *fmt.fields)
     first, scale = dict(zip(names, np.cumsum([0, *sizes]))), "d" if "d" in names else "e"
     specials = {4: np.repeat(np.uint8([0, 1, 7, 8, 120, 126, 127, 128, 254, 255]), 4).view(np.uint32),
                 2: np.uint16([0, 0x8000, 1, 0x83ff, 0x0400, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e01]),
                 1: np.uint8([0, 1, 2, 3, 126, 253, 254, 255, 127, 128])}[sizes[names.index(scale)]]
-    blocks = random_weight(fmt, len(specials), n_cols, rng).reshape(len(specials), -1, fmt.type_size)
+    rows, bytes_of = random_weight(fmt, len(specials), n_cols, rng), specials.view(np.uint8).reshape(len(specials), -1)
+    if fmt.header:
+        rows[:, first["d"]:first["d"] + specials.itemsize] = bytes_of
+        return rows
+    blocks = rows.reshape(len(specials), -1, fmt.type_size)
     for parity, name in enumerate((scale, next((name for name in ("m", "dmin") if name in first), None))):
         if name:
-            to = slice(first[name], first[name] + specials.itemsize)
-            blocks[:, parity::2, to] = specials.view(np.uint8).reshape(len(specials), 1, -1)
+            blocks[:, parity::2, first[name]:first[name] + specials.itemsize] = bytes_of[:, None]
     return blocks.reshape(len(specials), -1)
 
 

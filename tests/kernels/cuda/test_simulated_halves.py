@@ -13,7 +13,7 @@ from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, IN_PARTS, WIDTHS, half_check, half_check_kernel,
                                              levels_and_limbs, weights_and_limbs)
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
-from ggml_py.kernels.cuda.half_forms import EXACT, UNTRIED, half_form, largest_weight, most_reach
+from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
 from ggml_py.kernels.cuda.half_product import minima_together, together_of_quarters
 from ggml_py.kernels.cuda.half_scaled import tokens_of_unit
 from ggml_py.kernels.cuda.launch import FACTORIES
@@ -36,7 +36,11 @@ def machine():
 
 
 def test_in_the_simulator():
-    run_in_simulator(__file__, "-k", "not experts and not check")
+    run_in_simulator(__file__, "-k", "not (experts or check or bytes or extremes or limit or scales)")
+
+
+def test_bounds_and_levels_in_bytes_in_the_simulator():
+    run_in_simulator(__file__, "-k", "bytes or extremes or limit or scales")
 
 
 def test_experts_and_check_in_the_simulator():
@@ -60,8 +64,21 @@ def simulate_other_fields(machine, name, n_rows, n_cols, n, block):
     check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
 
 
-@pytest.mark.parametrize("name, fill, scales", [("Q2_K", 0xff, 0xff), ("Q3_K", 0, 0), ("Q3_K", 0, 0xff)])
-def simulate_extremes_of_two_bits(machine, name, fill, scales):
+@pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
+    ("IQ2_K", 129, 768, 65, DENSE[0]), ("IQ2_K", 250, 512, 9, WIDE), ("IQ2_KS", 31, 512, 9, DENSE[0]),
+    ("IQ2_KS", 31, 2560, 31, DENSE[3]), ("IQ3_KS", 129, 768, 33, DENSE[1]), ("IQ3_KS", 250, 512, 9, WIDE),
+    ("IQ3_S", 31, 1280, 9, DENSE[3]), ("IQ3_S", 250, 512, 9, WIDE), ("IQ1_S", 31, 512, 9, DENSE[1]),
+    ("IQ1_M", 129, 768, 65, DENSE[0]), ("IQ1_M_R1", 31, 512, 9, DENSE[1]), ("IQ2_XXS", 31, 512, 9, DENSE[1]),
+    ("IQ2_XS", 129, 768, 65, DENSE[0]), ("IQ2_S", 250, 512, 9, WIDE), ("TQ1_0", 31, 512, 9, DENSE[1]),
+    ("TQ2_0", 31, 512, 9, DENSE[1])])
+def simulate_levels_in_bytes(machine, name, n_rows, n_cols, n, block):
+    """Also of codebooks, and of lanes with eight columns side by side."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
+
+
+@pytest.mark.parametrize("name, fill, scales", [("Q2_K", 0xff, 0xff), ("Q3_K", 0, 0), ("Q3_K", 0, 0xff), ("IQ2_K", 0, 0),
+                                                ("IQ2_KS", 0, 0), ("IQ3_S", 0xff, 0xff), ("IQ1_S", 0xff, 0xff)])
+def simulate_extremes_of_whole_chunks(machine, name, fill, scales):
     """Each weight the largest or, of Q3_K, the least; the largest of all limbs hi, and of limbs lo: always multiplied whole."""
     weight = extreme_weight(FORMATS[name], 1, CHUNK, fill, scales)
     x = np.repeat(np.float32([[1], [-1], [63 / 16256], [-63 / 16256]]), CHUNK, axis=1)
@@ -89,7 +106,7 @@ def simulate_extremes_of_scaled(machine, fmt, fill):
                       extreme_weight(fmt, 2, CHUNK, fill, 0x3c))
 
 
-@pytest.mark.parametrize("fmt", HALF_FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [fmt for fmt in HALF_FORMATS if fmt.name != "IQ1_M"], ids=lambda fmt: fmt.name)
 def simulate_float_scales(machine, fmt):
     """The smallest, the largest and special ones."""
     blocks = weight_of_scales(fmt, 512, seeded(fmt.name))
@@ -170,7 +187,8 @@ def routed(n, n_used, n_expert, name):
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
     ("Q5_K", 33, 512, 23, 2, EXPERTS[0]), ("Q5_K", 70, 768, 29, 1, EXPERTS[1]), ("Q5_K", 33, 768, 59, 2, EXPERTS[2]),
-    ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 512, 41, 2, EXPERTS[2]),
+    ("Q2_K", 33, 512, 9, 1, EXPERTS[0]), ("Q3_K", 33, 512, 41, 2, EXPERTS[2]), ("IQ1_M", 33, 512, 29, 1, EXPERTS[1]),
+    ("IQ2_XXS", 33, 512, 23, 2, EXPERTS[0]), ("IQ3_S", 33, 512, 41, 1, EXPERTS[2]),
     ("NVFP4", 33, 256, 23, 1, EXPERTS[1]), ("MXFP4", 33, 512, 23, 1, EXPERTS[0]),
     ("Q4_1", 33, 768, 29, 2, EXPERTS[1]), ("MXFP4", 33, 768, 59, 2, EXPERTS[2])])
 def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
@@ -181,6 +199,7 @@ def simulate_experts(machine, name, n_rows, n_cols, n, b, block):
 @pytest.mark.parametrize("act, name, biased, block", [
     ("silu", "Q4_K", False, EXPERTS[1]), ("silu", "Q4_K", True, EXPERTS[0]), ("silu", "Q4_K", False, EXPERTS[2]),
     ("silu", "Q5_K", False, EXPERTS[1]), ("silu", "Q3_K", False, EXPERTS[0]), ("silu", "Q2_K", True, EXPERTS[2]),
+    ("silu", "IQ2_S", False, EXPERTS[1]),
     ("swiglu_oai", "MXFP4", True, EXPERTS[1])])
 def simulate_gated_experts(machine, act, name, biased, block):
     """The gate's totals wait until those of up are there."""
@@ -190,13 +209,15 @@ def simulate_gated_experts(machine, act, name, biased, block):
 
 @pytest.mark.parametrize("name, block", [("Q4_K", DENSE[0]), ("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[0]),
                                          ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", DENSE[3]), ("Q5_K", EXPERTS[0]),
-                                         ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2])])
+                                         ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2]), ("IQ3_KS", DENSE[0]), ("IQ3_KS", WIDE),
+                                         ("IQ2_XXS", DENSE[1]), ("IQ2_XS", WIDE), ("IQ2_S", DENSE[0])])
 def simulate_extremes(machine, name, block):
     """The largest sums, by parts of a chunk."""
-    check_extremes(machine, name, 0xff, 0xff, 3, Halves(block))
+    for fill in (0,) * half_form(FORMATS[name]).signed + (0xff,):
+        check_extremes(machine, name, fill, 0xff, 3, Halves(block))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "IQ3_KS", "IQ2_XS"])
 def simulate_parts_by_turns(machine, name):
     """Chunks in parts and whole ones."""
     x = activations(3, 1280, seeded("limit"))
@@ -219,15 +240,32 @@ LIMITS += [np.where(np.arange(CHUNK) == 0, 1, np.float32(lo / 16256)) for lo in 
 @pytest.mark.parametrize("name, large", [("Q4_K", [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), ("Q5_K", [1, 1, 1, 1, 0, 0, 1, 1, 1, 1])])
 def simulate_limit(machine, monkeypatch, name, large):
     """Of all reaches up to `most_reach` a chunk is multiplied whole, else in parts: whole its sums would pass 2^24."""
+    check_parts(machine, monkeypatch, name, LIMITS, large)
+
+
+def check_parts(machine, monkeypatch, name, chunks, large):
+    """Which chunks are multiplied in parts: their sums alone are stored."""
     def sts_and_note(*args):
         stored.append(args)
         return sts(*args)
     stored, sts = [], half_product.sts
     monkeypatch.setattr(half_product, "sts", sts_and_note)
-    for x, in_parts in zip(LIMITS, large, strict=True):
+    for x, in_parts in zip(chunks, large, strict=True):
         check_mul_mat(machine, name, 1, CHUNK, 1, Halves(DENSE[2]), x[None], extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff))
         assert bool(stored) == bool(in_parts)
         stored.clear()
+
+
+@pytest.mark.parametrize("name", ["IQ3_KS", "IQ2_XXS", "IQ2_XS", "IQ2_S"])
+def simulate_limit_of_both_signs(machine, monkeypatch, name):
+    """Where weights have both signs, limbs of both count, those of hi and of lo."""
+    signs, chunks = np.float32(1 - 2 * (np.arange(CHUNK) & 1)), []
+    for more in 0, 1:
+        (n, rest), x = divmod(most_reach(FORMATS[name]) + more, 127), np.zeros(CHUNK, np.float32)
+        x[:n], x[n] = 127, rest
+        chunks.append(signs * x / np.float32(127))
+    chunks.append(np.where(np.arange(CHUNK) == 0, np.float32(1), np.float32(63 / 16256)) * signs)
+    check_parts(machine, monkeypatch, name, chunks, [0, 1, most_reach(FORMATS[name]) < 63 * CHUNK])
 
 
 def simulate_large_sums_of_wide_blocks(machine):
@@ -246,7 +284,7 @@ def simulate_limit_of_the_last(machine, name, block, n):
     check_mul_mat(machine, name, 1, CHUNK, n, Halves(block), x, extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff))
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q3_K", "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q3_K", "IQ2_XS", "MXFP4", "Q4_1"])
 def simulate_special(machine, name):
     """Chunks of zeros, of too small values, or with d = NaN."""
     x = activations(5, 512, seeded("special"))
@@ -345,8 +383,10 @@ def simulate_plan(machine):
             **matrices, gate_bias=None, up_bias=None, act="silu", x=Operand("act", (n, 4096)), out=Operand("f32", (n, 14336))))
         call.plan = mul_mat_glu.plan(call)
         assert mul_mat_glu.declines(call), type_
-    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("Q2_K", (None,) * 5), ("Q3_K", (None,) * 5), ("NVFP4", (None,) * 5),
-                          ("MXFP4", (None, 1, 0, 0, 4)), ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
+    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("Q2_K", (1, 1, 0, 0, 0)), ("Q3_K", (None, 1, 0, 0, 4)),
+                          ("NVFP4", (1, 1, 0, 0, 4)), ("IQ2_XXS", (None, 1, 0, 4, 4)), ("IQ3_S", (None, 1, 0, 4, 4)),
+                          ("TQ2_0", (None,) * 5), ("IQ4_XS", (None,) * 5), ("MXFP4", (None, 1, 0, 0, 4)),
+                          ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
         plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
         assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
             i if i is None else DENSE[i] for i in blocks], type_
@@ -370,9 +410,10 @@ def simulate_plan_of_experts(machine):
     assert [mul_mat_id.half_block(both, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
     assert [mul_mat_id.half_block(("MXFP4",) * 2, 2880, n) for n in (16, 17, 128)] == [None, *EXPERTS[1:]]
     assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
-    assert [mul_mat_id.half_block(("Q5_K",) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
+    for name in "Q5_K", "Q2_K", "Q3_K", "NVFP4", "IQ2_XXS", "IQ3_S":
+        assert [mul_mat_id.half_block((name,) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
+    assert not any(mul_mat_id.half_block(("TQ2_0",) * 2, 768, n) for n in (16, 17, 128))
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
-    assert not any(mul_mat_id.half_block((name,) * 2, 768, n) for name in UNTRIED for n in (16, 17, 128))
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
 
@@ -409,8 +450,7 @@ def test_cases_of_scaled_are_within_the_bounds():
 def test_activations_are_widened_for_all_blocks():
     """By kernels whose code is checked."""
     blocks = [(block.tokens, experts) for experts, blocks in ((False, DENSE), (True, EXPERTS)) for block in blocks]
-    names = {fmt.name for fmt in PACKED} - set(UNTRIED)
-    assert {(name, *each) for name in names for each in blocks} <= set(FACTORIES[half_limbs_kernel])
+    assert {(name, *each) for name in ("Q4_K", "Q5_K") for each in blocks} <= set(FACTORIES[half_limbs_kernel])
 
 
 def test_bounds():
@@ -421,7 +461,9 @@ def test_bounds():
     for fmt in SCALED:
         assert fmt.max_level * 32 * (128 * 127 + 64) <= EXACT
     assert {fmt.name: (half_form(fmt).tops, half_form(fmt).parts) for fmt in PACKED} == {
-        "Q2_K": (False, 1), "Q3_K": (True, 1), "Q4_K": (False, 2), "Q5_K": (True, 4)}
+        "Q2_K": (False, 1), "Q3_K": (True, 1), "Q4_K": (False, 2), "Q5_K": (True, 4), "IQ3_KS": (False, 2),
+        **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S"), (False, 4)),
+        **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ1_M_R1", "IQ3_S", "TQ1_0", "TQ2_0", "IQ2_K", "IQ2_KS"), (False, 1))}
     for fmt in PACKED:
         w, parts = largest_weight(fmt), half_form(fmt).parts
         assert w <= 2048 and w * 127 * CHUNK // parts <= EXACT
@@ -429,4 +471,4 @@ def test_bounds():
         if parts > 1:
             assert w * 127 * CHUNK // (parts // 2) > EXACT and not fmt.zero
             assert w * most_reach(fmt) <= EXACT < w * (most_reach(fmt) + 1)
-    assert tuple(fmt.name for fmt in PACKED if half_form(fmt).parts > 1) == IN_PARTS
+    assert tuple(fmt.name for fmt in PACKED if half_form(fmt).parts > 1 and not half_form(fmt).signed) == IN_PARTS
