@@ -25,7 +25,7 @@ MINIMA_WIDTHS = tuple(8 * quads for quads in (MINIMA_QUADS, 12, 8, 4))  # column
 MINIMA_ENDS = tuple(accumulate(width // 2 for width in MINIMA_WIDTHS))
 MINIMA_WORDS = MINIMA_QUADS * SUM_WORDS               # of their B
 MINIMA = MINIMA_ENDS[-1]                              # their sums of a lane
-IN_PARTS = "Q4_K", "Q5_K"  # packed formats of one sign whose sums may pass 2^24; those of others are no larger
+IN_PARTS = "Q4_K", "Q5_K"  # packed formats whose weights the cases have, of both signs: Q5_K's are the largest of all
 MOST_LEVEL = EXACT // (32 * (128 * MOST_HIGH + MOST_LOW))  # of scaled formats
 
 

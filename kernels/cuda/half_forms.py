@@ -19,8 +19,8 @@ from .weights import shared_unpacker
 EXACT = 1 << 24             # up to which all integers are float32
 MOST_HIGH, MOST_LOW = 127, 64  # of limbs
 SLOWER = "TQ2_0",           # formats whose int8 products take less
-LEAST_REACH = 40 * CHUNK    # `most_reach` of formats with weights of both signs: limbs of normal activations seldom have more
-MOST_SCALE = 32             # integer scale of formats without bit fields
+LEAST_REACH = 48 * CHUNK    # `most_reach` of formats with weights of both signs: limbs of normal activations seldom have more
+MOST_SCALE = 127            # integer scale of formats without bit fields: 128 more is a byte
 SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its bits
 
 

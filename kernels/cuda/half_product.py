@@ -45,7 +45,7 @@ from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_p
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk, or minima, are multiplied
 # Products that may be under way while the next one's words are made: of more the blocks take longer. Of more quads, or with top
-# bits, they have no registers for two
+# bits, they have no registers for two, and levels in bytes have one
 WAITING, WAITING_FEW = 2, 1
 SUM_WORDS = 64               # of a quad's sums of q
 

@@ -219,7 +219,8 @@ TESTED = [(name, experts, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", 
 TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
     ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("NVFP4", False, DENSE[0]), ("NVFP4", False, DENSE[-1]),
     ("NVFP4", True, EXPERTS[1]), ("IQ2_K", False, DENSE[0]), ("IQ2_XS", False, DENSE[-1]), ("IQ3_KS", False, DENSE[0]),
-    ("IQ3_S", False, DENSE[1]), ("IQ1_M", True, EXPERTS[1]), ("IQ2_XXS", True, EXPERTS[2]),
+    ("IQ3_S", False, DENSE[1]), ("IQ2_S", False, DENSE[-1]), ("IQ1_S", False, DENSE[3]), ("IQ1_M", True, EXPERTS[1]),
+    ("IQ2_XXS", True, EXPERTS[2]),
     ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
     ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
     ("Q4_1", True, EXPERTS[0]))]

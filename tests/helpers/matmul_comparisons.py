@@ -55,25 +55,37 @@ def extreme_weight(fmt, n_rows: int, n_cols: int, fill: int, scales: int) -> np.
             blocks[..., first:first + 2] = np.float16([1]).view(np.uint8)
         elif field.startswith("scales") or field in ("sc", "sl", "sh"):
             blocks[..., first:first + size] = scales
+            if fmt.name == "IQ1_M":
+                set_scale_of_iq1_m(blocks[..., first:first + size], 0x3c00)
         first += size
     blocks, one = blocks.reshape(n_rows, -1), np.ones((n_rows, 1), np.float32 if fmt.header_bytes == 4 else np.float16)
     return np.concatenate([one.view(np.uint8), blocks], axis=1) if fmt.header_bytes else blocks
 
 
+def set_scale_of_iq1_m(scales: np.ndarray, d) -> None:
+    """d: uint16 of float16, whose nibbles become the upper ones of four words. scales: uint8 [.., 8]."""
+    words = np.ascontiguousarray(scales).view(np.uint16)
+    nibbles = np.asarray(d, np.uint16)[..., None] >> np.uint16([0, 4, 8, 12]) & 15
+    scales[...] = (words & 0xfff | nibbles << 12).astype(np.uint16).view(np.uint8)
+
+
 def weight_of_scales(fmt, n_cols: int, rng) -> np.ndarray:
     """Random blocks but for their float scales: zeros of both signs, subnormal, largest and special ones, those of float16 or of
-    E8M0 or, four of them in a block, E4M3; d of every second block and m of the others, the same in a row, or that of the row.
-    fmt: any but IQ1_M, whose scales lie among others."""
+    E8M0 or, four of them in a block, E4M3; d of every second block and m of the others, the same in a row, or that of the row."""
     names, sizes = zip(*fmt.header, *fmt.fields)
     first, scale = dict(zip(names, np.cumsum([0, *sizes]))), "d" if "d" in names else "e"
+    scale = "scales" if fmt.name == "IQ1_M" else scale
     specials = {4: np.repeat(np.uint8([0, 1, 7, 8, 120, 126, 127, 128, 254, 255]), 4).view(np.uint32),
                 2: np.uint16([0, 0x8000, 1, 0x83ff, 0x0400, 0x7bff, 0xfbff, 0x7c00, 0xfc00, 0x7e01]),
-                1: np.uint8([0, 1, 2, 3, 126, 253, 254, 255, 127, 128])}[sizes[names.index(scale)]]
+                1: np.uint8([0, 1, 2, 3, 126, 253, 254, 255, 127, 128])}[2 if scale == "scales" else sizes[names.index(scale)]]
     rows, bytes_of = random_weight(fmt, len(specials), n_cols, rng), specials.view(np.uint8).reshape(len(specials), -1)
     if fmt.header:
         rows[:, first["d"]:first["d"] + specials.itemsize] = bytes_of
         return rows
     blocks = rows.reshape(len(specials), -1, fmt.type_size)
+    if fmt.name == "IQ1_M":
+        set_scale_of_iq1_m(blocks[:, ::2, first["scales"]:first["scales"] + 8], specials[:, None])
+        return blocks.reshape(len(specials), -1)
     for parity, name in enumerate((scale, next((name for name in ("m", "dmin") if name in first), None))):
         if name:
             blocks[:, parity::2, first[name]:first[name] + specials.itemsize] = bytes_of[:, None]

@@ -152,13 +152,10 @@ def test_mmq_half_of_large_sums(hopper, which, name, block):
 @pytest.mark.parametrize("name, block", PACKED_BLOCKS, ids=str)
 def test_mmq_half_of_extremes(hopper, name, block):
     """Of sums, and of float scales."""
-    for fill in 0, 0xff:
-        check_extremes(hopper, name, fill, 0xff, 65, Halves(block))
-    if name == "Q3_K":  # whose scales of 0 are the least
-        check_extremes(hopper, name, 0, 0, 65, Halves(block))
-    if name != "IQ1_M":
-        blocks = weight_of_scales(FORMATS[name], 512, seeded(name))
-        check_mul_mat(hopper, name, len(blocks), 512, 65, Halves(block), blocks=blocks)
+    for fill, scales in (0, 0xff), (0xff, 0xff), (0, 0):  # scales of 0 may be the least
+        check_extremes(hopper, name, fill, scales, 65, Halves(block))
+    blocks = weight_of_scales(FORMATS[name], 512, seeded(name))
+    check_mul_mat(hopper, name, len(blocks), 512, 65, Halves(block), blocks=blocks)
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "IQ3_KS", "IQ2_XS"])

@@ -22,6 +22,7 @@ from ggml_py.kernels.cuda.mmq_few import FewShape
 from ggml_py.kernels.cuda.half_slots import half_bytes, kept_sums
 from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, expert_blocks
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
+from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, activations, check_extremes, check_mul_mat, check_mul_mat_qkv,
@@ -79,11 +80,11 @@ def simulate_levels_in_bytes(machine, name, n_rows, n_cols, n, block):
 @pytest.mark.parametrize("name, fill, scales", [("Q2_K", 0xff, 0xff), ("Q3_K", 0, 0), ("Q3_K", 0, 0xff), ("IQ2_K", 0, 0),
                                                 ("IQ2_KS", 0, 0), ("IQ3_S", 0xff, 0xff), ("IQ1_S", 0xff, 0xff)])
 def simulate_extremes_of_whole_chunks(machine, name, fill, scales):
-    """Each weight the largest or, of Q3_K, the least; the largest of all limbs hi, and of limbs lo: always multiplied whole."""
+    """Large weights, of most formats the largest; the largest of all limbs hi, and of limbs lo: always multiplied whole."""
     weight = extreme_weight(FORMATS[name], 1, CHUNK, fill, scales)
     x = np.repeat(np.float32([[1], [-1], [63 / 16256], [-63 / 16256]]), CHUNK, axis=1)
     x[2:, 0] = 1
-    check_mul_mat(machine, name, 1, CHUNK, 4, Halves(DENSE[2]), x, weight)
+    check_mul_mat(machine, name, 1, CHUNK, 4, Halves(DENSE[1]), x, weight)
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
@@ -106,7 +107,7 @@ def simulate_extremes_of_scaled(machine, fmt, fill):
                       extreme_weight(fmt, 2, CHUNK, fill, 0x3c))
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in HALF_FORMATS if fmt.name != "IQ1_M"], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", HALF_FORMATS, ids=lambda fmt: fmt.name)
 def simulate_float_scales(machine, fmt):
     """The smallest, the largest and special ones."""
     blocks = weight_of_scales(fmt, 512, seeded(fmt.name))
@@ -210,11 +211,13 @@ def simulate_gated_experts(machine, act, name, biased, block):
 @pytest.mark.parametrize("name, block", [("Q4_K", DENSE[0]), ("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[0]),
                                          ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", DENSE[3]), ("Q5_K", EXPERTS[0]),
                                          ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2]), ("IQ3_KS", DENSE[0]), ("IQ3_KS", WIDE),
-                                         ("IQ2_XXS", DENSE[1]), ("IQ2_XS", WIDE), ("IQ2_S", DENSE[0])])
+                                         ("IQ3_KS", DENSE[3]), ("IQ2_XXS", DENSE[1]), ("IQ2_XXS", DENSE[3]), ("IQ2_XS", WIDE),
+                                         ("IQ2_XS", EXPERTS[1]), ("IQ2_S", DENSE[0])])
 def simulate_extremes(machine, name, block):
     """The largest sums, by parts of a chunk."""
-    for fill in (0,) * half_form(FORMATS[name]).signed + (0xff,):
-        check_extremes(machine, name, fill, 0xff, 3, Halves(block))
+    check_extremes(machine, name, 0xff, 0xff, 3, Halves(block))
+    if name == "IQ3_KS":  # whose least scales are the largest
+        check_extremes(machine, name, 0, 0, 3, Halves(block))
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "IQ3_KS", "IQ2_XS"])
@@ -240,10 +243,11 @@ LIMITS += [np.where(np.arange(CHUNK) == 0, 1, np.float32(lo / 16256)) for lo in 
 @pytest.mark.parametrize("name, large", [("Q4_K", [0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), ("Q5_K", [1, 1, 1, 1, 0, 0, 1, 1, 1, 1])])
 def simulate_limit(machine, monkeypatch, name, large):
     """Of all reaches up to `most_reach` a chunk is multiplied whole, else in parts: whole its sums would pass 2^24."""
-    check_parts(machine, monkeypatch, name, LIMITS, large)
+    weight = extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff)
+    check_parts(machine, monkeypatch, name, weight, DENSE[2], LIMITS, large)
 
 
-def check_parts(machine, monkeypatch, name, chunks, large):
+def check_parts(machine, monkeypatch, name, weight, block, chunks, large):
     """Which chunks are multiplied in parts: their sums alone are stored."""
     def sts_and_note(*args):
         stored.append(args)
@@ -251,21 +255,25 @@ def check_parts(machine, monkeypatch, name, chunks, large):
     stored, sts = [], half_product.sts
     monkeypatch.setattr(half_product, "sts", sts_and_note)
     for x, in_parts in zip(chunks, large, strict=True):
-        check_mul_mat(machine, name, 1, CHUNK, 1, Halves(DENSE[2]), x[None], extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff))
+        check_mul_mat(machine, name, 1, CHUNK, 1, Halves(block), x[None], weight)
         assert bool(stored) == bool(in_parts)
         stored.clear()
 
 
 @pytest.mark.parametrize("name", ["IQ3_KS", "IQ2_XXS", "IQ2_XS", "IQ2_S"])
 def simulate_limit_of_both_signs(machine, monkeypatch, name):
-    """Where weights have both signs, limbs of both count, those of hi and of lo."""
+    """Where weights have both signs, limbs of both count, those of hi and of lo. Of IQ2_S all products have one sign."""
+    weight, fields = extreme_weight(FORMATS[name], 1, CHUNK, 0xff, 0xff), dict(FORMATS[name].fields)
+    if name == "IQ2_S":  # a bit for each column
+        first = fields["d"] + fields["qs"]
+        weight[:, first:first + fields["signs"]] = 0x55
     signs, chunks = np.float32(1 - 2 * (np.arange(CHUNK) & 1)), []
     for more in 0, 1:
         (n, rest), x = divmod(most_reach(FORMATS[name]) + more, 127), np.zeros(CHUNK, np.float32)
         x[:n], x[n] = 127, rest
         chunks.append(signs * x / np.float32(127))
     chunks.append(np.where(np.arange(CHUNK) == 0, np.float32(1), np.float32(63 / 16256)) * signs)
-    check_parts(machine, monkeypatch, name, chunks, [0, 1, most_reach(FORMATS[name]) < 63 * CHUNK])
+    check_parts(machine, monkeypatch, name, weight, DENSE[1], chunks, [0, 1, most_reach(FORMATS[name]) < 63 * CHUNK])
 
 
 def simulate_large_sums_of_wide_blocks(machine):
@@ -293,12 +301,13 @@ def simulate_special(machine, name):
     check_mul_mat(machine, name, 2, 512, 5, Halves(DENSE[0]), x)
 
 
-def simulate_three_matrices(machine, monkeypatch):
-    """One after the other, whose activations are widened once for a block's tokens."""
+@pytest.mark.parametrize("names", [("Q4_K",) * 3, ("IQ2_XS", "IQ2_K", "Q4_K")], ids=str)
+def simulate_three_matrices(machine, monkeypatch, names):
+    """One after the other, whose activations are widened once for a type and a block's tokens."""
     monkeypatch.setattr(mul_mat, "plan", lambda call: Halves(DENSE[call.w.shape[0] == 33]))
     monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.team_shape", lambda *args: None)
     monkeypatch.setattr("ggml_py.kernels.cuda.mul_mat_qkv.mul_mat_shape", lambda *args: None)
-    check_mul_mat_qkv(machine, ("Q4_K",) * 3, (33, 31, 2), 512, 5, True)
+    check_mul_mat_qkv(machine, names, (33, 31, 2), 512, 5, True)
 
 
 def without_last_bits(exact):
@@ -428,10 +437,19 @@ def test_blocks_fit(fmt):
 def test_all_widths_are_checked():
     quads = {block.quads for block in (*DENSE, *EXPERTS)}
     assert {8 * n for n in quads} | {tokens_of_unit(n) for n in quads} == set(WIDTHS)
-    for name, together in ("Q4_K", lambda n_kept: n_kept // 2), ("Q5_K", together_of_quarters):
-        for block in (*dense_blocks(FORMATS[name]), *expert_blocks(FORMATS[name])):
-            assert 8 * together(kept_sums(FORMATS[name], block)) in WIDTHS, (name, block)
+    for fmt in PACKED:
+        parts = half_form(fmt).parts
+        for block in (*dense_blocks(fmt), *expert_blocks(fmt)) if parts > 1 else ():
+            n_kept = kept_sums(fmt, block)
+            assert 8 * (n_kept // 2 if parts == 2 else together_of_quarters(n_kept)) in WIDTHS, (fmt.name, block)
     assert {8 * minima_together(n) for n in quads} <= set(MINIMA_WIDTHS)
+
+
+@pytest.mark.parametrize("name, scales", [("IQ2_K", 0), ("IQ2_KS", 0), ("IQ3_KS", 0), ("Q3_K", 0), ("Q5_K", 0xff)])
+def test_extremes_are_the_largest(name, scales):
+    fmt = FORMATS[name]
+    weight = extreme_weight(fmt, 1, CHUNK, scales, scales)
+    assert abs(dequantize(weight, name, (1, CHUNK))).min() >= largest_weight(fmt) - fmt.max_imin
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
