@@ -44,8 +44,12 @@ def test_bounds_and_levels_in_bytes_in_the_simulator():
     run_in_simulator(__file__, "-k", "bytes or extremes or limit or scales")
 
 
-def test_experts_and_check_in_the_simulator():
-    run_in_simulator(__file__, "-k", "experts or check")
+def test_experts_in_the_simulator():
+    run_in_simulator(__file__, "-k", "experts and not gated")
+
+
+def test_gated_experts_and_check_in_the_simulator():
+    run_in_simulator(__file__, "-k", "gated or check")
 
 
 @pytest.mark.parametrize("n_rows, n_cols, n, block", [(31, 256, 9, DENSE[0]), (129, 1280, 65, DENSE[0]), (100, 768, 3, DENSE[0]),
