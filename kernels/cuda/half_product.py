@@ -34,11 +34,12 @@ import numpy as np
 from numba import cuda
 
 from ...quant.formats import CHUNK, Format, format_of
-from ...quant.words import ONES, TOPS
+from ...quant.words import TOPS
 from . import mbarrier
 from .half_forms import half_form
 from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, shuffle, stage, sts,
                   u32)
+from .tile_product import level_words
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_place, wait_for_all_but
 
@@ -142,9 +143,9 @@ def block_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
 
 def byte_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
     """`block_starter` of levels in bytes."""
-    quarter, start, wait = unpack.quarter, half_products(8 * n_each).start, wait_for_all_but(waiting)
+    levels, start = level_words(fmt, unpack.quarter, fmt.zero > 0), half_products(8 * n_each).start
     zero, block_places, n_isc, pairs = u32(0), n_quads * ATOM_WORDS // PLACE, 32 // fmt.sub, unpack.pairs
-    signed, offset, minus_128 = fmt.zero == 0, u32(TOPS - u32(fmt.zero) * ONES), twice(-128 * 2.0**-24)
+    wait, minus_128 = wait_for_all_but(waiting), twice(-128 * 2.0**-24)
 
     @device
     def load(lane, half, shared, tile, j):
@@ -163,7 +164,7 @@ def byte_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
     @device
     def weights(w, upper, factors):
         """Of bytes 0 and 2, and of bytes 1 and 3."""
-        (f, rest), v = factors, u32(u32(w) ^ TOPS if signed else u32(w) + offset)
+        (f, rest), v = factors, u32(u32(w) ^ TOPS)
         return (i32(fma2(prmt(v, upper, u32(0x4240)), f, rest)), i32(fma2(prmt(v, upper, u32(0x4341)), f, rest)))
 
     def starter(r):
@@ -173,7 +174,7 @@ def byte_starter(fmt: Format, unpack, n_quads: int, n_each: int, waiting: int):
         def start_block(shared, b, held, upper, j, w, tops, d, keep):
             lane, half, tile = w
             row, q, at = (half << 4) + (lane >> 2), lane & 3, i32(b + (j >> 1) * block_places + place)
-            (w0, w2), (w1, w3) = quarter((shared, tile, row), j, q), quarter((shared, tile, row + 8), j, q)
+            (w0, w2), (w1, w3) = levels((shared, tile, row), j, q), levels((shared, tile, row + 8), j, q)
             own = i32(first + (q >> 1 if pairs and n_isc == 2 else 0))
             f, g = factors_of(held.first, own), factors_of(held.second, own)
             (a0, a2), (a1, a3) = weights(w0, upper, f), weights(w1, upper, g)

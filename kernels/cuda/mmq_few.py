@@ -306,7 +306,7 @@ def best_of_tiles(n_tokens: int) -> TileWalk:
 
 
 def codebooks(products, tables):
-    """(shared, tid, n_threads): a block writes the codebooks of `tile_product`s to where they begin."""
+    """(shared, tid, n_threads): a block writes the codebooks of `tile_product`s, or of `weights.Tables`, to where they begin."""
     def behind(before, n, entry, first):
         @device
         def write(shared, tid, n_threads):

@@ -28,9 +28,10 @@ from .half_slots import (SHARED_LIMIT, Sources, Turns, barrier_beginner, chunk_b
                          is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import totals_writer
+from .mmq_few import codebooks
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker
-from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remainder, sts, syncwarp, u32, wait_for_previous
+from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
 from .tile_product import STORE, Ending, gate_and_store
 from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers
@@ -153,7 +154,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * own_words))
     part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
     begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
-    n_entries, entry, n_threads = *shared_unpacker(name)[1:], threads_of(block)
+    write_codebooks, n_threads = codebooks([shared_unpacker(name)], [0]), threads_of(block)
     multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(fmt, block))
 
     def worker(brings: bool, multiplies: bool):
@@ -193,11 +194,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
             begin_barriers(shared)
         if blocks > 1 and tid < 32 * n_warps:
             begin_exchange(tid, i32(0), shared)
-        if n_entries:
-            i = tid
-            while i < n_entries:
-                sts(shared, i, entry(i))
-                i = i32(i + n_threads)
+        write_codebooks(shared, tid, n_threads)
         meet()  # they are there
         wait_for_previous()
         if not wide:
