@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-HALVES = "products of float16"
+HALVES = "products of mmq_half"
 _left_out: ContextVar[frozenset[str]] = ContextVar("left out of plans", default=frozenset())
 
 

@@ -29,7 +29,7 @@ AXES = {
     "kv_write": "cells of the KV cache by number or by address",
     "fusion": "graph passes left out",
     "noise": "a second stream keeps the GPU busy",
-    "products": "products of int8 where the GPU may form them of float16",
+    "products": "products without `mmq_half`, where the GPU may choose it",
     "placement": "weights, caches and nodes on several devices",
     "letters": "results handed from device to device by letters, or copied",
     "experts": "experts on the CPU, some with copies on another device",
@@ -57,7 +57,7 @@ class Setting:
     kv_write: str = "set_rows"
     no_fuse: tuple[str, ...] = ()
     noise: bool = False
-    halves: bool = True            # whether a GPU may form products of float16
+    halves: bool = True            # whether `mmq_half` may be chosen
     n_tokens: int = 0              # only so many of the first window; 0: all windows
     type_k: str = "f16"
     type_v: str = "f16"
@@ -194,7 +194,7 @@ def _of_device(axes, device: str, devices: list[str], shape: tuple[int, int], re
             case "noise" if on_gpu:
                 yield from (setting(f"busy GPU, {n} at a time", noise=True, n_ubatch=n) for n in (8, 512))
             case "products" if on_gpu:
-                yield from (setting(f"int8 alone, {n} at a time", halves=False, n_ubatch=n) for n in (100, N_UBATCH))
+                yield from (setting(f"without mmq_half, {n} at a time", halves=False, n_ubatch=n) for n in (100, N_UBATCH))
             case "placement":
                 yield from (setting(name, placement=options) for name, options in _placements(device, devices))
             case "letters" if others := _near(device, devices):

@@ -8,7 +8,7 @@ from numba import cuda, types
 from ...quant.activation import LIMIT
 from ...quant.formats import CHUNK, Format, format_of
 from ..call import HALVES, left_out
-from .half_forms import EXACT, MOST_HIGH, MOST_LOW, largest_weight, most_reach
+from .half_forms import EXACT, MOST_HIGH, MOST_LOW, half_form, largest_weight, most_reach
 from .half_product import MOST_TOGETHER, SUM_WORDS, UNIT
 from .launch import F32, HOPPER, Kernel, U32, factory
 from .ptx import device, f32, i32, ld, st, sts, wait_for_previous
@@ -29,9 +29,10 @@ IN_PARTS = "Q4_K", "Q5_K"  # packed formats whose weights the cases have, of bot
 MOST_LEVEL = EXACT // (32 * (128 * MOST_HIGH + MOST_LOW))  # of scaled formats
 
 
-def may_be_halves(target) -> bool:
-    """Whether products on a `launch.Target` may be of float16. The first question runs `half_check`."""
-    return HALVES not in left_out() and target.halves
+def may_be_halves(target, fmt: Format) -> bool:
+    """Whether products of a format may be those of `mmq_half` on a `launch.Target`. The first question that is of float16 runs
+    `half_check`; split formats are multiplied by int8."""
+    return HALVES not in left_out() and (target.warpgroups if half_form(fmt).split else target.halves)
 
 
 def multiplier(width: int):

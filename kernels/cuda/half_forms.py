@@ -1,10 +1,13 @@
-"""Which formats are multiplied by products of float16 on Hopper, and which of their sums these form. Sums are float32, and exact
+"""Which formats are multiplied by `mmq_half` on Hopper, and which sums its products form. Those of float16 are float32, and exact
 while all are integers and no partial sum can pass 2^24.
 
 Of *packed* formats a level times its integer scale is one float16 (`half_product`). Of *scaled* ones, whose scales are floats of
 32 columns or 16, a level is one, and so are 128 hi and lo, which one sum may add (`half_scaled`). Levels that are twice a small
 float, of a sign, two bits of the exponent and one of the mantissa (E2M1), are *halved*: a code is a float16 once its bits are
 moved. Limbs are then doubled.
+
+Of *split* ones, with integer scales and no minima, a level times its scale is no float16, or the sums of a chunk would often pass
+2^24. Products are those of int8, of two limbs of a weight (`split_product`).
 """
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +23,8 @@ EXACT = 1 << 24             # up to which all integers are float32
 MOST_HIGH, MOST_LOW = 127, 64  # of limbs
 SLOWER = "TQ2_0",           # formats whose int8 products take less
 LEAST_REACH = 48 * CHUNK    # `most_reach` of formats with weights of both signs: limbs of normal activations seldom have more
-MOST_SCALE = 127            # integer scale of formats without bit fields: 128 more is a byte
+MOST_SCALE = 127            # integer scale of formats without bit fields: 128 more is a byte. Split ones may have -128
+MOST_SPLIT = 2**15 - 128    # below it weights are two int8
 SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its bits
 
 
@@ -31,6 +35,7 @@ class HalfForm(NamedTuple):
     tops: bool    # whether codes have bits above their fields
     parts: int    # the fewest parts of a chunk of which all sums are exact: 1, as of scaled ones, 2 or 4
     signed: bool  # of packed ones, whether weights have both signs
+    split: bool   # whether weights are two int8
 
 
 def largest_weight(fmt: Format) -> int:
@@ -81,18 +86,26 @@ def is_scaled(fmt: Format) -> bool:
             and fmt.max_level * 32 * (128 * MOST_HIGH + MOST_LOW) <= EXACT)
 
 
+def is_split(fmt: Format) -> bool:
+    """Whether a weight is two int8, 256 h + l."""
+    return (form(fmt).integer and fmt.group == CHUNK and fmt.sub in (16, 32) and not fmt.has_min
+            and fmt.max_isc <= MOST_SCALE + 1 and largest_weight(fmt) < MOST_SPLIT)
+
+
 @lru_cache(None)
 def half_form(fmt: Format) -> HalfForm | None:
-    """None: not by products of float16."""
+    """None: not by `mmq_half`."""
     unpack = shared_unpacker(fmt.name).unpacker
     if is_packed(fmt):
         fields = unpack.bit_fields
         if fields is None:
-            return HalfForm(False, False, 8, False, parts_of(fmt), True)
-        return HalfForm(False, False, fields.width, fields.tops is not None, parts_of(fmt), fmt.zero > 0)
-    return HalfForm(True, are_small_floats(unpack.source), 0, False, 1, False) if is_scaled(fmt) else None
+            return HalfForm(False, False, 8, False, parts_of(fmt), True, False)
+        return HalfForm(False, False, fields.width, fields.tops is not None, parts_of(fmt), fmt.zero > 0, False)
+    if is_scaled(fmt):
+        return HalfForm(True, are_small_floats(unpack.source), 0, False, 1, False, False)
+    return HalfForm(False, False, 0, False, 1, False, True) if is_split(fmt) else None
 
 
 def has_halves(fmt: Format) -> bool:
-    """Whether products of float16 may be chosen."""
+    """Whether `mmq_half` may be chosen."""
     return half_form(fmt) is not None and fmt.name not in SLOWER

@@ -1,5 +1,5 @@
-"""Activations for products in float16 (`mmq_half`): limbs of q widened to float16, scales and, where the format's products want
-them, sums of q, and which chunks of a token have more than `most_reach`. For each item of work and chunk what one slot of
+"""Activations for `mmq_half`: limbs of q widened to float16, or of split formats int8, scales and, where the format's products
+want them, sums of q, and which chunks of a token have more than `most_reach`. For each item of work and chunk what one slot of
 shared memory holds lies together, as bulk copies bring it: of one matrix items are so many tokens after the other, of experts
 those of the table of `dispatch`.
 """
@@ -23,7 +23,6 @@ from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS
 
 N_THREADS = 256             # a warp a chunk of a token
-TOKEN_WORDS = CHUNK         # of a chunk of a token, float16: rows of atoms, [64 columns][limb]
 SUMS = SUM_WORDS // 4       # words of its sums of q over 16 columns, float16
 
 
@@ -41,9 +40,21 @@ def rest_of(fmt: Format, tokens: int) -> Rest:
     return Rest(*accumulate((n_sums, tokens, tokens * (form.parts > 1))))
 
 
+def token_words(fmt: Format) -> int:
+    """Of a chunk of a token: rows of atoms, [64 columns][limb], float16, or of split formats int8."""
+    return CHUNK // 2 if half_form(fmt).split else CHUNK
+
+
+def tokens_of_atom(fmt: Format) -> int:
+    """Those whose rows of 128 bytes, one of each limb or one of both, fill an atom of `wgmma`."""
+    form = half_form(fmt)
+    return 8 if form.scaled or form.split else 4
+
+
 def unit_words(fmt: Format, tokens: int) -> int:
-    """Of an item and a chunk: atoms, [64 columns][quad], or of scaled formats [64 columns][limb][two quads], then `Rest`."""
-    return tokens * TOKEN_WORDS + rest_of(fmt, tokens).n_words
+    """Of an item and a chunk: atoms, [64 columns][quad], of scaled formats [64 columns][limb][two quads], of split ones [64
+    columns][two quads], then `Rest`."""
+    return tokens * token_words(fmt) + rest_of(fmt, tokens).n_words
 
 
 @device
@@ -120,12 +131,18 @@ def half_of_block(words, at, h):
     return (a[1], a[3], b[1], b[3]) if h else (a[0], a[2], b[0], b[2])
 
 
+@device
+def row_of_token(t):
+    """Of an atom of eight tokens: a lane then has those of two quads side by side."""
+    return i32(2 * (t & 3) + ((t >> 2) & 1))
+
+
 def chunk_widener(fmt: Format, tokens: int):
     """(lane, act, limbs, source, lo_at, to, t): both limbs of chunk `source` of the activations, to the rows of token t of an
     item whose atoms begin at word `to`; returns their reach where there may be parts. Lane l widens a piece of 16 bytes of both
     limbs, of columns 16 (l / 2) .. of the chunk, or, where products have pairs of words (`half_product`), of half of the words of
     columns 32 (l / 4) .."""
-    (scaled, halved, _, _, parts, signed), quads = half_form(fmt), tokens // 4
+    (scaled, halved, _, _, parts, signed, _), quads = half_form(fmt), tokens // 4
     unit, limb_words, pairs = 2 if halved else 1, quads // 2 * ATOM_WORDS, shared_unpacker(fmt.name).unpacker.pairs
     reach_of = reach_finder(signed)
     widen_high, widen_low = piece_widener(128 * unit if scaled else 1), piece_widener(unit)
@@ -145,7 +162,7 @@ def chunk_widener(fmt: Format, tokens: int):
             piece = source * 64 + (lane >> 1) * 4
             hi, lo = ld4(act, piece), ld4(act, lo_at + piece)
         if scaled:
-            high = at + (t >> 3) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + ((t >> 2) & 1)))
+            high = at + (t >> 3) * ATOM_WORDS + row_at(lane, row_of_token(t))
             low = high + limb_words
         else:
             high = at + (t >> 2) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3)))
@@ -154,6 +171,27 @@ def chunk_widener(fmt: Format, tokens: int):
         widen_low(limbs, low, lo, upper, selector)
         return reach_of(lane, hi, lo) if parts > 1 else i32(0)
     return widen_chunk
+
+
+def chunk_placer(fmt: Format, tokens: int):
+    """The same of split formats: lane l has 16 bytes of hi, or of lo, if l >= 16, which it doubles."""
+    n_atoms, pairs = tokens // 8, shared_unpacker(fmt.name).unpacker.pairs
+
+    @stage
+    def place_chunk(lane, act, limbs, source, lo_at, to, t):
+        piece, low = lane & 15, lane >> 4
+        at = source * 64 + (lo_at if low else i64(0))
+        if pairs:
+            w = half_of_block(act, at + (piece >> 1) * 8, piece & 1)
+        else:
+            w = ld4(act, at + piece * 4)
+        r, shift = row_of_token(t), u32(low)
+        mask = u32(0xfefefefe) if low else u32(0xffffffff)
+        st4(limbs, to + i32((piece >> 2) * n_atoms + (t >> 3)) * ATOM_WORDS + r * 32 + (((low * 4 + (piece & 3)) ^ r) << 2),
+            u32(u32(w[0] << shift) & mask), u32(u32(w[1] << shift) & mask), u32(u32(w[2] << shift) & mask),
+            u32(u32(w[3] << shift) & mask))
+        return i32(0)
+    return place_chunk
 
 
 def sums_widener(fmt: Format, tokens: int):
@@ -182,7 +220,8 @@ def sums_widener(fmt: Format, tokens: int):
 TESTED = [(name, tokens, experts) for name in ("Q4_K", "Q5_K")
           for experts, of_blocks in ((False, (128, 64, 32, 16)), (True, (16, 32, 48))) for tokens in of_blocks]
 TESTED += [("Q2_K", 64, False), ("Q3_K", 128, False), ("Q3_K", 48, True), ("MXFP4", 128, False), ("MXFP4", 48, True),
-           ("Q4_1", 64, False), ("Q5_0", 32, False), ("IQ2_XS", 64, False), ("IQ1_M", 48, True)]
+           ("Q4_1", 64, False), ("Q5_0", 32, False), ("IQ2_XS", 64, False), ("IQ1_M", 48, True), ("IQ4_XS", 128, False),
+           ("IQ3_XXS", 48, True)]
 
 
 @factory(TESTED)
@@ -191,7 +230,8 @@ def half_limbs_kernel(name, tokens, experts):
     fmt = format_of(name)
     has_parts, has_sums, quads = half_form(fmt).parts > 1, fmt.has_min, tokens // 4
     most, row_of, n_words = most_reach(fmt) if has_parts else 0, rows_of(tokens, experts), unit_words(fmt, tokens)
-    (d_at, large_at, _), widen_chunk, widen_sums = rest_of(fmt, tokens), chunk_widener(fmt, tokens), sums_widener(fmt, tokens)
+    n_act, (d_at, large_at, _), widen_sums = tokens * token_words(fmt), rest_of(fmt, tokens), sums_widener(fmt, tokens)
+    widen_chunk = (chunk_placer if half_form(fmt).split else chunk_widener)(fmt, tokens)
 
     def kernel(act, table, limbs, order, n, n_chunks, n_items, n_used, x_rows):
         lane, place = i32(cuda.threadIdx.x & 31), i32(cuda.blockIdx.x * (N_THREADS // 32) + (cuda.threadIdx.x >> 5))
@@ -200,7 +240,7 @@ def half_limbs_kernel(name, tokens, experts):
         if item < n_items:
             lo_at, scales, sums, _ = plane_words(n, n_chunks)
             row, at = row_of(table, order, item, t, n, n_used, x_rows), (i64(item) * n_chunks + chunk) * n_words
-            rest, reach, source = at + tokens * TOKEN_WORDS, i32(0), i64(row) * n_chunks + chunk
+            rest, reach, source = at + n_act, i32(0), i64(row) * n_chunks + chunk
             if row >= 0:
                 reach = widen_chunk(lane, act, limbs, source, lo_at, at, t)
                 if has_sums:

@@ -45,8 +45,7 @@ from .wgmma import ATOM_WORDS, PLACE, half_products, uniform_place, unswizzled_p
 
 UNIT, UNITS = f32(2**-24), f32(2**24)  # what a weight counts, and how many of these are 1
 MOST_TOGETHER = 16           # quads with which half a chunk, or minima, are multiplied
-# Products that may be under way while the next one's words are made: of more the blocks take longer. Of more quads, or with top
-# bits, they have no registers for two, and levels in bytes have one
+# Products that may be under way while the next one's words are made (`waiting_of`): of more blocks take longer, or lanes spill
 WAITING, WAITING_FEW = 2, 1
 SUM_WORDS = 64               # of a quad's sums of q
 
@@ -65,7 +64,12 @@ MINUS_1024, MINUS_1152 = twice(-1024), twice(-1152)
 
 
 def waiting_of(fields, n_quads: int) -> int:
-    return WAITING if n_quads <= MOST_TOGETHER and fields is not None and fields.tops is None else WAITING_FEW
+    """Of levels in bytes one; of fields two where they have no top bits, but in wide blocks where nibbles have some."""
+    if fields is None:
+        return WAITING_FEW
+    if n_quads <= MOST_TOGETHER:
+        return WAITING if fields.tops is None else WAITING_FEW
+    return WAITING if fields.tops is not None and fields.width == 4 else WAITING_FEW
 
 
 def in_pieces(fields) -> bool:
@@ -332,9 +336,9 @@ def whole_multiplier(fmt: Format, unpack, n_quads: int, n_pieces: int, leave):
             tops = load_tops(lane, half, shared, tile)
             held = held_of(lane, half, shared, tile, i32(piece)) if of_pieces and piece > 0 else held
             start_even(shared, b, held, upper, i32(2 * piece), w, tops, d, keep)
+            start_odd(shared, b, held, upper, i32(2 * piece + 1), w, tops, d, i32(1))
             if begins_piece:  # all products of the piece before are done
                 leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))
-            start_odd(shared, b, held, upper, i32(2 * piece + 1), w, tops, d, i32(1))
             return w if of_pieces and piece % 2 == 0 else load(lane, half, shared, tile, i32((2 * piece + 2) & 6))
         return two_blocks
     first_blocks, second_blocks, third_blocks, last_blocks = map(two_blocks_of, range(4))

@@ -150,16 +150,17 @@ def totals_writer(block: Block, ending: Ending, part: Part, n_kept: int):
     `ending`: out f32 [n_out, n_rows]; first_sum: which of all the sums of a lane the first of them is. They go through words that
     are free, from `now` on, n_kept of a lane at a time, each warp through its own, 32 for each sum: so what becomes of them is a
     loop, with registers for few."""
-    writers = [some_writer(block, ending, part, n_kept, begin) for begin in range(0, block.n_own, n_kept)]
-    first, further, several = writers[0], writers[-1], len(writers) > 1
-    assert len(writers) <= 2, block
+    def writer_from(begin):
+        store_some, is_last = some_writer(block, ending, part, n_kept, begin), begin + n_kept >= block.n_own
+        store_further = None if is_last else writer_from(begin + n_kept)
 
-    @stage
-    def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
-        first(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
-        if several:
-            further(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
-    return store_totals
+        @stage
+        def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
+            store_some(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
+            if not is_last:
+                store_further(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
+        return store_totals
+    return writer_from(0)
 
 
 def some_writer(block: Block, ending: Ending, part: Part, n_kept: int, begin: int):

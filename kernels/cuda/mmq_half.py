@@ -1,9 +1,9 @@
-"""MMQ in float16: products of quantized weights with many tokens on Hopper, of one matrix or of experts' (docs/numerics.md,
-sections 3 and 9; `half_product`, `half_scaled`).
+"""MMQ by products of float16, or of int8 for split formats (`half_forms`): quantized weights with many tokens on Hopper, of one
+matrix or of experts' (docs/numerics.md, sections 3 and 9; `half_product`, `half_scaled`, `split_product`).
 
 A launch before widens the activations (`half_limbs`). Then blocks take items of work one after the other, rows of a matrix and
-some tokens (`parts`): warpgroups multiply, a warp half a row tile, and one thread brings the chunks (`half_slots`), those of the
-next item before this one's totals are stored.
+some tokens (`parts`): warpgroups multiply, a warp half a row tile, and a thread or two bring the chunks (`half_slots`), those of
+the next item before this one's totals are stored.
 
 The blocks of a cluster take chunks of the same rows and tokens by turns (`exchange`), where there are too few blocks without.
 Those of wide blocks take other rows.
@@ -24,14 +24,16 @@ from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
 from .half_scaled import half_scaled
-from .half_slots import (SHARED_LIMIT, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of, half_bytes,
-                         is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
+from .split_product import split_product
+from .half_slots import (LOOP_WORDS, SHARED_LIMIT, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of,
+                         half_bytes, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import totals_writer
 from .mmq_few import codebooks
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker
-from .ptx import afresh, ballot, device, f32, i32, lds, least, quotient, remainder, syncwarp, u32, wait_for_previous
+from .ptx import (afresh, ballot, blocks_of_grid, device, f32, i32, lds, least, nothing, quotient, remainder, sts, syncwarp, u32,
+                  wait_for_previous)
 from .tile_product import STORE, Ending, gate_and_store
 from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers
@@ -39,13 +41,16 @@ from .wgmma import fewer_registers, more_registers
 # Of one matrix, the fourth one in clusters that share chunks, the last one wide
 DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2),
          Block(4, 1, 32, True, 1))
-NOT_WIDE = "Q2_K", "Q5_K"  # packed formats for which lanes of wide blocks have too few registers
+NOT_WIDE = "Q2_K",  # packed formats for which lanes of wide blocks have too few registers
+NOT_LARGE = "IQ4_KSS",  # formats for which those of the largest blocks of experts have too few
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
 
 
 def dense_blocks(fmt: Format) -> tuple[Block, ...]:
     """Those of one matrix that pay, and for which lanes have registers (docs/kernels-log.md)."""
     form = half_form(fmt)
+    if form.split:
+        return DENSE[-1:]
     if form.scaled:
         return DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
     return tuple(block for block in DENSE
@@ -53,12 +58,13 @@ def dense_blocks(fmt: Format) -> tuple[Block, ...]:
 
 
 def expert_blocks(fmt: Format) -> tuple[Block, ...]:
-    """Of `EXPERTS` those that have room in shared memory."""
-    return tuple(block for block in EXPERTS if half_bytes(fmt, block) <= SHARED_LIMIT)
+    """Of `EXPERTS` those that have room in shared memory, and for which lanes have registers."""
+    return tuple(block for block in EXPERTS
+                 if not (block == EXPERTS[-1] and fmt.name in NOT_LARGE) and half_bytes(fmt, block) <= SHARED_LIMIT)
 
 
 def threads_of(block: Block) -> int:
-    """Those that multiply and a warp that brings; of a wide block a warpgroup, which leaves its registers to the others."""
+    """Those that multiply and a warp that brings, or of a wide block a warpgroup (`crew`)."""
     return block.n_threads + (128 if is_wide(block) else 32)
 
 
@@ -109,13 +115,43 @@ def scaled_multiplier(name: str, block: Block):
     return multiply_chunk
 
 
+def split_multiplier(name: str, block: Block):
+    """The same of a split format, whose totals lie in the words of the warp, and two functions for before an item and behind it:
+    (lane, warp, shared): totals there become 0; (lane, warp, shared, total): total becomes what they are."""
+    fmt, n_quads = format_of(name), block.quads
+    scratch, n_kept, d_at = shared_layout(fmt, block).scratch, kept_sums(fmt, block), rest_of(fmt, block.tokens).d
+    assert block.blocks == 1, block
+    begin, multiply, end = split_product(name, n_quads, slots_of(fmt, block).pieces, leaver(block))
+
+    @device
+    def own(lane, warp):
+        return i32(scratch + 32 * n_kept * warp + 4 * lane)
+
+    @device
+    def begin_item(lane, warp, shared):
+        begin(shared, own(lane, warp))
+
+    @device
+    def multiply_chunk(lane, warp, shared, tile, act, rest, barriers, upper, s, total):
+        multiply(lane, warp & 1, shared, tile, act, i32(rest + d_at), barriers, own(lane, warp))
+
+    @device
+    def end_item(lane, warp, shared, total):
+        end(shared, own(lane, warp), total)
+    return begin_item, multiply_chunk, end_item
+
+
 def chunk_multiplier(name: str, block: Block):
     """(tid, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the block's, by the warps that
     multiply. total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
     fmt, n_sums, blocks, alone = format_of(name), block.n_sums, block.blocks, block.blocks == 1
     (slots_at, rest_at, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
     pieces, n_act, _, slot_words, n_rest, rest_slots, rest_words = slots
-    multiply_chunk = (scaled_multiplier if half_form(fmt).scaled else packed_multiplier)(name, block)
+    begin_item = end_item = nothing
+    if half_form(fmt).split:
+        begin_item, multiply_chunk, end_item = split_multiplier(name, block)
+    else:
+        multiply_chunk = (scaled_multiplier if half_form(fmt).scaled else packed_multiplier)(name, block)
     following, (_, _, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
     tile_words, d_at = tile_bytes(fmt) // 4, rest_of(fmt, block.tokens).d
 
@@ -123,6 +159,7 @@ def chunk_multiplier(name: str, block: Block):
     def multiply_chunks(tid, rank, shared, n_chunks, total, turns):
         s, lane, warp, chunk, turn = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), rank, i32(0)
         upper = exponents(0)
+        begin_item(lane, warp, shared)
         while chunk < n_chunks:
             now, act = i32(rest_at + turns.rest * rest_words), i32(slots_at + turns.slot * slot_words)
             tile = i32((act + n_act if pieces == 1 else now + n_rest) + (warp >> 1) * tile_words)
@@ -138,8 +175,32 @@ def chunk_multiplier(name: str, block: Block):
             chunk, turns, turn = i32(chunk + blocks), following(turns), i32(turn + 1)
         if not alone:
             finish(tid, i32(0), rank, shared, turn, n_chunks, total)
+        end_item(lane, warp, shared, total)
         return turns
     return multiply_chunks
+
+
+def crew(block: Block, worker, bringers):
+    """(shared, tid, rank, ..): what `worker` of `products` makes, by the threads that are to do it. Of a wide block the third
+    warpgroup leaves its registers to the others, and two threads of it bring chunks."""
+    n_multiplying = block.n_threads
+    if not is_wide(block):
+        return worker(True, *bringers)
+    multiply, (bring_activations, bring_rest) = worker(True), (
+        worker(False, bring, n_multiplying + 32 * i) for i, bring in enumerate(bringers))
+
+    @device
+    def work(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs):
+        if tid < n_multiplying:
+            more_registers()
+            multiply(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
+        else:
+            fewer_registers()
+            if tid < n_multiplying + 32:
+                bring_activations(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
+            elif tid < n_multiplying + 64:
+                bring_rest(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
+    return work
 
 
 def products(name: str, n_products: int, block: Block, ending: Ending, experts: bool):
@@ -147,21 +208,25 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     other_bias, limbs, table, out, order, pairs), as of `mmq.grouped_products`; limbs: of `half_limbs`."""
     fmt, n_warps, n_own, rows, blocks = format_of(name), block.n_warps, block.n_own, block.rows, block.blocks
     assert cluster_of(block) == 1 or (n_products == 1 and not experts), block  # of clusters that share chunks turns begin at 0
-    (*_, scratch, items, _), own_words = shared_layout(fmt, block), item_words(block.tokens)
-    n_cluster, n_neighbours, wide = cluster_of(block), neighbours(block), is_wide(block)
+    (*_, scratch, items, _), loop_at = shared_layout(fmt, block), item_words(block.tokens)
+    words_of_item = loop_at + LOOP_WORDS
+    n_cluster, n_neighbours, keeps = cluster_of(block), neighbours(block), is_wide(block) or half_form(fmt).split
     begin_exchange, meet = exchanger(block, exchange_of(fmt, block)).begin, cluster.meet if n_cluster > 1 else cuda.syncthreads
     # Each warp has an item of its own. Where it lies is computed anew each time: no register keeps it while chunks are multiplied
-    at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * own_words))
-    part, (count, take) = grouped(block.tokens, at), taker(block.tokens, 32, at, not experts)
-    begin_barriers, bring = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
+    at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * words_of_item))
+    part = grouped(block.tokens, at)
+    begin_barriers, bringers = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
     write_codebooks, n_threads = codebooks([shared_unpacker(name)], [0]), threads_of(block)
     multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(fmt, block))
 
-    def worker(brings: bool, multiplies: bool):
-        """(shared, tid, rank, words, ..): all items of the block, by the thread that brings, the warps that multiply, or both."""
+    def worker(multiplies: bool, bring=None, first=32 * n_warps):
+        """(shared, tid, rank, words, ..): all items of the block, by the warps that multiply, by a thread that brings, the first
+        one of its warp, or by both."""
+        count, take = taker(block.tokens, 32, at, not experts, multiplies)
+
         @device
         def work(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs):
-            lane, n_chunks, total = i32(tid & 31), i32((pairs.n_cols + 255) >> 8), cuda.local.array(n_own, f32)
+            lane, n_chunks, total = i32(tid & 31), i32(i32(pairs.n_cols + 255) >> 8), cuda.local.array(n_own, f32)
             turns, side = Turns(i32(0), i32(0), i32(0), i32(0)), remainder(i32(cuda.blockIdx.x), n_neighbours)
             n_places = quotient(i32(pairs.n_rows + (rows * n_neighbours - 1)), rows * n_neighbours)
             item, end = quotient(i32(cuda.blockIdx.x), n_cluster), i32(count(table, pairs) * n_places)
@@ -169,10 +234,13 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
                 which, left = quotient(item, n_places), i32(n_products)
                 row_block = i32(i32(item - which * n_places) * n_neighbours + side)
                 take(lane, shared, table, which, row_block, order, pairs)
+                if keeps and lane == 0:  # no registers keep them while chunks are multiplied
+                    sts(shared, at() + loop_at, item)
+                    sts(shared, at() + (loop_at + 1), end)
                 syncwarp()  # the item is there
                 while left > 0:
                     left = i32(left - 1)
-                    if brings and tid == 32 * n_warps:
+                    if bring is not None and tid == first:
                         sources = Sources(words if left > 0 else other_words, limbs, pairs.n_rows, n_chunks)
                         turns = bring(shared, rank, side, sources, afresh(which), turns)  # nor what is computed of `which`
                     elif multiplies and tid < 32 * n_warps:
@@ -181,10 +249,12 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
                         turns = multiply_chunks(tid, rank, shared, n_chunks, total, turns)
                         store_totals(tid, shared, i32(scratch), total, i32(rank * n_own), out, pairs.n_rows, pairs.n_pairs,
                                      left == 0, bias, other_bias)
+                if keeps:
+                    item, end = i32(lds(shared, at() + loop_at)), i32(lds(shared, at() + (loop_at + 1)))
                 syncwarp()  # all are done with the item
-                item = i32(item + quotient(i32(cuda.gridDim.x), n_neighbours))
+                item = i32(item + quotient(blocks_of_grid(), n_neighbours))
         return work
-    work_all, bring_all, multiply_all = worker(True, True), worker(True, False), worker(False, True)
+    work_together = crew(block, worker, bringers)
 
     @device
     def run(words, other_words, bias, other_bias, limbs, table, out, order, pairs):
@@ -197,15 +267,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
         write_codebooks(shared, tid, n_threads)
         meet()  # they are there
         wait_for_previous()
-        if not wide:
-            work_all(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
-        elif tid < 32 * n_warps:
-            more_registers()
-            multiply_all(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
-        else:
-            fewer_registers()
-            if tid < 32 * n_warps + 32:
-                bring_all(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
+        work_together(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
         if n_cluster > 1:
             meet()  # none sends any more
     return run
@@ -219,6 +281,8 @@ TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
     ("IQ3_S", False, DENSE[1]), ("IQ2_S", False, DENSE[-1]), ("IQ1_S", False, DENSE[3]), ("IQ1_M", True, EXPERTS[1]),
     ("IQ2_XXS", True, EXPERTS[2]),
     ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
+    ("IQ4_XS", False, DENSE[-1]), ("Q6_K", False, DENSE[-1]), ("IQ5_K", False, DENSE[-1]), ("IQ4_KT", False, DENSE[-1]),
+    ("IQ4_XS", True, EXPERTS[0]), ("Q6_K", True, EXPERTS[1]), ("IQ2_KT", True, EXPERTS[2]),
     ("Q4_1", False, DENSE[2]), ("Q5_1", False, DENSE[0]), ("MXFP4", True, EXPERTS[1]), ("MXFP4", True, EXPERTS[2]),
     ("Q4_1", True, EXPERTS[0]))]
 
@@ -235,7 +299,8 @@ def mmq_half_kernel(name, experts, *block):
 
 
 @factory([("silu", name, False, 0.0, 0.0, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", "Q2_K") for block in EXPERTS]
-         + [("silu", "IQ2_S", False, 0.0, 0.0, *astuple(EXPERTS[1]))]
+         + [("silu", name, False, 0.0, 0.0, *astuple(block)) for name, block in (
+             ("IQ2_S", EXPERTS[1]), ("IQ4_K", EXPERTS[2]), ("IQ4_KT", EXPERTS[0]))]
          + [("swiglu_oai", "MXFP4", True, 1.702, 7.0, *astuple(block)) for block in EXPERTS[1:]])
 def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
     block = Block(*block)
@@ -249,7 +314,7 @@ def mmq_half_glu_kernel(activation, name, biased, alpha, limit, *block):
 
 
 class Halves(NamedTuple):
-    """The plan of products in float16."""
+    """The plan of `mmq_half`."""
     block: Block
 
 

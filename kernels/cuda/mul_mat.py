@@ -23,11 +23,11 @@ FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of
 # activations
 HALF_ROUND_US, HALF_START_US, WIDEN_US = 2.1, 2.0, 1.6e-6
 PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95, 32: 3.75}
-# Scaled with minima, or in groups of 16 columns; packed with top bits, or of levels in bytes
+# Scaled with minima, or in groups of 16 columns; packed with top bits, or of levels in bytes; split
 MINIMA_US, SIXTEENS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {8: 1.9, 16: 2.7, 32: 5.1}
-TOPS_US, BYTES_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.9}, {8: 1.7, 16: 2.1, 32: 3.5}
+TOPS_US, BYTES_US, SPLIT_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.6}, {8: 1.7, 16: 2.1, 32: 3.5}, {32: 4.3}
 # What int8 products of these take over Q4_K's
-MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8 = 1.5, 1.45, 1.1, 1.05
+MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.1, 1.05, 1.15
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
@@ -71,6 +71,8 @@ def half_times(fmt: Format) -> tuple[dict[int, float], float]:
         return MINIMA_US, MINIMA_OF_INT8
     if form.scaled:
         return (SIXTEENS_US, SIXTEENS_OF_INT8) if fmt.group == 16 else (SCALED_US, 1)
+    if form.split:
+        return SPLIT_US, SPLIT_OF_INT8
     if form.width == 8:
         return BYTES_US, BYTES_OF_INT8
     return (TOPS_US, TOPS_OF_INT8) if form.tops else (PACKED_US, 1)
@@ -92,6 +94,8 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
         return None
     us = {block: half_us(fmt, block, n_rows, n_cols, n, n_multiprocessors) for block in dense_blocks(fmt)
           if cluster_of(block) <= n_multiprocessors}
+    if not us:
+        return None
     block = min(us, key=us.get)
     of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
     return block if us[block] < of_shape * half_times(fmt)[1] else None
@@ -159,7 +163,7 @@ def plan_of(type_, n_rows: int, n_cols: int, n: int, target) -> MMVQShape | Stag
     """One of `KERNELS`, on a device."""
     shape = mul_mat_shape(type_, n_rows, n_cols, n, *limits(target))
     block = half_block(type_, shape, n_rows, n_cols, n, *limits(target)[:2])
-    return Halves(block) if block and may_be_halves(target) else shape
+    return Halves(block) if block and may_be_halves(target, format_of(type_)) else shape
 
 
 def plan(call: Call) -> MMVQShape | StagedShape | FewShape | Block | Halves:

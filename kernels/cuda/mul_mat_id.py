@@ -25,6 +25,7 @@ from .operands import is_quantized, late_error as late_error, matrices_of, pairs
 FEWEST_TOKENS = 16  # of an item of work, where that is its most
 MOST_EMPTY = 4 / 3  # rows of blocks of mmq_half over those that there are
 FEWEST_OF_LARGE = 128  # likely rows of an expert, from which the largest blocks of mmq_half pay (docs/kernels-log.md)
+FEWEST_COLUMNS_OF_SPLIT = 1024  # of split formats by mmq_half: what begins and ends an item is more than for others
 FEW_ROWS = 4        # of a matrix on average, for which mmq_few_id takes less than dispatch and items of FEWEST_TOKENS
 
 
@@ -65,14 +66,19 @@ def grouped_shape(names: tuple[str, ...], n: int, shared_limit: int, warpgroups:
 
 
 @lru_cache(None)
-def half_block(names: tuple[str, ...], n_rows: int, n: int) -> Block | None:
+def half_block(names: tuple[str, ...], n_rows: int, n_cols: int, n: int) -> Block | None:
     """The block of mmq_half where it takes less than mmq_id: of matrices whose rows fill blocks. n: as of `grouped_shape`.
-    Formats with a float scale of 32 columns and no minima take less by mmq_id in the block of the fewest tokens."""
+    Formats with a float scale of 32 columns and no minima take less by mmq_id in the block of the fewest tokens; split ones take
+    less where rows are long, and in the block of as many tokens as that of mmq_id."""
     fmt = format_of(names[0])
     if len(set(names)) > 1 or not has_halves(fmt):
         return None
-    block = EXPERTS[0 if n <= EXPERTS[0].tokens else 1 if n < FEWEST_OF_LARGE else 2]
-    if block == EXPERTS[0] and half_form(fmt).scaled and fmt.group == 32 and not fmt.has_min:
+    form = half_form(fmt)
+    fewest_of_large = EXPERTS[1].tokens + 1 if form.split else FEWEST_OF_LARGE
+    block = EXPERTS[0 if n <= EXPERTS[0].tokens else 1 if n < fewest_of_large else 2]
+    if block == EXPERTS[0] and form.scaled and fmt.group == 32 and not fmt.has_min:
+        return None
+    if form.split and n_cols < FEWEST_COLUMNS_OF_SPLIT:
         return None
     fills = -(-n_rows // block.rows) * block.rows <= MOST_EMPTY * n_rows
     return block if fills and block in expert_blocks(fmt) else None
@@ -91,8 +97,8 @@ def plan(call: Call) -> FewShape | GroupedShape | Halves | None:
     if is_few(sizes.n_matrices, sizes.n_pairs):
         return id_shape(names, *sizes[:3], sizes.n_pairs, sizes.n_tokens, target.n_multiprocessors, target.shared_limit)
     n = sizes.n_tokens if call.op == "mul_mat_heads" else likely_rows(sizes.n_matrices, sizes.n_pairs)
-    block = half_block(names, sizes.n_rows, n) if call.op != "mul_mat_heads" and target.warpgroups else None
-    if block and may_be_halves(target):
+    block = half_block(names, sizes.n_rows, sizes.n_cols, n) if call.op != "mul_mat_heads" and target.warpgroups else None
+    if block and may_be_halves(target, format_of(names[0])):
         return Halves(block)
     return grouped_shape(names, n, target.shared_limit, target.warpgroups)
 

@@ -59,12 +59,12 @@ def item_words(tokens: int) -> int:
     return 3 + 2 * tokens
 
 
-def taker(tokens: int, n_threads: int, at, heads: bool):
+def taker(tokens: int, n_threads: int, at, heads: bool, which_tokens: bool = True):
     """(count, take) of items of work: an expert and some of its rows, by the table of `dispatch`, or a head and some tokens.
 
     count: (table, pairs) -> how many. take: (tid, shared, table, item, row_block, order, pairs): so many threads write one as
     `grouped` reads it, which the caller's barrier protects. table: int32, of `dispatch`; order: word of it at which the sorted
-    pairs begin; pairs: `Pairs`."""
+    pairs begin; pairs: `Pairs`. which_tokens: whether sources and targets are written, too."""
 
     @device
     def count(table, pairs):
@@ -85,7 +85,7 @@ def taker(tokens: int, n_threads: int, at, heads: bool):
             sts(shared, place + 1, matrix)
             sts(shared, place + 2, n)
         i = tid
-        while i < tokens:
+        while which_tokens and i < tokens:
             row = i32(first + least(i, i32(n - 1)))
             if heads:
                 pair = i32(row * pairs.n_matrices + matrix)

@@ -533,6 +533,8 @@ def _effect(name, text):
 # An int32 as it is, of which the compiler knows nothing: what is computed from it is computed here, not kept in registers from
 # earlier
 afresh = _instruction("afresh", "mov.b32 $0, $1;", "r", "r", in_place=True)
+# () -> cuda.gridDim.x, read where it stands: no register keeps it from earlier
+blocks_of_grid = _instruction("blocks_of_grid", "mov.u32 $0, %nctaid.x;", "r", "", in_place=True)
 
 
 @device

@@ -193,14 +193,15 @@ def preparer(fmt: Format, unpack, n_quads: int):
     return prepare
 
 
-def splitter(fmt: Format):
+def splitter(fmt: Format, signed: bool = False):
     """(w, f0, f1, f2, f3) -> v = isc * level of the words of a fragment of 16 rows as limbs, fragments h, of int8, then l, of
     uint8: v = 256 h + l. f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15,
     whose bytes are h + 128 and l, so |v| < 2^15. Then |h| <= 128, l <= 255, and with limbs of q up to 127 and 64 no sum of
-    `split_sum` reaches 2^31: 128 * 256 * 255 * 127 + 256 * 255 * 64 + 256 * 256 * 128 * 64 < 1.61e9."""
+    `split_sum` reaches 2^31: 128 * 256 * 255 * 127 + 256 * 255 * 64 + 256 * 256 * 128 * 64 < 1.61e9. signed: l is int8, too, and
+    |h| <= 127 where |v| < 2^15 - 128."""
     offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
-    assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 2**15, fmt.name
-    offsets, middle = i64(offset * 0x00010001), i64(0x80008000)
+    assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 2**15 - 128 * signed, fmt.name
+    offsets, middle, tops_of_low = i64(offset * 0x00010001), i64(0x80808080 if signed else 0x80008000), TOPS if signed else u32(0)
     loaded = constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup_nibbles
 
     @device
@@ -212,7 +213,7 @@ def splitter(fmt: Format):
             tops = loaded(0)
             first, second = u32(first ^ tops), u32(second ^ tops)
         even, odd = u32(i64(first) * f + addend), u32(i64(second) * f + addend)
-        return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(prmt(even, odd, u32(0x6240)))
+        return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(u32(prmt(even, odd, u32(0x6240))) ^ tops_of_low)
 
     @device
     def four_limbs(w, f0, f1, f2, f3):

@@ -35,7 +35,7 @@ fence = _effect("fence", "fence.proxy.async.shared::cta;")
 
 # A kernel of three warpgroups starts with START registers a thread. What the third one gives up, all warps of the others take,
 # and wait until it is there
-START, MORE, FEWER = 168, 232, 40
+START, MORE, FEWER = 168, 240, 24
 assert 2 * MORE + FEWER <= 3 * START
 more_registers = _effect("more_registers", f"setmaxnreg.inc.sync.aligned.u32 {MORE};")
 fewer_registers = _effect("fewer_registers", f"setmaxnreg.dec.sync.aligned.u32 {FEWER};")

@@ -30,6 +30,13 @@ def id_call(type_, n_expert, n_rows, n_cols, n_tokens, n_used, b) -> Call:
     return Call("mul_mat_id", "node", None, operands, Operand("i32", (1,), 0))
 
 
+def routed(n, n_used, n_expert, name):
+    """Ids of experts, one of which has most of the pairs, and some that are none."""
+    ids = np.minimum(seeded(name).integers(0, 2 * n_expert, (n, n_used)), n_expert - 1).astype(np.int32)
+    ids[0, 0], ids[-1, -1] = -1, n_expert
+    return ids
+
+
 def check_dispatch(machine, ids, n_expert: int, tokens: int, fault=(0, 0, 0, 0)) -> None:
     """ids: int32 [n_pairs], of any value. fault: what is left in it before."""
     ids = np.asarray(ids, np.int32)

@@ -17,10 +17,11 @@ from random_weights import random_weight
 
 GUARD = 16                                     # elements behind an output that must stay as they are
 EPS = np.float32(1e-5)
-# Formats of which mmq_half forms products: with float scales, and with integer ones
+# Formats of which mmq_half forms products: with float scales, with integer ones by float16, and by int8
 HALF_FORMATS = [fmt for fmt in FORMATS.values() if fmt.is_quantized and half_form(fmt)]
 SCALED = [fmt for fmt in HALF_FORMATS if half_form(fmt).scaled]
-PACKED = [fmt for fmt in HALF_FORMATS if not half_form(fmt).scaled]
+SPLIT = [fmt for fmt in HALF_FORMATS if half_form(fmt).split]
+PACKED = [fmt for fmt in HALF_FORMATS if fmt not in SCALED + SPLIT]
 SPECIAL = np.float32([0, -0.0, 1e-45, 1e-38, 2.0**-101, 2.0**-100, 3e38, np.inf, -np.inf, np.nan, 65504, 1])
 
 

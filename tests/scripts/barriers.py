@@ -40,6 +40,8 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
     ("half_product.py", "leave(lane, shared, i32(barriers.done + last * mbarrier.WORDS))"): TOGETHER,
     ("half_product.py", "leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))"): TOGETHER,
     ("half_scaled.py", "leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))"): TOGETHER,
+    ("split_product.py", "leave(lane, shared, i32(barriers.done + (strip - 1) * mbarrier.WORDS))"): TOGETHER,
+    ("split_product.py", "leave(lane, shared, i32(barriers.done + (n_pieces - 1) * mbarrier.WORDS))"): TOGETHER,
     ("mmq_half.py", "mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))"): TOGETHER,
     ("tile_product.py", "apart()"): COMPILER,
     ("tile_product.py",

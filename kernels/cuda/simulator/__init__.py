@@ -30,8 +30,8 @@ from .instructions import afresh, as_int, checked  # noqa: F401
 from .memory import Address, Pointer, check_elements, load, moved, pointer_at, store  # noqa: F401
 from .products import (group_product, group_products, ldmatrix4, limb_sums, matrix_product, place, products_wait_but,  # noqa: F401
                        unswizzled_product)
-from .threads import (Cluster, Dim3, ballot, ld_acquire, ld_relaxed, ld_settled, match, redux_max, redux_min, shuffle,  # noqa: F401
-                      st_relaxed, st_release, syncwarp, together)
+from .threads import (Cluster, Dim3, ballot, blocks_of_grid, ld_acquire, ld_relaxed, ld_settled, match, redux_max,  # noqa: F401
+                      redux_min, shuffle, st_relaxed, st_release, syncwarp, together)
 
 ARCHITECTURE = 900  # that kernels find themselves on; tests change it
 

@@ -171,6 +171,10 @@ def of_all_lanes(compute, operands):
     return warp.results[thread.lane]
 
 
+def blocks_of_grid():
+    return i32(getcurrent().block.grid.x)
+
+
 def _nothing(lanes):
     return lanes
 

@@ -66,6 +66,8 @@ def test_products_of_warpgroups_are_not_held_up(tmp_path):
                  "mmq_half[Q4_K, False, 4, 1, 4, True, 3, 1, 1]", "mmq_half[Q4_K, False, 4, 1, 8, True, 3, 1, 2]",
                  "mmq_half[Q4_K, False, 4, 1, 32, True, 1, 1, 1]",
                  "mmq_half[Q5_K, False, 4, 1, 16, True, 2, 1, 1]", "mmq_half[Q5_K, False, 4, 1, 8, True, 3, 1, 2]",
+                 "mmq_half[Q5_K, False, 4, 1, 32, True, 1, 1, 1]", "mmq_half[IQ5_K, False, 4, 1, 32, True, 1, 1, 1]",
+                 "mmq_half[Q6_K, False, 4, 1, 32, True, 1, 1, 1]", "mmq_half[IQ2_KT, True, 6, 1, 12, True, 2, 1, 1]",
                  "mmq_half[Q5_K, True, 6, 1, 8, True, 3, 1, 1]", "mmq_half[Q5_K, True, 6, 1, 12, True, 2, 1, 1]",
                  "mmq_half_glu[silu, Q5_K, False, 0.0, 0.0, 6, 1, 12, True, 2, 1, 1]",
                  "mmq_half[MXFP4, False, 4, 1, 16, True, 2, 1, 1]", "mmq_half[MXFP4, False, 4, 1, 32, True, 1, 1, 1]",

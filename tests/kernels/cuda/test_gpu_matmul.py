@@ -10,7 +10,7 @@ from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, 
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
 from ggml_py.kernels.cuda.mmq_half import EXPERTS, Halves, dense_blocks
 from ggml_py.quant.formats import FORMATS
-from matmul_comparisons import (PACKED, SCALED, SPECIAL, activations, check_dequantize, check_extremes, check_get_rows,
+from matmul_comparisons import (PACKED, SCALED, SPLIT, SPECIAL, activations, check_dequantize, check_extremes, check_get_rows,
                                 check_mmq_few_qkv, check_mul_mat, check_quantize, check_take_rows, edges, few, float16_edges,
                                 largest_block, seeded, weight_of_scales)
 
@@ -106,11 +106,11 @@ def hopper(machine):
     return machine
 
 
-# Formats whose levels times scales are float16, and the blocks of one matrix that they have
-PACKED_BLOCKS = [(fmt.name, block) for fmt in PACKED for block in dense_blocks(fmt)]
+# Formats with integer scales, multiplied by float16 or int8, and the blocks of one matrix that they have
+INTEGER_BLOCKS = [(fmt.name, block) for fmt in (*PACKED, *SPLIT) for block in dense_blocks(fmt)]
 
 
-@pytest.mark.parametrize("name, block", PACKED_BLOCKS, ids=str)
+@pytest.mark.parametrize("name, block", INTEGER_BLOCKS, ids=str)
 @pytest.mark.parametrize("n_rows, n_cols, n", [(289, 768, 129), (31, 256, 1), (4096, 4096, 65), (8192, 1280, 400)])
 def test_mmq_half(hopper, n_rows, n_cols, n, name, block):
     check_mul_mat(hopper, name, n_rows, n_cols, n, Halves(block))
@@ -127,7 +127,7 @@ def test_mmq_half_of_scaled(hopper, fmt):
         check_mul_mat(hopper, fmt.name, len(blocks), 512, 65, Halves(block), blocks=blocks)
 
 
-@pytest.mark.parametrize("name", [*(fmt.name for fmt in PACKED), "MXFP4", "Q4_1"])
+@pytest.mark.parametrize("name", [*(fmt.name for fmt in (*PACKED, *SPLIT)), "MXFP4", "Q4_1"])
 @pytest.mark.parametrize("block", EXPERTS, ids=str)
 def test_mmq_half_of_experts(hopper, name, block):
     """None to all tokens of an expert, and ids that are none."""
@@ -142,14 +142,15 @@ LARGE = {"all": np.sign, "nearly alike": lambda x: np.where(x > 0, 1, 69 / 127).
          "special": lambda x: edges(*x.shape, seeded("special"))}
 
 
-@pytest.mark.parametrize("name, block", [each for each in PACKED_BLOCKS if half_form(FORMATS[each[0]]).parts > 1], ids=str)
+@pytest.mark.parametrize("name, block", [each for each in INTEGER_BLOCKS if half_form(FORMATS[each[0]]).parts > 1
+                                         or half_form(FORMATS[each[0]]).split], ids=str)
 @pytest.mark.parametrize("which", LARGE)
 def test_mmq_half_of_large_sums(hopper, which, name, block):
-    """Whose chunks are multiplied in parts: all, or those with some tokens."""
+    """Whose chunks are multiplied in parts, by float16: all, or those with some tokens."""
     check_mul_mat(hopper, name, 289, 1280, 129, Halves(block), LARGE[which](activations(129, 1280, seeded("large"))))
 
 
-@pytest.mark.parametrize("name, block", PACKED_BLOCKS, ids=str)
+@pytest.mark.parametrize("name, block", INTEGER_BLOCKS, ids=str)
 def test_mmq_half_of_extremes(hopper, name, block):
     """Of sums, and of float scales."""
     for fill, scales in (0, 0xff), (0xff, 0xff), (0, 0):  # scales of 0 may be the least

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.call import Call, Operand
+from ggml_py.kernels.call import HALVES, Call, Operand, planned_without
 from ggml_py.kernels.cuda import (half_check as half_check_module, half_product, mul_mat, mul_mat_glu, mul_mat_id,
                                   mul_mat_id_glu, simulator)
 from ggml_py.kernels.cuda.block import Block
@@ -24,9 +24,9 @@ from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, 
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.formats import CHUNK, FORMATS
-from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
-from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, activations, check_extremes, check_mul_mat, check_mul_mat_qkv,
-                                extreme_weight, seeded, weight_of_scales)
+from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu, routed
+from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, SPLIT, activations, check_extremes, check_mul_mat,
+                                check_mul_mat_qkv, extreme_weight, seeded, weight_of_scales)
 
 WIDE = DENSE[-1]
 
@@ -63,7 +63,7 @@ def simulate_mmq_half(machine, n_rows, n_cols, n, block):
     ("Q5_K", 31, 256, 9, DENSE[2]), ("Q5_K", 129, 1280, 65, DENSE[0]), ("Q5_K", 129, 768, 33, DENSE[1]),
     ("Q5_K", 31, 2560, 31, DENSE[3]), ("Q2_K", 129, 1280, 65, DENSE[0]), ("Q2_K", 31, 2560, 31, DENSE[3]),
     ("Q3_K", 31, 256, 9, DENSE[2]), ("Q3_K", 31, 512, 9, DENSE[0]), ("Q3_K", 31, 1280, 9, DENSE[3]),
-    ("Q3_K", 250, 1024, 128, WIDE)])
+    ("Q3_K", 250, 1024, 128, WIDE), ("Q5_K", 129, 512, 130, WIDE)])
 def simulate_other_fields(machine, name, n_rows, n_cols, n, block):
     """Fifth and third bits, fields of two bits."""
     check_mul_mat(machine, name, n_rows, n_cols, n, Halves(block))
@@ -111,7 +111,7 @@ def simulate_extremes_of_scaled(machine, fmt, fill):
                       extreme_weight(fmt, 2, CHUNK, fill, 0x3c))
 
 
-@pytest.mark.parametrize("fmt", HALF_FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [fmt for fmt in HALF_FORMATS if fmt not in SPLIT], ids=lambda fmt: fmt.name)
 def simulate_float_scales(machine, fmt):
     """The smallest, the largest and special ones."""
     blocks = weight_of_scales(fmt, 512, seeded(fmt.name))
@@ -137,7 +137,7 @@ class LeastFirst(deque):
         return first
 
 
-@pytest.mark.parametrize("name, late", [("Q4_K", 0), ("Q4_K", 1), ("MXFP4", 0), ("MXFP4", 1)])
+@pytest.mark.parametrize("name, late", [(name, late) for name in ("Q4_K", "MXFP4", "IQ3_XXS") for late in (0, 1)])
 def simulate_blocks_apart(machine, monkeypatch, name, late):
     """One block of a cluster does nothing that the other one need not wait for."""
     def begun(cluster, *args):
@@ -149,10 +149,18 @@ def simulate_blocks_apart(machine, monkeypatch, name, late):
     check_mul_mat(machine, name, 250, 1024, 9, Halves(WIDE))
 
 
-def simulate_items_of_clusters(machine):
-    """The blocks of a cluster take the same tokens, and one cluster several of them."""
+@pytest.mark.parametrize("late", [None, 8, 9])
+@pytest.mark.parametrize("name", ["Q4_K", "IQ3_XXS"])
+def simulate_items_of_clusters(machine, monkeypatch, name, late):
+    """The blocks of a cluster take the same tokens, and one cluster several of them; also where a warp that brings comes last."""
+    def begun(cluster, *args):
+        begin(cluster, *args)
+        cluster.ready = LeastFirst(cluster.ready)
+        cluster.ready.held = {thread for block in cluster.blocks for thread in block.threads if thread.index.x // 32 == late}
+    begin = simulator.Cluster.__init__
+    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
     machine.target.n_multiprocessors = 3
-    check_mul_mat(machine, "Q4_K", 2, 256, 260, Halves(WIDE))
+    check_mul_mat(machine, name, 2, 768, 260, Halves(WIDE))
 
 
 def simulate_number_of_a_block(machine, monkeypatch):
@@ -182,13 +190,6 @@ def simulate_warpgroups_apart(machine, monkeypatch, name, block):
     check_mul_mat(machine, name, 128, 512, 5, Halves(block), x)
 
 
-def routed(n, n_used, n_expert, name):
-    """Ids of experts, one of which has most of the pairs, and some that are none."""
-    ids = np.minimum(seeded(name).integers(0, 2 * n_expert, (n, n_used)), n_expert - 1).astype(np.int32)
-    ids[0, 0], ids[-1, -1] = -1, n_expert
-    return ids
-
-
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
     ("Q4_K", 33, 512, 23, 1, EXPERTS[0]), ("Q4_K", 70, 1024, 29, 2, EXPERTS[1]), ("Q4_K", 70, 768, 59, 2, EXPERTS[2]),
     ("Q5_K", 33, 512, 23, 2, EXPERTS[0]), ("Q5_K", 70, 768, 29, 1, EXPERTS[1]), ("Q5_K", 33, 768, 59, 2, EXPERTS[2]),
@@ -213,7 +214,8 @@ def simulate_gated_experts(machine, act, name, biased, block):
 
 
 @pytest.mark.parametrize("name, block", [("Q4_K", DENSE[0]), ("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[0]),
-                                         ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", DENSE[3]), ("Q5_K", EXPERTS[0]),
+                                         ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", DENSE[3]), ("Q5_K", WIDE),
+                                         ("Q5_K", EXPERTS[0]),
                                          ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2]), ("IQ3_KS", DENSE[0]), ("IQ3_KS", WIDE),
                                          ("IQ3_KS", DENSE[3]), ("IQ2_XXS", DENSE[1]), ("IQ2_XXS", DENSE[3]), ("IQ2_XS", WIDE),
                                          ("IQ2_XS", EXPERTS[1]), ("IQ2_S", DENSE[0])])
@@ -389,6 +391,13 @@ def simulate_plan(machine):
     assert not isinstance(mul_mat.plan(call_of(8, target)), Halves)
     assert mul_mat.plan(call_of(64, target, 4096, 14336)) == Halves(DENSE[3])
     assert mul_mat.plan(call_of(2048, target, 4096, 14336)) == Halves(WIDE)
+    target.halves = False  # split formats want no products of float16
+    assert mul_mat.plan(call_of(1024, target, type_="IQ4_XS")) == Halves(WIDE)
+    with planned_without(HALVES):
+        assert not isinstance(mul_mat.plan(call_of(1024, target, type_="IQ4_XS")), Halves)
+    target.n_multiprocessors = 1  # has no cluster of two
+    assert not isinstance(mul_mat.plan(call_of(1024, target, type_="IQ4_XS")), Halves)
+    target.halves, target.n_multiprocessors = True, 132
     assert not isinstance(mul_mat.plan(call_of(32, target, 4096, 14336)), Halves)
     for type_, n in ("Q4_1", 512), ("Q4_1", 64), ("Q8_0", 512):
         matrices = dict.fromkeys(("gate", "up"), Operand(type_, (14336, 4096)))
@@ -396,9 +405,9 @@ def simulate_plan(machine):
             **matrices, gate_bias=None, up_bias=None, act="silu", x=Operand("act", (n, 4096)), out=Operand("f32", (n, 14336))))
         call.plan = mul_mat_glu.plan(call)
         assert mul_mat_glu.declines(call), type_
-    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 0)), ("Q2_K", (1, 1, 0, 0, 0)), ("Q3_K", (None, 1, 0, 0, 4)),
+    for type_, blocks in (("Q5_K", (2, 1, 0, 0, 4)), ("Q2_K", (1, 1, 0, 0, 0)), ("Q3_K", (None, 1, 0, 0, 4)),
                           ("NVFP4", (1, 1, 0, 0, 4)), ("IQ2_XXS", (None, 1, 0, 4, 4)), ("IQ3_S", (None, 1, 0, 4, 4)),
-                          ("TQ2_0", (None,) * 5), ("IQ4_XS", (None,) * 5), ("MXFP4", (None, 1, 0, 0, 4)),
+                          ("TQ2_0", (None,) * 5), ("IQ4_XS", (None, None, None, 4, 4)), ("MXFP4", (None, 1, 0, 0, 4)),
                           ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
         plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
         assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
@@ -420,12 +429,14 @@ def simulate_plan_of_experts(machine):
     target.halves = True
     for n, block in (128, EXPERTS[0]), (512, EXPERTS[1]), (1024, EXPERTS[1]), (2048, EXPERTS[2]):
         assert mul_mat_id_glu.plan(experts_call(n, 768, both, target)) == Halves(block)
-    assert [mul_mat_id.half_block(both, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
-    assert [mul_mat_id.half_block(("MXFP4",) * 2, 2880, n) for n in (16, 17, 128)] == [None, *EXPERTS[1:]]
-    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
+    assert [mul_mat_id.half_block(both, 768, 768, n) for n in (16, 17, 127, 128)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
+    assert [mul_mat_id.half_block(("MXFP4",) * 2, 2880, 2880, n) for n in (16, 17, 128)] == [None, *EXPERTS[1:]]
+    assert [mul_mat_id.half_block(("Q5_1",) * 2, 768, 768, n) for n in (16, 17, 128)] == [EXPERTS[0], None, EXPERTS[2]]  # no room
+    assert [mul_mat_id.half_block(("Q6_K",) * 2, 768, 2048, n) for n in (16, 17, 32, 33)] == [EXPERTS[i] for i in (0, 1, 1, 2)]
+    assert not any(mul_mat_id.half_block(("Q6_K",), 2048, 768, n) for n in (16, 17, 128))  # short rows
     for name in "Q5_K", "Q2_K", "Q3_K", "NVFP4", "IQ2_XXS", "IQ3_S":
-        assert [mul_mat_id.half_block((name,) * 2, 768, n) for n in (16, 17, 128)] == [*EXPERTS]
-    assert not any(mul_mat_id.half_block(("TQ2_0",) * 2, 768, n) for n in (16, 17, 128))
+        assert [mul_mat_id.half_block((name,) * 2, 768, 2048, n) for n in (16, 17, 128)] == [*EXPERTS]
+    assert not any(mul_mat_id.half_block(("TQ2_0",) * 2, 768, 2048, n) for n in (16, 17, 128))
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 768, ("Q4_K", "Q6_K"), target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(512, 64, both, target)), GroupedShape)
     assert isinstance(mul_mat_id_glu.plan(experts_call(8, 768, both, target)), FewShape)
