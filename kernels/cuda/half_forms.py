@@ -29,13 +29,13 @@ SMALL_UNITS = 1 << 14       # what a small float counts, over the float16 of its
 
 
 class HalfForm(NamedTuple):
-    scaled: bool
-    halved: bool
-    width: int    # of packed ones, bits of the fields in which codes lie, 8 where levels are bytes
-    tops: bool    # whether codes have bits above their fields
-    parts: int    # the fewest parts of a chunk of which all sums are exact: 1, as of scaled ones, 2 or 4
-    signed: bool  # of packed ones, whether weights have both signs
-    split: bool   # whether weights are two int8
+    scaled: bool = False
+    halved: bool = False
+    split: bool = False   # whether weights are two int8
+    width: int = 0        # of packed ones, bits of the fields in which codes lie, 8 where levels are bytes
+    tops: bool = False    # whether codes have bits above their fields
+    parts: int = 1        # the fewest parts of a chunk of which all sums are exact: 1, as of all but packed ones, 2 or 4
+    signed: bool = False  # of packed ones, whether weights have both signs
 
 
 def largest_weight(fmt: Format) -> int:
@@ -99,11 +99,11 @@ def half_form(fmt: Format) -> HalfForm | None:
     if is_packed(fmt):
         fields = unpack.bit_fields
         if fields is None:
-            return HalfForm(False, False, 8, False, parts_of(fmt), True, False)
-        return HalfForm(False, False, fields.width, fields.tops is not None, parts_of(fmt), fmt.zero > 0, False)
+            return HalfForm(width=8, parts=parts_of(fmt), signed=True)
+        return HalfForm(width=fields.width, tops=fields.tops is not None, parts=parts_of(fmt), signed=fmt.zero > 0)
     if is_scaled(fmt):
-        return HalfForm(True, are_small_floats(unpack.source), 0, False, 1, False, False)
-    return HalfForm(False, False, 0, False, 1, False, True) if is_split(fmt) else None
+        return HalfForm(scaled=True, halved=are_small_floats(unpack.source))
+    return HalfForm(split=True) if is_split(fmt) else None
 
 
 def has_halves(fmt: Format) -> bool:

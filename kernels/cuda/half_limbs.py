@@ -142,9 +142,9 @@ def chunk_widener(fmt: Format, tokens: int):
     item whose atoms begin at word `to`; returns their reach where there may be parts. Lane l widens a piece of 16 bytes of both
     limbs, of columns 16 (l / 2) .. of the chunk, or, where products have pairs of words (`half_product`), of half of the words of
     columns 32 (l / 4) .."""
-    (scaled, halved, _, _, parts, signed, _), quads = half_form(fmt), tokens // 4
-    unit, limb_words, pairs = 2 if halved else 1, quads // 2 * ATOM_WORDS, shared_unpacker(fmt.name).unpacker.pairs
-    reach_of = reach_finder(signed)
+    form, quads = half_form(fmt), tokens // 4
+    scaled, has_parts, reach_of = form.scaled, form.parts > 1, reach_finder(form.signed)
+    unit, limb_words, pairs = 2 if form.halved else 1, quads // 2 * ATOM_WORDS, shared_unpacker(fmt.name).unpacker.pairs
     widen_high, widen_low = piece_widener(128 * unit if scaled else 1), piece_widener(unit)
 
     @device
@@ -169,7 +169,7 @@ def chunk_widener(fmt: Format, tokens: int):
             low = at + (t >> 2) * ATOM_WORDS + row_at(lane, i32(2 * (t & 3) + 1))
         widen_high(limbs, high, hi, upper, selector)
         widen_low(limbs, low, lo, upper, selector)
-        return reach_of(lane, hi, lo) if parts > 1 else i32(0)
+        return reach_of(lane, hi, lo) if has_parts else i32(0)
     return widen_chunk
 
 

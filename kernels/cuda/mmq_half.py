@@ -24,7 +24,6 @@ from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
 from .half_scaled import half_scaled
-from .split_product import split_product
 from .half_slots import (LOOP_WORDS, SHARED_LIMIT, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of,
                          half_bytes, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
@@ -34,6 +33,7 @@ from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker
 from .ptx import (afresh, ballot, blocks_of_grid, device, f32, i32, lds, least, nothing, quotient, remainder, sts, syncwarp, u32,
                   wait_for_previous)
+from .split_product import split_product
 from .tile_product import STORE, Ending, gate_and_store
 from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers

@@ -137,15 +137,20 @@ class LeastFirst(deque):
         return first
 
 
-@pytest.mark.parametrize("name, late", [(name, late) for name in ("Q4_K", "MXFP4", "IQ3_XXS") for late in (0, 1)])
-def simulate_blocks_apart(machine, monkeypatch, name, late):
-    """One block of a cluster does nothing that the other one need not wait for."""
+def hold_back(monkeypatch, held):
+    """Of each cluster all threads go on before those that held(cluster) names."""
     def begun(cluster, *args):
         begin(cluster, *args)
         cluster.ready = LeastFirst(cluster.ready)
-        cluster.ready.held = set(cluster.blocks[late].threads) if len(cluster.blocks) > 1 else set()
+        cluster.ready.held = held(cluster)
     begin = simulator.Cluster.__init__
     monkeypatch.setattr(simulator.Cluster, "__init__", begun)
+
+
+@pytest.mark.parametrize("name, late", [(name, late) for name in ("Q4_K", "MXFP4", "IQ3_XXS") for late in (0, 1)])
+def simulate_blocks_apart(machine, monkeypatch, name, late):
+    """One block of a cluster does nothing that the other one need not wait for."""
+    hold_back(monkeypatch, lambda cluster: set(cluster.blocks[late].threads) if len(cluster.blocks) > 1 else set())
     check_mul_mat(machine, name, 250, 1024, 9, Halves(WIDE))
 
 
@@ -153,14 +158,11 @@ def simulate_blocks_apart(machine, monkeypatch, name, late):
 @pytest.mark.parametrize("name", ["Q4_K", "IQ3_XXS"])
 def simulate_items_of_clusters(machine, monkeypatch, name, late):
     """The blocks of a cluster take the same tokens, and one cluster several of them; also where a warp that brings comes last."""
-    def begun(cluster, *args):
-        begin(cluster, *args)
-        cluster.ready = LeastFirst(cluster.ready)
-        cluster.ready.held = {thread for block in cluster.blocks for thread in block.threads if thread.index.x // 32 == late}
-    begin = simulator.Cluster.__init__
-    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
+    hold_back(monkeypatch, lambda cluster: {thread for block in cluster.blocks for thread in block.threads
+                                            if thread.index.x // 32 == late})
     machine.target.n_multiprocessors = 3
-    check_mul_mat(machine, name, 2, 768, 260, Halves(WIDE))
+    for n_cols in 256, 768:
+        check_mul_mat(machine, name, 2, n_cols, 260, Halves(WIDE))
 
 
 def simulate_number_of_a_block(machine, monkeypatch):
@@ -173,19 +175,16 @@ def simulate_number_of_a_block(machine, monkeypatch):
 @pytest.mark.parametrize("name, block", [("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[1])])
 def simulate_warpgroups_apart(machine, monkeypatch, name, block):
     """One warpgroup ends while the other has sums of part of a chunk in its words of shared memory."""
-    monkeypatch.setattr(LeastFirst, "held", held := set())
+    held = set()
 
     def sts_and_hold(*args):
         if (thread := simulator.threads.getcurrent()).index.x < 128:
             held.add(thread)
         return sts(*args)
 
-    def begun(cluster, *args):
-        begin(cluster, *args)
-        cluster.ready = LeastFirst(cluster.ready)
-    begin, sts = simulator.Cluster.__init__, half_product.sts
+    sts = half_product.sts
     monkeypatch.setattr(half_product, "sts", sts_and_hold)
-    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
+    hold_back(monkeypatch, lambda cluster: held)
     x = np.where(activations(5, 512, seeded("apart")) < 0, np.float32(-1), np.float32(1))
     check_mul_mat(machine, name, 128, 512, 5, Halves(block), x)
 
