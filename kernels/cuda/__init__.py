@@ -8,6 +8,7 @@ weights      weight tiles on the device: loads for the unpackings of quant/
 operands     what launch functions of products read of a call
 quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
+few_product, tile_walk   how blocks of mmq_few multiply and add, and go from one row tile to the next
 block, exchange   the shape of a block of mmq; how teams of warps, and blocks of a cluster, share the chunks of a row
 mul_mat_glu  gate, up and their activation
 mul_mat_qkv  three matrices with one x

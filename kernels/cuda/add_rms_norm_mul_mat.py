@@ -11,14 +11,16 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
 from ..call import Call
+from .few_product import ROW_SLOT, product_of_token
 from .launch import F32, Kernel, N, SCALAR_F32, U32, factory, need
-from .mmq_few import MAX_WARPS, ROW_SLOT, FewShape, by_turns, few_launch, few_shape, in_a_row, products, qkv_shape
+from .mmq_few import FewShape, few_launch, few_shape, most_threads, qkv_shape
 from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, syncwarp,
                   wait_for_previous)
 from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
 from .tile_product import gate_and_store, swizzle, takes_sums
+from .tile_walk import by_turns, in_a_row
 
 MOST_NORMED = 6144  # columns of a row that every block norms for itself: what the shared memory of all GPUs has room for
 
@@ -161,24 +163,24 @@ def maker(names: tuple[str, ...]):
 
 @factory([("Q4_K", "Q4_K", "Q4_K", False), ("Q4_1", "Q8_0", "IQ2_S", False), ("Q4_K", "Q4_K", "Q6_K", True)])
 def add_rms_norm_mmq_few_qkv_kernel(q, k, v, biased):
-    run = products((q, k, v), 1, in_a_row(3, 1, biased), maker((q, k, v)))
+    run = product_of_token((q, k, v), in_a_row(3, 1, biased), maker((q, k, v)))
 
     def kernel(x, y, w, total, eps, row, q_words, k_words, v_words, q_bias, k_bias, v_bias, q_out, k_out, v_out, q_rows, k_rows,
-               v_rows, n_cols, per_round):
+               v_rows, n_cols, n_boxes):
         # blocks as in mmq_few_kernel
         run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)),
-            (x, y, w, total, eps, row), n_cols, i32(1), per_round)
-    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, 32 * MAX_WARPS[1])
+            (x, y, w, total, eps, row), n_cols, i32(1), n_boxes)
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, most_threads(1))
 
 
 @factory([("silu", "Q4_K", "Q4_K", False), ("silu", "Q4_1", "Q4_1", False), ("gelu", "IQ2_S", "Q8_0", True)])
 def add_rms_norm_mmq_few_glu_kernel(activation, gate, up, biased):
-    run = products((gate, up), 1, by_turns(2, 1, gate_and_store(activation, biased)), maker((gate, up)))
+    run = product_of_token((gate, up), by_turns(2, 1, gate_and_store(activation, biased)), maker((gate, up)))
 
-    def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, per_round):
+    def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, n_boxes):
         # blocks as in mmq_few_kernel
-        run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), (x, y, w, total, eps, row), n_cols, i32(1), per_round)
-    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, 32 * MAX_WARPS[1])
+        run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), (x, y, w, total, eps, row), n_cols, i32(1), n_boxes)
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, most_threads(1))
 
 
 def check(call: Call) -> None:

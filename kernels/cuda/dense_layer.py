@@ -1,9 +1,9 @@
 """A layer of a small dense model for one token, in one launch (docs/kernels-log.md, "A layer in one launch"): attention with its
 norm, rotation and cache, and the feed-forward block with its norm.
 
-One cluster of blocks, whose stages are those of `add_rms_norm_mul_mat`, `mmq_few`, `rope_set_rows` and `flash_attn_ext_few`. What
-a product gives, and the pieces of attention, the block sends to all, whose mbarriers count the messages; so each has whole rows
-in its own shared memory, makes the activations of the next product for itself, and nobody waits but for what it reads. Of a
+One cluster of blocks, whose stages are those of `add_rms_norm_mul_mat`, `few_product`, `rope_set_rows` and `flash_attn_ext_few`.
+What a product gives, and the pieces of attention, the block sends to all, whose mbarriers count the messages; so each has whole
+rows in its own shared memory, makes the activations of the next product for itself, and nobody waits but for what it reads. Of a
 product, a block has every n-th row tile, a warp every n-th of the block's pairs of a row tile and a chunk, of gate and up those
 of both. All weights of a block have places in its shared memory: they are asked for a stage ahead, in two areas by turns. Heads
 are parted as in a grid of `flash_attn_ext_few`; where there are two blocks for each piece, they share its channels. The first
@@ -25,13 +25,13 @@ from . import cluster, mbarrier
 from .add_rms_norm_mul_mat import activation_writer
 from .dense_layer_shape import (BLOCKS, GATED, N_ARRIVALS, N_STAGES, OUT, PIECES, QKV, SUMS, WARPS, Shape, Stage, chunks_of,
                                 layout, most_pairs, most_tiles, stages_of, tile_words)
+from .few_product import ROW_SLOT, choice, codebooks, multiplier
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext_act import link_unless
 from .flash_attn_ext_combine import MOST_HEADS, NO_WINDOW, PIECE
 from .flash_attn_ext_few import ALL, FIRST, LAST, Where, attention_of, constants as attention_constants
 from .glu import gated_unit
 from .launch import F32, HOPPER, I32, I64, Kernel, N, SCALAR_F32, U8, U16, U32, factory, need
-from .mmq_few import ROW_SLOT, choice, codebooks, multiplier
 from .operands import addresses
 from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fma, i32, i64, ld, ld4, lds, lds2, lds4, mul,
                   quotient, remainder, st, st4, sts, sts4, sub, u32, wait_for_previous)

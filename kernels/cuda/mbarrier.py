@@ -1,4 +1,5 @@
-"""Barriers at which a thread arrives and goes on, or waits without having arrived (PTX ISA, "mbarrier", target sm_90).
+"""Barriers at which a thread arrives and goes on, or waits without having arrived (PTX ISA, "mbarrier", target sm_90; sm_80 has
+`begin`, `end`, `arrive`, `arrive_behind_copies` and `wait_by_tests`).
 
 One is two words of shared memory on 8 bytes. Its *phase* ends when as many have arrived as it was made for, and the next one
 begins, of the other parity; the first has parity 0. What was written before an arrival is seen behind the wait for its phase.
@@ -43,6 +44,10 @@ arrive_behind_copies = _operation("arrive_behind_copies", "cp.async.mbarrier.arr
 wait = _operation("wait",
                   "{ .reg .pred over; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; bra AGAIN; "
                   "OVER: }", 1)
+# The same for targets before sm_90
+wait_by_tests = _operation("wait",
+                           "{ .reg .pred over; AGAIN: mbarrier.test_wait.parity.shared::cta.b64 over, [$0], $1; @over bra OVER; "
+                           "bra AGAIN; OVER: }", 1)
 # (.., n_bytes): arrives, and lets the phase wait for as many bytes of bulk copies, or that other blocks of the cluster send
 expect = _operation("expect", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", 1)
 

@@ -18,18 +18,23 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call
 from .dispatch import report, sum_before
+from .few_product import MOST_TOKENS, products, shared_words
 from .launch import F32, I32, Kernel, N, RESERVED, U32, factory, need
-from .mmq_few import (MAX_WARPS, MOST_TOKENS, PICK, FewShape, TileWalk, chunks_of_round, evenly, products, shared_words,
-                      tiles_of, work)
+from .mmq_few import FewShape, boxes_of, evenly, most_threads, work
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of, row_of_pair
 from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, least, popc, quotient, remainder, stage, sts, syncwarp
 from .quantize import most_rows
-from .tile_product import STORE, Ending, form, gate_and_store
+from .tile_product import QUAD, STORE, Ending, form, gate_and_store
+from .tile_walk import PICK, TileWalk, tiles_of
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
 KIND_BITS = (MOST_MATRICES + 1).bit_length()  # of the number of a matrix, of none, or of no pair
+# Warps of a block that multiply at most, by its tokens: with that which adds 12 have 168 registers a thread, 8 have 255, which
+# two formats want
+MAX_WARPS = {1: 16, QUAD: 11, 2 * QUAD: 7, MOST_TOKENS: 7}
+# Of all warps of a multiprocessor those that registers leave room for; without integer scales kernels take up to 112
+ALL_WARPS, FLOAT_WARPS = {1: 16, QUAD: 16, 2 * QUAD: 8, MOST_TOKENS: 8}, {1: 16, QUAD: 16, 2 * QUAD: 12, MOST_TOKENS: 12}
 MOST_RESIDENT = 4                          # blocks on a multiprocessor
-MOST_SLOTS = {1: 2, 2: 3}                  # of a warp, by the matrices of an expert (docs/kernels-log.md)
 # Planes of shared memory, of a word for each pair, up to the next 16: matrices of the groups, rows of x of the sorted pairs,
 # these pairs; of the pairs as they come, their matrices and how many of its matrix are before each; where groups begin. Behind
 # them the end of the last group, for as many groups as pairs; the number of groups; and from FIRST on, for each matrix, for pairs
@@ -282,37 +287,51 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
 @factory([("Q4_K", 1, False, True), ("Q8_0", 4, False, False), ("IQ2_S", 16, False, True), ("Q8_0", 1, True, False),
           ("Q6_K", 8, True, False)])
 def mmq_few_id_kernel(name, n_tokens, heads, settled):
-    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE, settled), most_slots=MOST_SLOTS[1])
+    run = products((name,), n_tokens, of_groups(1, n_tokens, heads, STORE, settled))
 
-    def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, per_round, table,
+    def kernel(words, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs, n_used, x_rows, n_boxes, table,
                step_groups, step_tiles):
         operands = Operands((words,), (out, out), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table,
                             step_groups, step_tiles)
-        run(operands, act, n_cols, n, per_round)
-    return Kernel(kernel, (U32, U32, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
+        run(operands, act, n_cols, n, n_boxes)
+    return Kernel(kernel, (U32, U32, I32, I32, F32, *[N] * 12), most_threads(n_tokens, MAX_WARPS))
 
 
 @factory([("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, 1), ("silu", "Q8_0", "Q8_0", False, 0.0, 0.0, 4),
           ("swiglu_oai", "MXFP4", "Q6_K", True, 1.702, 7.0, 8)])
 def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
     walk = of_groups(2, n_tokens, False, gate_and_store(activation, biased, alpha, limit))
-    run = products((gate, up), n_tokens, walk, most_slots=MOST_SLOTS[2])
+    run = products((gate, up), n_tokens, walk)
 
     def kernel(gate_words, up_words, gate_bias, up_bias, act, ids, fault, out, node, n_matrices, n_rows, n_cols, n, n_pairs,
-               n_used, x_rows, per_round, table, step_groups, step_tiles):
+               n_used, x_rows, n_boxes, table, step_groups, step_tiles):
         operands = Operands((gate_words, up_words), (gate_bias, up_bias), out, ids, fault, node, n_matrices, n_rows, n_pairs,
                             n_used, x_rows, table, step_groups, step_tiles)
-        run(operands, act, n_cols, n, per_round)
-    return Kernel(kernel, (U32, U32, F32, F32, U32, I32, I32, F32, *[N] * 12), 32 * MAX_WARPS[n_tokens])
+        run(operands, act, n_cols, n, n_boxes)
+    return Kernel(kernel, (U32, U32, F32, F32, U32, I32, I32, F32, *[N] * 12), most_threads(n_tokens, MAX_WARPS))
 
 
 def id_shape_of(names: tuple[str, ...], n_items: int, n_matrices: int, n_cols: int, n_pairs: int, n_tokens: int,
                 n_warps: int, n_blocks: int) -> FewShape:
     """The shape with so many warps a block. n_items: row tiles of groups at most."""
-    per_round = chunks_of_round(-(-n_cols // CHUNK), n_warps, n_tokens)
+    n_boxes = boxes_of(n_tokens, n_warps, -(-n_cols // CHUNK))
     table = table_words(n_pairs, n_tokens, n_matrices)
-    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, per_round, n_tokens, most_slots=MOST_SLOTS[len(names)]) + table)
-    return FewShape(n_tokens, n_warps, per_round, (min(n_items, n_blocks), 1), n_bytes)
+    n_bytes = 4 * (shared_words(names, n_tokens, n_warps, n_boxes, n_tokens) + table)
+    return FewShape(n_tokens, n_warps, n_boxes, (min(n_items, n_blocks), 1), n_bytes)
+
+
+def has_integer_scales(names: tuple[str, ...]) -> bool:
+    return any(form(format_of(name)).integer for name in names)
+
+
+def all_warps(names: tuple[str, ...], n_tokens: int) -> int:
+    """Of a multiprocessor."""
+    return (ALL_WARPS if has_integer_scales(names) else FLOAT_WARPS)[n_tokens]
+
+
+def most_warps(names: tuple[str, ...], n_tokens: int, resident: int) -> int:
+    """That multiply, of each of so many blocks on a multiprocessor."""
+    return min(MAX_WARPS[n_tokens], max(1, all_warps(names, n_tokens) // resident - (n_tokens > 1)))
 
 
 @lru_cache(None)
@@ -320,10 +339,10 @@ def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, 
              shared_limit: int) -> FewShape:
     """Groups of a single pair for one token, else of as many as a matrix has on average, but of 4 at least, or of 8 where these
     take hardly longer, without integer scales. Of the numbers of warps and of blocks on a multiprocessor those by which `work` on
-    the row tiles of all groups is done first, then those that leave the fewest warps without a chunk, then two blocks, which hide
-    each other's barriers (docs/kernels-log.md). Blocks lie `evenly`. names: formats of the matrices; n: tokens, or rows of a
-    head."""
-    fewest = 4 if any(form(format_of(name)).integer for name in names) else 8
+    the row tiles of all groups is done first, as if warps took chunks of one tile alone, then those that leave the fewest warps
+    without one, then two blocks (docs/kernels-log.md). Blocks lie `evenly`. names: formats of the matrices; n: tokens, or rows of
+    a head."""
+    fewest = 4 if has_integer_scales(names) else 8
     n_tokens = 1 if n == 1 else next((t for t in MAX_WARPS if t >= fewest and t * n_matrices >= n_pairs), MOST_TOKENS)
     n_items, n_chunks = -(-n_rows // ROWS) * min(n_pairs, n_matrices if n_tokens > 1 else n_pairs), -(-n_cols // CHUNK)
 
@@ -333,7 +352,7 @@ def id_shape(names: tuple[str, ...], n_matrices: int, n_rows: int, n_cols: int, 
     shapes = [(resident, id_shape_of(names, n_items, n_matrices, n_cols, n_pairs, n_tokens, n_warps,
                                      resident * n_multiprocessors))
               for resident in range(1, MOST_RESIDENT + 1)
-              for n_warps in range(1, min(MAX_WARPS[n_tokens] // resident, n_chunks) + 1)]
+              for n_warps in range(1, min(most_warps(names, n_tokens, resident), n_chunks) + 1)]
     fitting = [(resident, shape) for resident, shape in shapes
                if resident * (shape.n_bytes + RESERVED) <= shared_limit + RESERVED] or shapes[:1]
     return evenly(min(fitting, key=lambda each: time(*each))[1], n_multiprocessors, shared_limit)
@@ -354,8 +373,8 @@ def launched(call: Call, kernel: Kernel, sizes: Pairs, pointers: tuple, node: in
     """In the shape of the plan."""
     shape = call.plan
     table = shape.n_bytes // 4 - table_words(sizes.n_pairs, shape.n_tokens, sizes.n_matrices)
-    args = *pointers, node, *sizes, shape.per_round, table, *divmod(shape.grid[0], -(-sizes.n_rows // ROWS))
-    return call.device.launch(kernel, shape.grid, 32 * shape.n_warps, args, shape.n_bytes)
+    args = *pointers, node, *sizes, shape.n_boxes, table, *divmod(shape.grid[0], -(-sizes.n_rows // ROWS))
+    return call.device.launch(kernel, shape.grid, shape.n_threads, args, shape.n_bytes)
 
 
 def mmq_few_id(call: Call):

@@ -20,6 +20,7 @@ from . import cluster, mbarrier
 from .block import Block
 from .dispatch import dispatch_table
 from .exchange import exchanger
+from .few_product import codebooks
 from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
@@ -28,7 +29,6 @@ from .half_slots import (LOOP_WORDS, SHARED_LIMIT, Sources, Turns, barrier_begin
                          half_bytes, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
 from .mmq import totals_writer
-from .mmq_few import codebooks
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker
 from .ptx import (afresh, ballot, blocks_of_grid, device, f32, i32, lds, least, nothing, quotient, remainder, sts, syncwarp, u32,

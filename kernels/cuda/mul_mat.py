@@ -4,18 +4,19 @@ from functools import lru_cache
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import ROWS
 from ..call import Call, Operand
+from .few_product import MOST_TOKENS as MOST_TOKENS_FEW
 from .launch import RESERVED, need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .half_check import may_be_halves
 from .half_forms import half_form, has_halves
 from .half_slots import cluster_of, neighbours
-from .mmq_few import MOST_TOKENS as MOST_TOKENS_FEW, FewShape, few_shape, mmq_few
+from .mmq_few import FewShape, few_shape, mmq_few
 from .mmq_half import Halves, dense_blocks, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 
-# us of a chunk of Q4_K (docs/kernels-log.md): a row tile with 16 tokens in mmq_few; of warpgroups, by their quads, of the only
-# one of a multiprocessor, and of each further one
+# us of a chunk of Q4_K (docs/kernels-log.md): a row tile with 16 tokens in mmq_few (0.46 by now, but teams of other formats take
+# less than Q4_K's); of warpgroups, by their quads, of the only one of a multiprocessor, and of each further one
 FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 1.05}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
@@ -101,6 +102,13 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
     return block if us[block] < of_shape * half_times(fmt)[1] else None
 
 
+def is_slow(fmt: Format) -> bool:
+    """Whether teams of warpgroups, of which two or three warps are on a scheduler, wait for its weights: levels by tables, or
+    float minima, or float scales of 16 columns. Up to 16 tokens mmq_few takes less of all but three (docs/kernels-log.md)."""
+    form = half_form(fmt)
+    return bool(form) and not fmt.zero and (form.split or form.width == 8 or (form.scaled and (fmt.has_min or fmt.group == 16)))
+
+
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
             shared_limit: int) -> tuple[float, Block]:
     """(us, block) of the block that `block_us` finds the fastest."""
@@ -114,6 +122,8 @@ def many_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multi
                warpgroups: bool) -> Block | None:
     """The block of mmq where it is faster than mmq_few. names: formats of the matrices;
     warpgroups: whether the device has them."""
+    if warpgroups and n <= MOST_TOKENS_FEW and all(is_slow(format_of(name)) for name in names):
+        return None
     blocks = hopper_blocks(names, shared_limit) if warpgroups else ()
     if not blocks:
         block = block_shape(names, shared_limit)

@@ -12,12 +12,13 @@ from ...quant.formats import format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
 from .dispatch import dispatch, dispatch_table
+from .few_product import IN_FLIGHT
 from .half_check import may_be_halves
 from .half_forms import half_form, has_halves
 from .launch import RESERVED, Launches, need
 from .mmq import Block, GroupedShape, grouped_bytes, mmq_heads, mmq_id, resident, warpgroups_pay
 from .mmq_half import EXPERTS, Halves, expert_blocks, half_scratch, mmq_half
-from .mmq_few import IN_FLIGHT, FewShape
+from .mmq_few import FewShape
 from .mmq_few_id import MOST_MATRICES, MOST_PAIRS, id_shape, mmq_few_heads, mmq_few_id
 from .mmvq import mmvq_id
 from .operands import is_quantized, late_error as late_error, matrices_of, pairs_of

@@ -181,6 +181,14 @@ def test_mmq_few(machine, name, n):
     check_mul_mat(machine, name, 289, 2816, n, few(machine, (name,), 289, 2816, n))
 
 
+@pytest.mark.parametrize("n_warps, n_blocks", [(1, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize("name, n", [("Q4_K", 3), ("Q8_0", 8), ("IQ3_S", 8), ("Q6_K", 16), ("Q4_1", 16)])
+def test_mmq_few_tiles_in_a_row(machine, name, n, n_warps, n_blocks):
+    """Several row tiles of three chunks to a block: warps multiply chunks of the next one while sums of this one are added."""
+    n_tokens = few(machine, (name,), 289, 768, n).n_tokens
+    check_mul_mat(machine, name, 289, 768, n, shape_of((name,), 289, 768, n, n_tokens, n_warps, n_blocks))
+
+
 @pytest.mark.parametrize("n", [1, 3, 8, 16, 33])
 @pytest.mark.parametrize("types, n_rows, n_cols", [
     (("Q4_K", "Q4_K", "Q6_K"), (4096, 1024, 1024), 4096), (("Q8_0", "Q8_0", "Q8_0"), (2048, 512, 513), 2048),

@@ -1,6 +1,4 @@
 """Products of float16 (`mmq_half`) in the simulator, against the reference bit for bit, and the check that a GPU may use them."""
-from collections import deque
-
 import numpy as np
 import pytest
 
@@ -27,6 +25,7 @@ from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu, routed
 from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, SPLIT, activations, check_extremes, check_mul_mat,
                                 check_mul_mat_qkv, extreme_weight, seeded, weight_of_scales)
+from thread_order import hold_back
 
 WIDE = DENSE[-1]
 
@@ -123,28 +122,6 @@ def simulate_float_scales(machine, fmt):
 def simulate_clusters(machine, quads, blocks, n_rows, n_cols, n):
     """Chunks shared by two to four blocks: fewer of them than blocks, turns for which some have none, places used again."""
     check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(Block(4, 1, quads, True, 3, 1, blocks)))
-
-
-class LeastFirst(deque):
-    """Threads of a cluster that are ready, those that are not `held` first."""
-    held = frozenset()
-
-    def popleft(self):
-        first = next((thread for thread in self if thread not in self.held), None)
-        if first is None:
-            return super().popleft()
-        self.remove(first)
-        return first
-
-
-def hold_back(monkeypatch, held):
-    """Of each cluster all threads go on before those that held(cluster) names."""
-    def begun(cluster, *args):
-        begin(cluster, *args)
-        cluster.ready = LeastFirst(cluster.ready)
-        cluster.ready.held = held(cluster)
-    begin = simulator.Cluster.__init__
-    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
 
 
 @pytest.mark.parametrize("name, late", [(name, late) for name in ("Q4_K", "MXFP4", "IQ3_XXS") for late in (0, 1)])
@@ -405,9 +382,9 @@ def simulate_plan(machine):
         call.plan = mul_mat_glu.plan(call)
         assert mul_mat_glu.declines(call), type_
     for type_, blocks in (("Q5_K", (2, 1, 0, 0, 4)), ("Q2_K", (1, 1, 0, 0, 0)), ("Q3_K", (None, 1, 0, 0, 4)),
-                          ("NVFP4", (1, 1, 0, 0, 4)), ("IQ2_XXS", (None, 1, 0, 4, 4)), ("IQ3_S", (None, 1, 0, 4, 4)),
+                          ("NVFP4", (None, 1, 0, 0, 4)), ("IQ2_XXS", (None, 1, 0, 4, 4)), ("IQ3_S", (None, 1, 0, 4, 4)),
                           ("TQ2_0", (None,) * 5), ("IQ4_XS", (None, None, None, 4, 4)), ("MXFP4", (None, 1, 0, 0, 4)),
-                          ("Q4_1", (2, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
+                          ("Q4_1", (None, 1, 0, 0, 0)), ("Q8_0", (None,) * 5)):
         plans = [mul_mat.plan(call_of(n, target, type_=type_)) for n in (16, 32, 64, 512, 1024)]
         assert [plan.block if isinstance(plan, Halves) else None for plan in plans] == [
             i if i is None else DENSE[i] for i in blocks], type_

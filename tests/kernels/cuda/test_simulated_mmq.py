@@ -1,5 +1,6 @@
 """mmq and mmq_few in the simulator: one format of each form, at blocks of one warp and of some."""
 from dataclasses import astuple
+from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,14 +8,16 @@ import pytest
 
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import Call, Operand, Unsupported
-from ggml_py.kernels.cuda import argmax, mul_mat_glu, mul_mat_qkv
+from ggml_py.kernels.cuda import argmax, few_product, mul_mat_glu, mul_mat_qkv
 from ggml_py.kernels.cuda.launch import RESERVED
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, most_quads, shared_bytes
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, shape_of, shared_words, work
+from ggml_py.kernels.cuda.few_product import TOGETHER, shared_words
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, most_threads, shape_of, work
 from ggml_py.kernels.cuda.mul_mat import quantized_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (activations, check_extremes, check_mmq_few_qkv, check_mul_mat, check_mul_mat_argmax,
                                 check_mul_mat_glu, few as few_of, seeded)
+from thread_order import hold_back
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
 KIB = 1 << 10
@@ -41,30 +44,41 @@ def test_blocks_fit(name):
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_few_shapes_fit(name, limit):
-    """Rounds are whole turns of the warps or whole rows, and the blocks of a multiprocessor have its registers and shared
-    memory."""
+    """Rounds of a single token are whole turns of the warps or whole rows; places of several tokens are a power of two and more
+    than the warps. A multiprocessor has registers and shared memory for the block."""
     for n_rows, n_cols, n in ((4096, 14336, 1), (4096, 14336, 8), (128256, 4096, 1), (576, 1536, 16), (32, 256, 3),
                               (33, 70000, 40)):
         shape = few_shape((name,), n_rows, n_cols, n, 132, limit)
         n_chunks, n_tiles, n_valid = -(-n_cols // 256), -(-n_rows // 32), min(n, shape.n_tokens)
-        resident = 2 if shape.grid[0] > 132 or (n > 1 and shape.grid[0] * shape.grid[1] > 132) else 1
-        n_sides = 1 if shape.grid[0] == n_tiles and shape.per_round >= n_chunks else 2
-        n_bytes = 4 * shared_words((name,), shape.n_tokens, shape.n_warps, shape.per_round, n_valid, n_sides)
-        if n == 1 and 2 * n_tiles > 132:  # more than a half: no two blocks to a multiprocessor
-            n_bytes = max(n_bytes, (limit + RESERVED) // 2 - RESERVED + 16)
-        assert shape.n_bytes == n_bytes
-        assert resident * (shape.n_bytes + RESERVED) <= limit + RESERVED and shape.grid[1] * shape.n_tokens >= n
-        assert 1 <= shape.n_warps <= min(MAX_WARPS[shape.n_tokens] // resident, n_chunks)
-        assert shape.per_round == n_chunks or shape.per_round % shape.n_warps == 0
+        n_sides = 1 if shape.grid[0] == n_tiles and shape.n_boxes >= n_chunks else 2
+        n_bytes = 4 * shared_words((name,), shape.n_tokens, shape.n_warps, shape.n_boxes, n_valid, n_sides)
+        if (n_blocks := prod(shape.grid)) > 66:  # more than a share: no more blocks to a multiprocessor than to others
+            n_bytes = max(n_bytes, (limit + RESERVED) // (-(-n_blocks // 132) + 1) // 16 * 16 - RESERVED + 16)
+        assert shape.n_bytes == n_bytes <= limit and shape.grid[0] <= 132 and shape.grid[1] * shape.n_tokens >= n
+        assert 1 <= shape.n_warps <= MAX_WARPS[shape.n_tokens] and shape.n_threads <= most_threads(shape.n_tokens)
+        if n == 1:
+            assert shape.n_warps <= n_chunks and (shape.n_boxes == n_chunks or shape.n_boxes % shape.n_warps == 0)
+        else:
+            assert shape.n_boxes.bit_count() == 1 and shape.n_boxes > shape.n_warps and shape.n_boxes >= TOGETHER
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, expected", [
-    ("Q4_K", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("Q8_0", 4096, 14336, 8, (8, 8, 8, (128, 1))),
+    ("Q4_K", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("Q8_0", 4096, 14336, 8, (8, 8, 16, (128, 1))),
     ("Q8_0", 4096, 14336, 1, (1, 12, 56, (128, 1))), ("Q6_K", 4096, 14336, 1, (1, 12, 56, (128, 1))),
     ("Q6_K", 128256, 4096, 1, (1, 8, 16, (132, 1))),
-    ("Q4_K", 128256, 4096, 1, (1, 16, 16, (132, 1))), ("Q4_1", 576, 1536, 512, (16, 3, 3, (18, 32)))])
+    ("Q4_K", 128256, 4096, 1, (1, 16, 16, (132, 1))), ("Q4_1", 576, 1536, 512, (16, 6, 8, (18, 32))),
+    ("Q4_K", 4096, 4096, 3, (4, 8, 16, (128, 1))), ("Q4_K", 14336, 4096, 4, (4, 8, 16, (132, 1))),
+    ("Q4_K", 4096, 14336, 16, (16, 7, 8, (128, 1))), ("Q8_0", 14336, 4096, 16, (16, 10, 16, (132, 1)))])
 def test_few_shape(type_, n_rows, n_cols, n, expected):
     assert astuple(few_shape((type_,), n_rows, n_cols, n, 132, LIMITS[0]))[:4] == expected
+
+
+@pytest.mark.parametrize("names, n, kind", [
+    (("IQ4_XS",), 8, FewShape), (("IQ4_XS",), 9, FewShape), (("IQ4_XS",), 16, FewShape), (("IQ4_XS",), 17, Block),
+    (("Q4_1",), 16, FewShape), (("Q4_K",), 8, FewShape), (("Q4_K",), 9, Block), (("Q6_K",), 16, Block),
+    (("IQ3_S", "IQ4_XS"), 16, FewShape), (("IQ3_S", "Q4_K"), 64, Block)])
+def test_slow_formats_take_few_tokens_apart(names, n, kind):
+    assert isinstance(quantized_shape(names, 4096, 14336, n, 132, LIMITS[0], warpgroups=True), kind)
 
 
 def test_work():
@@ -183,27 +197,68 @@ def simulate_few_on_other_architectures(machine, monkeypatch, name, n_rows, n_co
     check_mul_mat(machine, name, n_rows, n_cols, n, few(machine, name, n_rows, n_cols, n))
 
 
+def simulate_few_without_bulk_copies(machine, monkeypatch):
+    """Before compute capability 9.0; more chunks than boxes."""
+    monkeypatch.setattr("ggml_py.kernels.cuda.simulator.ARCHITECTURE", 800)
+    check_mul_mat(machine, "Q8_0", 40, 1536, 3, shape_of(("Q8_0",), 40, 1536, 3, 4, 3, 1))
+
+
 @pytest.mark.parametrize("name, block", [("Q8_0", Block(1, 1, 16)), ("Q4_1", Block(1, 1, 8)), ("Q1_0", Block(1, 1, 8))])
 def simulate_mmq_on_other_architectures(machine, monkeypatch, name, block):
     monkeypatch.setattr("ggml_py.kernels.cuda.simulator.ARCHITECTURE", 1200)
     check_mul_mat(machine, name, 1, 256, 33, block)
 
 
-@pytest.mark.parametrize("name, n_rows, n_cols, n, n_tokens, n_warps, per_round, grid", [
-    ("Q8_0", 65, 1312, 5, 8, 2, 2, (2, 1)),      # three row tiles to two blocks, six chunks in rounds of two
-    ("Q4_0", 33, 800, 17, 16, 3, 6, (2, 2)),     # two groups of tokens
-    ("Q5_K", 40, 768, 9, 16, 1, 3, (1, 1)),      # one warp, one round
+@pytest.mark.parametrize("name, n_rows, n_cols, n, n_tokens, n_warps, n_boxes, grid", [
+    ("Q8_0", 65, 1312, 5, 8, 2, 4, (2, 1)),      # three row tiles to two blocks, six chunks by turns in four places
+    ("Q4_0", 33, 800, 17, 16, 3, 4, (2, 2)),     # two groups of tokens
+    ("Q5_K", 40, 768, 9, 16, 1, 4, (1, 1)),      # one warp
     ("IQ2_XXS", 33, 1280, 1, 1, 2, 4, (1, 1)),   # codebooks
     ("Q4_K", 65, 1536, 1, 1, 3, 6, (2, 1)),      # one token, a round a row
+    ("Q4_K", 161, 256, 3, 4, 4, 4, (1, 1)),      # a warp in each of four row tiles
     ("Q5_1", 33, 800, 2, 1, 2, 2, (1, 2)),       # one token a block
-    ("Q6_K", 3, 768, 8, 8, 2, 4, (1, 1))])
-def simulate_mmq_few_launch_shapes(machine, name, n_rows, n_cols, n, n_tokens, n_warps, per_round, grid):
+    ("Q6_K", 3, 768, 8, 8, 4, 4, (1, 1))])       # a warp without a chunk
+def simulate_mmq_few_launch_shapes(machine, name, n_rows, n_cols, n, n_tokens, n_warps, n_boxes, grid):
     """The bits do not depend on the shape of the launch."""
-    n_bytes = 4 * shared_words((name,), n_tokens, n_warps, per_round, min(n, n_tokens))
-    check_mul_mat(machine, name, n_rows, n_cols, n, FewShape(n_tokens, n_warps, per_round, grid, n_bytes))
+    n_bytes = 4 * shared_words((name,), n_tokens, n_warps, n_boxes, min(n, n_tokens))
+    check_mul_mat(machine, name, n_rows, n_cols, n, FewShape(n_tokens, n_warps, n_boxes, grid, n_bytes))
 
 
-@pytest.mark.parametrize("shape", [ONE_WARP, FewShape(8, 1, 1, (1, 1), 64 * KIB)], ids=["mmq", "mmq_few"])
+def four_tiles(machine, n_warps=3, n_boxes=4):
+    """Four row tiles of eight chunks to a block of warps that multiply and one that adds."""
+    n_bytes = 4 * shared_words(("Q8_0",), 8, n_warps, n_boxes, 5)
+    check_mul_mat(machine, "Q8_0", 100, 2048, 5, FewShape(8, n_warps, n_boxes, (1, 1), n_bytes))
+
+
+@pytest.mark.parametrize("n_warps, n_boxes, late", [
+    (1, 4, 0), (1, 4, 1), *((n, 4, late) for n in (3, 4) for late in range(n + 1)), (7, 8, 7)])
+def simulate_a_late_warp(machine, monkeypatch, n_warps, n_boxes, late):
+    """One warp does nothing that the others need not wait for; the last one adds."""
+    hold_back(monkeypatch, lambda cluster: {thread for thread in cluster.blocks[0].threads if thread.index.x // 32 == late})
+    four_tiles(machine, n_warps, n_boxes)
+
+
+def simulate_late_lanes(machine, monkeypatch):
+    """Of the warp that adds, all lanes but one come late; they let boxes go in their order."""
+    for lane in 0, 1, 31:
+        hold_back(monkeypatch, lambda cluster, lane=lane: {thread for thread in cluster.blocks[0].threads
+                                                           if thread.index.x // 32 == 3 and thread.index.x % 32 != lane})
+        four_tiles(machine)
+
+
+def simulate_boxes_that_are_not_waited_for(machine, monkeypatch):
+    """Without the wait for a box, sums that are not yet added are lost."""
+    def hasty(shared, barrier, parity):
+        if barrier % few_product.BOX_BARRIERS == 0:  # the barrier of sums that are there
+            wait_at(shared, barrier, parity)
+    wait_at = few_product.wait_at
+    monkeypatch.setattr(few_product, "wait_at", hasty)
+    hold_back(monkeypatch, lambda cluster: {thread for thread in cluster.blocks[0].threads if thread.index.x // 32 == 3})
+    with pytest.raises((AssertionError, RuntimeError)):
+        four_tiles(machine)
+
+
+@pytest.mark.parametrize("shape", [ONE_WARP, FewShape(8, 1, 4, (1, 1), 64 * KIB)], ids=["mmq", "mmq_few"])
 @pytest.mark.parametrize("act, types, n_rows, n_cols, n, biased", [
     ("silu", ("Q8_0", "Q8_0"), 33, 288, 5, False), ("gelu", ("Q4_K", "Q6_K"), 2, 256, 2, True),
     ("relu", ("IQ2_XXS", "IQ3_S"), 1, 512, 1, True)], ids=str)
@@ -213,8 +268,8 @@ def simulate_glu(machine, act, types, n_rows, n_cols, n, biased, shape):
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, n, shape", [
-    ("Q8_0", 100, 800, 5, (8, 2, 2, (2, 1))),    # four row tiles to two blocks, rounds of two chunks
-    ("Q4_0", 33, 800, 17, (16, 3, 6, (1, 2))),   # two groups of tokens
+    ("Q8_0", 100, 800, 5, (8, 2, 4, (2, 1))),    # four row tiles to two blocks
+    ("Q4_0", 33, 800, 17, (16, 3, 4, (1, 2))),   # two groups of tokens
     ("Q4_K", 70, 1536, 1, (1, 3, 6, (1, 1))),    # three row tiles to a block, two warps that own no row
     ("Q8_0", 40, 256, 3, None)], ids=str)        # the product in memory
 def simulate_argmax(machine, monkeypatch, type_, n_rows, n_cols, n, shape):
@@ -228,9 +283,9 @@ def simulate_argmax(machine, monkeypatch, type_, n_rows, n_cols, n, shape):
     (("Q8_0", "Q8_0", "Q8_0"), (65, 33, 1), 288, 1, (1, 2, 2, (3, 1))),       # six row tiles to three blocks
     (("Q4_K", "Q4_K", "Q6_K"), (33, 1, 32), 512, 3, None),
     # three formats, all row tiles to one block, two groups of tokens
-    (("Q5_1", "Q4_0", "Q8_0"), (1, 31, 97), 320, 6, (4, 2, 2, (1, 2))),
+    (("Q5_1", "Q4_0", "Q8_0"), (1, 31, 97), 320, 6, (4, 2, 4, (1, 2))),
     (("IQ2_XXS", "IQ3_S", "IQ2_XXS"), (2, 34, 1), 512, 1, (1, 1, 2, (2, 1))),  # codebooks
-    (("Q4_0", "Q4_0", "Q4_0"), (1, 1, 65), 32, 9, (16, 1, 1, (2, 1)))], ids=str)
+    (("Q4_0", "Q4_0", "Q4_0"), (1, 1, 65), 32, 9, (16, 1, 4, (2, 1)))], ids=str)
 def simulate_qkv(machine, types, n_rows, n_cols, n, shape):
     if shape:
         n_bytes = 4 * shared_words(types, *shape[:3], min(n, shape[0]))

@@ -8,9 +8,10 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, id_call
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import mmq_few_id
+from ggml_py.kernels.cuda.few_product import shared_words
 from ggml_py.kernels.cuda.launch import RESERVED
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape
-from ggml_py.kernels.cuda.mmq_few_id import id_shape, id_shape_of, padded, table_words
+from ggml_py.kernels.cuda.mmq_few import FewShape, most_threads
+from ggml_py.kernels.cuda.mmq_few_id import MAX_WARPS, all_warps, id_shape, id_shape_of, padded, table_words
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import seeded
 
@@ -29,13 +30,14 @@ def test_id_shapes_fit(name, limit):
                                                        (16, 512, 128, 256, 16)):
             shape = id_shape(names, n_matrices, n_rows, n_cols - n_cols % FORMATS[name].block_size or 256, n_pairs, n, 132, limit)
             assert shape.n_bytes <= limit and shape.n_warps <= MAX_WARPS[shape.n_tokens]
-            resident = min(limit // (shape.n_bytes + RESERVED) + 1, MAX_WARPS[shape.n_tokens] // shape.n_warps)
-            assert shape.grid[0] <= 132 * resident
+            n_all = shape.n_threads // 32
+            resident = min(limit // (shape.n_bytes + RESERVED) + 1, all_warps(names, shape.n_tokens) // n_all)
+            assert shape.grid[0] <= 132 * resident and shape.n_threads <= most_threads(shape.n_tokens, MAX_WARPS)
             assert (limit + RESERVED) // (shape.n_bytes + RESERVED) <= -(-shape.grid[0] // 132), "more than an even share"
 
 
 @pytest.mark.parametrize("name, n, expected",
-                         [("Q4_K", 1, (1, 8, 8, (192, 1))), ("Q8_0", 1, (1, 4, 8, (192, 1))), ("Q4_K", 32, (4, 4, 8, (264, 1)))])
+                         [("Q4_K", 1, (1, 8, 8, (192, 1))), ("Q8_0", 1, (1, 4, 8, (192, 1))), ("Q4_K", 32, (4, 4, 8, (396, 1)))])
 def test_id_shape(name, n, expected):
     """One token and eight experts: every row tile of every expert has a block, and all of them are resident."""
     assert astuple(id_shape((name,), 128, 768, 2048, 8 * n, n, 132, LIMIT))[:4] == expected
@@ -108,10 +110,10 @@ def simulate_launch_shapes(machine, n_blocks, n_warps):
     check_mul_mat_id(machine, "Q4_0", 6, 65, 576, ids, 3, shape_for(("Q4_0",), 65, 576, ids.size, 4, n_warps, n_blocks))
 
 
-def simulate_rounds(machine):
-    """Four rounds of a single chunk."""
-    n_bytes = 4 * (mmq_few_id.shared_words(("Q8_0",), 4, 1, 1, 4) + table_words(6, 4, 3))
-    check_mul_mat_id(machine, "Q8_0", 3, 33, 800, [[0, 1], [1, 0], [1, 2]], 1, FewShape(4, 1, 1, (2, 1), n_bytes))
+def simulate_one_warp_that_multiplies(machine):
+    """Two row tiles of four chunks to each block, experts with one pair and with two."""
+    n_bytes = 4 * (shared_words(("Q8_0",), 4, 1, 4, 4) + table_words(6, 4, 3))
+    check_mul_mat_id(machine, "Q8_0", 3, 33, 800, [[0, 1], [1, 0], [1, 2]], 1, FewShape(4, 1, 4, (2, 1), n_bytes))
 
 
 @pytest.mark.parametrize("act, types, n_rows, n_cols, ids, b, biased, n_tokens", [

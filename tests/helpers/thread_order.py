@@ -1,0 +1,26 @@
+"""The order in which the simulator lets threads go on."""
+from collections import deque
+
+from ggml_py.kernels.cuda import simulator
+
+
+class LeastFirst(deque):
+    """Threads of a cluster that are ready, those that are not `held` first."""
+    held = frozenset()
+
+    def popleft(self):
+        first = next((thread for thread in self if thread not in self.held), None)
+        if first is None:
+            return super().popleft()
+        self.remove(first)
+        return first
+
+
+def hold_back(monkeypatch, held):
+    """Of each cluster all threads go on before those that held(cluster) names."""
+    def begun(cluster, *args):
+        begin(cluster, *args)
+        cluster.ready = LeastFirst(cluster.ready)
+        cluster.ready.held = held(cluster)
+    begin = simulator.Cluster.__init__
+    monkeypatch.setattr(simulator.Cluster, "__init__", begun)
