@@ -13,7 +13,7 @@ from ...quant.formats import CHUNK, format_of
 from ..call import Call
 from .few_product import ROW_SLOT, product_of_token
 from .launch import F32, Kernel, N, SCALAR_F32, U32, factory, need
-from .mmq_few import FewShape, few_launch, few_shape, most_threads, qkv_shape
+from .mmq_few import MAX_WARPS, FewShape, few_launch, few_shape, qkv_shape, threads_of
 from .operands import addresses, gated_of, qkv_of
 from .ptx import (add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, redux_max, st4, sts, sts4, syncwarp,
                   wait_for_previous)
@@ -170,7 +170,7 @@ def add_rms_norm_mmq_few_qkv_kernel(q, k, v, biased):
         # blocks as in mmq_few_kernel
         run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)),
             (x, y, w, total, eps, row), n_cols, i32(1), n_boxes)
-    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, most_threads(1))
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 3 + (F32,) * 6 + (N,) * 5, threads_of(1, MAX_WARPS[1]))
 
 
 @factory([("silu", "Q4_K", "Q4_K", False), ("silu", "Q4_1", "Q4_1", False), ("gelu", "IQ2_S", "Q8_0", True)])
@@ -180,7 +180,7 @@ def add_rms_norm_mmq_few_glu_kernel(activation, gate, up, biased):
     def kernel(x, y, w, total, eps, row, gate_words, up_words, gate_bias, up_bias, out, n_rows, n_cols, n_boxes):
         # blocks as in mmq_few_kernel
         run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), (x, y, w, total, eps, row), n_cols, i32(1), n_boxes)
-    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, most_threads(1))
+    return Kernel(kernel, (F32,) * 4 + (SCALAR_F32, N) + (U32,) * 2 + (F32,) * 3 + (N,) * 3, threads_of(1, MAX_WARPS[1]))
 
 
 def check(call: Call) -> None:

@@ -20,9 +20,9 @@ LATENCY = 3           # chunks that a scheduler can issue while one waits
 SCHEDULERS = 4        # of a multiprocessor: warp w of all belongs to w % 4
 
 
-def most_threads(n_tokens: int, max_warps: dict[int, int] = MAX_WARPS) -> int:
-    """Of a block; of several tokens with the warp that adds."""
-    return 32 * (max_warps[n_tokens] + (n_tokens > 1))
+def threads_of(n_tokens: int, n_warps: int) -> int:
+    """Of a block with so many warps that multiply: of several tokens with the warp that adds."""
+    return 32 * (n_warps + (n_tokens > 1))
 
 
 @factory([(fmt.name, n_tokens) for fmt in FORMATS.values() if fmt.is_quantized for n_tokens in MAX_WARPS])
@@ -32,7 +32,7 @@ def mmq_few_kernel(name, n_tokens):
     def kernel(words, act, out, n_rows, n_cols, n, n_boxes):
         # A block: row tiles from blockIdx.x by gridDim.x, tokens from blockIdx.y * n_tokens
         run(((words,), (out, out), out, n_rows), act, n_cols, n, n_boxes)
-    return Kernel(kernel, (U32, U32, F32, N, N, N, N), most_threads(n_tokens))
+    return Kernel(kernel, (U32, U32, F32, N, N, N, N), threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 @factory([("Q8_0", 1), ("Q4_K", 4), ("IQ2_S", 8), ("Q6_K", 16)])
@@ -41,7 +41,7 @@ def mmq_few_bias_kernel(name, n_tokens):
 
     def kernel(words, act, bias, out, n_rows, n_cols, n, n_boxes):  # blocks as in mmq_few_kernel
         run(((words,), (out,), (n_rows,), (bias,)), act, n_cols, n, n_boxes)
-    return Kernel(kernel, (U32, U32, F32, F32, N, N, N, N), most_threads(n_tokens))
+    return Kernel(kernel, (U32, U32, F32, F32, N, N, N, N), threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 @factory([("Q4_K", 1), ("Q8_0", 1), ("Q6_K", 1), ("Q4_1", 4), ("IQ2_S", 8), ("Q6_K", 16)])
@@ -50,7 +50,7 @@ def mmq_few_argmax_kernel(name, n_tokens):
 
     def kernel(words, act, parts, n_rows, n_cols, n, n_boxes):  # blocks as in mmq_few_kernel
         run(((words,), (words,), parts, n_rows), act, n_cols, n, n_boxes)
-    return Kernel(kernel, (U32, U32, I32, N, N, N, N), most_threads(n_tokens))
+    return Kernel(kernel, (U32, U32, I32, N, N, N, N), threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 @factory([("silu", "Q4_K", "Q4_K", False, 1), ("gelu", "IQ2_S", "IQ3_S", True, 8), ("relu", "Q8_0", "Q6_K", True, 16)])
@@ -59,7 +59,7 @@ def mmq_few_glu_kernel(activation, gate, up, biased, n_tokens):
 
     def kernel(gate_words, up_words, gate_bias, up_bias, act, out, n_rows, n_cols, n, n_boxes):  # blocks as in mmq_few_kernel
         run(((gate_words, up_words), (gate_bias, up_bias), out, n_rows), act, n_cols, n, n_boxes)
-    return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N, N), most_threads(n_tokens))
+    return Kernel(kernel, (U32, U32, F32, F32, U32, F32, N, N, N, N), threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 @factory([("Q4_K", "Q4_K", "Q4_K", False, 1), ("Q4_K", "Q4_K", "Q6_K", True, 1), ("Q8_0", "Q8_0", "Q8_0", False, 8),
@@ -72,7 +72,7 @@ def mmq_few_qkv_kernel(q, k, v, biased, n_tokens):
         # blocks as in mmq_few_kernel
         run(((q_words, k_words, v_words), (q_out, k_out, v_out), (q_rows, k_rows, v_rows), (q_bias, k_bias, v_bias)), act,
             n_cols, n, n_boxes)
-    return Kernel(kernel, (U32,) * 4 + (F32,) * 6 + (N,) * 6, most_threads(n_tokens))
+    return Kernel(kernel, (U32,) * 4 + (F32,) * 6 + (N,) * 6, threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FewShape:
 
     @property
     def n_threads(self) -> int:
-        return 32 * (self.n_warps + (self.n_tokens > 1))
+        return threads_of(self.n_tokens, self.n_warps)
 
 
 def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:

@@ -20,12 +20,12 @@ from ..call import Call
 from .dispatch import report, sum_before
 from .few_product import MOST_TOKENS, products, shared_words
 from .launch import F32, I32, Kernel, N, RESERVED, U32, factory, need
-from .mmq_few import FewShape, boxes_of, evenly, most_threads, work
+from .mmq_few import FewShape, boxes_of, evenly, threads_of, work
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of, row_of_pair
 from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, least, popc, quotient, remainder, stage, sts, syncwarp
 from .quantize import most_rows
 from .tile_product import QUAD, STORE, Ending, form, gate_and_store
-from .tile_walk import PICK, TileWalk, tiles_of
+from .tile_walk import PICK, TileWalk, matrices_by_turns, tiles_of
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
 KIND_BITS = (MOST_MATRICES + 1).bit_length()  # of the number of a matrix, of none, or of no pair
@@ -229,7 +229,7 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
     """The walk of a block, from tile to tile of the groups. n_matrices: of an expert, 1 or 2 by turns; n_tokens: pairs of a group
     at most; heads: the matrix of a pair is its rank, and there are no ids; settled: ids are (`kernels.call`). operands:
     `Operands`."""
-    pick, last_matrix, several, single, finish = PICK[n_matrices], n_matrices - 1, n_matrices > 1, n_tokens == 1, ending.finish
+    pick, last_matrix, single, finish = PICK[n_matrices], n_matrices - 1, n_tokens == 1, ending.finish
 
     matrix_of_group = device(lambda operands, shared, group: i32(lds(shared, plane(operands, MATRICES) + group)))
     start_of = device(lambda operands, shared, group: i32(group) if single
@@ -242,16 +242,11 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
         return i32(item - group * n_tiles), i32(0), group
 
     @device
-    def following(operands, place):
-        tile, matrix, group = place
-        if several:
-            matrix = i32(matrix + 1)
-            if matrix <= last_matrix:
-                return tile, matrix, group
+    def next_tile(operands, tile, group):
         tile, group, n_tiles = i32(tile + operands.step_tiles), i32(group + operands.step_groups), tiles_of(operands.n_rows)
         if tile >= n_tiles:
             tile, group = i32(tile - n_tiles), i32(group + 1)
-        return tile, i32(0), group
+        return tile, group
 
     @device
     def inside(operands, shared, place):
@@ -281,7 +276,8 @@ def of_groups(n_matrices: int, n_tokens: int, heads: bool, ending: Ending, settl
                    biases[1])
     prepare = token_preparer(heads, settled) if single else tokens_preparer(n_tokens, heads, settled)
     report = None if heads else report_of_token if single else report_of_tokens
-    return TileWalk(first, following, inside, weight, tokens, leave, prepare, heads or settled, report)
+    return TileWalk(first, matrices_by_turns(n_matrices, next_tile), inside, weight, tokens, leave, prepare, heads or settled,
+                    report)
 
 
 @factory([("Q4_K", 1, False, True), ("Q8_0", 4, False, False), ("IQ2_S", 16, False, True), ("Q8_0", 1, True, False),
@@ -294,7 +290,7 @@ def mmq_few_id_kernel(name, n_tokens, heads, settled):
         operands = Operands((words,), (out, out), out, ids, fault, node, n_matrices, n_rows, n_pairs, n_used, x_rows, table,
                             step_groups, step_tiles)
         run(operands, act, n_cols, n, n_boxes)
-    return Kernel(kernel, (U32, U32, I32, I32, F32, *[N] * 12), most_threads(n_tokens, MAX_WARPS))
+    return Kernel(kernel, (U32, U32, I32, I32, F32, *[N] * 12), threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 @factory([("silu", "Q4_K", "Q4_K", False, 0.0, 0.0, 1), ("silu", "Q8_0", "Q8_0", False, 0.0, 0.0, 4),
@@ -308,7 +304,7 @@ def mmq_few_id_glu_kernel(activation, gate, up, biased, alpha, limit, n_tokens):
         operands = Operands((gate_words, up_words), (gate_bias, up_bias), out, ids, fault, node, n_matrices, n_rows, n_pairs,
                             n_used, x_rows, table, step_groups, step_tiles)
         run(operands, act, n_cols, n, n_boxes)
-    return Kernel(kernel, (U32, U32, F32, F32, U32, I32, I32, F32, *[N] * 12), most_threads(n_tokens, MAX_WARPS))
+    return Kernel(kernel, (U32, U32, F32, F32, U32, I32, I32, F32, *[N] * 12), threads_of(n_tokens, MAX_WARPS[n_tokens]))
 
 
 def id_shape_of(names: tuple[str, ...], n_items: int, n_matrices: int, n_cols: int, n_pairs: int, n_tokens: int,

@@ -1,5 +1,6 @@
 """out = W x: which kernel, in which shape (docs/numerics.md, sections 3 and 4). The choice moves work and changes no sum."""
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import ROWS
@@ -65,25 +66,31 @@ def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
 
 
-def half_times(fmt: Format) -> tuple[dict[int, float], float]:
-    """(us of a chunk by mmq_half, by its quads; what int8 products take over Q4_K's)."""
+class Times(NamedTuple):
+    """Of a form of products of mmq_half."""
+    us: dict[int, float]  # of a chunk, by the block's quads
+    of_int8: float        # what int8 products take over Q4_K's
+    slow: bool            # whether teams of warpgroups, with two or three warps on a scheduler, wait for its weights (`is_slow`)
+
+
+def half_times(fmt: Format) -> Times:
     form = half_form(fmt)
     if form.scaled and fmt.has_min:
-        return MINIMA_US, MINIMA_OF_INT8
+        return Times(MINIMA_US, MINIMA_OF_INT8, True)
     if form.scaled:
-        return (SIXTEENS_US, SIXTEENS_OF_INT8) if fmt.group == 16 else (SCALED_US, 1)
+        return Times(SIXTEENS_US, SIXTEENS_OF_INT8, True) if fmt.group == 16 else Times(SCALED_US, 1, False)
     if form.split:
-        return SPLIT_US, SPLIT_OF_INT8
+        return Times(SPLIT_US, SPLIT_OF_INT8, True)
     if form.width == 8:
-        return BYTES_US, BYTES_OF_INT8
-    return (TOPS_US, TOPS_OF_INT8) if form.tops else (PACKED_US, 1)
+        return Times(BYTES_US, BYTES_OF_INT8, True)
+    return Times(TOPS_US, TOPS_OF_INT8, False) if form.tops else Times(PACKED_US, 1, False)
 
 
 def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
     n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
     n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
-    turn_us = half_times(fmt)[0][block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
+    turn_us = half_times(fmt).us[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
     return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
 
 
@@ -99,14 +106,13 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
         return None
     block = min(us, key=us.get)
     of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
-    return block if us[block] < of_shape * half_times(fmt)[1] else None
+    return block if us[block] < of_shape * half_times(fmt).of_int8 else None
 
 
 def is_slow(fmt: Format) -> bool:
-    """Whether teams of warpgroups, of which two or three warps are on a scheduler, wait for its weights: levels by tables, or
-    float minima, or float scales of 16 columns. Up to 16 tokens mmq_few takes less of all but three (docs/kernels-log.md)."""
-    form = half_form(fmt)
-    return bool(form) and not fmt.zero and (form.split or form.width == 8 or (form.scaled and (fmt.has_min or fmt.group == 16)))
+    """Whether up to 16 tokens go by mmq_few: levels by tables, or float minima, or float scales of 16 columns. Of all but three
+    it takes less than teams (docs/kernels-log.md)."""
+    return half_form(fmt) is not None and not fmt.zero and half_times(fmt).slow
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,

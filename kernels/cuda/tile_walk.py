@@ -42,18 +42,24 @@ def block_tokens(n_tokens):
     return tokens
 
 
-def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> TileWalk:
-    """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows)."""
-    pick, last_matrix, several, finish = PICK[n_matrices], n_matrices - 1, n_matrices > 1, ending.finish
-
+def matrices_by_turns(n_matrices: int, next_tile):
+    """`TileWalk.following` where the matrices take turns in each tile. next_tile: (operands, tile, group) -> the next ones."""
     @device
     def following(operands, place):
         tile, matrix, group = place
-        if several:
+        if n_matrices > 1:
             matrix = i32(matrix + 1)
-            if matrix <= last_matrix:
+            if matrix < n_matrices:
                 return tile, matrix, group
-        return i32(tile + cuda.gridDim.x), i32(0), group
+        tile, group = next_tile(operands, tile, group)
+        return tile, i32(0), group
+    return following
+
+
+def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> TileWalk:
+    """Of matrices of the same sizes a tile each. operands: (their words, biases, out, n_rows)."""
+    pick, last_matrix, finish = PICK[n_matrices], n_matrices - 1, ending.finish
+    next_tile = device(lambda operands, tile, group: (i32(tile + cuda.gridDim.x), group))
 
     @device
     def leave(operands, shared, place, token, r, total, at):
@@ -63,7 +69,7 @@ def by_turns(n_matrices: int, n_tokens: int, ending: Ending) -> TileWalk:
             i = i64(i32(cuda.blockIdx.y * n_tokens + token)) * n_rows + row
             finish(out, i, i32(0), row, n_rows, total, as_f32(lds(shared, at)), True, biases[0], biases[1])
     return TileWalk(first=device(lambda operands, shared: (i32(cuda.blockIdx.x), i32(0), i32(0))),
-                    following=following,
+                    following=matrices_by_turns(n_matrices, next_tile),
                     inside=device(lambda operands, shared, place: place[0] < tiles_of(operands[3])),
                     weight=device(lambda operands, shared, place: (pick(operands[0], place[1]), place[0])),
                     tokens=block_tokens(n_tokens),

@@ -24,3 +24,9 @@ def hold_back(monkeypatch, held):
         cluster.ready.held = held(cluster)
     begin = simulator.Cluster.__init__
     monkeypatch.setattr(simulator.Cluster, "__init__", begun)
+
+
+def hold_back_warp(monkeypatch, warp):
+    """The same of a warp of each block, by its number."""
+    hold_back(monkeypatch, lambda cluster: {thread for block in cluster.blocks for thread in block.threads
+                                            if thread.index.x // 32 == warp})

@@ -25,7 +25,7 @@ from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu, routed
 from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, SPLIT, activations, check_extremes, check_mul_mat,
                                 check_mul_mat_qkv, extreme_weight, seeded, weight_of_scales)
-from thread_order import hold_back
+from thread_order import hold_back, hold_back_warp
 
 WIDE = DENSE[-1]
 
@@ -135,8 +135,7 @@ def simulate_blocks_apart(machine, monkeypatch, name, late):
 @pytest.mark.parametrize("name", ["Q4_K", "IQ3_XXS"])
 def simulate_items_of_clusters(machine, monkeypatch, name, late):
     """The blocks of a cluster take the same tokens, and one cluster several of them; also where a warp that brings comes last."""
-    hold_back(monkeypatch, lambda cluster: {thread for block in cluster.blocks for thread in block.threads
-                                            if thread.index.x // 32 == late})
+    hold_back_warp(monkeypatch, late)
     machine.target.n_multiprocessors = 3
     for n_cols in 256, 768:
         check_mul_mat(machine, name, 2, n_cols, 260, Halves(WIDE))

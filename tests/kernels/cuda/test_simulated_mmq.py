@@ -12,12 +12,12 @@ from ggml_py.kernels.cuda import argmax, few_product, mul_mat_glu, mul_mat_qkv
 from ggml_py.kernels.cuda.launch import RESERVED
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, most_quads, shared_bytes
 from ggml_py.kernels.cuda.few_product import TOGETHER, shared_words
-from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, most_threads, shape_of, work
+from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, shape_of, threads_of, work
 from ggml_py.kernels.cuda.mul_mat import quantized_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (activations, check_extremes, check_mmq_few_qkv, check_mul_mat, check_mul_mat_argmax,
                                 check_mul_mat_glu, few as few_of, seeded)
-from thread_order import hold_back
+from thread_order import hold_back, hold_back_warp
 
 WEIGHTS = [fmt.name for fmt in FORMATS.values() if fmt.is_quantized]
 KIB = 1 << 10
@@ -55,7 +55,8 @@ def test_few_shapes_fit(name, limit):
         if (n_blocks := prod(shape.grid)) > 66:  # more than a share: no more blocks to a multiprocessor than to others
             n_bytes = max(n_bytes, (limit + RESERVED) // (-(-n_blocks // 132) + 1) // 16 * 16 - RESERVED + 16)
         assert shape.n_bytes == n_bytes <= limit and shape.grid[0] <= 132 and shape.grid[1] * shape.n_tokens >= n
-        assert 1 <= shape.n_warps <= MAX_WARPS[shape.n_tokens] and shape.n_threads <= most_threads(shape.n_tokens)
+        most = MAX_WARPS[shape.n_tokens]
+        assert 1 <= shape.n_warps <= most and shape.n_threads <= threads_of(shape.n_tokens, most)
         if n == 1:
             assert shape.n_warps <= n_chunks and (shape.n_boxes == n_chunks or shape.n_boxes % shape.n_warps == 0)
         else:
@@ -234,16 +235,16 @@ def four_tiles(machine, n_warps=3, n_boxes=4):
     (1, 4, 0), (1, 4, 1), *((n, 4, late) for n in (3, 4) for late in range(n + 1)), (7, 8, 7)])
 def simulate_a_late_warp(machine, monkeypatch, n_warps, n_boxes, late):
     """One warp does nothing that the others need not wait for; the last one adds."""
-    hold_back(monkeypatch, lambda cluster: {thread for thread in cluster.blocks[0].threads if thread.index.x // 32 == late})
+    hold_back_warp(monkeypatch, late)
     four_tiles(machine, n_warps, n_boxes)
 
 
-def simulate_late_lanes(machine, monkeypatch):
+@pytest.mark.parametrize("lane", [0, 1, 31])
+def simulate_late_lanes(machine, monkeypatch, lane):
     """Of the warp that adds, all lanes but one come late; they let boxes go in their order."""
-    for lane in 0, 1, 31:
-        hold_back(monkeypatch, lambda cluster, lane=lane: {thread for thread in cluster.blocks[0].threads
-                                                           if thread.index.x // 32 == 3 and thread.index.x % 32 != lane})
-        four_tiles(machine)
+    hold_back(monkeypatch, lambda cluster: {thread for thread in cluster.blocks[0].threads
+                                            if thread.index.x // 32 == 3 and thread.index.x % 32 != lane})
+    four_tiles(machine)
 
 
 def simulate_boxes_that_are_not_waited_for(machine, monkeypatch):
@@ -253,7 +254,7 @@ def simulate_boxes_that_are_not_waited_for(machine, monkeypatch):
             wait_at(shared, barrier, parity)
     wait_at = few_product.wait_at
     monkeypatch.setattr(few_product, "wait_at", hasty)
-    hold_back(monkeypatch, lambda cluster: {thread for thread in cluster.blocks[0].threads if thread.index.x // 32 == 3})
+    hold_back_warp(monkeypatch, 3)
     with pytest.raises((AssertionError, RuntimeError)):
         four_tiles(machine)
 

@@ -10,7 +10,7 @@ from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import mmq_few_id
 from ggml_py.kernels.cuda.few_product import shared_words
 from ggml_py.kernels.cuda.launch import RESERVED
-from ggml_py.kernels.cuda.mmq_few import FewShape, most_threads
+from ggml_py.kernels.cuda.mmq_few import FewShape, threads_of
 from ggml_py.kernels.cuda.mmq_few_id import MAX_WARPS, all_warps, id_shape, id_shape_of, padded, table_words
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import seeded
@@ -32,7 +32,7 @@ def test_id_shapes_fit(name, limit):
             assert shape.n_bytes <= limit and shape.n_warps <= MAX_WARPS[shape.n_tokens]
             n_all = shape.n_threads // 32
             resident = min(limit // (shape.n_bytes + RESERVED) + 1, all_warps(names, shape.n_tokens) // n_all)
-            assert shape.grid[0] <= 132 * resident and shape.n_threads <= most_threads(shape.n_tokens, MAX_WARPS)
+            assert shape.grid[0] <= 132 * resident and shape.n_threads <= threads_of(shape.n_tokens, MAX_WARPS[shape.n_tokens])
             assert (limit + RESERVED) // (shape.n_bytes + RESERVED) <= -(-shape.grid[0] // 132), "more than an even share"
 
 
