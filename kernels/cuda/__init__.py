@@ -7,7 +7,9 @@ simulator    the same kernel functions on the host, a greenlet a thread, on its 
 weights      weight tiles on the device: loads for the unpackings of quant/
 operands     what launch functions of products read of a call
 quantize     activations
-mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq (tile_product: tensor cores)
+mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq
+tile_form, tile_product, token_product   a chunk of a row tile times a few tokens, or one, on tensor cores
+ending       what becomes of a total
 few_product, tile_walk   how blocks of mmq_few multiply and add, and go from one row tile to the next
 block, exchange   the shape of a block of mmq; how teams of warps, and blocks of a cluster, share the chunks of a row
 mul_mat_glu  gate, up and their activation

@@ -11,6 +11,7 @@ from numba import cuda
 
 from ...quant.formats import CHUNK, format_of
 from ..call import Call
+from .ending import gate_and_store
 from .few_product import ROW_SLOT, product_of_token
 from .launch import F32, Kernel, N, SCALAR_F32, U32, factory, need
 from .mmq_few import MAX_WARPS, FewShape, few_launch, few_shape, qkv_shape, threads_of
@@ -19,7 +20,7 @@ from .ptx import (add, as_f32, as_u32, device, f32, i32, ld4, lds, lds4, mul, re
                   wait_for_previous)
 from .quantize import d_bits, largest, levels_of, limb_words, sum_of_four_lanes
 from .rms_norm import PARTIALS, halve128, reciprocal, sum_of_partial
-from .tile_product import gate_and_store, swizzle, takes_sums
+from .tile_form import swizzle, takes_sums
 from .tile_walk import by_turns, in_a_row
 
 MOST_NORMED = 6144  # columns of a row that every block norms for itself: what the shared memory of all GPUs has room for

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 from ...quant.tile import ROWS
 from .group_product import MOST_QUADS
-from .tile_product import QUAD
+from .tile_form import QUAD
 
 
 @dataclass(frozen=True)

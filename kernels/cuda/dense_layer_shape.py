@@ -7,7 +7,8 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import mbarrier
 from .flash_attn_ext_few import shared_layout
-from .tile_product import table_words, zero_words
+from .tile_form import table_words
+from .token_product import zero_words
 
 BLOCKS, WARPS = 16, 16         # of a cluster, of a block
 MOST_PIECES = 16               # of a context, that may have room

@@ -27,8 +27,9 @@ from . import mbarrier
 from .ptx import (architecture, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32,
                   kept, lds, lds4, least, nothing, redux_max, stage, sts, sts4, syncwarp, u32, wait_for_previous)
 from .quantize import planes
-from .tile_product import (MOST_FEW, QUAD, QUAD_WORDS, Slot, chunk_words, factors, slot, swizzle, table_words, takes_sums,
-                           tile_product, zero_words)
+from .tile_form import MOST_FEW, QUAD, QUAD_WORDS, Slot, chunk_words, factors, slot, swizzle, table_words, takes_sums
+from .tile_product import tile_product
+from .token_product import token_product, zero_words
 from .tile_walk import PICK, TileWalk
 from .wgmma import fence
 
@@ -289,7 +290,8 @@ def stages(names: tuple[str, ...], n_tokens: int, walk: TileWalk, made: bool = F
     """made: a single token whose activations the block makes."""
     kinds = tuple(dict.fromkeys(names))
     tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
-    tile_products = [tile_product(name, quads_of(n_tokens), table, n_tokens == 1) for name, table in zip(kinds, tables)]
+    tile_products = [token_product(name, table) if n_tokens == 1 else tile_product(name, quads_of(n_tokens), table)
+                     for name, table in zip(kinds, tables)]
     slots = [ROW_SLOT if made else chunk_slot(format_of(name), n_tokens) for name in kinds]
     multiply = choice(list(map(multiplier, tile_products, slots)))
     return Stages(tuple(i32(kinds.index(name)) for name in names), multiply, sum_writer(slots, n_tokens),

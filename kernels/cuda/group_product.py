@@ -18,8 +18,8 @@ from typing import NamedTuple
 from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
 from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, prmt, shuffle, syncwarp, u32
-from .tile_product import (Factors, Form, TileProduct, factors, form, is_late, level_words, limb_product, preparer, split_sum,
-                           splitter, token_limbs)
+from .tile_form import Factors, Form, TileProduct, factors, form, is_late
+from .tile_product import level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, Products, place, products, wait_for_all_but_one, wait_for_all_but_two
 

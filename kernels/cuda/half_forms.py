@@ -16,7 +16,7 @@ import numpy as np
 
 from ...quant.formats import CHUNK, Format
 from ...quant.words import Looked
-from .tile_product import form
+from .tile_form import form
 from .weights import shared_unpacker
 
 EXACT = 1 << 24             # up to which all integers are float32

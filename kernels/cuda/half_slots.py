@@ -21,7 +21,7 @@ from .half_limbs import rest_of, token_words, tokens_of_atom, unit_words
 from .half_product import MOST_TOGETHER
 from .parts import Part, item_words
 from .ptx import afresh, device, i32, least, quotient
-from .tile_product import QUAD, chunk_words, table_words
+from .tile_form import QUAD, chunk_words, table_words
 from .wgmma import ATOM_WORDS, fence
 
 SHARED_LIMIT = 227 << 10  # bytes of shared memory of a block on Hopper

@@ -17,6 +17,7 @@ from ..call import Call
 from . import cluster, group_product, mbarrier, wgmma
 from .block import Block
 from .dispatch import dispatch_table
+from .ending import STORE, Ending, gate_and_store
 from .exchange import Exchange, exchange, exchanger
 from .launch import F32, HOPPER, I32, Kernel, N, U32, factory, need
 from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, scratch_words, slot_barriers,
@@ -26,7 +27,8 @@ from .parts import Part, dense, grouped, in_a_row, item_words, taker
 from .ptx import (afresh, as_f32, as_u32, copies_wait_but, device, f32, fma, i32, i64, lds, lds4, quotient, remainder, shuffle,
                   stage, sts, wait_for_previous)
 from .quantize import most_rows
-from .tile_product import QUAD_WORDS, STORE, Ending, Form, form, gate_and_store, table_words, tile_product
+from .tile_form import QUAD_WORDS, Form, form, table_words
+from .tile_product import tile_product
 
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))

@@ -6,11 +6,12 @@ from functools import lru_cache
 from ...quant.formats import CHUNK, FORMATS
 from ...quant.tile import ROWS
 from ..call import Call
+from .ending import STORE, gate_and_store
 from .few_product import MOST_TOKENS, TOGETHER, box_words, products, shared_words
 from .launch import F32, I32, Kernel, N, U32, even_bytes, factory, need
 from .operands import addresses, gated_of, qkv_of
 from .quantize import most_rows
-from .tile_product import QUAD, STORE, gate_and_store
+from .tile_form import QUAD
 from .tile_walk import best_of_tiles, by_turns, in_a_row
 
 # Warps of a block that multiply at most, by its tokens: 16 leave 128 registers a thread, up to 12 with that which adds 168

@@ -18,13 +18,14 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS
 from ..call import Call
 from .dispatch import report, sum_before
+from .ending import STORE, Ending, gate_and_store
 from .few_product import MOST_TOKENS, products, shared_words
 from .launch import F32, I32, Kernel, N, RESERVED, U32, factory, need
 from .mmq_few import FewShape, boxes_of, evenly, threads_of, work
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of, row_of_pair
 from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, least, popc, quotient, remainder, stage, sts, syncwarp
 from .quantize import most_rows
-from .tile_product import QUAD, STORE, Ending, form, gate_and_store
+from .tile_form import QUAD, form
 from .tile_walk import PICK, TileWalk, matrices_by_turns, tiles_of
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory

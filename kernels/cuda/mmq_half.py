@@ -19,6 +19,7 @@ from ..call import Call
 from . import cluster, mbarrier
 from .block import Block
 from .dispatch import dispatch_table
+from .ending import STORE, Ending, gate_and_store
 from .exchange import exchanger
 from .few_product import codebooks
 from .half_forms import half_form
@@ -34,7 +35,6 @@ from .parts import grouped, item_words, taker
 from .ptx import (afresh, ballot, blocks_of_grid, device, f32, i32, lds, least, nothing, quotient, remainder, sts, syncwarp, u32,
                   wait_for_previous)
 from .split_product import split_product
-from .tile_product import STORE, Ending, gate_and_store
 from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers
 

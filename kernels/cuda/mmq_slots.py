@@ -9,7 +9,7 @@ from .block import Block
 from .parts import Part
 from .ptx import afresh, copies4, copies_commit, copy1, copy4, device, i32, i64, least, quotient, remainder
 from .quantize import planes
-from .tile_product import QUAD, QUAD_WORDS, Slot, chunk_words, factors, form, is_late, slot, swizzle, table_words
+from .tile_form import QUAD, QUAD_WORDS, Slot, chunk_words, factors, form, is_late, slot, swizzle, table_words
 from .weights import unpacker
 
 N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done with it

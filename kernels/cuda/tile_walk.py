@@ -4,8 +4,8 @@ from typing import NamedTuple
 from numba import cuda
 
 from .argmax import LEAST_RANK, best_of_warp, rank
+from .ending import STORE, Ending, row_there
 from .ptx import add, as_f32, device, i32, i64, ldc, lds, least, st
-from .tile_product import STORE, Ending, row_there
 
 # By the length of a tuple: (values, i) -> values[i]
 PICK = {1: device(lambda values, i: values[0]),

@@ -44,7 +44,8 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
     ("split_product.py", "leave(lane, shared, i32(barriers.done + (n_pieces - 1) * mbarrier.WORDS))"): TOGETHER,
     ("mmq_half.py", "mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))"): TOGETHER,
     ("tile_product.py", "apart()"): COMPILER,
-    ("tile_product.py",
+    ("token_product.py", "apart()"): COMPILER,
+    ("token_product.py",
      "syncwarp()  # what is loaded for the other half is loaded behind it: registers"): COMPILER,
 }
 
