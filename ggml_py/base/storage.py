@@ -20,8 +20,8 @@ Arrays = tuple[np.ndarray, ...]  # of a tensor on the host: one; q int16, d floa
 class ActivationLayout:
     """Where the planes of activation blocks lie: two bytes a level (q), a scale a chunk (d), sums over 16 columns (sums).
 
-    order: of the planes. limbs: q is a plane of high limbs and one of low limbs, and the limbs of the sums lie behind everything
-    (quant/activation.py)."""
+    order: of the planes. limbs: q is a plane of high limbs and one of low limbs, d is [nc][n], and the limbs of the sums lie
+    behind everything, [nc][n][3][16] (quant/activation.py)."""
     name: str
     order: tuple[str, ...] = ("q", "d", "sums")
     limbs: bool = False
@@ -41,7 +41,9 @@ class ActivationLayout:
 
         def part(plane, width, dtype):
             return data[at[plane]:at[plane] + n_rows * width * np.dtype(dtype).itemsize].view(dtype).reshape(n_rows, width)
-        return part("q", n_chunks * CHUNK, np.int16), part("d", n_chunks, np.float32), part("sums", n_chunks * 16, np.int32)
+        d = part("d", n_chunks, np.float32)
+        d = d.reshape(n_chunks, n_rows).T if self.limbs else d
+        return part("q", n_chunks * CHUNK, np.int16), d, part("sums", n_chunks * 16, np.int32)
 
     def read(self, data: np.ndarray, n_rows: int, n_cols: int) -> Arrays:
         """q, d and sums, q as levels, copied."""
@@ -58,9 +60,9 @@ class ActivationLayout:
             part[...] = array
         if self.limbs:
             q, _, sums = arrays
-            limbs, first = split_sums(sums.reshape(len(sums), -1, 16)).reshape(-1), self.planes(n_rows, n_cols)["q"]
+            limbs, first = split_sums(sums.reshape(n_rows, -1, 16)), self.planes(n_rows, n_cols)["q"]
             data[first:first + 2 * q.size] = np.concatenate([limb.reshape(-1) for limb in split_limbs(q)]).view(np.uint8)
-            data[data.size - limbs.size:] = limbs.view(np.uint8)
+            data[data.size - limbs.size:] = limbs.swapaxes(0, 1).reshape(-1).view(np.uint8)
         return data
 
 

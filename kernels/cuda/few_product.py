@@ -24,17 +24,18 @@ from numba import cuda, types
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import mbarrier
-from .ptx import (architecture, as_f32, as_u32, copies4, copies_commit, copies_wait_but, copy1, copy4, device, f32, fma, i32,
-                  kept, lds, lds4, least, nothing, redux_max, stage, sts, sts4, syncwarp, u32, wait_for_previous)
+from .ptx import (afresh, architecture, as_f32, as_u32, before_blackwell, copies4, copies_commit, copies_wait_but, copy1, copy4,
+                  device, f32, fma, i32, kept, lds, lds4, least, nothing, redux_max, stage, sts, sts4, syncwarp, u32,
+                  wait_for_previous)
 from .quantize import planes
-from .tile_form import MOST_FEW, QUAD, QUAD_WORDS, Slot, chunk_words, factors, slot, swizzle, table_words, takes_sums
+from .tile_form import QUAD, QUAD_WORDS, Slot, chunk_words, factors, is_late, slot, swizzle, table_words, takes_sums
 from .tile_product import tile_product
 from .token_product import token_product, zero_words
 from .tile_walk import PICK, TileWalk
 from .wgmma import fence
 
-MOST_TOKENS = MOST_FEW * QUAD  # of a block
-SLOT_WORDS = 3400    # of several tokens: a warp has two slots of up to so many words, or one
+MOST_TOKENS = 16     # of a block
+SLOT_WORDS = 3420    # of several tokens: a warp has two slots of up to so many words, or one
 TOGETHER = 4         # chunks whose sums are added together where there are so many
 MOST_IN_BULK = QUAD  # tokens of a block whose weights come by bulk copies; of more that gains nothing (docs/kernels-log.md)
 BARRIER = 4          # last words of their slots: an mbarrier, on 16 bytes
@@ -51,9 +52,10 @@ ROW_SLOT = Slot(0, 2 * CHUNK // 4, 2 * CHUNK // 4 + 4, CHUNK)
 
 
 def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
-    """Of one token: its two rows, its scale and, where they are wanted, the sums of q in the place of limbs."""
+    """Of several tokens as `slot` has it, with limbs of sums where minima are late. Of one token: its two rows, its scale and,
+    where they are wanted, the sums of q in the place of limbs."""
     if n_tokens > 1:
-        return slot(fmt, 1, quads_of(n_tokens), False)
+        return slot(fmt, 1, quads_of(n_tokens), is_late(fmt, quads_of(n_tokens)))
     act = tile_bytes(fmt) // 4
     d = act + 2 * CHUNK // 4
     return Slot(act, d, d + 4, d + 4 + 16 * takes_sums(fmt))
@@ -117,6 +119,7 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
     act_at, d_at, sums_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
     n_quads = quads_of(n_tokens)
+    n_limbs, limbs_at = -(-3 * n_tokens // 32) if is_late(fmt, n_quads) else 0, at.limbs
 
     @device
     def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
@@ -133,16 +136,19 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     def copy_token(lane, own, shared, to, act, chunk, first, n_valid, n, n_chunks):
         _, scales, sums, _ = planes(n, n_chunks)
         there, source = own
-        at = i32(row_of(shared, first, 0) * n_chunks + chunk)
+        row = row_of(shared, first, 0)
+        at = i32(row * n_chunks + chunk)
         copy4(shared, i32(to + act_at + there), act, i32(source + at * 64))
         if lane == 0:
-            copy1(shared, i32(to + d_at), act, i32(scales + at))
+            copy1(shared, i32(to + d_at), act, i32(scales + chunk * n + row))
         if sums_too and lane < 4:
             copy4(shared, i32(to + sums_at + lane * 4), act, i32(sums + at * 16 + lane * 4))
 
     @device
     def copy_tokens(lane, own, shared, to, act, chunk, first, n_valid, n, n_chunks):
-        _, scales, _, _ = planes(n, n_chunks)
+        if not before_blackwell():
+            n = afresh(n)  # else it has a register of its own, and others are spilled
+        _, scales, _, limbs = planes(n, n_chunks)
         there, source = own
         source, row_words = i32(source + chunk * 64), i32(n_chunks * 64)
         for quad in range(n_quads):
@@ -152,7 +158,13 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
                     copy4(shared, i32(to + (act_at + quad * QUAD_WORDS + t * 128) + (there ^ (swizzle(2 * t) << 2))), act,
                           i32(source + row_of(shared, first, token) * row_words))
         if lane < n_valid:
-            copy1(shared, i32(to + d_at + lane), act, i32(scales + row_of(shared, first, lane) * n_chunks + chunk))
+            copy1(shared, i32(to + d_at + lane), act, i32(scales + chunk * n + row_of(shared, first, lane)))
+        for i in range(n_limbs):
+            p = i32(lane + 32 * i)
+            if p < 3 * n_valid:  # of each token three pieces
+                token = i32(i32(p * 43) >> 7)  # p // 3, of p < 128
+                beside = i32(limbs + chunk * n * 12 + (p - 3 * token) * 4)
+                copy4(shared, i32(to + limbs_at + p * 4), act, i32(beside + row_of(shared, first, token) * 12))
     return copy_tile, copy_token if n_tokens == 1 else copy_tokens
 
 

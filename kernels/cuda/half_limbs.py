@@ -246,7 +246,7 @@ def half_limbs_kernel(name, tokens, experts):
                 if has_sums:
                     widen_sums(lane, act, limbs, sums + source * 16, rest, t)
                 if lane == 0:
-                    st(limbs, rest + d_at + (t & 3) * quads + (t >> 2), ld(act, scales + source))
+                    st(limbs, rest + d_at + (t & 3) * quads + (t >> 2), ld(act, scales + i64(chunk) * n + row))
             # What is multiplied in the place of tokens that are not there may be anything, but not large
             if lane == 0 and has_parts:
                 st(limbs, rest + large_at + t, u32(1 if reach > most else 0))

@@ -14,8 +14,9 @@ from .quantize import most_rows
 from .tile_form import QUAD
 from .tile_walk import best_of_tiles, by_turns, in_a_row
 
-# Warps of a block that multiply at most, by its tokens: 16 leave 128 registers a thread, up to 12 with that which adds 168
-MAX_WARPS = {1: 16, QUAD: 8, 2 * QUAD: 8, MOST_TOKENS: 10}
+# Warps of a block that multiply at most, by its tokens: 16 leave 128 registers a thread, 11 and that which adds 168, 7 and that
+# which adds 255. With 8 tokens an eighth one, which shares a scheduler with that which adds, is late.
+MAX_WARPS = {1: 16, QUAD: 11, 2 * QUAD: 7, MOST_TOKENS: 11}
 ROUND_WORDS = 2112    # of a round's sums, if it has more chunks than warps: 64 chunks of one token
 LATENCY = 3           # chunks that a scheduler can issue while one waits
 SCHEDULERS = 4        # of a multiprocessor: warp w of all belongs to w % 4
@@ -99,6 +100,11 @@ def work(n_warps: int, n_blocks: int, n_chunks: int) -> int:
     return -(-n_chunks // n_warps) * max(LATENCY, -(-n_blocks * n_warps // SCHEDULERS))
 
 
+def is_even(n_warps: int) -> bool:
+    """Whether schedulers share the warps that multiply evenly, alone or with that which adds, or have one each at most."""
+    return n_warps < SCHEDULERS or n_warps % SCHEDULERS in (0, SCHEDULERS - 1)
+
+
 def boxes_of(n_tokens: int, n_warps: int, n_chunks: int) -> int:
     """As of `FewShape`."""
     if n_tokens > 1:
@@ -122,16 +128,17 @@ def shape_of(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_tokens:
 @lru_cache(None)
 def few_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,
               row_words: int = 0) -> FewShape:
-    """As many tokens as a block can take, and one block a multiprocessor, `evenly`. Warps: of a single token, of those numbers
-    that registers and shared memory hold that which `work` finds the fastest; of several as many as these hold, but no more than
-    the block has chunks. names: formats of the matrices; row_words: as of `shared_words`."""
+    """As many tokens as a block can take, and one block a multiprocessor, `evenly`. Warps: of those numbers that registers and
+    shared memory hold the one that `work` finds the fastest, the smallest of equals; of several tokens only even ones and the
+    largest are tried. names: formats of the matrices; row_words: as of `shared_words`."""
     n_tokens = next((t for t in MAX_WARPS if t >= n), MOST_TOKENS)
     n_tiles, n_chunks = -(-n_rows // ROWS), -(-n_cols // CHUNK)
     n_each = n_chunks if n_tokens == 1 else n_chunks * -(-n_tiles // n_multiprocessors)  # that warps of a block take by turns
-    shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, n_multiprocessors, row_words)
-              for n_warps in range(1, min(MAX_WARPS[n_tokens], n_each) + 1)]
+    most = min(MAX_WARPS[n_tokens], n_each)
+    numbers = [n_warps for n_warps in range(1, most + 1) if n_tokens == 1 or n_warps == most or is_even(n_warps)]
+    shapes = [shape_of(names, n_rows, n_cols, n, n_tokens, n_warps, n_multiprocessors, row_words) for n_warps in numbers]
     fitting = [shape for shape in shapes if shape.n_bytes <= shared_limit] or shapes[:1]
-    best = min(fitting, key=lambda shape: work(shape.n_warps, 1, n_chunks)) if n_tokens == 1 else fitting[-1]
+    best = min(fitting, key=lambda shape: work(shape.n_warps, 1, n_each))
     return evenly(best, n_multiprocessors, shared_limit) if 2 * best.grid[0] * best.grid[1] > n_multiprocessors else best
 
 

@@ -113,8 +113,9 @@ def tile_copier(fmt: Format, block: Block, part: Part):
 
 def token_copier(fmt: Format, block: Block, part: Part):
     """(find, copy_tokens). find: (tid, shared, n_chunks, n, found) fills found, of n rows of activations. copy_tokens: (tid,
-    warp, shared, to, act, chunk, found): a thread starts the copies of its pieces of the chunk's limbs, scales and, where minima
-    are late, limbs of sums. Tokens behind the last repeat it, or, where their number is known (`Part.n_tokens`), are left out."""
+    warp, shared, to, act, chunk, n, found): a thread starts the copies of its pieces of the chunk's limbs, scales and, where
+    minima are late, limbs of sums. Tokens behind the last repeat it, or, where their number is known (`Part.n_tokens`), are
+    left out."""
     sources_from, source_of, tokens_of = part.sources, part.source, part.n_tokens
     partial, n_warps, tokens, warpgroups = tokens_of is not None, block.n_warps, block.tokens, block.warpgroups
     at, n_quads, n_threads = chunk_slot(fmt, block), tokens // QUAD, 32 * n_warps
@@ -148,15 +149,15 @@ def token_copier(fmt: Format, block: Block, part: Part):
                 source = source_of(shared, i32(first + 4 * (warp + i * n_warps) + c), last)
                 found.offsets[c * quads_of_warp + i] = i32(plane + source * row_words)
         for i in range(scales_of_thread):
-            found.own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last) * n_chunks)
+            found.own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last))
         for i in range(limbs_of_thread):
             p = i32(tid + i * n_threads)
             token = quotient(p, 3)
             source = source_of(shared, i32(first + token), last)
-            found.own[scales_of_thread + i] = i32(limbs + source * n_chunks * 12 + (p - 3 * token) * 4)
+            found.own[scales_of_thread + i] = i32(limbs + source * 12 + (p - 3 * token) * 4)
 
     @device
-    def copy_tokens(tid, warp, shared, to, act, chunk, found):
+    def copy_tokens(tid, warp, shared, to, act, chunk, n, found):
         end = i32(tokens)
         if partial:
             end = tokens_of(shared)
@@ -169,11 +170,11 @@ def token_copier(fmt: Format, block: Block, part: Part):
         for i in range(scales_of_thread):
             token = i32(tid + i * n_threads)
             if token < tokens:
-                copy1(shared, to + d_at + scale_at(token), act, i64(i32(found.own[i] + chunk)))
+                copy1(shared, to + d_at + scale_at(token), act, i64(i32(found.own[i] + chunk * n)))
         for i in range(limbs_of_thread):
             if tid + i * n_threads < 3 * tokens:
                 copy4(shared, to + limbs_at + (tid + i * n_threads) * 4, act,
-                      i64(i32(found.own[scales_of_thread + i] + chunk * 12)))
+                      i64(i32(found.own[scales_of_thread + i] + chunk * n * 12)))
     return find, copy_tokens
 
 
@@ -244,7 +245,7 @@ def slot_filler(fmt: Format, block: Block, part: Part):
             find(tid, shared, afresh(operands.n_chunks), afresh(operands.n), found)
         lane, warp = i32(tid & 31), i32(tid >> 5)
         copy_tile(lane, warp, shared, to, operands, chunk)
-        copy_tokens(tid, warp, shared, to, operands.act, chunk, found)
+        copy_tokens(tid, warp, shared, to, operands.act, chunk, operands.n, found)
 
     @device
     def fill(tid, shared, to, turn, chunk, operands, found):
@@ -265,7 +266,7 @@ def slot_filler(fmt: Format, block: Block, part: Part):
     @device
     def fill_tokens(tid, shared, to, chunk, operands, found):
         if chunk < operands.n_chunks:
-            copy_tokens(tid, i32(tid >> 5), shared, to, operands.act, chunk, found)
+            copy_tokens(tid, i32(tid >> 5), shared, to, operands.act, chunk, operands.n, found)
             if paced:
                 mbarrier.arrive_behind_copies(shared, to + there)
         if not paced:

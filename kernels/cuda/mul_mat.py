@@ -3,7 +3,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...quant.formats import CHUNK, Format, format_of
-from ...quant.tile import ROWS
+from ...quant.tile import ROWS, tile_bytes
 from ..call import Call, Operand
 from .few_product import MOST_TOKENS as MOST_TOKENS_FEW
 from .launch import RESERVED, need
@@ -15,10 +15,12 @@ from .mmq_few import FewShape, few_shape, mmq_few
 from .mmq_half import Halves, dense_blocks, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
+from .tile_form import QUAD, is_late
 
-# us of a chunk of Q4_K (docs/kernels-log.md): a row tile with 16 tokens in mmq_few (0.46 by now, but teams of other formats take
-# less than Q4_K's); of warpgroups, by their quads, of the only one of a multiprocessor, and of each further one
-FEW_US, WARPGROUP_US = 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
+# us of a chunk (docs/kernels-log.md): a row tile with 16 tokens in mmq_few, of formats with late minima, and of others (0.3 to
+# 0.5 by now, but their teams of warpgroups take less, too); of warpgroups, Q4_K, by their quads, of the only one of a
+# multiprocessor, and of each further one
+LATE_FEW_US, FEW_US, WARPGROUP_US = 0.36, 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 1.05}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 # us of mmq_half: of a round of blocks, and of each of its chunks, by their quads; of the launch before, and of each value of the
@@ -31,6 +33,7 @@ TOPS_US, BYTES_US, SPLIT_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.6}, {8: 1.7, 16
 # What int8 products of these take over Q4_K's
 MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.1, 1.05, 1.15
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
+FEW_BITS = 2.1        # of a weight (`is_slow`)
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
@@ -60,10 +63,15 @@ def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: 
     return us + CLUSTER_START_US + n_turns * CLUSTER_US[block.quads] if block.blocks > 1 else us
 
 
-def few_us(n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
-    """What a matrix takes by mmq_few."""
-    n_blocks = -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW)
-    return START_US + FEW_US * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
+def late_few(names: tuple[str, ...], n: int) -> bool:
+    """Whether one block of mmq_few has all tokens, and multiplies minima late. names: formats of the matrices."""
+    return n <= MOST_TOKENS_FEW and all(is_late(format_of(name), MOST_TOKENS_FEW // QUAD) for name in names)
+
+
+def few_us(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
+    """What a matrix takes by mmq_few. names: formats of the matrices."""
+    n_blocks, chunk_us = -(-n_rows // ROWS) * -(-n // MOST_TOKENS_FEW), LATE_FEW_US if late_few(names, n) else FEW_US
+    return START_US + chunk_us * -(-n_blocks // n_multiprocessors) * -(-n_cols // CHUNK)
 
 
 class Times(NamedTuple):
@@ -96,23 +104,26 @@ def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multi
 
 @lru_cache(None)
 def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int) -> Block | None:
-    """The block of mmq_half where it takes less than blocks of mmq of that shape."""
+    """The block of mmq_half where it takes less than mmq of that shape, or than mmq_few of formats with late minima."""
     fmt = format_of(type_)
-    if n < FEWEST_OF_HALVES or not isinstance(shape, Block) or not has_halves(fmt):
+    few = isinstance(shape, FewShape)
+    if n < FEWEST_OF_HALVES or not (late_few((fmt.name,), n) if few else isinstance(shape, Block)) or not has_halves(fmt):
         return None
     us = {block: half_us(fmt, block, n_rows, n_cols, n, n_multiprocessors) for block in dense_blocks(fmt)
           if cluster_of(block) <= n_multiprocessors}
     if not us:
         return None
     block = min(us, key=us.get)
-    of_shape = block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit)
+    of_shape = (few_us((fmt.name,), n_rows, n_cols, n, n_multiprocessors) if few else
+                block_us((fmt.name,), shape, n_rows, n_cols, n, n_multiprocessors, shared_limit))
     return block if us[block] < of_shape * half_times(fmt).of_int8 else None
 
 
 def is_slow(fmt: Format) -> bool:
-    """Whether up to 16 tokens go by mmq_few: levels by tables, or float minima, or float scales of 16 columns. Of all but three
-    it takes less than teams (docs/kernels-log.md)."""
-    return half_form(fmt) is not None and not fmt.zero and half_times(fmt).slow
+    """Whether up to 16 tokens go by mmq_few: levels by tables, or float minima, or float scales of 16 columns, or few bits. Of
+    all but four it takes less than teams (docs/kernels-log.md)."""
+    few_bits = tile_bytes(fmt) < FEW_BITS * ROWS * CHUNK // 8
+    return few_bits or (half_form(fmt) is not None and not fmt.zero and half_times(fmt).slow)
 
 
 def fastest(names: tuple[str, ...], blocks: tuple[Block, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
@@ -140,7 +151,7 @@ def many_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multi
     if not blocks:
         return None
     us, block = fastest(names, blocks, n_rows, n_cols, n, n_multiprocessors, shared_limit)
-    return block if n > FEWEST_OF_WARPGROUPS and us < few_us(n_rows, n_cols, n, n_multiprocessors) else None
+    return block if n > FEWEST_OF_WARPGROUPS and us < few_us(names, n_rows, n_cols, n, n_multiprocessors) else None
 
 
 def quantized_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiprocessors: int, shared_limit: int,

@@ -39,9 +39,9 @@ def team_shape(names: tuple[str, ...], n_rows: tuple[int, ...], n_cols: int, n: 
     us, block = fastest(names, blocks, together, n_cols, n, *device)
     apart = [(name, rows, mul_mat_shape(name, rows, n_cols, n, *device, warpgroups)) for name, rows in zip(names, n_rows)]
     if all(isinstance(shape, FewShape) for *_, shape in apart):
-        return block if us < few_us(together, n_cols, n, n_multiprocessors) else None
+        return block if us < few_us(names, together, n_cols, n, n_multiprocessors) else None
     others_us = sum(block_us((name,), shape, rows, n_cols, n, *device) if isinstance(shape, Block) and shape.warpgroups
-                    else few_us(rows, n_cols, n, n_multiprocessors) for name, rows, shape in apart)
+                    else few_us((name,), rows, n_cols, n, n_multiprocessors) for name, rows, shape in apart)
     return block if us < others_us else None
 
 

@@ -5,9 +5,12 @@ bytes:
 
     hi    int8    [n][nc * 256]     q = 128 hi + lo, zeros beyond the row's end
     lo    int8    [n][nc * 256]
-    d     float32 [n][nc]
+    d     float32 [nc][n]
     sums  int32   [n][nc * 16]      of q over 16 columns
-    limbs int8    [n][nc][3][16]    of the sums of a chunk, 16384 a + 128 b + c: the minima of a chunk are a product too
+    limbs int8    [nc][n][3][16]    of the sums of a chunk, 16384 a + 128 b + c: the minima of a chunk are a product too
+
+What is a few bytes of a token and a chunk lies beside that of the other tokens, which are multiplied together: a copy of pieces
+that are far apart takes longer than the rows of q (docs/kernels-log.md, "Two to 16 tokens").
 """
 from functools import lru_cache
 
@@ -167,11 +170,11 @@ def chunk_quantizer(n_groups: int):
         used, inverse = levels_of(bits)
         hi, low, s = limb_words(a, b, c, d, inverse, used)
         lo, scales, sums, limbs = plane_words(n, n_chunks)
-        at = i64(row) * n_chunks + chunk
+        at, beside = i64(row) * n_chunks + chunk, i64(chunk) * n + row
         st(act, at * 64 + t, hi)
         st(act, lo + at * 64 + t, low)
         if t == 0:
-            st(act, scales + at, d_bits(bits, used))
+            st(act, scales + beside, d_bits(bits, used))
 
         # 3. sums of 16 columns, with each of their four lanes, which make a limb each; words of the limbs of four sums
         s = sum_of_four_lanes(s, lane)
@@ -182,7 +185,7 @@ def chunk_quantizer(n_groups: int):
         word = u32(word | u32(shuffle(word, lane ^ 4)))
         word = u32(word | u32(shuffle(word, lane ^ 8)))
         if lane & 15 < 3:
-            st(act, limbs + at * 12 + 4 * k + (t >> 4), word)
+            st(act, limbs + beside * 12 + 4 * k + (t >> 4), word)
     return quantize_chunk
 
 

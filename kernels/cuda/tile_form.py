@@ -20,7 +20,11 @@ from .weights import shared_unpacker, terms, unpacker
 
 QUAD = 4                  # tokens
 QUAD_WORDS = 2 * QUAD * CHUNK // 4
-MOST_FEW = 4              # quads for which products are cheaper than work on a tile's words
+# Quads from which on something takes less in another way (docs/kernels-log.md)
+LATE_FROM = 2             # minima are multiplied at the end of a chunk, with limbs of the sums of q
+SUBTRACTED_FROM = {32: 4, 16: 5}  # zero points are subtracted while unpacking, not by a product; by the columns of a sum
+SPLIT_FROM = 5            # levels, not sums, are multiplied by scales
+APART_FROM = 5            # the compiler keeps the products of quads apart, as registers want it
 
 
 class Form(NamedTuple):
@@ -74,12 +78,12 @@ def factors(fmt: Format, n_quads: int) -> Factors:
 def is_split(fmt: Format, n_quads: int) -> bool:
     """Whether levels are multiplied by their integer scales while unpacking and split in limbs, which for many tokens takes less
     than to multiply sums of 16."""
-    return n_quads > MOST_FEW and form(fmt).integer and form(fmt).step == 16
+    return n_quads >= SPLIT_FROM and form(fmt).integer and form(fmt).step == 16
 
 
 def is_late(fmt: Format, n_quads: int) -> bool:
-    """Whether the minima of a chunk are multiplied at its end with limbs of the sums of q, which takes less for many tokens."""
-    return n_quads > MOST_FEW and fmt.has_min and fmt.group == CHUNK
+    """Whether the minima of a chunk are multiplied at its end with limbs of the sums of q: 4 products for 32 of a quad."""
+    return n_quads >= LATE_FROM and fmt.has_min and fmt.group == CHUNK
 
 
 def takes_sums(fmt: Format) -> bool:
@@ -125,7 +129,7 @@ class Constants(NamedTuple):
     single: bool      # one token, of which shared memory holds two rows, hi and lo
     form: Form
     planes: Factors
-    many: bool        # so many quads that work on a tile's words is cheaper than more products
+    apart: bool       # whether the compiler keeps products of quads apart
     split: bool       # as of `is_split`
     late: bool        # as of `is_late`
     zero: int         # the zero point, where a product subtracts it, not the unpacking
@@ -152,12 +156,12 @@ class Constants(NamedTuple):
 
 
 def constants(name: str, unpack, n_entries: int, n_quads: int, single: bool) -> Constants:
-    fmt, many = format_of(name), n_quads > MOST_FEW
-    _, integer, wide, carried = form(fmt)
+    fmt = format_of(name)
+    step, integer, wide, carried = form(fmt)
     assert not single or (not (carried and (fmt.has_min or wide)) and fmt.has_min <= (integer or fmt.group != CHUNK)), name
     assert not (fmt.has_min and (unpack.pairs or fmt.zero)), name
-    return Constants(fmt, unpack, n_entries, n_quads, single, form(fmt), factors(fmt, n_quads), many, is_split(fmt, n_quads),
-                     is_late(fmt, n_quads), 0 if many else fmt.zero)
+    return Constants(fmt, unpack, n_entries, n_quads, single, form(fmt), factors(fmt, n_quads), n_quads >= APART_FROM,
+                     is_split(fmt, n_quads), is_late(fmt, n_quads), 0 if n_quads >= SUBTRACTED_FROM[step] else fmt.zero)
 
 
 class TileProduct(NamedTuple):

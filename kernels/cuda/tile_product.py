@@ -5,8 +5,9 @@ The tile lies in shared memory as it lies in the file's bits; a lane unpacks wha
 straight into registers: lane l has words l % 4 of rows l / 4, l / 4 + 8, + 16 and + 24. Integer sums have no order, so any
 assignment of columns to words will do as long as the activations follow it (`Unpacker.quarter`).
 
-A zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the addend; so is the
-sum of q under a minimum, and the minima of a chunk are a product with imin.
+Of few quads a zero point (level = code - zero) is a product of the same activations with a constant matrix, passed on as the
+addend; so is the sum of q under a minimum, and the minima of a chunk are a product with imin. What takes the place of that for
+more quads, and from how many on, says `tile_form`.
 """
 from typing import NamedTuple
 
@@ -192,7 +193,7 @@ def row_unpacker(const: Constants):
     """(lane, shared, tile, j) -> the four words of A of the tile's rows 0 .. 15, then the four of rows 16 .. 31: int8 levels,
     of a single token before the shift, or codes."""
     quarter = const.unpack.unshifted if const.single else const.unpack.quarter
-    row_words = level_words(const.fmt, quarter, const.many and not const.split and const.fmt.zero > 0)
+    row_words = level_words(const.fmt, quarter, not const.split and const.zero < const.fmt.zero)
 
     @device
     def unpack_rows(lane, shared, tile, j):
@@ -325,7 +326,7 @@ def block_multiplier(const: Constants):
     """(multiply_block, multiply_blocks): adds the products of block j with all quads, or of blocks j and j + 1. multiply_block:
     (lane, shared, tile, act, scratch, j, b0, b1, sums), b0, b1 of a single quad; of more they are loaded. multiply_blocks: the
     same without."""
-    n_quads, steps, many, split, late, whole = const.n_quads, const.steps, const.many, const.split, const.late, const.whole
+    n_quads, steps, parted, split, late, whole = const.n_quads, const.steps, const.apart, const.split, const.late, const.whole
     has_min, carried, pairs, two_quads, z = const.fmt.has_min, const.form.carried, const.unpack.pairs, const.n_quads > 1, i32(0)
     m_plane, imin_plane = const.planes.m, const.planes.imin
     load_tokens, unpack_rows, multiply_quad = token_loader(const), row_unpacker(const), quad_multiplier(const)
@@ -360,11 +361,11 @@ def block_multiplier(const: Constants):
                     i = load_factors(shared, scratch, m_plane + j, g) + w
             if two_quads:
                 for pair in range(n_quads // 2):
-                    if many:
+                    if parted:
                         apart()
                     b = load_tokens(lane, shared, act, j, 2 * pair)
                     multiply_quad(w, v, i, f, b[0], b[1], 2 * pair, q, sums)
-                    if many:
+                    if parted:
                         apart()
                     multiply_quad(w, v, i, f, b[2], b[3], 2 * pair + 1, q, sums)
             else:

@@ -11,7 +11,7 @@ from ggml_py.kernels.cuda.dequantize import dequantize
 from ggml_py.kernels.cuda.mmvq_staged import StagedShape, stage_bytes
 from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
 from ggml_py.kernels.cuda.mmq_few import few_shape, mmq_few
-from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, mmvq_shape, mul_mat_shape
+from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, half_block, mmvq_shape, mul_mat_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat,
                                 check_quantize, check_take_rows, float16_edges, seeded)
@@ -73,8 +73,8 @@ def test_few_refuses():
 
 
 @pytest.mark.parametrize("type_, n_rows, n, expected", [
-    ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, Block(2, 1, 4, True, 8, 4, 2)),
-    ("Q4_K", 14336, 16, Block(2, 1, 4, True, 4, 2)),
+    ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, FewShape), ("Q6_K", 4096, 16, Block(2, 1, 4, True, 8, 4, 2)),
+    ("Q6_K", 14336, 16, Block(2, 1, 4, True, 4, 2)), ("TQ2_0", 4096, 16, FewShape),
     ("Q4_K", 4096, 32, Block(2, 1, 8, True, 6, 3, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
     ("Q4_K", 14336, 32, Block(2, 1, 8, True, 6, 3)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
     ("Q4_1", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
@@ -83,6 +83,16 @@ def test_few_refuses():
 def test_mul_mat_shape_with_warpgroups(type_, n_rows, n, expected):
     found = mul_mat_shape(type_, n_rows, 4096, n, 132, 227 << 10, True)
     assert found == expected or type(found) is expected
+
+
+@pytest.mark.parametrize("type_, n_rows, n_cols, tokens", [
+    ("Q4_K", 4096, 14336, None), ("Q4_K", 14336, 4096, 16), ("Q5_K", 14336, 4096, 16), ("Q2_K", 14336, 4096, 32),
+    ("Q4_K", 8192, 28672, None), ("IQ4_XS", 14336, 4096, None)])
+def test_half_block_in_the_place_of_mmq_few(type_, n_rows, n_cols, tokens):
+    """16 tokens of types with minima go by float16 where that takes less."""
+    shape = mul_mat_shape(type_, n_rows, n_cols, 16, 132, 227 << 10, True)
+    block = half_block(type_, shape, n_rows, n_cols, 16, 132, 227 << 10)
+    assert isinstance(shape, FewShape) and (block and block.tokens) == tokens
 
 
 @pytest.fixture
