@@ -80,7 +80,9 @@ class Tensor:
 
     def view(self, shape: tuple[int, ...], offset: int = 0, name: str = "") -> "Tensor":
         """A contiguous part of this tensor, or all of it in another shape. offset: bytes.
-        GraphError for one that is not within it."""
+        GraphError for one that is not within it, and for activation blocks, whose planes depend on their shape."""
+        if self.dtype == "act":
+            raise GraphError(f"{self!r}: activation blocks have no views")
         size, here = bytes_of(self.dtype, tuple(shape)), bytes_of(self.dtype, self.shape)
         if offset < 0 or offset + size > here:
             raise GraphError(f"{self!r}: a view {list(shape)} of it would have bytes {offset} to {offset + size}, allowed: 0 to "

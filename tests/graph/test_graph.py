@@ -78,6 +78,12 @@ def test_a_view_lies_within_its_base(shape, offset, found):
     assert str(error.value) == f"x: f32 [3, 8]: a view {list(shape)} of it would have bytes {found}, allowed: 0 to 96"
 
 
+def test_activations_have_no_views():
+    """Their planes are not those of a part."""
+    with pytest.raises(GraphError, match=r"x: act \[4, 512\]: activation blocks have no views"):
+        Tensor("x", "act", (4, 512)).view((2, 512))
+
+
 def test_activations_are_quantized_once():
     g = Graph()
     x = g.input("x", "f32", (3, 64))
