@@ -10,7 +10,8 @@ quantize     activations
 mul_mat      matrix products: the choice among mmvq (float weights), mmq_few and mmq
 tile_form, tile_product, token_product   a chunk of a row tile times a few tokens, or one, on tensor cores
 ending       what becomes of a total
-few_product, tile_walk   how blocks of mmq_few multiply and add, and go from one row tile to the next
+few_slots, few_product, tile_walk   how chunks come into a block of mmq_few, how it multiplies and adds, and goes from one row
+             tile to the next
 block, exchange   the shape of a block of mmq; how teams of warps, and blocks of a cluster, share the chunks of a row
 mul_mat_glu  gate, up and their activation
 mul_mat_qkv  three matrices with one x

@@ -12,7 +12,8 @@ from numba import cuda
 from ...quant.formats import CHUNK, format_of
 from ..call import Call
 from .ending import gate_and_store
-from .few_product import ROW_SLOT, product_of_token
+from .few_product import product_of_token
+from .few_slots import ROW_SLOT
 from .launch import F32, Kernel, N, SCALAR_F32, U32, factory, need
 from .mmq_few import MAX_WARPS, FewShape, few_launch, few_shape, qkv_shape, threads_of
 from .operands import addresses, gated_of, qkv_of

@@ -25,7 +25,8 @@ from . import cluster, mbarrier
 from .add_rms_norm_mul_mat import activation_writer
 from .dense_layer_shape import (BLOCKS, GATED, N_ARRIVALS, N_STAGES, OUT, PIECES, QKV, SUMS, WARPS, Shape, Stage, chunks_of,
                                 layout, most_pairs, most_tiles, stages_of, tile_words)
-from .few_product import ROW_SLOT, choice, codebooks, multiplier
+from .few_product import codebooks, multiplier
+from .few_slots import ROW_SLOT, choice
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext_act import link_unless
 from .flash_attn_ext_combine import MOST_HEADS, NO_WINDOW, PIECE

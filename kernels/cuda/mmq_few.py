@@ -7,7 +7,8 @@ from ...quant.formats import CHUNK, FORMATS
 from ...quant.tile import ROWS
 from ..call import Call
 from .ending import STORE, gate_and_store
-from .few_product import MOST_TOKENS, TOGETHER, box_words, products, shared_words
+from .few_product import TOGETHER, products
+from .few_slots import MOST_TOKENS, box_words, shared_words
 from .launch import F32, I32, Kernel, N, U32, even_bytes, factory, need
 from .operands import addresses, gated_of, qkv_of
 from .quantize import most_rows

@@ -19,9 +19,10 @@ from ...quant.tile import ROWS
 from ..call import Call
 from .dispatch import report, sum_before
 from .ending import STORE, Ending, gate_and_store
-from .few_product import MOST_TOKENS, products, shared_words
+from .few_product import products
+from .few_slots import MOST_TOKENS, shared_words
 from .launch import F32, I32, Kernel, N, RESERVED, U32, factory, need
-from .mmq_few import FewShape, boxes_of, evenly, threads_of, work
+from .mmq_few import MAX_WARPS as FEW_WARPS, FewShape, boxes_of, evenly, threads_of, work
 from .operands import Pairs, addresses, constants_of, fault_of, gated_of, pairs_of, row_of_pair
 from .ptx import as_f32, ballot, device, i32, i64, ld, ld_settled, lds, least, popc, quotient, remainder, stage, sts, syncwarp
 from .quantize import most_rows
@@ -30,9 +31,7 @@ from .tile_walk import PICK, TileWalk, matrices_by_turns, tiles_of
 
 MOST_PAIRS, MOST_MATRICES = 512, 2048  # sorted in shared memory
 KIND_BITS = (MOST_MATRICES + 1).bit_length()  # of the number of a matrix, of none, or of no pair
-# Warps of a block that multiply at most, by its tokens: with that which adds 12 have 168 registers a thread, 8 have 255, which
-# two formats want
-MAX_WARPS = {1: 16, QUAD: 11, 2 * QUAD: 7, MOST_TOKENS: 7}
+MAX_WARPS = FEW_WARPS | {MOST_TOKENS: 7}  # as of `mmq_few`, but that two formats want 255 registers
 # Of all warps of a multiprocessor those that registers leave room for; without integer scales kernels take up to 112
 ALL_WARPS, FLOAT_WARPS = {1: 16, QUAD: 16, 2 * QUAD: 8, MOST_TOKENS: 8}, {1: 16, QUAD: 16, 2 * QUAD: 12, MOST_TOKENS: 12}
 MOST_RESIDENT = 4                          # blocks on a multiprocessor

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from ..call import Call, Operand
-from .few_product import MOST_TOKENS as MOST_TOKENS_FEW
+from .few_slots import MOST_TOKENS as MOST_TOKENS_FEW
 from .launch import RESERVED, need
 from .mmq import Block, block_shape, hopper_blocks, is_team, mmq, resident, shared_bytes, team_blocks
 from .half_check import may_be_halves

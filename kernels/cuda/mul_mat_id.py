@@ -12,7 +12,7 @@ from ...quant.formats import format_of
 from ...quant.tile import tile_bytes
 from ..call import Call
 from .dispatch import dispatch, dispatch_table
-from .few_product import IN_FLIGHT
+from .few_slots import IN_FLIGHT
 from .half_check import may_be_halves
 from .half_forms import half_form, has_halves
 from .launch import RESERVED, Launches, need

@@ -11,7 +11,8 @@ from ggml_py.kernels.call import Call, Operand, Unsupported
 from ggml_py.kernels.cuda import argmax, few_product, mul_mat_glu, mul_mat_qkv
 from ggml_py.kernels.cuda.launch import RESERVED
 from ggml_py.kernels.cuda.mmq import BLOCKS, Block, block_shape, most_quads, shared_bytes
-from ggml_py.kernels.cuda.few_product import TOGETHER, shared_words
+from ggml_py.kernels.cuda.few_product import TOGETHER
+from ggml_py.kernels.cuda.few_slots import shared_words
 from ggml_py.kernels.cuda.mmq_few import MAX_WARPS, FewShape, few_shape, shape_of, threads_of, work
 from ggml_py.kernels.cuda.mul_mat import quantized_shape
 from ggml_py.quant.formats import FORMATS

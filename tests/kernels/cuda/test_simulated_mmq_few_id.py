@@ -8,7 +8,7 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from expert_comparisons import check_mul_mat_heads, check_mul_mat_id, check_mul_mat_id_glu, id_call
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda import mmq_few_id
-from ggml_py.kernels.cuda.few_product import shared_words
+from ggml_py.kernels.cuda.few_slots import shared_words
 from ggml_py.kernels.cuda.launch import RESERVED
 from ggml_py.kernels.cuda.mmq_few import FewShape, threads_of
 from ggml_py.kernels.cuda.mmq_few_id import MAX_WARPS, all_warps, id_shape, id_shape_of, padded, table_words
