@@ -19,12 +19,12 @@ from .exchange import Exchange, exchange
 from .half_forms import half_form
 from .half_limbs import rest_of, token_words, tokens_of_atom, unit_words
 from .half_product import MOST_TOGETHER
+from .launch import SHARED_LIMIT
 from .parts import Part, item_words
 from .ptx import afresh, device, i32, least, quotient
 from .tile_form import QUAD, chunk_words, table_words
 from .wgmma import ATOM_WORDS, fence
 
-SHARED_LIMIT = 227 << 10  # bytes of shared memory of a block on Hopper
 N_REST = 4  # slots of what follows products
 LOOP_WORDS = 2  # of the loop over items
 N_REST_WIDE, PIECES = 2, 4

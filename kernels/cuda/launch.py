@@ -73,6 +73,7 @@ HOPPER = (9, 0, "a")      # compute capability 9.0 with what it alone has
 PORTABLE_CLUSTER = 8      # blocks of a cluster that every GPU with clusters has
 SMALL = 4096              # threads of a launch that lets the next one start at once, unless it is of clusters
 STATIC_SHARED = 48 << 10  # bytes of shared memory that a launch gets without asking
+SHARED_LIMIT = 227 << 10  # bytes of shared memory of a block on Hopper
 RESERVED = 1024           # bytes of a block's shared memory that are the driver's
 ASSEMBLERS = 4            # threads in which the driver assembles PTX
 

@@ -19,7 +19,7 @@ from .block import Block
 from .dispatch import dispatch_table
 from .ending import STORE, Ending, gate_and_store
 from .exchange import Exchange, exchange, exchanger
-from .launch import F32, HOPPER, I32, Kernel, N, U32, factory, need
+from .launch import F32, HOPPER, I32, Kernel, N, SHARED_LIMIT, U32, factory, need
 from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, scratch_words, slot_barriers,
                         slot_filler, sources, takes_turns, turn_barriers)
 from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of
@@ -32,7 +32,9 @@ from .tile_product import tile_product
 
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
-TEAMS = {4: 4, 8: 3, 16: 2}  # by quads: of few tokens as many teams as registers hold
+TEAMS = {4: 4, 8: 4, 16: 2}  # of a block of few tokens at most, by quads (`most_teams`)
+# Formats for which lanes of four teams of 32 tokens have too few registers: always; without a cluster; of several matrices
+NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_OF_SEVERAL = ("NVFP4",), ("IQ4_NL", "MXFP4"), ("Q4_1", "Q5_1")
 
 
 def most_quads(fmt: Format) -> int:
@@ -80,16 +82,28 @@ def is_team(block: Block) -> bool:
     return block.warpgroups and block not in HOPPER_BLOCKS
 
 
+def most_teams(names: tuple[str, ...], quads: int, blocks: int) -> int:
+    """Teams of a block at most, as registers hold them. names: formats of the matrices; blocks: of the cluster."""
+    name, several = names[0], len(names) > 1
+    too_many = (len(set(names)) > 1 or name in NOT_FOUR or (blocks == 1 and name in NOT_FOUR_ALONE)
+                or (several and name in NOT_FOUR_OF_SEVERAL))
+    return TEAMS[quads] - (quads == 8 and too_many)
+
+
+def team_block(names: tuple[str, ...], quads: int, teams: int, blocks: int, shared_limit: int) -> Block | None:
+    """One of `team_blocks`: with two slots of a team, or as many as shared memory holds, more than teams; of 64 tokens with
+    three."""
+    slots = (3,) if quads == 16 else range(2 * teams, teams, -1)
+    of_slots = (Block(2, 1, quads, True, n, teams, blocks) for n in slots)
+    return next((block for block in of_slots if shared_bytes(names, block) <= shared_limit), None)
+
+
 @lru_cache(None)
-def team_blocks(name: str, shared_limit: int) -> tuple[Block, ...]:
-    """The blocks for few tokens of one matrix, of any format, alone or in clusters of two: with two slots of a team, or, of three
-    teams and more, with one less in all."""
-    def fitting(quads, teams, blocks=1):
-        slots = (3,) if quads == 16 else (2 * teams, 2 * teams - 1) if teams > 2 else (2 * teams,)
-        blocks_of_slots = (Block(2, 1, quads, True, n, teams, blocks) for n in slots)
-        return [block for block in blocks_of_slots if shared_bytes((name,), block) <= shared_limit][:1]
-    return (*(block for blocks in (1, 2) for quads in (4, 8) for teams in range(blocks, TEAMS[quads] + 1)
-              for block in fitting(quads, teams, blocks)), *fitting(16, 2, 2))
+def team_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...]:
+    """The blocks for few tokens, of any formats, alone or in clusters of two, that shared memory holds."""
+    shapes = [(quads, teams, blocks) for blocks in (1, 2) for quads in (4, 8)
+              for teams in range(blocks, most_teams(names, quads, blocks) + 1)]
+    return tuple(filter(None, (team_block(names, *shape, shared_limit) for shape in (*shapes, (16, 2, 2)))))
 
 
 # The stages of a product with one matrix; each is made by a function of what is known when the kernel is compiled. Arguments of
@@ -287,6 +301,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                 wgmma.fence()
             if not paced:
                 cuda.syncthreads()  # the chunk is there; all are done with the one before, whose slot is filled anew
+            copied = i32(chunk + ahead * n_teams)
             if not later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
             if n_teams > 1 and not behind and turn_of > 0:
@@ -308,7 +323,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                 free_turn = i32(free_turn ^ 1)
             if now >= last_step:
                 turn = i32(turn ^ 1)
-            copied, free = i32(copied + n_teams), i32(free + step if free < last_step else free + (step - ring_words))
+            free = i32(free + step if free < last_step else free + (step - ring_words))
             chunk, now = i32(chunk + n_teams), i32(now + step if now < last_step else now + (step - ring_words))
         if n_teams > 1:
             finish(tid, team, rank, shared, turn_of, n_chunks, total)
@@ -353,11 +368,12 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
 # Blocks that every GPU can hold: they are the first and the last cases, which tests compile for every compute capability
 SMALL_TESTED = [(name, *astuple(block)) for name, block in zip(("Q4_0", "Q5_1", "Q4_K"), BLOCKS[2:])]
 QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
-TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED
-                for block in (Block(2, 1, 4, True, 8, 4), Block(2, 1, 8, True, 6, 3), Block(2, 1, 16, True, 3, 2, 2))]
+TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (
+    Block(2, 1, 4, True, 8, 4), Block(2, 1, 16, True, 3, 2, 2),
+    *(team_block((fmt.name,), 8, most_teams((fmt.name,), 8, blocks), blocks, SHARED_LIMIT) for blocks in (1, 2)))]
 TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in (
-    Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3, 2), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2))]
-TEAMS_TESTED += [("Q8_0", *astuple(Block(2, 1, 8, True, 5, 3, 2))), ("IQ5_K", *astuple(Block(2, 1, 4, True, 7, 4, 2)))]
+    Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2))]
+TEAMS_TESTED += [("IQ5_K", *astuple(Block(2, 1, 4, True, 7, 4, 2)))]
 
 
 @factory(SMALL_TESTED[:1] + TEAMS_TESTED
@@ -389,14 +405,19 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 # Matrices behind each other, of one input: blocks of rows of the first, then of the second and the third
 
 QKV_TESTED = [("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 4, True, 8, 4))),
-              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 5, 3, 2))),
+              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 5, 4, 2))),
+              ("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 8, True, 7, 4))),
+              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 8, True, 6, 3))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2)))]
 
 
+NUMBER_BYTES = 16  # of the number of a block of rows, behind all else
+
+
 def qkv_bytes(names: tuple[str, ...], block: Block) -> int:
-    """Bytes of shared memory: the number of the block of rows lies behind all else."""
-    return shared_bytes(names, block) + 16
+    """Bytes of shared memory."""
+    return shared_bytes(names, block) + NUMBER_BYTES
 
 
 @factory(QKV_TESTED)
@@ -436,9 +457,10 @@ def mmq_qkv_kernel(q, k, v, *block):
 # Matrices of experts, or of heads: blocks take items of work one after the other
 
 def resident(block: Block) -> int:
-    """Blocks of a multiprocessor whose registers it holds: 255 a thread, less for few tokens of warpgroups."""
-    n_warps = block.n_warps * block.teams
-    return {4: 4, 8: 3}.get(block.quads, 2) * 4 // n_warps if block.warpgroups else max(1, 8 // n_warps)
+    """Blocks of a multiprocessor whose registers it holds: 255 a thread, less for few tokens of warpgroups. One at least: threads
+    of larger blocks take fewer."""
+    n_warps = {4: 16, 8: 12}.get(block.quads, 8) if block.warpgroups else 8
+    return max(1, n_warps // (block.n_warps * block.teams))
 
 
 def grouped_bytes(names: tuple[str, ...], block: Block) -> int:

@@ -26,9 +26,9 @@ from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
 from .half_product import Barriers, exponents, half_product
 from .half_scaled import half_scaled
-from .half_slots import (LOOP_WORDS, SHARED_LIMIT, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of,
+from .half_slots import (LOOP_WORDS, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of,
                          half_bytes, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
-from .launch import F32, HOPPER, I32, Kernel, Launches, N, U32, factory, need
+from .launch import F32, HOPPER, I32, Kernel, Launches, N, SHARED_LIMIT, U32, factory, need
 from .mmq import totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker

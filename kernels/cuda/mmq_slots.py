@@ -49,19 +49,26 @@ def first_slot(fmt: Format, block: Block) -> int:
     return -(-words // wgmma.ATOM_WORDS) * wgmma.ATOM_WORDS if block.warpgroups else words
 
 
+def remembers(block: Block) -> bool:
+    """Whether a thread remembers where each of its pieces begins. Of 512, in warpgroups, none does: 32 tokens leave no registers
+    for that, and of 16 it makes no difference (docs/kernels-log.md)."""
+    return block.n_threads < 512
+
+
 class Sources(NamedTuple):
     """How many words of the activation buffer a thread remembers: where its pieces of quads begin, scales, limbs, and the places
-    of the first in a slot."""
+    of the first in a slot; of pieces and places one each where it does not remember all of them."""
     quads: int
     scales: int
     limbs: int
-    places: int = 4
+    places: int
 
 
 def sources(fmt: Format, block: Block) -> Sources:
     n_threads = 32 * block.n_warps
     limbs = -(-3 * block.tokens // n_threads) if is_late(fmt, block.prepared_quads) else 0
-    return Sources(block.tokens // block.n_warps, -(-block.tokens // n_threads), limbs)
+    n_pieces, n_places = (block.tokens // block.n_warps, 4) if remembers(block) else (1, 1)
+    return Sources(n_pieces, -(-block.tokens // n_threads), limbs, n_places)
 
 
 # Device functions, each made of what is known when the kernel is compiled. Their arguments:
@@ -80,8 +87,9 @@ class Operands(NamedTuple):
 class Found(NamedTuple):
     """What a thread has found for its copies, which does not change with the chunk, for device functions: int32 arrays in
     registers."""
-    places: object   # [4]: of the first pieces in a slot
-    offsets: object  # [c * n_quads + i]: words of the activation buffer at which the pieces of quads begin
+    places: object   # [4]: of the first pieces in a slot; only [0] of a thread that does not remember each piece
+    offsets: object  # [c * quads_of_warp + i]: words of the activation buffer at which the pieces of quads begin; else [0]: at
+                     # which a piece of row 0 would
     own: object      # of scales, then of limbs of sums
 
 
@@ -113,16 +121,17 @@ def tile_copier(fmt: Format, block: Block, part: Part):
 
 def token_copier(fmt: Format, block: Block, part: Part):
     """(find, copy_tokens). find: (tid, shared, n_chunks, n, found) fills found, of n rows of activations. copy_tokens: (tid,
-    warp, shared, to, act, chunk, n, found): a thread starts the copies of its pieces of the chunk's limbs, scales and, where
+    warp, shared, to, operands, chunk, found): a thread starts the copies of its pieces of the chunk's limbs, scales and, where
     minima are late, limbs of sums. Tokens behind the last repeat it, or, where their number is known (`Part.n_tokens`), are
     left out."""
     sources_from, source_of, tokens_of = part.sources, part.source, part.n_tokens
     partial, n_warps, tokens, warpgroups = tokens_of is not None, block.n_warps, block.tokens, block.warpgroups
     at, n_quads, n_threads = chunk_slot(fmt, block), tokens // QUAD, 32 * n_warps
     act_at, d_at, limbs_at = at.act, at.d, at.limbs
-    quads_of_warp, (_, scales_of_thread, limbs_of_thread, _) = n_quads // n_warps, sources(fmt, block)
+    quads_of_warp, (n_pieces, scales_of_thread, limbs_of_thread, n_places) = n_quads // n_warps, sources(fmt, block)
+    remembered = remembers(block)
     quad_words, half_words = (wgmma.ATOM_WORDS, n_quads * wgmma.ATOM_WORDS) if warpgroups else (QUAD_WORDS, 0)
-    assert n_quads % n_warps == 0, block
+    assert n_quads % n_warps == 0 and (remembered or warpgroups), block
 
     @device
     def in_quad(r, piece):
@@ -137,17 +146,21 @@ def token_copier(fmt: Format, block: Block, part: Part):
         return i32((token & 3) * n_quads + (token >> 2)) if warpgroups else token
 
     @device
+    def row_of(shared, first, last, warp, p):
+        """Of the activations, of piece p of a lane."""
+        return source_of(shared, i32(first + 4 * (warp + p % quads_of_warp * n_warps) + p // quads_of_warp), last)
+
+    @device
     def find(tid, shared, n_chunks, n, found):
         lane, warp = i32(tid & 31), i32(tid >> 5)
         lo, scales, _, limbs = planes(n, n_chunks)
         first, last, row_words = sources_from(shared), i32(n - 1), i32(n_chunks * 64)
         limb, piece = i32(lane >> 4), i32(lane & 15)
         plane = i32(limb * lo + piece * 4)
-        for c in range(4):
+        for c in range(n_places):
             found.places[c] = i32(act_at + warp * quad_words + in_quad(2 * c + limb, piece))
-            for i in range(quads_of_warp):
-                source = source_of(shared, i32(first + 4 * (warp + i * n_warps) + c), last)
-                found.offsets[c * quads_of_warp + i] = i32(plane + source * row_words)
+        for p in range(n_pieces):
+            found.offsets[p] = i32(plane + row_of(shared, first, last, warp, p) * row_words) if remembered else plane
         for i in range(scales_of_thread):
             found.own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last))
         for i in range(limbs_of_thread):
@@ -157,16 +170,22 @@ def token_copier(fmt: Format, block: Block, part: Part):
             found.own[scales_of_thread + i] = i32(limbs + source * 12 + (p - 3 * token) * 4)
 
     @device
-    def copy_tokens(tid, warp, shared, to, act, chunk, n, found):
-        end = i32(tokens)
+    def copy_tokens(tid, warp, shared, to, operands, chunk, found):
+        act, n, end, first = operands.act, operands.n, i32(tokens), sources_from(shared)
         if partial:
             end = tokens_of(shared)
         for c in range(4):
             for i in range(quads_of_warp):
                 if partial and i32(4 * (warp + i * n_warps) + c) >= end:
                     continue  # what is multiplied in the places of other tokens is not looked at
-                copy4(shared, to + found.places[c] + i * n_warps * quad_words, act,
-                      i64(i32(found.offsets[c * quads_of_warp + i] + chunk * 64)))
+                p = c * quads_of_warp + i
+                if remembered:
+                    place, offset = found.places[c], found.offsets[p]
+                else:  # `in_quad` of row 2 c + limb comes from that of row `limb`, since atoms begin on 256 words
+                    place = i32((found.places[0] ^ (8 * c)) + 64 * c)
+                    row = row_of(shared, first, i32(n - 1), warp, p)
+                    offset = i32(found.offsets[0] + row * i32(operands.n_chunks * 64))
+                copy4(shared, to + place + i * n_warps * quad_words, act, i64(i32(offset + chunk * 64)))
         for i in range(scales_of_thread):
             token = i32(tid + i * n_threads)
             if token < tokens:
@@ -245,7 +264,7 @@ def slot_filler(fmt: Format, block: Block, part: Part):
             find(tid, shared, afresh(operands.n_chunks), afresh(operands.n), found)
         lane, warp = i32(tid & 31), i32(tid >> 5)
         copy_tile(lane, warp, shared, to, operands, chunk)
-        copy_tokens(tid, warp, shared, to, operands.act, chunk, operands.n, found)
+        copy_tokens(tid, warp, shared, to, operands, chunk, found)
 
     @device
     def fill(tid, shared, to, turn, chunk, operands, found):
@@ -266,7 +285,7 @@ def slot_filler(fmt: Format, block: Block, part: Part):
     @device
     def fill_tokens(tid, shared, to, chunk, operands, found):
         if chunk < operands.n_chunks:
-            copy_tokens(tid, i32(tid >> 5), shared, to, operands.act, chunk, operands.n, found)
+            copy_tokens(tid, i32(tid >> 5), shared, to, operands, chunk, found)
             if paced:
                 mbarrier.arrive_behind_copies(shared, to + there)
         if not paced:

@@ -18,10 +18,12 @@ from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 from .tile_form import QUAD, is_late
 
 # us of a chunk (docs/kernels-log.md): a row tile with 16 tokens in mmq_few, of formats with late minima, and of others (0.3 to
-# 0.5 by now, but their teams of warpgroups take less, too); of warpgroups, Q4_K, by their quads, of the only one of a
-# multiprocessor, and of each further one
-LATE_FEW_US, FEW_US, WARPGROUP_US = 0.36, 0.6, {4: (1.2, 0.56), 8: (1.6, 0.74), 16: (1.75, 0.85)}
-CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 1.05}  # what a cluster takes more, by its quads in every turn
+# 0.5 by now, but their teams of warpgroups take less, too); of warpgroups, Q4_K, by their quads, of one, two, .. that a
+# multiprocessor has a chunk of each
+LATE_FEW_US, FEW_US = 0.36, 0.6
+WARPGROUP_US = {4: (1.2, 1.76, 2.32, 2.88), 8: (1.6, 2.34, 3.08, 4.06), 16: (1.55, 2.6)}
+SLOW_US = 0.2  # what one of 64 tokens, the only one of a multiprocessor, takes more of formats that are slow (`is_slow`)
+CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 0.95}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
 # us of mmq_half: of a round of blocks, and of each of its chunks, by their quads; of the launch before, and of each value of the
 # activations
@@ -35,7 +37,7 @@ MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1
 HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
 FEW_BITS = 2.1        # of a weight (`is_slow`)
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
-START_US = 2.0  # of a matrix, until the first chunk is there, and from the last one on
+START_US = 2.0  # of a round of blocks of warpgroups, or of all of mmq_few: until the first chunk is there, and from the last on
 MOST_TOKENS = 4 * 65535  # a grid has so many blocks in its second dimension
 KERNELS = {Block: mmq, Halves: mmq_half, FewShape: mmq_few, MMVQShape: mmvq, StagedShape: mmvq_staged}  # by their plans
 
@@ -56,11 +58,13 @@ def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: 
     """What a matrix takes in blocks of warpgroups."""
     n_blocks, held = -(-n_rows // block.rows) * block.blocks * -(-n // block.tokens), n_resident(names, block, shared_limit)
     together = min(held, -(-n_blocks // n_multiprocessors)) * block.n_warps * block.teams // 4
-    first_us, further_us = WARPGROUP_US[block.quads]
-    n_chunks = -(-n_cols // CHUNK)
-    n_turns = -(-n_blocks // (held * n_multiprocessors)) * -(-n_chunks // block.n_teams)
-    us = START_US + n_turns * (first_us + further_us * (together - 1))
-    return us + CLUSTER_START_US + n_turns * CLUSTER_US[block.quads] if block.blocks > 1 else us
+    n_rounds, n_turns = -(-n_blocks // (held * n_multiprocessors)), -(-n_cols // (CHUNK * block.n_teams))
+    start_us, turn_us = 0.0, WARPGROUP_US[block.quads][together - 1]
+    if together == 1 and block.quads == 16 and any(is_slow(format_of(name)) for name in names):
+        turn_us += SLOW_US
+    if block.blocks > 1:
+        start_us, turn_us = CLUSTER_START_US, turn_us + CLUSTER_US[block.quads]
+    return start_us + n_rounds * (START_US + n_turns * turn_us)
 
 
 def late_few(names: tuple[str, ...], n: int) -> bool:
@@ -147,7 +151,7 @@ def many_shape(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multi
         if fills(block, n_rows, n, n_multiprocessors):
             return block
     if warpgroups and len(names) == 1:
-        blocks += team_blocks(names[0], shared_limit)
+        blocks += team_blocks(names, shared_limit)
     if not blocks:
         return None
     us, block = fastest(names, blocks, n_rows, n_cols, n, n_multiprocessors, shared_limit)

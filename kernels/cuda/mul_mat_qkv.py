@@ -1,13 +1,12 @@
 """The products of three matrices, such as those of Q, K and V, with one x, and their biases: one kernel where mmq_few or blocks
 of mmq for few tokens take all of them, else one after the other."""
-from dataclasses import astuple
 from functools import lru_cache
 
 from ...quant.formats import format_of
 from ..call import Call
 from .elementwise import add, check_grid
 from .launch import Launches
-from .mmq import Block, hopper_blocks, mmq_qkv, qkv_bytes, team_blocks
+from .mmq import NUMBER_BYTES, Block, hopper_blocks, mmq_qkv, team_blocks
 from .mmq_few import FewShape, mmq_few_qkv, qkv_shape
 from . import mul_mat
 from .mul_mat import FEWEST_OF_WARPGROUPS, block_us, check_sizes, fastest, few_us, limits, mul_mat_shape, part_of, products
@@ -29,10 +28,9 @@ def team_shape(names: tuple[str, ...], n_rows: tuple[int, ...], n_cols: int, n: 
     """The block of mmq_qkv where one launch is faster than others. names: formats of the matrices, of so many rows."""
     if n <= FEWEST_OF_WARPGROUPS or not warpgroups:
         return None
-    all_have = set.intersection(*(set(team_blocks(name, shared_limit)) for name in names))
-    teams = [block for block in sorted(all_have, key=astuple) if block.n_teams > 1]
-    alone = [block for block in hopper_blocks(names, shared_limit) if block.rows == QKV_ROWS]
-    blocks = tuple(block for block in (*teams, *alone) if qkv_bytes(names, block) <= shared_limit)
+    room = shared_limit - NUMBER_BYTES
+    blocks = (*(block for block in team_blocks(names, room) if block.n_teams > 1),
+              *(block for block in hopper_blocks(names, room) if block.rows == QKV_ROWS))
     if not blocks:
         return None
     device, together = (n_multiprocessors, shared_limit), QKV_ROWS * sum(-(-rows // QKV_ROWS) for rows in n_rows)

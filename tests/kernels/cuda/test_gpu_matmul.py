@@ -77,10 +77,10 @@ def test_mmq_without_warpgroups(machine, name, n):
 @pytest.mark.parametrize("quads, teams", [(quads, teams) for quads, most in TEAMS.items() for teams in range(1, most + 1)])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "IQ2_XXS", "TQ2_0", "Q8_0", "MXFP4",
-                                  "IQ5_K"])
+                                  "IQ5_K", "IQ4_NL", "NVFP4", "Q4_1"])
 def test_teams(machine, name, quads, teams, blocks):
     """Of a block or of a cluster of two; chunks for all in each turn or not, one chunk only."""
-    found = [block for block in team_blocks(name, machine.target.shared_limit)
+    found = [block for block in team_blocks((name,), machine.target.shared_limit)
              if (block.quads, block.teams, block.blocks) == (quads, teams, blocks)]
     if not machine.target.warpgroups or not found:
         pytest.skip("no such block")

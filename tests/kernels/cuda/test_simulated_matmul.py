@@ -12,6 +12,7 @@ from ggml_py.kernels.cuda.mmvq_staged import StagedShape, stage_bytes
 from ggml_py.kernels.cuda.mmq import HOPPER_BLOCKS
 from ggml_py.kernels.cuda.mmq_few import few_shape, mmq_few
 from ggml_py.kernels.cuda.mul_mat import Block, FewShape, MMVQShape, half_block, mmvq_shape, mul_mat_shape
+from ggml_py.kernels.cuda.mul_mat_qkv import team_shape
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import (SPECIAL, activations, check_dequantize, check_extremes, check_get_rows, check_mul_mat,
                                 check_quantize, check_take_rows, float16_edges, seeded)
@@ -75,14 +76,21 @@ def test_few_refuses():
 @pytest.mark.parametrize("type_, n_rows, n, expected", [
     ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, FewShape), ("Q6_K", 4096, 16, Block(2, 1, 4, True, 8, 4, 2)),
     ("Q6_K", 14336, 16, Block(2, 1, 4, True, 4, 2)), ("TQ2_0", 4096, 16, FewShape),
-    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 6, 3, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
-    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 6, 3)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
+    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 7, 4, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
+    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 7, 4)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
     ("Q4_1", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
     ("Q4_K", 4096, 128, HOPPER_BLOCKS[1]), ("Q4_K", 14336, 64, HOPPER_BLOCKS[0]),
     ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]), ("Q6_K", 128256, 33, HOPPER_BLOCKS[0]), ("Q4_K", 32, 8, FewShape)])
 def test_mul_mat_shape_with_warpgroups(type_, n_rows, n, expected):
     found = mul_mat_shape(type_, n_rows, 4096, n, 132, 227 << 10, True)
     assert found == expected or type(found) is expected
+
+
+@pytest.mark.parametrize("types, n, expected", [
+    (("Q4_K",) * 3, 32, Block(2, 1, 8, True, 7, 4)), (("Q4_K", "Q4_K", "Q6_K"), 32, Block(2, 1, 8, True, 6, 3)),
+    (("Q4_1",) * 3, 32, Block(2, 1, 8, True, 6, 3)), (("Q4_K",) * 3, 64, HOPPER_BLOCKS[1]), (("Q4_K",) * 3, 128, None)])
+def test_team_shape(types, n, expected):
+    assert team_shape(types, (4096, 1024, 1024), 4096, n, 132, 227 << 10, True) == expected
 
 
 @pytest.mark.parametrize("type_, n_rows, n_cols, tokens", [

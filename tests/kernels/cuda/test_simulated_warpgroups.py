@@ -62,6 +62,8 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
     ("Q8_0", 31, 3328, 3, Block(1, 1, 4, True, 5, 3)),     # slots that are filled anew behind the products of another team
     ("Q8_0", 31, 3584, 3, Block(1, 1, 4, True, 6, 4)),
     ("Q4_0", 31, 7680, 3, Block(1, 1, 4, True, 5, 4, 2)),
+    ("Q4_0", 31, 2816, 3, Block(1, 1, 4, True, 4, 3)),
+    ("Q4_K", 33, 4864, 37, Block(2, 1, 8, True, 5, 4, 2)),  # threads that do not remember where their pieces begin
     ("Q5_1", 31, 832, 9, Block(1, 1, 4, True, 4, 2)),     # sums followed by minima
     ("NVFP4", 31, 576, 9, Block(1, 1, 8, True, 4, 2))])   # and by scales for 16 columns
 def simulate_teams(machine, name, n_rows, n_cols, n, block):
