@@ -18,8 +18,7 @@ from numba import cuda, types
 
 from .fixed_point import CHANNELS, halved
 from .flash_attn_ext_combine import PIECE, first_piece, sizes
-from .flash_attn_ext_tile import NEVER
-from .flash_attn_ext_tile import constants, k_stride, keys_stride, piece_of_keys, piece_stager
+from .flash_attn_ext_tile_limbs import NEVER, constants, k_stride, keys_stride, piece_of_keys, piece_stager
 from .launch import HOPPER, I32, Kernel, N, U8, factory
 from .ptx import i32, i64, device, ld, lds, lds4, redux_max, st, st4, sts
 from .wgmma import ATOM_WORDS

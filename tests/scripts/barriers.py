@@ -35,7 +35,7 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
      "syncwarp()  # the work on one slab after that on the other, or it takes all registers"): COMPILER,
     ("flash_attn_ext_group.py", "mbarrier.leave(lane, s, v_done + turn * mbarrier.WORDS)"): TOGETHER,
     ("flash_attn_ext_group.py", "mbarrier.leave(tid & 31, s, k_done + turn * mbarrier.WORDS)"): TOGETHER,
-    ("flash_attn_ext_tile.py", "apart()"): COMPILER,
+    ("flash_attn_ext_tile_rows.py", "apart()"): COMPILER,
     ("half_product.py", "leave(lane, shared, i32(barriers.done + (piece - 1) * mbarrier.WORDS))"): TOGETHER,
     ("half_product.py", "leave(lane, shared, i32(barriers.done + last * mbarrier.WORDS))"): TOGETHER,
     ("half_product.py", "leave(lane, shared, i32(barriers.done + piece * mbarrier.WORDS))"): TOGETHER,
