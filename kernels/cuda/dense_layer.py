@@ -30,7 +30,8 @@ from .few_slots import ROW_SLOT, choice
 from .fixed_point import MINUS_INFINITY, ZERO, larger_float
 from .flash_attn_ext_act import link_unless
 from .flash_attn_ext_combine import MOST_HEADS, NO_WINDOW, PIECE
-from .flash_attn_ext_few import ALL, FIRST, LAST, Where, attention_of, constants as attention_constants
+from .flash_attn_ext_few import Where, attention_of
+from .flash_attn_ext_few_stages import ALL, FIRST, LAST, constants as attention_constants
 from .glu import gated_unit
 from .launch import F32, HOPPER, I32, I64, Kernel, N, SCALAR_F32, U8, U16, U32, factory, need
 from .operands import addresses

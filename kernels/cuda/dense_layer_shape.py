@@ -6,7 +6,7 @@ from typing import NamedTuple
 from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import mbarrier
-from .flash_attn_ext_few import shared_layout
+from .flash_attn_ext_few_stages import shared_layout
 from .tile_form import table_words
 from .token_product import zero_words
 

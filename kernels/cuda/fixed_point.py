@@ -16,7 +16,7 @@ from .ptx import add, amax2, as_f32, as_i32, device, f16_high_to_f32, f16_to_f32
 from .quantize import full_over, over_full
 from .set_rows import BLOCK, BLOCK_HALVES, INFINITY_BITS, NAN, Q8_LIMIT, SMALLEST, larger
 
-HIGH, ZERO, ONE = f32(16384), f32(0), f32(1)
+HIGH, ZERO, ONE, Z = f32(16384), f32(0), f32(1), i32(0)
 ROUND_BIASED = f32(ROUND + 127)  # leaves the nearest integer's exponent in the low bits
 MINUS_LN2_HI, MINUS_LN2_LO = f32(-LN2_HI), f32(-LN2_LO)
 MINUS_INFINITY = f32(-np.inf)
@@ -88,6 +88,11 @@ def fixed_point(hh, rest):
 def halved(lo):
     """A word of doubled low limbs -> of the limbs themselves."""
     return u32(((lo >> u32(1)) & u32(0x7f7f7f7f)) | (lo & TOP_BITS))
+
+
+@device
+def limbs4(x, inv):
+    return limbs(lifted(x[0], inv), lifted(x[1], inv), lifted(x[2], inv), lifted(x[3], inv))
 
 
 @device
@@ -206,6 +211,11 @@ def _q8_0_values(raw, at):
     a, b, d = u32(raw[at] ^ TOP_BITS), u32(raw[at + 1] ^ TOP_BITS), f16_to_f32(raw[at + 2])
     return (_q8_0_value(a, 0x7540, d), _q8_0_value(a, 0x7541, d), _q8_0_value(a, 0x7542, d), _q8_0_value(a, 0x7543, d),
             _q8_0_value(b, 0x7540, d), _q8_0_value(b, 0x7541, d), _q8_0_value(b, 0x7542, d), _q8_0_value(b, 0x7543, d))
+
+
+@device
+def amax4(amax, x):
+    return larger(larger(larger(larger(amax, x[0]), x[1]), x[2]), x[3])
 
 
 @device

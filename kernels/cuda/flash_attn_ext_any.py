@@ -20,7 +20,7 @@ from ..reference.flash_attn_ext import score_scale
 from .fixed_point import MINUS_INFINITY, ZERO, amax_of, fixed_point, larger_float, scales
 from .flash_attn_ext_combine import (PIECE, addresses, capping, first_piece, of_few_models, ring_of, sink, sizes, span_of,
                                      statistics_at, stride)
-from .flash_attn_ext_few import get, put, sum8
+from .lane_floats import get, put, sum8
 from .launch import F32, I32, N, SCALAR_F32, U8, Kernel, factory
 from .ptx import (add, as_f32, device, div, dp4a, exp, f2i, f32, fma, i32, i64, ld, ldc, lds, lds4, mul, prmt, st, stage,
                   sts, sts8, sub, u32)

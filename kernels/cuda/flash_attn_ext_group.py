@@ -21,11 +21,12 @@ from ..reference.flash_attn_ext import score_scale
 from . import mbarrier
 from .fixed_point import CHANNELS, MINUS_INFINITY, ZERO, exp_down, fixed_point, halved
 from .flash_attn_ext_combine import PIECE, capping, first_piece, sizes
-from .flash_attn_ext_few import get, max_lane, put, query_limbs
 from .flash_attn_ext_limbs import BLOCK_WORDS, Tile, flash_attn_ext_limbs, tile_of
+from .flash_attn_ext_queries import query_limbs
 from .flash_attn_ext_tile import row_writer, run_from
 from .flash_attn_ext_tile_limbs import Q_WORDS, ROWS, Constants, constants, rows_of
 from .flash_attn_ext_tile_rows import MINUS_ZERO, ONE, add4, add_lanes, quantize_p, sees
+from .lane_floats import get, max_lane, put
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, SCALAR_F32, factory
 from .ptx import (add, as_f32, as_i32, device, f32, fma, fmax, fmax_nan, i2f, i32, i64, ld, lds, lds2, lds4, mul, redux_max, sts,
                   sub, u32)

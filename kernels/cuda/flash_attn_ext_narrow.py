@@ -29,12 +29,13 @@ from numba import cuda, types
 
 from ...quant.formats import CHUNK
 from ..reference.flash_attn_ext import score_scale
-from .fixed_point import (CHANNELS, EVEN_BITS, MINUS_INFINITY, ZERO, fixed_point, larger_float, lifted, masked_limbs, rest,
-                          scales)
+from .fixed_point import (CHANNELS, EVEN_BITS, MINUS_INFINITY, Z, ZERO, amax4, fixed_point, larger_float, lifted, masked_limbs,
+                          rest, scales)
 from .flash_attn_ext_combine import (MOST_HEADS, ONE, PIECE, addresses, capping, first_piece, heads_together, of_few_models,
                                      ring_of, sink, sizes, span_of, statistics_at, stride)
-from .flash_attn_ext_few import Z, add_lane, amax4, get, max_lane, max_pattern, put, query_loader, sum8
+from .flash_attn_ext_few_stages import query_loader
 from .flash_attn_ext_rows import FORMS, SECTION, Cache, smaller
+from .lane_floats import add_lane, get, max_lane, max_pattern, put, sum8
 from .launch import F32, I32, Kernel, N, RESERVED, SCALAR_F32, U32, U8, even_bytes, factory
 from .ptx import (afresh, as_f32, as_i32, before_blackwell, copies_commit, copies_wait_but, device, div, exp, f32, fma, i32, i64,
                   ld, ldc, lds, lds2, lds4, mma32, mul, shuffle, st, st2, st4, sts, sts4, sub, syncwarp, u32, wait_for_previous)

@@ -20,9 +20,9 @@ from numba import cuda, types
 from ..reference.flash_attn_ext import score_scale
 from .fixed_point import CHANNELS, MINUS_INFINITY, ZERO
 from .flash_attn_ext_combine import PIECE, addresses, first_piece, of_few_models, ring_of, sink, sizes, span_of, statistics_at
-from .flash_attn_ext_few import max_pattern
 from .flash_attn_ext_tile_limbs import NEVER, ROWS, Constants, constants, piece_stager, query_loader, rows_of, shared_layout
 from .flash_attn_ext_tile_rows import ONE, keeper, piece_worker, piece_worker_by_turns
+from .lane_floats import max_pattern
 from .launch import F32, I32, Kernel, N, SCALAR_F32, U8, factory
 from .ptx import afresh, device, div, f32, i32, i64, ld, ld4, mul, st4
 

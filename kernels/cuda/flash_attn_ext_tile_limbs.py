@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from numba import cuda
 
-from .fixed_point import CHANNELS, key_loader, lifted, limbs, octets_of, scales, value_loader
+from .fixed_point import CHANNELS, key_loader, lifted, limbs, limbs4, octets_of, scales, value_loader
 from .flash_attn_ext_combine import PIECE
-from .flash_attn_ext_few import limbs4, put, query_limbs
+from .flash_attn_ext_queries import query_limbs
+from .lane_floats import put
 from .ptx import afresh, as_f32, as_i32, device, i32, i64, ld, mul, nothing, shuffle, sts, syncwarp, u32
 
 ROWS = 16           # of a warp

@@ -2,10 +2,10 @@
 there."""
 from numba import cuda
 
-from .fixed_point import CHANNELS, MINUS_INFINITY, ZERO, fixed_point, larger_float, rest, scales
+from .fixed_point import CHANNELS, MINUS_INFINITY, ZERO, fixed_point, larger_float, limbs4, rest, scales
 from .flash_attn_ext_combine import PIECE, capping
-from .flash_attn_ext_few import get, limbs4, max_lane, max_pattern, put
 from .flash_attn_ext_tile_limbs import Q_WORDS, ROWS, Constants, k_stride, keys_stride, n_kept, piece_of_keys, values_in_turn
+from .lane_floats import get, max_lane, max_pattern, put
 from .ptx import (add, afresh, apart, as_f32, as_i32, before_blackwell, device, exp, f32, fma, i32, i64, ld4, ldmatrix4, lds2,
                   lds4, mma32, mul, shuffle, st, st4, sts4, sub, syncwarp, u32)
 from .set_rows import larger

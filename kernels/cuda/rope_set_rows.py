@@ -8,7 +8,7 @@ before has ended.
 """
 from numba import cuda, types
 
-from .flash_attn_ext_few import get, put
+from .lane_floats import get, put
 from .launch import F32, I32, I64, N, SCALAR_F32, Kernel, factory, need
 from .ptx import add, device, f32, fma, i32, i64, ld, mul, st, sub, syncwarp, wait_for_previous
 from .rms_norm import halve128, reciprocal, within

@@ -31,7 +31,7 @@ ALLOWED = {  # a file and the text of its line: why the barrier need not be miss
     ("add_rms_norm_mul_mat.py", "syncwarp()  # all lanes have loaded the chunk"):
         "`redux_max` waits for all lanes, and for what they loaded; racecheck does not know",
     ("dispatch.py", "syncwarp()"): "`match` waits for all lanes as well; it orders memory",
-    ("flash_attn_ext_few.py",
+    ("flash_attn_ext_few_stages.py",
      "syncwarp()  # the work on one slab after that on the other, or it takes all registers"): COMPILER,
     ("flash_attn_ext_group.py", "mbarrier.leave(lane, s, v_done + turn * mbarrier.WORDS)"): TOGETHER,
     ("flash_attn_ext_group.py", "mbarrier.leave(tid & 31, s, k_done + turn * mbarrier.WORDS)"): TOGETHER,
