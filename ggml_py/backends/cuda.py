@@ -15,8 +15,9 @@ from ..base.storage import LIMBS
 from ..kernels.call import Call
 from ..ops.node import Node, Tensor
 from .base import KernelBackend, Step
+from .cuda_driver import CUDADriver, checked
 from .cuda_graphs import GraphCache
-from .transfers import LOCKED, CUDADriver, LockedPages, Transfers, checked
+from .transfers import LOCKED, LockedPages, Transfers
 
 FAULT_BYTES = 16
 LEAST_LOCKED = 1 << 20  # bytes; less is staged as fast

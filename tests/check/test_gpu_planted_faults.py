@@ -8,7 +8,8 @@ import pytest
 from cuda_simulator import no_gpu
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.backends.cuda import CUDABackend
-from ggml_py.backends.transfers import Pending, checked
+from ggml_py.backends.cuda_driver import checked
+from ggml_py.backends.transfers import Pending
 from ggml_py.kernels.cuda.launch import compile_ptx
 from gpu_faults import NORMS, OF_EXPERTS, StaleGraphs, TWINS, Twin, check_named, check_stale, planted
 from planted_faults import caught_by, verify, write_tied_model

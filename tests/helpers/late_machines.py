@@ -54,7 +54,7 @@ class CUDAMachine:
     def __init__(self, seconds: float = 0.1):
         from cuda.core import Device
         from ggml_py.backends.cuda import unavailable
-        from ggml_py.backends.transfers import CUDADriver
+        from ggml_py.backends.cuda_driver import CUDADriver
         from ggml_py.kernels.cuda.launch import Target
         from ggml_py.kernels.cuda.spin import spin
         ordinals = (0, 0) if unavailable(1) else (0, 1)

@@ -350,7 +350,7 @@ def test_memory_that_is_not_to_be_had_after_all(tmp_path, monkeypatch):
 
 def test_memory_of_a_gpu_that_is_not_to_be_had():
     """What cuda-core raises, whose class is not public, becomes a MemoryError; other errors stay what they are."""
-    from ggml_py.backends.transfers import CUDADriver
+    from ggml_py.backends.cuda_driver import CUDADriver
     driver = object.__new__(CUDADriver)
 
     class Device:
