@@ -27,7 +27,9 @@ rms_norm_act, add_rms_norm, swiglu_act, flash_attn_ext_act   what makes activati
 rms_norm, elementwise, glu, rope, set_rows   everything else of a layer but
 flash_attn_ext   attention: the choice among flash_attn_ext_few and _narrow (pieces side by side, which _combine puts together;
              _narrow reads what _rows copies), _tile (many queries; on Hopper _group, over what _limbs makes), on tensor cores,
-             and _any (every type and head size); fixed_point: limbs in registers
+             and _any (every type and head size). What blocks do with a piece: _few_stages, _tile_limbs, _tile_rows
+fixed_point, lane_floats, flash_attn_ext_queries   of attention: limbs in registers, floats in shared memory and over lanes,
+             limbs of queries
 cpy          bytes, from one place to another; and to measure the bandwidth of memory
 
 A large kernel is cut into stages, device functions that a reader can name: copy, unpack, multiply, fold, store. Each is made by a

@@ -221,8 +221,7 @@ def amax4(amax, x):
 @device
 def amax_of(amax, x):
     """x: eight values."""
-    amax = larger(larger(larger(larger(amax, x[0]), x[1]), x[2]), x[3])
-    return larger(larger(larger(larger(amax, x[4]), x[5]), x[6]), x[7])
+    return amax4(amax4(amax, (x[0], x[1], x[2], x[3])), (x[4], x[5], x[6], x[7]))
 
 
 @device

@@ -44,7 +44,7 @@ class Shared(NamedTuple):
     """Words of shared memory."""
     k: int         # [place] the first part of a tile, on 1024 bytes
     v: int         # [place] the second
-    q: int         # words of A, as `flash_attn_ext_tile` has them, but whole low limbs
+    q: int         # words of A, as `flash_attn_ext_tile_limbs` has them, but whole low limbs
     q_d: int
     barriers: int  # of keys that are there and that are done with, of values likewise, [place]
     n_words: int
@@ -87,7 +87,7 @@ class Group(NamedTuple):
 
 def query_loader(group: Group):
     """(q, at, valid, tid, row, scale, s): limbs of one query in shared memory, by the four lanes of its row, as in
-    `flash_attn_ext_tile`, but whole low limbs."""
+    `flash_attn_ext_tile_limbs`, but whole low limbs."""
     where, n_blocks, dim_k = group.where, group.const.n_blocks, group.const.dim_k
 
     @device
@@ -244,7 +244,7 @@ def softener(group: Group, masked: bool):
 
 @device
 def rescaling(m, l, M):
-    """As in `flash_attn_ext_tile`, by `exp_down`."""
+    """As in `flash_attn_ext_tile_rows`, by `exp_down`."""
     M0, M1 = fmax(M[0], m[0]), fmax(M[1], m[1])
     a0, b0 = exp_down(sub(M[0], M0)), exp_down(sub(m[0], M0))
     a1, b1 = exp_down(sub(M[1], M1)), exp_down(sub(m[1], M1))

@@ -8,8 +8,8 @@ Its parts, of which one bulk copy each brings:
     values  [high, low][row / 8] atoms, a row of which is a channel (row 8 e + g is channel 8 g + e of each 64) with its 128 keys;
             d_v, f32 [128]; `seen`, i32 [128], the position from which a key is seen, NEVER for none; the largest of these
 
-Limbs of a row of atoms lie in the order of `flash_attn_ext_tile`, which makes them. Low limbs of keys are whole ones, those of
-values doubled.
+Limbs of a row of atoms lie in the order of `flash_attn_ext_tile_limbs`, which makes them. Low limbs of keys are whole ones, those
+of values doubled.
 """
 from itertools import accumulate
 from typing import NamedTuple
