@@ -37,7 +37,7 @@ from ...quant.formats import CHUNK, Format, format_of
 from ...quant.words import TOPS
 from . import mbarrier
 from .half_forms import half_form
-from .ptx import (add2, as_f32, constant, device, f2i, f32, fma, fma2, i32, i64, l2f, lds, lds4, mul, prmt, shuffle, stage, sts,
+from .ptx import (add2, as_f32, device, f2i, f32, fma, fma2, hidden, i32, i64, l2f, lds, lds4, mul, prmt, shuffle, stage, sts,
                   u32)
 from .tile_product import level_words
 from .weights import shared_unpacker
@@ -50,9 +50,9 @@ WAITING, WAITING_FEW = 2, 1
 SUM_WORDS = 64               # of a quad's sums of q
 
 
-# (0) -> `upper` of the device functions below, loaded as in weights.lookup_nibbles: byte i is the upper one of float16 from
+# (0) -> `upper` of the device functions below, hidden as in weights.lookup_nibbles: byte i is the upper one of float16 from
 # 1024 / 4^i on
-exponents = constant(np.array([0x4c545c64], np.uint32))
+exponents = hidden((0x4c545c64,))
 
 
 def twice(value) -> np.uint32:

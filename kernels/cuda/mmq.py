@@ -34,7 +34,7 @@ BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
 TEAMS = {4: 4, 8: 4, 16: 2}  # of a block of few tokens at most, by quads (`most_teams`)
 # Formats for which lanes of four teams of 32 tokens have too few registers: always; without a cluster; of several matrices
-NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_OF_SEVERAL = ("NVFP4",), ("IQ4_NL", "MXFP4"), ("Q4_1", "Q5_1")
+NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_OF_SEVERAL = ("NVFP4", "IQ4_KT"), ("IQ4_NL", "MXFP4"), ("Q4_1", "Q5_1")
 
 
 def most_quads(fmt: Format) -> int:

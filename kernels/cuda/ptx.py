@@ -324,6 +324,22 @@ def constant(entries):
     return intrinsic(_named("constant", 1)(typed))
 
 
+def hidden(words):
+    """(i) -> words[i], uint32, of a few words that the compiler does not know. One that it knows is moved to a register anew for
+    each instruction that has another constant. What is added to it is always 0, the ones of t and of ~t less 32, t the thread's
+    number, and made once, before a loop: by an operation of LLVM's, which moves what assembly makes out of no loop. Loads would
+    wait for memory (docs/kernels-log.md). i: known to the compiler."""
+    words = tuple(map(u32, words))
+    if SIMULATED:
+        return lambda i: words[i]
+
+    @device
+    def word(i):
+        t = i32(cuda.threadIdx.x)
+        return u32(words[i] + u32(i32(cuda.popc(t)) + i32(cuda.popc(i32(~t))) - 32))
+    return word
+
+
 # Shared memory: one-dimensional arrays of words, without Python's negative indices, which cost two instructions an access
 
 def _shared(name, width):

@@ -14,14 +14,13 @@ then 64 bytes 2 lo. Row r of an atom is token r / 2 + 4 (r % 2), so that a lane 
 Where lanes have eight columns side by side (`Unpacker.pairs`), the first 16 of a block of 32 columns are the first four of each
 lane.
 """
-import numpy as np
 from numba import cuda
 
 from ...quant.formats import format_of
 from ...quant.words import TOPS
 from . import mbarrier
 from .half_product import byte_scales
-from .ptx import add, as_f32, as_u32, constant, device, f32, fma, i2f, i32, lds4, prmt, stage, sts4, syncwarp, u32
+from .ptx import add, as_f32, as_u32, device, f32, fma, hidden, i2f, i32, lds4, prmt, stage, sts4, syncwarp, u32
 from .tile_product import level_words, splitter
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, products, uniform_place, wait_for_all_but
@@ -31,7 +30,7 @@ N_STARTED = 2             # products that run on while the next levels are multi
 N_STRIPS = 4              # of a chunk; a lane has the scales of one
 FOUR = 4 * 32             # words of four sums of all lanes of a warp
 
-two_to_22 = constant(np.array([0x4a800000], np.uint32))  # 2^22, a float whose last bit counts 1/2
+two_to_22 = hidden((0x4a800000,))  # 2^22, a float whose last bit counts 1/2
 
 
 @device

@@ -11,13 +11,12 @@ more quads, and from how many on, says `tile_form`.
 """
 from typing import NamedTuple
 
-import numpy as np
 from numba import cuda
 
 from ...quant.formats import CHUNK, Format
 from ...quant.words import EVEN, ONES, TOPS
-from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, constant, device, f32, fma, i2f, i32, i64, l2f, ldmatrix4,
-                  lds, lds2, lds4, mad64, mma16, mma32, mma32u, prmt, sts, sts4, syncwarp, u32)
+from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, device, f32, fma, hidden, i2f, i32, i64, l2f,
+                  ldmatrix4, lds, lds2, lds4, mad64, mma16, mma32, mma32u, prmt, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
 from .tile_form import QUAD_WORDS, Constants, TileProduct, constants, factors, form, is_late, swizzle
 from .weights import shared_unpacker
@@ -90,7 +89,7 @@ def splitter(fmt: Format, signed: bool = False):
     offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
     assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 2**15 - 128 * signed, fmt.name
     offsets, middle, tops_of_low = i64(offset * 0x00010001), i64(0x80808080 if signed else 0x80008000), TOPS if signed else u32(0)
-    loaded = constant(np.array([TOPS & EVEN], np.uint32))  # loaded as in weights.lookup_nibbles
+    tops_of_even = hidden((TOPS & EVEN,))  # as in weights.lookup_nibbles
 
     @device
     def limbs_of(w, f):
@@ -98,7 +97,7 @@ def splitter(fmt: Format, signed: bool = False):
         addend = i64(middle - f * offsets) if offset else middle
         first, second = u32(w & EVEN), u32((w >> u32(8)) & EVEN)
         if offset == 128:  # one operation with the mask
-            tops = loaded(0)
+            tops = tops_of_even(0)
             first, second = u32(first ^ tops), u32(second ^ tops)
         even, odd = u32(i64(first) * f + addend), u32(i64(second) * f + addend)
         return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(u32(prmt(even, odd, u32(0x6240))) ^ tops_of_low)
@@ -113,7 +112,7 @@ def splitter(fmt: Format, signed: bool = False):
     return four_limbs
 
 
-power = constant(np.array([0x4b000000], np.uint32))  # 2^23, a float whose last bits count ones
+power = hidden((0x4b000000,))  # 2^23, a float whose last bits count ones
 
 
 @device

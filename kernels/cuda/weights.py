@@ -9,8 +9,8 @@ import numpy as np
 from ...quant import tile, words
 from ...quant.formats import Format, format_of
 from ...quant.words import ONES, SUMMED, u64
-from .ptx import (add2, as_f32, before_blackwell, constant, device, distances4, dot2, dot4, dp4a, f16_to_f32, fma2, i32, implied,
-                  ldc, ldc4, lds, lds4, mad, mul, prmt, rotate, shr, u32)
+from .ptx import (add2, as_f32, before_blackwell, constant, device, distances4, dot2, dot4, dp4a, f16_to_f32, fma2, hidden, i32,
+                  implied, ldc, ldc4, lds, lds4, mad, mul, prmt, rotate, shr, u32)
 
 
 @device
@@ -79,19 +79,19 @@ def upper(w):
 def lookup_nibbles(levels):
     """(w) -> int32 words of the levels of its low nibbles, and of its high ones: four nibbles at a time from both halves of the
     table by prmt, then a choice by the nibbles' bit 3; of up to eight levels by one prmt. Of two constants of an instruction one
-    is loaded: one that the assembler knows it moves to a register anew for every instruction, which made a fifth of them."""
+    is hidden: one that the assembler knows it moves to a register anew for every instruction, which made a fifth of them."""
     table = np.resize(np.asarray(levels, np.int8), 16).view(np.uint32)
-    t1, t3, loaded = u32(table[1]), u32(table[3]), constant(np.array([table[0], table[2], 0x44444444], np.uint32))
+    t1, t3, word = u32(table[1]), u32(table[3]), hidden((table[0], table[2], 0x44444444))
 
     @device
     def few(w):
-        w, t0 = u32(w), loaded(0)
+        w, t0 = u32(w), word(0)
         a, c = prmt(t0, t1, w), prmt(t0, t1, upper(w))
         return i32(prmt(a, c, u32(0x6420))), i32(prmt(a, c, u32(0x7531)))
 
     @device
     def sixteen(w):
-        w, t0, t2, fours = u32(w), loaded(0), loaded(1), loaded(2)
+        w, t0, t2, fours = u32(w), word(0), word(1), word(2)
         index = u32(w & u32(0x77777777))
         later, choice = u32(index >> u32(16)), u32((w >> u32(1)) & fours | u32(0x32103210))
         a, b = prmt(t0, t1, index), prmt(t2, t3, index)
@@ -108,16 +108,16 @@ def lookup_codes(levels, cubic):
         return u32(np.array([value, value], np.float16).view(np.uint32)[0])
 
     a, b, c, d, minus_middle = map(twice, (cubic.a, cubic.b, cubic.c, 1280 + cubic.d, -1024 - cubic.middle))
-    loaded = constant(np.array([b, c, d, 0x64646464], np.uint32))  # as in lookup_nibbles
+    word = hidden((b, c, d, 0x64646464))  # as in lookup_nibbles
 
     @device
     def two(w):
         y = add2(w, minus_middle)
-        return fma2(fma2(fma2(y, a, loaded(0)), y, loaded(1)), y, loaded(2))
+        return fma2(fma2(fma2(y, a, word(0)), y, word(1)), y, word(2))
 
     @device
     def four(w):
-        w, exponents = u32(w), loaded(3)
+        w, exponents = u32(w), word(3)
         return i32(prmt(two(prmt(w, exponents, u32(0x4240))), two(prmt(w, exponents, u32(0x4341))), u32(0x6240)))
     return device(lambda a, b: (four(a), four(b)))
 
@@ -146,19 +146,19 @@ def terms(levels) -> Terms:
                for table, sign in zip(tables, signs)), levels
     # The nibbles of ~w count the last half from its end, and their bit 3 is set where those of w do not
     tables = [table.astype(np.int8)[::1 - 2 * i].copy().view(np.uint32) for i, table in enumerate(tables)]
-    # Of two constants of a prmt one is loaded, as in lookup_nibbles
-    loaded = constant(np.array([table[0] for table in tables], np.uint32))
+    # Of two constants of a prmt one is hidden, as in lookup_nibbles
+    word = hidden(table[0] for table in tables)
     first, last = u32(tables[0][1]), u32(tables[-1][1])
 
     @device
     def one(w):
-        w, t = u32(w), loaded(0)
+        w, t = u32(w), word(0)
         return i32(prmt(t, first, w)), i32(prmt(t, first, upper(w)))
 
     @device
     def two(w):
         x, y = one(w)
-        t = loaded(1)
+        t = word(1)
         if before_blackwell():
             v, u = dot2(w, u32(0x00ff), ones), dot2(w, u32(0xff00), ones)
         else:  # a register less
@@ -182,12 +182,12 @@ def five_bit_terms(levels):
     tables = np.array(levels) + np.repeat([1, 2], 16)
     assert tables.min() >= -128 and tables[:16].max() < 0 <= tables[16:].min(), levels
     tables = tables.astype(np.int8).view(np.uint32).reshape(4, 2)
-    loaded, (first, second, third, fourth) = constant(tables[:, 0].copy()), map(u32, tables[:, 1])  # as in lookup_nibbles
+    word, (first, second, third, fourth) = hidden(tables[:, 0]), map(u32, tables[:, 1])  # as in lookup_nibbles
 
     @device
     def terms_of(a, b, c, d):
-        return (i32(prmt(loaded(0), first, a)), i32(prmt(loaded(1), second, b)), i32(prmt(loaded(2), third, c)),
-                i32(prmt(loaded(3), fourth, d)))
+        return (i32(prmt(word(0), first, a)), i32(prmt(word(1), second, b)), i32(prmt(word(2), third, c)),
+                i32(prmt(word(3), fourth, d)))
 
     @device
     def of_codes(w, v):
@@ -202,16 +202,16 @@ def pairs_of_codes(levels):
     eight, counts = np.unique(levels, return_inverse=True)
     counts = counts.reshape(4, 8, 2).astype(np.uint8)
     tables, eight = (counts[..., 0] | counts[..., 1] << 4).view(np.uint32), eight.astype(np.int8).view(np.uint32)
-    # as in lookup_nibbles; a sum with a loaded 1 as a factor is made by the pipe of products
-    loaded = constant(np.array([*tables[:, 0], eight[0], 1], np.uint32))
+    # as in lookup_nibbles; a sum with a hidden 1 as a factor is made by the pipe of products
+    word = hidden((*tables[:, 0], eight[0], 1))
     (first, second, third, fourth), last = map(u32, tables[:, 1]), u32(eight[1])
 
     @device
     def pairs(a, b, c, d):
-        a, b = i32(prmt(loaded(0), first, a)), i32(prmt(loaded(1), second, b))
-        c, d, one = i32(prmt(loaded(2), third, c)), i32(prmt(loaded(3), fourth, d)), i32(loaded(5))
+        a, b = i32(prmt(word(0), first, a)), i32(prmt(word(1), second, b))
+        c, d, one = i32(prmt(word(2), third, c)), i32(prmt(word(3), fourth, d)), i32(word(5))
         w = u32(mad(a, one, mad(b, one, mad(c, one, d))))
-        return i32(prmt(loaded(4), last, w)), i32(prmt(loaded(4), last, upper(w)))
+        return i32(prmt(word(4), last, w)), i32(prmt(word(4), last, upper(w)))
 
     @device
     def of_codes(w, v):
@@ -227,7 +227,7 @@ def signed8(table):
         values, entries = np.unique(levels, return_inverse=True)
         assert values.shape == (3,) and levels.shape[1:] == (8,), (values, levels.shape)
         positive, b = (np.array([*(sign * values), 0], np.int8).view(np.uint32) for sign in (1, -1))
-        loaded, b = constant(positive), b[0]  # as in lookup_nibbles
+        word, b = hidden(positive), b[0]  # as in lookup_nibbles
         entry = table((entries.reshape(levels.shape) << 4 * np.arange(8)).sum(axis=1).astype(np.uint32))
         odd = u32(0x2a if parity else 0xaa)
 
@@ -241,7 +241,7 @@ def signed8(table):
                 w = u32(u32(entry(t, i32(i)) ^ signs) ^ u64(signs) * u64(0x11111111) & u64(0x40000000))
             else:
                 w = u32(u32(entry(t, i32(i)) ^ even_bits) ^ odd_bits)
-            a = loaded(0)
+            a = word(0)
             return i32(prmt(a, b, w)), i32(prmt(a, b, upper(w)))
         return eight
     return make

@@ -22,7 +22,7 @@ from ggml_py.base.errors import ParameterError
 from ggml_py.kernels import disk_cache
 from ggml_py.kernels.disk_cache import Compiled, compiled as compiled_on_cpu
 from ggml_py.kernels.cuda import compile_workers, launch, mbarrier, ptx as intrinsics
-from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, Kernel, arguments, cached_ptx, compile_ptx, entry_name, ptx_version
+from ggml_py.kernels.cuda.launch import F32, SCALAR_F32, U32, Kernel, arguments, cached_ptx, compile_ptx, entry_name, ptx_version
 from ggml_py.quant.alike import first_alike
 from cuda_code import (COMPUTE_CAPABILITIES, KERNELS, LAUNCH, PER_PROCESS, REPRESENTATIVE, assembled, check_kernel, first_cases,
                        overlap_violations, statements, violations)
@@ -95,6 +95,14 @@ def test_kernels_of_one_architecture():
 
 def compiled(function, *parameters):
     return compile_ptx(Kernel(function, parameters, 32, name=function.__name__), (8, 0))
+
+
+def test_hidden_words_are_not_known():
+    word = intrinsics.hidden((0x12345678,))
+
+    def kernel(y):
+        y[0] = word(0)
+    assert re.search(rf"\badd\.s32\s+%r\d+, %r\d+, {0x12345678 - 32};", compiled(kernel, U32))
 
 
 def test_contracted_operations_are_seen():
