@@ -59,8 +59,9 @@ class Block:
 
     @property
     def sides(self) -> int:
-        """Turns for whose sums there is room: blocks that have a team each must not wait for those of the others."""
-        return 2 if self.blocks > 1 and self.teams == 1 else 1
+        """Turns for whose sums there is room: blocks that have a team each must not wait for those of the others, nor teams of
+        two warpgroups."""
+        return 2 if self.blocks > 1 and (self.teams == 1 or (self.warpgroups and self.n_warps > 4)) else 1
 
     @property
     def n_threads(self) -> int:

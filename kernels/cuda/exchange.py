@@ -5,8 +5,8 @@ The teams of a block meet in its shared memory. Those of other blocks of the clu
 which counts in bytes at their barrier. Nobody waits for all: a warp waits for those in its place in the other teams.
 
 There is room for the sums of one turn or of two (`Block.sides`). With one, a warp sends when all are done with the sums of the
-turn before. With two it need not ask. It sends its sums of turn t when it has added those of t - 1. Who sent it these had by then
-added those of t - 2, which lay in the places that are written now.
+turn before. With two it need not ask. It sends its sums of turn t when it has added those of t - 1. All teams of the cluster sent
+it these, each when it had added those of t - 2, which lay in the places that are written now.
 """
 from typing import NamedTuple
 

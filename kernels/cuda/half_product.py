@@ -80,7 +80,7 @@ def in_pieces(fields) -> bool:
 class Barriers(NamedTuple):
     """Those of a chunk's activations, which come in pieces of as many columns each, for device functions: int32."""
     there: object   # word at which those begin whose phase of this parity ends when a piece is there,
-    done: object    # and those at which each warp arrives when it is done with a piece
+    done: object    # and those at which each warp that takes the chunk arrives when it is done with a piece
     parity: object
 
 

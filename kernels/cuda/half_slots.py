@@ -42,8 +42,13 @@ def neighbours(block: Block) -> int:
 
 def cluster_of(block: Block) -> int:
     """Blocks of a cluster: neighbours, or those that share chunks."""
-    assert block.blocks == 1 or not is_wide(block), block
+    assert block.n_teams == 1 or not is_wide(block), block
     return max(block.blocks, neighbours(block))
+
+
+def has_crew(block: Block) -> bool:
+    """Whether a warpgroup brings chunks, and leaves its registers to those that multiply."""
+    return is_wide(block) or block.teams > 1
 
 
 def n_bringing(block: Block) -> int:
@@ -57,11 +62,11 @@ class Shared(NamedTuple):
     slots: int       # of activations, atoms; before them the format's codebooks
     rest: int        # slots of `half_limbs.Rest`
     there: int       # barriers of these, [slot][piece]: a piece of the chunk is there;
-    done: int        # all warps are done with it
+    done: int        # all warps that take it are done with it
     rest_there: int  # of the rest likewise, [slot]
     rest_done: int
-    scratch: int     # [warp], n_kept words for each lane
-    items: int       # [warp], and of those that bring: an item, as `parts.grouped` reads it, its number, and that of the end
+    scratch: int     # [team][warp], n_kept words for each lane
+    items: int       # [team][warp], and of those that bring: an item, as `parts.grouped` reads it, its number, that of the end
     exchange: int    # on 16 bytes
 
 
@@ -86,7 +91,7 @@ def slots_of(fmt: Format, block: Block) -> Slots:
 
 def layout_of(fmt: Format, block: Block, n_kept: int) -> Shared:
     """n_kept: as of `kept_sums`."""
-    slots, n_warps = slots_of(fmt, block), block.n_warps
+    slots, n_warps = slots_of(fmt, block), block.n_warps * block.teams
     barriers, rest_barriers = mbarrier.WORDS * block.slots * slots.pieces, mbarrier.WORDS * slots.rest_slots
     n_table = -(-table_words(fmt.name) // ATOM_WORDS) * ATOM_WORDS
     n_items = -(-(n_warps + n_bringing(block)) * (item_words(block.tokens) + LOOP_WORDS) // 4) * 4
@@ -95,7 +100,7 @@ def layout_of(fmt: Format, block: Block, n_kept: int) -> Shared:
 
 
 def bytes_of(layout: Shared, block: Block) -> int:
-    return 4 * (exchange(block, layout.exchange).n_words if block.blocks > 1 else layout.exchange)
+    return 4 * (exchange(block, layout.exchange).n_words if block.n_teams > 1 else layout.exchange)
 
 
 def kept_sums(fmt: Format, block: Block) -> int:
@@ -166,8 +171,8 @@ def chunk_bringer(fmt: Format, block: Block, part: Part):
     n_strips, words_of_strip = n_all // pieces, n_act // n_all
     tiles_of_pieces, tiles_of_rest = (n_tiles, 0) if pieces == 1 else (0, n_tiles)
     n_neighbours = neighbours(block)
-    # In wide blocks the end of a loop is not known to the compiler, which so has registers for one step
-    looped = afresh if is_wide(block) else i32
+    # With a crew the end of a loop is not known to the compiler, which so has registers for one step
+    looped = afresh if has_crew(block) else i32
 
     @device
     def bring_tiles(shared, sources, first, chunk, to, barrier):

@@ -5,8 +5,8 @@ A launch before widens the activations (`half_limbs`). Then blocks take items of
 some tokens (`parts`): warpgroups multiply, a warp half a row tile, and a thread or two bring the chunks (`half_slots`), those of
 the next item before this one's totals are stored.
 
-The blocks of a cluster take chunks of the same rows and tokens by turns (`exchange`), where there are too few blocks without.
-Those of wide blocks take other rows.
+The teams of a cluster, two of each block, take chunks of the same rows and tokens by turns (`exchange`), where there are too few
+blocks without. The blocks of a cluster of wide ones take other rows.
 """
 from dataclasses import astuple
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, uni
 from .half_product import Barriers, exponents, half_product
 from .half_scaled import half_scaled
 from .half_slots import (LOOP_WORDS, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of,
-                         half_bytes, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
+                         half_bytes, has_crew, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, SHARED_LIMIT, U32, factory, need
 from .mmq import totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
@@ -38,9 +38,10 @@ from .split_product import split_product
 from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers
 
-# Of one matrix, the fourth one in clusters that share chunks, the last one wide
-DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 3, 1, 2),
+# Of one matrix, the fourth one of teams that share chunks in clusters, the last one wide
+DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 2, 2, 2),
          Block(4, 1, 32, True, 1))
+NOT_TEAMS = "IQ2_K", "IQ2_KS", "IQ3_KS", "TQ1_0"  # packed formats whose int8 products are faster than such teams
 NOT_WIDE = "Q2_K",  # packed formats for which lanes of wide blocks have too few registers
 NOT_LARGE = "IQ4_KSS",  # formats for which those of the largest blocks of experts have too few
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
@@ -52,9 +53,9 @@ def dense_blocks(fmt: Format) -> tuple[Block, ...]:
     if form.split:
         return DENSE[-1:]
     if form.scaled:
-        return DENSE[:3] if fmt.has_min else (*DENSE[:2], DENSE[-1])
-    return tuple(block for block in DENSE
-                 if not (is_wide(block) and fmt.name in NOT_WIDE) and (block.quads > 4 or form.width == 4))
+        return DENSE[:-1] if fmt.has_min else DENSE[:2] + DENSE[3:4] * (fmt.group == 16) + DENSE[-1:]
+    return (DENSE[:3 if form.width == 4 else 2] + DENSE[3:4] * (fmt.name not in NOT_TEAMS)
+            + DENSE[-1:] * (fmt.name not in NOT_WIDE))
 
 
 def expert_blocks(fmt: Format) -> tuple[Block, ...]:
@@ -64,8 +65,8 @@ def expert_blocks(fmt: Format) -> tuple[Block, ...]:
 
 
 def threads_of(block: Block) -> int:
-    """Those that multiply and a warp that brings, or of a wide block a warpgroup (`crew`)."""
-    return block.n_threads + (128 if is_wide(block) else 32)
+    """Those that multiply and a warp that brings, or a warpgroup (`crew`)."""
+    return block.n_threads + (128 if has_crew(block) else 32)
 
 
 def leaver(block: Block):
@@ -75,12 +76,12 @@ def leaver(block: Block):
 
 def packed_multiplier(name: str, block: Block):
     """(lane, warp, shared, tile, act, rest, barriers, upper, s, total): a chunk of a packed format, by a warp: s becomes acc of
-    docs/numerics.md, section 3, and, where no blocks share chunks, total = fma(acc, d of the token, total). rest: word of what
+    docs/numerics.md, section 3, and, where no teams share chunks, total = fma(acc, d of the token, total). rest: word of what
     follows products; upper: `exponents`."""
     fmt, tokens = format_of(name), block.tokens
     scratch, n_kept = shared_layout(fmt, block).scratch, kept_sums(fmt, block)
     (d_at, large_at, _), pieces = rest_of(fmt, tokens), slots_of(fmt, block).pieces
-    multiply, multiply_parts, follow = half_product(name, block.quads, n_kept, pieces, block.blocks == 1, leaver(block))
+    multiply, multiply_parts, follow = half_product(name, block.quads, n_kept, pieces, block.n_teams == 1, leaver(block))
     in_parts = multiply_parts is not None
 
     @device
@@ -103,7 +104,7 @@ def packed_multiplier(name: str, block: Block):
 
 def scaled_multiplier(name: str, block: Block):
     """The same of a scaled format."""
-    fmt, alone = format_of(name), block.blocks == 1
+    fmt, alone = format_of(name), block.n_teams == 1
     d_at = rest_of(fmt, block.tokens).d
     multiply, follow = half_scaled(name, block.quads, slots_of(fmt, block).pieces, leaver(block))
 
@@ -120,7 +121,7 @@ def split_multiplier(name: str, block: Block):
     (lane, warp, shared): totals there become 0; (lane, warp, shared, total): total becomes what they are."""
     fmt, n_quads = format_of(name), block.quads
     scratch, n_kept, d_at = shared_layout(fmt, block).scratch, kept_sums(fmt, block), rest_of(fmt, block.tokens).d
-    assert block.blocks == 1, block
+    assert block.n_teams == 1, block
     begin, multiply, end = split_product(name, n_quads, slots_of(fmt, block).pieces, leaver(block))
 
     @device
@@ -142,9 +143,12 @@ def split_multiplier(name: str, block: Block):
 
 
 def chunk_multiplier(name: str, block: Block):
-    """(tid, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the block's, by the warps that
-    multiply. total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
-    fmt, n_sums, blocks, alone = format_of(name), block.n_sums, block.blocks, block.blocks == 1
+    """(tid, team, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the team's, by its warps. tid:
+    in the team; total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
+    fmt, n_sums, n_warps, blocks, teams = format_of(name), block.n_sums, block.n_warps, block.blocks, block.teams
+    n_teams, alone = block.n_teams, block.n_teams == 1
+    # A slot is always the same team's: of another one's chunk before, it would not know that the slot was filled and left
+    assert block.slots % teams == slots_of(fmt, block).rest_slots % teams == 0, block
     (slots_at, rest_at, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
     pieces, n_act, _, slot_words, n_rest, rest_slots, rest_words = slots
     begin_item = end_item = nothing
@@ -156,50 +160,55 @@ def chunk_multiplier(name: str, block: Block):
     tile_words, d_at = tile_bytes(fmt) // 4, rest_of(fmt, block.tokens).d
 
     @device
-    def multiply_chunks(tid, rank, shared, n_chunks, total, turns):
-        s, lane, warp, chunk, turn = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), rank, i32(0)
-        upper = exponents(0)
+    def multiply_chunks(tid, team, rank, shared, n_chunks, total, turns):
+        s, lane, of_team, turn = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), i32(0)
+        upper, chunk, warp = exponents(0), i32(team * blocks + rank), i32(team * n_warps + of_team)
         begin_item(lane, warp, shared)
+        for before in range(1, teams):  # those of the block take its slots one after the other
+            turns = following(turns) if team >= before else turns
         while chunk < n_chunks:
             now, act = i32(rest_at + turns.rest * rest_words), i32(slots_at + turns.slot * slot_words)
-            tile = i32((act + n_act if pieces == 1 else now + n_rest) + (warp >> 1) * tile_words)
+            tile = i32((act + n_act if pieces == 1 else now + n_rest) + (of_team >> 1) * tile_words)
             place = i32(turns.slot * (pieces * mbarrier.WORDS))
             barriers = Barriers(i32(there + place), i32(done + place), turns.parity)
             mbarrier.wait(shared, rest_there + turns.rest * mbarrier.WORDS, turns.rest_parity)
             multiply_chunk(lane, warp, shared, tile, act, now, barriers, upper, s, total)
             if not alone:
                 if turn > 0:
-                    fold(tid, i32(0), rank, shared, i32(turn - 1), n_chunks, total)
-                send(tid, i32(0), rank, shared, i32(now + d_at), turn, n_chunks, s)
+                    fold(tid, team, rank, shared, i32(turn - 1), n_chunks, total)
+                send(tid, team, rank, shared, i32(now + d_at), turn, n_chunks, s)
             mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
-            chunk, turns, turn = i32(chunk + blocks), following(turns), i32(turn + 1)
+            chunk, turn = i32(chunk + n_teams), i32(turn + 1)
+            for _ in range(teams):
+                turns = following(turns)
         if not alone:
-            finish(tid, i32(0), rank, shared, turn, n_chunks, total)
+            finish(tid, team, rank, shared, turn, n_chunks, total)
         end_item(lane, warp, shared, total)
         return turns
     return multiply_chunks
 
 
 def crew(block: Block, worker, bringers):
-    """(shared, tid, rank, ..): what `worker` of `products` makes, by the threads that are to do it. Of a wide block the third
-    warpgroup leaves its registers to the others, and two threads of it bring chunks."""
+    """(shared, tid, rank, ..): what `worker` of `products` makes, by the threads that are to do it. Where a block `has_crew`, its
+    last warpgroup leaves registers to the others, and a thread or two of it bring chunks."""
     n_multiplying = block.n_threads
-    if not is_wide(block):
+    if not has_crew(block):
         return worker(True, *bringers)
-    multiply, (bring_activations, bring_rest) = worker(True), (
-        worker(False, bring, n_multiplying + 32 * i) for i, bring in enumerate(bringers))
+    more, fewer = (of[threads_of(block) // 128] for of in (more_registers, fewer_registers))
+    brings = [worker(False, bring, n_multiplying + 32 * i) for i, bring in enumerate(bringers)]
+    multiply, (bring_first, bring_second) = worker(True), (*brings, nothing)[:2]
 
     @device
     def work(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs):
         if tid < n_multiplying:
-            more_registers()
+            more()
             multiply(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
         else:
-            fewer_registers()
+            fewer()
             if tid < n_multiplying + 32:
-                bring_activations(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
+                bring_first(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
             elif tid < n_multiplying + 64:
-                bring_rest(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
+                bring_second(shared, tid, rank, words, other_words, bias, other_bias, limbs, table, out, order, pairs)
     return work
 
 
@@ -207,19 +216,21 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
     """The body of a kernel for one matrix, or one of each expert, or two of them one after the other: (words, other_words, bias,
     other_bias, limbs, table, out, order, pairs), as of `mmq.grouped_products`; limbs: of `half_limbs`."""
     fmt, n_warps, n_own, rows, blocks = format_of(name), block.n_warps, block.n_own, block.rows, block.blocks
-    assert cluster_of(block) == 1 or (n_products == 1 and not experts), block  # of clusters that share chunks turns begin at 0
-    (*_, scratch, items, _), loop_at = shared_layout(fmt, block), item_words(block.tokens)
+    shares, several, n_multiplying, team_threads = block.n_teams > 1, block.teams > 1, block.n_threads, 32 * n_warps
+    assert not (shares or is_wide(block)) or (n_products == 1 and not experts), block  # where teams share chunks turns begin at 0
+    (*_, scratch, items, _), loop_at, n_kept = shared_layout(fmt, block), item_words(block.tokens), kept_sums(fmt, block)
     words_of_item = loop_at + LOOP_WORDS
     n_cluster, n_neighbours, keeps = cluster_of(block), neighbours(block), is_wide(block) or half_form(fmt).split
     begin_exchange, meet = exchanger(block, exchange_of(fmt, block)).begin, cluster.meet if n_cluster > 1 else cuda.syncthreads
     # Each warp has an item of its own. Where it lies is computed anew each time: no register keeps it while chunks are multiplied
     at = device(lambda: i32(items + (afresh(i32(cuda.threadIdx.x)) >> 5) * words_of_item))
     part = grouped(block.tokens, at)
+    team_of = device(lambda tid: quotient(tid, team_threads) if several else i32(0))
     begin_barriers, bringers = barrier_beginner(fmt, block), chunk_bringer(fmt, block, part)
     write_codebooks, n_threads = codebooks([shared_unpacker(name)], [0]), threads_of(block)
-    multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, kept_sums(fmt, block))
+    multiply_chunks, store_totals = chunk_multiplier(name, block), totals_writer(block, ending, part, n_kept)
 
-    def worker(multiplies: bool, bring=None, first=32 * n_warps):
+    def worker(multiplies: bool, bring=None, first=n_multiplying):
         """(shared, tid, rank, words, ..): all items of the block, by the warps that multiply, by a thread that brings, the first
         one of its warp, or by both."""
         count, take = taker(block.tokens, 32, at, not experts, multiplies)
@@ -243,12 +254,15 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
                     if bring is not None and tid == first:
                         sources = Sources(words if left > 0 else other_words, limbs, pairs.n_rows, n_chunks)
                         turns = bring(shared, rank, side, sources, afresh(which), turns)  # nor what is computed of `which`
-                    elif multiplies and tid < 32 * n_warps:
+                    elif multiplies and tid < n_multiplying:
                         for o in range(n_own):
                             total[o] = f32(0)
-                        turns = multiply_chunks(tid, rank, shared, n_chunks, total, turns)
-                        store_totals(tid, shared, i32(scratch), total, i32(rank * n_own), out, pairs.n_rows, pairs.n_pairs,
-                                     left == 0, bias, other_bias)
+                        team = team_of(tid)
+                        of_team = i32(tid - team * team_threads)
+                        turns = multiply_chunks(of_team, team, rank, shared, n_chunks, total, turns)
+                        store_totals(of_team, shared, i32(scratch + team * (team_threads * n_kept)), total,
+                                     i32((team * blocks + rank) * n_own), out, pairs.n_rows, pairs.n_pairs, left == 0, bias,
+                                     other_bias)
                 if keeps:
                     item, end = i32(lds(shared, at() + loop_at)), i32(lds(shared, at() + (loop_at + 1)))
                 syncwarp()  # all are done with the item
@@ -262,7 +276,7 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
         rank = remainder(i32(cuda.blockIdx.x), blocks)
         if tid == 0:
             begin_barriers(shared)
-        if blocks > 1 and tid < 32 * n_warps:
+        if shares and tid < team_threads:
             begin_exchange(tid, i32(0), shared)
         write_codebooks(shared, tid, n_threads)
         meet()  # they are there
@@ -275,10 +289,12 @@ def products(name: str, n_products: int, block: Block, ending: Ending, experts: 
 
 TESTED = [(name, experts, *astuple(block)) for name in ("Q4_K", "Q5_K", "Q3_K", "Q2_K")
           for experts, blocks in ((False, dense_blocks(format_of(name))), (True, EXPERTS)) for block in blocks]
+TESTED += [(name, False, *astuple(DENSE[3])) for name in (
+    "Q4_1", "Q5_1", "NVFP4", "IQ1_S", "IQ1_M", "IQ1_M_R1", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_S")]
 TESTED += [(name, experts, *astuple(block)) for name, experts, block in (
     ("MXFP4", False, DENSE[0]), ("MXFP4", False, DENSE[-1]), ("NVFP4", False, DENSE[0]), ("NVFP4", False, DENSE[-1]),
     ("NVFP4", True, EXPERTS[1]), ("IQ2_K", False, DENSE[0]), ("IQ2_XS", False, DENSE[-1]), ("IQ3_KS", False, DENSE[0]),
-    ("IQ3_S", False, DENSE[1]), ("IQ2_S", False, DENSE[-1]), ("IQ1_S", False, DENSE[3]), ("IQ1_M", True, EXPERTS[1]),
+    ("IQ3_S", False, DENSE[1]), ("IQ2_S", False, DENSE[-1]), ("IQ1_M", True, EXPERTS[1]),
     ("IQ2_XXS", True, EXPERTS[2]),
     ("Q5_0", False, DENSE[1]), ("Q6_0", False, DENSE[-1]),
     ("IQ4_XS", False, DENSE[-1]), ("Q6_K", False, DENSE[-1]), ("IQ5_K", False, DENSE[-1]), ("IQ4_KT", False, DENSE[-1]),
@@ -366,7 +382,7 @@ def launch_halves(call: Call, kernel: Kernel, *matrices):
     need(n_blocks < 1 << 31, "blocks", n_blocks, f"less than {1 << 31}")
     args = *matrices, scratch + 4 * limbs, scratch, call.out.data, order, *sizes
     resident = call.device.n_multiprocessors // n_cluster * n_cluster
-    grid = n_blocks if block.blocks > 1 else min(n_blocks, max(n_cluster, resident))
+    grid = n_blocks if block.n_teams > 1 else min(n_blocks, max(n_cluster, resident))
     return call.device.launch(kernel, grid, kernel.n_threads, args, half_bytes(format_of(matrices_of(call)[0].dtype), block))
 
 

@@ -34,7 +34,8 @@ MINIMA_US, SIXTEENS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {8: 1.9, 16: 2.7, 32: 5.1
 TOPS_US, BYTES_US, SPLIT_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.6}, {8: 1.7, 16: 2.1, 32: 3.5}, {32: 4.3}
 # What int8 products of these take over Q4_K's
 MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.1, 1.05, 1.15
-HALF_CLUSTER_US = 0.4  # what a cluster takes more, in every turn
+HALF_TEAMS_ROUND_US = 2.2  # what a round takes more where teams share chunks; below, us of a turn of such teams
+PACKED_TURN_US, MINIMA_TURN_US, SIXTEENS_TURN_US, TOPS_TURN_US, BYTES_TURN_US = 2.6, 3.6, 4.15, 3.1, 3.2
 FEW_BITS = 2.1        # of a weight (`is_slow`)
 FEWEST_OF_HALVES = 9  # tokens: of fewer half a block of mmq_half is empty
 START_US = 2.0  # of a round of blocks of warpgroups, or of all of mmq_few: until the first chunk is there, and from the last on
@@ -83,27 +84,32 @@ class Times(NamedTuple):
     us: dict[int, float]  # of a chunk, by the block's quads
     of_int8: float        # what int8 products take over Q4_K's
     slow: bool            # whether teams of warpgroups, with two or three warps on a scheduler, wait for its weights (`is_slow`)
+    turn_us: float | None = None  # of teams of mmq_half that share chunks
 
 
 def half_times(fmt: Format) -> Times:
     form = half_form(fmt)
     if form.scaled and fmt.has_min:
-        return Times(MINIMA_US, MINIMA_OF_INT8, True)
+        return Times(MINIMA_US, MINIMA_OF_INT8, True, MINIMA_TURN_US)
     if form.scaled:
-        return Times(SIXTEENS_US, SIXTEENS_OF_INT8, True) if fmt.group == 16 else Times(SCALED_US, 1, False)
+        return (Times(SIXTEENS_US, SIXTEENS_OF_INT8, True, SIXTEENS_TURN_US) if fmt.group == 16 else
+                Times(SCALED_US, 1, False))
     if form.split:
         return Times(SPLIT_US, SPLIT_OF_INT8, True)
     if form.width == 8:
-        return Times(BYTES_US, BYTES_OF_INT8, True)
-    return Times(TOPS_US, TOPS_OF_INT8, False) if form.tops else Times(PACKED_US, 1, False)
+        return Times(BYTES_US, BYTES_OF_INT8, True, BYTES_TURN_US)
+    return Times(TOPS_US, TOPS_OF_INT8, False, TOPS_TURN_US) if form.tops else Times(PACKED_US, 1, False, PACKED_TURN_US)
 
 
 def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:
     """What a matrix takes by mmq_half."""
     n_items = -(-n_rows // (block.rows * neighbours(block))) * -(-n // block.tokens)
-    n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.blocks))
-    turn_us = half_times(fmt).us[block.quads] + HALF_CLUSTER_US * (block.blocks > 1)
-    return n_rounds * (HALF_ROUND_US + turn_us * n_turns) + HALF_START_US + WIDEN_US * n * n_cols
+    n_rounds, n_turns = -(-n_items // (n_multiprocessors // cluster_of(block))), -(-n_cols // (CHUNK * block.n_teams))
+    if block.teams > 1:
+        round_us = HALF_ROUND_US + HALF_TEAMS_ROUND_US + half_times(fmt).turn_us * n_turns
+    else:
+        round_us = HALF_ROUND_US + half_times(fmt).us[block.quads] * n_turns
+    return n_rounds * round_us + HALF_START_US + WIDEN_US * n * n_cols
 
 
 @lru_cache(None)
@@ -114,7 +120,7 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
     if n < FEWEST_OF_HALVES or not (late_few((fmt.name,), n) if few else isinstance(shape, Block)) or not has_halves(fmt):
         return None
     us = {block: half_us(fmt, block, n_rows, n_cols, n, n_multiprocessors) for block in dense_blocks(fmt)
-          if cluster_of(block) <= n_multiprocessors}
+          if cluster_of(block) <= n_multiprocessors and (block.teams == 1 or 2 * n > block.tokens)}
     if not us:
         return None
     block = min(us, key=us.get)

@@ -33,12 +33,14 @@ else:
 # Copies to shared memory, which a thread waited for, are seen by products
 fence = _effect("fence", "fence.proxy.async.shared::cta;")
 
-# A kernel of three warpgroups starts with START registers a thread. What the third one gives up, all warps of the others take,
-# and wait until it is there
-START, MORE, FEWER = 168, 240, 24
-assert 2 * MORE + FEWER <= 3 * START
-more_registers = _effect("more_registers", f"setmaxnreg.inc.sync.aligned.u32 {MORE};")
-fewer_registers = _effect("fewer_registers", f"setmaxnreg.dec.sync.aligned.u32 {FEWER};")
+# A kernel of so many warpgroups starts with START registers a thread. The last one keeps FEWER. What it gives up, all warps of
+# the others take, and wait until it is there
+START, MORE, FEWER = {3: 168, 5: 96}, {3: 240, 5: 112}, {3: 24, 5: 32}
+# What ptxas leaves to so many threads, in eights; all that is given up is there to be taken
+assert all(START[n] == 65536 // (128 * n) // 8 * 8 and (n - 1) * MORE[n] + FEWER[n] <= n * START[n] for n in START)
+assert all(n % 8 == 0 and 24 <= n <= 256 for n in (*MORE.values(), *FEWER.values()))
+more_registers = {n: _effect("more_registers", f"setmaxnreg.inc.sync.aligned.u32 {MORE[n]};") for n in MORE}
+fewer_registers = {n: _effect("fewer_registers", f"setmaxnreg.dec.sync.aligned.u32 {FEWER[n]};") for n in FEWER}
 
 
 class Products(NamedTuple):

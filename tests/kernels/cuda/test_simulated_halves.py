@@ -1,24 +1,26 @@
 """Products of float16 (`mmq_half`) in the simulator, against the reference bit for bit, and the check that a GPU may use them."""
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import HALVES, Call, Operand, planned_without
-from ggml_py.kernels.cuda import (half_check as half_check_module, half_product, mul_mat, mul_mat_glu, mul_mat_id,
+from ggml_py.kernels.cuda import (half_check as half_check_module, half_product, mmq, mul_mat, mul_mat_glu, mul_mat_id,
                                   mul_mat_id_glu, simulator)
 from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, IN_PARTS, WIDTHS, half_check, half_check_kernel,
                                              levels_and_limbs, weights_and_limbs)
 from ggml_py.kernels.cuda.half_limbs import half_limbs_kernel
-from ggml_py.kernels.cuda.half_forms import EXACT, half_form, largest_weight, most_reach
+from ggml_py.kernels.cuda.half_forms import EXACT, half_form, has_halves, largest_weight, most_reach
 from ggml_py.kernels.cuda.half_product import minima_together, together_of_quarters
 from ggml_py.kernels.cuda.half_scaled import tokens_of_unit
 from ggml_py.kernels.cuda.launch import FACTORIES
 from ggml_py.kernels.cuda.mmq import GroupedShape
 from ggml_py.kernels.cuda.mmq_few import FewShape
 from ggml_py.kernels.cuda.half_slots import half_bytes, kept_sums
-from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, expert_blocks
+from ggml_py.kernels.cuda.mmq_half import DENSE, EXPERTS, Halves, dense_blocks, expert_blocks, mmq_half_kernel
 from ggml_py.kernels.cuda.wgmma import half_products, uniform_place
 from ggml_py.quant.dequantize import dequantize
 from ggml_py.quant.formats import CHUNK, FORMATS
@@ -36,7 +38,11 @@ def machine():
 
 
 def test_in_the_simulator():
-    run_in_simulator(__file__, "-k", "not (experts or check or bytes or extremes or limit or scales)")
+    run_in_simulator(__file__, "-k", "not (experts or check or bytes or extremes or limit or scales or apart)")
+
+
+def test_late_warps_in_the_simulator():
+    run_in_simulator(__file__, "-k", "apart")
 
 
 def test_bounds_and_levels_in_bytes_in_the_simulator():
@@ -60,7 +66,8 @@ def simulate_mmq_half(machine, n_rows, n_cols, n, block):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
     ("Q5_K", 31, 256, 9, DENSE[2]), ("Q5_K", 129, 1280, 65, DENSE[0]), ("Q5_K", 129, 768, 33, DENSE[1]),
-    ("Q5_K", 31, 2560, 31, DENSE[3]), ("Q2_K", 129, 1280, 65, DENSE[0]), ("Q2_K", 31, 2560, 31, DENSE[3]),
+    ("Q5_K", 31, 2560, 31, DENSE[3]), ("Q4_K", 129, 2816, 33, DENSE[3]), ("Q2_K", 129, 1280, 65, DENSE[0]),
+    ("Q2_K", 31, 2560, 31, DENSE[3]),
     ("Q3_K", 31, 256, 9, DENSE[2]), ("Q3_K", 31, 512, 9, DENSE[0]), ("Q3_K", 31, 1280, 9, DENSE[3]),
     ("Q3_K", 250, 1024, 128, WIDE), ("Q5_K", 129, 512, 130, WIDE)])
 def simulate_other_fields(machine, name, n_rows, n_cols, n, block):
@@ -70,7 +77,7 @@ def simulate_other_fields(machine, name, n_rows, n_cols, n, block):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
     ("IQ2_K", 129, 768, 65, DENSE[0]), ("IQ2_K", 250, 512, 9, WIDE), ("IQ2_KS", 31, 512, 9, DENSE[0]),
-    ("IQ2_KS", 31, 2560, 31, DENSE[3]), ("IQ3_KS", 129, 768, 33, DENSE[1]), ("IQ3_KS", 250, 512, 9, WIDE),
+    ("IQ1_S", 31, 2560, 31, DENSE[3]), ("IQ3_KS", 129, 768, 33, DENSE[1]), ("IQ3_KS", 250, 512, 9, WIDE),
     ("IQ3_S", 31, 1280, 9, DENSE[3]), ("IQ3_S", 250, 512, 9, WIDE), ("IQ1_S", 31, 512, 9, DENSE[1]),
     ("IQ1_M", 129, 768, 65, DENSE[0]), ("IQ1_M_R1", 31, 512, 9, DENSE[1]), ("IQ2_XXS", 31, 512, 9, DENSE[1]),
     ("IQ2_XS", 129, 768, 65, DENSE[0]), ("IQ2_S", 250, 512, 9, WIDE), ("TQ1_0", 31, 512, 9, DENSE[1]),
@@ -92,7 +99,8 @@ def simulate_extremes_of_whole_chunks(machine, name, fill, scales):
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
     ("MXFP4", 31, 1024, 61, DENSE[0]), ("MXFP4", 129, 768, 33, DENSE[1]), ("MXFP4", 250, 1024, 130, WIDE),
-    ("NVFP4", 31, 1024, 9, DENSE[0]), ("NVFP4", 129, 512, 33, WIDE),
+    ("NVFP4", 31, 1024, 9, DENSE[0]), ("NVFP4", 129, 512, 33, WIDE), ("NVFP4", 31, 2560, 31, DENSE[3]),
+    ("Q4_1", 129, 512, 9, DENSE[3]), ("Q5_1", 31, 1792, 33, DENSE[3]),
     ("Q4_0", 33, 512, 9, DENSE[0]), ("Q5_0", 129, 512, 30, DENSE[1]), ("Q6_0", 129, 768, 129, WIDE),
     ("Q4_1", 129, 1024, 65, DENSE[0]), ("Q4_1", 31, 1024, 16, DENSE[2]), ("Q5_1", 129, 512, 33, DENSE[1])])
 def simulate_scaled(machine, name, n_rows, n_cols, n, block):
@@ -148,21 +156,44 @@ def simulate_number_of_a_block(machine, monkeypatch):
         check_mul_mat(machine, "Q4_K", 2, 256, 1, Halves(WIDE))
 
 
-@pytest.mark.parametrize("name, block", [("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[1])])
-def simulate_warpgroups_apart(machine, monkeypatch, name, block):
-    """One warpgroup ends while the other has sums of part of a chunk in its words of shared memory."""
+def hold_behind_stores(monkeypatch, module, n_threads: int) -> set:
+    """The first threads of each block, which let all others go on behind their first store to shared memory by this module."""
     held = set()
 
     def sts_and_hold(*args):
-        if (thread := simulator.threads.getcurrent()).index.x < 128:
+        if (thread := simulator.threads.getcurrent()).index.x < n_threads:
             held.add(thread)
-        return sts(*args)
+        sts(*args)
+        simulator.syncwarp()  # where others go on
 
-    sts = half_product.sts
-    monkeypatch.setattr(half_product, "sts", sts_and_hold)
+    sts = module.sts
+    monkeypatch.setattr(module, "sts", sts_and_hold)
     hold_back(monkeypatch, lambda cluster: held)
-    x = np.where(activations(5, 512, seeded("apart")) < 0, np.float32(-1), np.float32(1))
-    check_mul_mat(machine, name, 128, 512, 5, Halves(block), x)
+    return held
+
+
+@pytest.mark.parametrize("name, block", [("Q4_K", DENSE[3]), ("Q4_K", WIDE), ("Q5_K", DENSE[1])])
+def simulate_warpgroups_apart(machine, monkeypatch, name, block):
+    """A warpgroup ends, or is a turn ahead, while another has sums of part of a chunk in its words of shared memory."""
+    held = hold_behind_stores(monkeypatch, half_product, 128)
+    check_mul_mat(machine, name, 128, 1280, 5, Halves(block), np.ones((5, 1280), np.float32))
+    assert held
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "NVFP4"])
+def simulate_totals_apart(machine, monkeypatch, name):
+    """Each warp of a team has words of its own for its totals: one team writes them before the other one reads its own."""
+    held = hold_behind_stores(monkeypatch, mmq, 256)
+    check_mul_mat(machine, name, 31, 1280, 9, Halves(DENSE[3]))
+    assert held
+
+
+@pytest.mark.parametrize("name, late, team", [("Q4_K", 0, 0), ("Q4_K", 0, 1), ("Q4_K", 1, 1), ("NVFP4", 1, 0)])
+def simulate_teams_apart(machine, monkeypatch, name, late, team):
+    """A team of a cluster goes on when all others wait: the third of three turns is not full."""
+    hold_back(monkeypatch, lambda cluster: {t for t in cluster.blocks[late].threads if t.index.x // 256 == team}
+              if len(cluster.blocks) > 1 else set())
+    check_mul_mat(machine, name, 31, 2816, 9, Halves(DENSE[3]))
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [
@@ -192,7 +223,7 @@ def simulate_gated_experts(machine, act, name, biased, block):
                                          ("Q5_K", DENSE[1]), ("Q5_K", DENSE[2]), ("Q5_K", DENSE[3]), ("Q5_K", WIDE),
                                          ("Q5_K", EXPERTS[0]),
                                          ("Q5_K", EXPERTS[1]), ("Q5_K", EXPERTS[2]), ("IQ3_KS", DENSE[0]), ("IQ3_KS", WIDE),
-                                         ("IQ3_KS", DENSE[3]), ("IQ2_XXS", DENSE[1]), ("IQ2_XXS", DENSE[3]), ("IQ2_XS", WIDE),
+                                         ("IQ2_S", DENSE[3]), ("IQ2_XXS", DENSE[1]), ("IQ2_XXS", DENSE[3]), ("IQ2_XS", WIDE),
                                          ("IQ2_XS", EXPERTS[1]), ("IQ2_S", DENSE[0])])
 def simulate_extremes(machine, name, block):
     """The largest sums, by parts of a chunk."""
@@ -374,6 +405,9 @@ def simulate_plan(machine):
     assert not isinstance(mul_mat.plan(call_of(1024, target, type_="IQ4_XS")), Halves)
     target.halves, target.n_multiprocessors = True, 132
     assert not isinstance(mul_mat.plan(call_of(32, target, 4096, 14336)), Halves)
+    for type_, teams in ("Q4_1", True), ("NVFP4", True), ("IQ1_S", True), ("IQ2_K", False), ("MXFP4", False):
+        plan = mul_mat.plan(call_of(64, target, 4096, 14336, type_))
+        assert plan == Halves(DENSE[3]) if teams else not isinstance(plan, Halves), type_
     for type_, n in ("Q4_1", 512), ("Q4_1", 64), ("Q8_0", 512):
         matrices = dict.fromkeys(("gate", "up"), Operand(type_, (14336, 4096)))
         call = Call("mul_mat_glu", "act(w x) * u x", target, dict(
@@ -422,6 +456,13 @@ def test_blocks_fit(fmt):
     """In shared memory of a multiprocessor of Hopper."""
     for block in (*dense_blocks(fmt), *expert_blocks(fmt)):
         assert half_bytes(fmt, block) <= 227 << 10, block
+
+
+def test_all_blocks_of_teams_are_compiled():
+    compiled = FACTORIES[mmq_half_kernel]
+    for fmt in (*PACKED, *SCALED):
+        if has_halves(fmt) and DENSE[3] in dense_blocks(fmt):
+            assert (fmt.name, False, *astuple(DENSE[3])) in compiled and mul_mat.half_times(fmt).turn_us, fmt.name
 
 
 def test_all_widths_are_checked():
