@@ -29,9 +29,8 @@ OF_HEADS = "ssm_a", "ssm_d", "ssm_norm.weight"  # of Mamba 2 they have two dimen
 SAMPLE_ROWS = 32       # of a pool, from which the size of its values is taken
 # instead of blocks of 256, as llama.cpp chooses; IQ4_NL for the others
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-# F16, of which quantizers are timed, and those with a float16 scale or an exponent a block; gguf cannot read Q1_0
-TYPES = ["F16", *(fmt.name for fmt in FORMATS.values() if fmt.is_in_files and fmt.name != "Q1_0"
-                  and (("d", 2) in fmt.fields or ("e", 1) in fmt.fields or fmt.header))]
+# F16, of which quantizers are timed, and all quantized ones of files; gguf cannot read Q1_0
+TYPES = ["F16", *(fmt.name for fmt in FORMATS.values() if fmt.is_in_files and fmt.is_quantized and fmt.name != "Q1_0")]
 MIXES = {"MXFP4_MOE": ("MXFP4", "Q8_0")}  # as gpt-oss is published: of experts, of the other matrices
 
 
@@ -308,6 +307,17 @@ def pool(fmt: Format, n_cols: int, rng: np.random.Generator) -> np.ndarray:
     for name, size in fmt.fields:
         if name == "e":  # powers of two
             blocks[..., first] += np.rint(np.log2(factor)).astype(np.int8).view(np.uint8)
+        elif fmt.name == "NVFP4" and name == "d":  # unsigned E4M3, the upper bits of float16 but for its sign
+            scales = (blocks[..., first:first + size].astype(np.uint16) << 7).view(np.float16) * factor
+            bits = scales.astype(np.float16).view(np.uint16)
+            blocks[..., first:first + size] = np.clip((bits + 64) >> 7, 1, 126)
+        elif fmt.name == "IQ1_M" and name == "scales":  # a nibble of float16 on top of each of four words
+            words, bits = blocks[..., first:first + size].view(np.uint16), np.zeros(blocks.shape[:2], np.uint16)
+            for i in range(4):
+                bits |= words[..., i] >> 12 << 4 * i
+            bits = (bits.view(np.float16) * factor).astype(np.float16).view(np.uint16)
+            for i in range(4):
+                words[..., i] = words[..., i] & 0xfff | (bits >> 4 * i & 0xf) << 12
         elif name in ("d", "dmin", "m"):
             scales = blocks[..., first:first + size].view(np.float16)
             scales[:] = scales * factor

@@ -191,9 +191,9 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "--layers: must be at least 1, got 0" in capsys.readouterr().err
 
 
-def test_a_type_without_float16_scales_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="type: 'NVFP4' is not one of F16, Q4_0, Q4_1.*, MXFP4_MOE"):
-        synth.write(tmp_path / "m.gguf", synth.SHAPES["tiny-llama"], "NVFP4")
+def test_a_type_that_gguf_cannot_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="type: 'Q1_0' is not one of F16, Q4_0, Q4_1.*, MXFP4_MOE"):
+        synth.write(tmp_path / "m.gguf", synth.SHAPES["tiny-llama"], "Q1_0")
     assert not list(tmp_path.iterdir())
 
 
