@@ -472,19 +472,9 @@ def eight_columns(p, start):
     return Summed(words)
 
 
-def table_scale(p):
-    """(code) -> int32 entry of IQ4_LEVELS."""
-    entries = p.table(np.array(IQ4_LEVELS, np.int32).view(np.uint32))
-
-    @p.jit
-    def scale(t, code):
-        return i32(u32(entries(t, i32(code))))
-    return scale
-
-
 def iq1_kt(p, ldw, ld4, ld2):
     """Indices of 13 bits: bytes in pieces 0 and 1, nibbles in piece 2, the last bits above the scales' nibbles in words 0, 1."""
-    byte, field, weighed, scale = p.byte, p.field, p.weighed, table_scale(p)
+    byte, field, weighed, bytes_of, (lookup, level) = p.byte, p.field, p.weighed, p.bytes_of, p.lookup_each(IQ4_LEVELS)
 
     @p.jit
     def start(t, g):
@@ -495,9 +485,11 @@ def iq1_kt(p, ldw, ld4, ld2):
 
     @p.jit
     def sub(t, i):
-        return scale(t, byte(ld4(t, i >> 2), i & 3) & u32(15)), i32(0)
+        return level(lookup(byte(ld4(t, i >> 2), i & 3)), 0), i32(0)
 
-    return Parts(eight_columns(p, start), sub, float_scale(p, ld4, 2), pairs=True)
+    load = p.jit(lambda t, i: lookup(bytes_of(ld4(t, 0), ld4(t, 1), u32(0x40 + 0x11 * i))))
+    scales = Scales(load, p.jit(lambda w, n: (level(w, 2 * n), i32(0))))
+    return Parts(eight_columns(p, start), sub, float_scale(p, ld4, 2), pairs=True, scales=scales)
 
 
 def sixteen_bit_start(p, ldw):
@@ -512,13 +504,14 @@ def sixteen_bit_start(p, ldw):
 
 def iq2_kt(p, ldw, ld4, ld2):
     """The scale is 1.05 times the file's, as in ik_llama.cpp's products. Words: nibbles of the scales; d."""
-    scale, nibble = table_scale(p), nibble_of_four(p, p.jit(lambda t: ld4(t, 0)))
+    nibble, shr, (lookup, level) = nibble_of_four(p, p.jit(lambda t: ld4(t, 0))), p.shr, p.lookup_each(IQ4_LEVELS)
 
     @p.jit
     def sub(t, i):
-        return scale(t, nibble(t, i)), i32(0)
+        return level(lookup(nibble(t, i)), 0), i32(0)
 
-    return Parts(eight_columns(p, sixteen_bit_start(p, ldw)), sub, float_scale(p, ld4, 1, 1.05), pairs=True)
+    scales = Scales(p.jit(lambda t, i: lookup(shr(ld4(t, 0), 8 * i))), p.jit(lambda w, n: (level(w, n), i32(0))))
+    return Parts(eight_columns(p, sixteen_bit_start(p, ldw)), sub, float_scale(p, ld4, 1, 1.05), pairs=True, scales=scales)
 
 
 def iq3_kt(p, ldw, ld4, ld2):

@@ -145,6 +145,9 @@ class Primitives(NamedTuple):
     # (4, 8 or 16 int8 levels) -> device function (w) -> int32 words of the levels of w's low nibbles, and of its high ones, which
     # count them
     lookup_nibbles: Callable
+    # (16 int8 levels, negative ones first) -> device functions: (w) -> words, and (words, n) -> int32 level that nibble n of w
+    # counts; n is known to the compiler
+    lookup_each: Callable
     # (32 or 64 int8 levels, `Cubic` of theirs) -> device function (a, b) -> int32 words of the levels of the codes in the bytes
     # of a and of b
     lookup_codes: Callable
@@ -265,8 +268,12 @@ def primitives(jit, **native):
         return lookup
 
     table, lookup_nibbles = native.get("table", table), native.get("lookup_nibbles", lookup_nibbles)
+
+    def lookup_each(levels):
+        return lookup_nibbles(levels), jit(lambda words, n: signed_byte(words[1] if n & 1 else words[0], n >> 1))
+
     portable = Primitives(jit, f16, as_f32, mul, shr, select, half, byte, weighed, signed_byte, half_plus, bytes_of, field,
-                          odd_bytes, top_bytes, distances, spread, table, lookup_nibbles,
+                          odd_bytes, top_bytes, distances, spread, table, lookup_nibbles, lookup_each,
                           lookup_codes=lambda levels, cubic: _lookup_codes(portable, levels),
                           signed8=lambda levels, parity: _signed8(portable, levels, parity))
     return portable._replace(**native)

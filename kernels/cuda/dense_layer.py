@@ -40,8 +40,8 @@ from .ptx import (add, afresh, as_f32, as_i32, as_u32, device, div, exp, f32, fm
 from .rms_norm import PARTIALS, halve_fours, reciprocal
 from .rope_set_rows import LANES, NORMS, constants, rotation
 from .set_rows import PUTS
-from .tile_form import table_words, takes_sums
-from .token_product import token_product, zero_words
+from .tile_form import takes_sums
+from .token_product import token_product, token_table_words, zero_words
 from .wgmma import fence
 
 MOST_ROUNDS = 4       # of a block with its pieces: beyond, a grid of more blocks is faster
@@ -119,7 +119,7 @@ def worker(stage: Stage, shape: Shape, first: int, number: int):
     at, kinds = layout(shape), tuple(dict.fromkeys(shape.names))
     here = tuple(dict.fromkeys(shape.names[matrix] for matrix in stage.matrices))
     numbers = tuple(here.index(name) if name in here else 0 for name in shape.names)
-    tables = [at.tables + sum(map(table_words, kinds[:kinds.index(name)])) for name in here]
+    tables = [at.tables + sum(map(token_table_words, kinds[:kinds.index(name)])) for name in here]
     products = [multiplier(token_product(name, table), ROW_SLOT) for name, table in zip(here, tables)]
     multiply, multiply_first, multiply_last = choice(products), products[0], products[-1]
     n_chunks, n_warps, n_blocks, by_turns = stage.n_chunks, shape.n_warps, shape.n_blocks, stage.by_turns
@@ -454,7 +454,7 @@ def dense_layer_kernel(shape):  # noqa: PLR0915 (a kernel: its steps in order)
     quantize_gated = row_maker(shape, shape.n_ff, device(
         lambda given, shared, first, second, lane: (four(shared, gated + first), four(shared, gated + second))))
     kinds = tuple(dict.fromkeys(shape.names))
-    tables = [at.tables + sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
+    tables = [at.tables + sum(map(token_table_words, kinds[:i])) for i in range(len(kinds))]
     write_codebooks = codebooks([token_product(name, table) for name, table in zip(kinds, tables)], tables)
     zeros, n_zeros, arrivals, has_tables = at.zeros, max(map(zero_words, shape.names)), at.arrivals, at.tables < at.zeros
     half, neox = i32(shape.n_pairs), shape.neox

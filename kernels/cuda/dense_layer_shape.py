@@ -7,8 +7,7 @@ from ...quant.formats import CHUNK, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import mbarrier
 from .flash_attn_ext_few_stages import shared_layout
-from .tile_form import table_words
-from .token_product import zero_words
+from .token_product import token_table_words, zero_words
 
 BLOCKS, WARPS = 16, 16         # of a cluster, of a block
 MOST_PIECES = 16               # of a context, that may have room
@@ -122,10 +121,11 @@ class Layout(NamedTuple):
 def layout(shape: Shape) -> Layout:
     stages, names = stages_of(shape), shape.names
     areas = [most_pairs(stage, shape) * tile_words(names, stage) for stage in stages]
-    each = (shared_layout(shape.dim, shape.dim, shape.heads, shape.n_warps).n_words, sum(map(table_words, dict.fromkeys(names))),
-            max(map(zero_words, names)), max(areas[::2]), max(areas[1::2]), CHUNK * max(stage.n_chunks for stage in stages),
-            SUMS * max(most_pairs(stage, shape) for stage in stages), shape.n_cols, shape.q_cols + 2 * shape.kv_cols,
-            shape.n_cols, N_ARRIVALS * mbarrier.WORDS, len(stages) * mbarrier.WORDS)
+    each = (shared_layout(shape.dim, shape.dim, shape.heads, shape.n_warps).n_words,
+            sum(map(token_table_words, dict.fromkeys(names))), max(map(zero_words, names)), max(areas[::2]), max(areas[1::2]),
+            CHUNK * max(stage.n_chunks for stage in stages), SUMS * max(most_pairs(stage, shape) for stage in stages),
+            shape.n_cols, shape.q_cols + 2 * shape.kv_cols, shape.n_cols, N_ARRIVALS * mbarrier.WORDS,
+            len(stages) * mbarrier.WORDS)
     first, at = [], 0
     for n in each:
         first.append(at)

@@ -24,10 +24,10 @@ from numba import cuda, types
 from ...quant.formats import format_of
 from . import mbarrier
 from .few_slots import (BARRIER, BOX_BARRIERS, ROW_SLOT, bulk_of, choice, chunk_slot, lane_words, layout, quads_of, ring_copier,
-                        total_planes)
+                        table_words_of, total_planes)
 from .ptx import (architecture, as_f32, as_u32, copies_commit, copies_wait_but, device, f32, fma, i32, kept, lds, lds4, least,
                   nothing, redux_max, stage, sts, sts4, syncwarp, u32, wait_for_previous)
-from .tile_form import Slot, table_words
+from .tile_form import Slot
 from .tile_product import tile_product
 from .tile_walk import PICK, TileWalk
 from .token_product import token_product
@@ -102,7 +102,7 @@ class Stages(NamedTuple):
 def stages(names: tuple[str, ...], n_tokens: int, walk: TileWalk, made: bool = False) -> Stages:
     """made: a single token whose activations the block makes."""
     kinds = tuple(dict.fromkeys(names))
-    tables = [sum(map(table_words, kinds[:i])) for i in range(len(kinds))]
+    tables = [sum(map(table_words_of(n_tokens), kinds[:i])) for i in range(len(kinds))]
     tile_products = [token_product(name, table) if n_tokens == 1 else tile_product(name, quads_of(n_tokens), table)
                      for name, table in zip(kinds, tables)]
     slots = [ROW_SLOT if made else chunk_slot(format_of(name), n_tokens) for name in kinds]

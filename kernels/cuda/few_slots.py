@@ -9,7 +9,7 @@ from .ptx import afresh, architecture, before_blackwell, copies4, copy1, copy4, 
 from .quantize import planes
 from .tile_form import QUAD, QUAD_WORDS, Slot, chunk_words, factors, is_late, slot, swizzle, table_words, takes_sums
 from .tile_walk import PICK, TileWalk
-from .token_product import zero_words
+from .token_product import token_table_words, zero_words
 
 MOST_TOKENS = 16     # of a block
 SLOT_WORDS = 3420    # of several tokens: a warp has two slots of up to so many words, or one
@@ -37,6 +37,11 @@ def chunk_slot(fmt: Format, n_tokens: int) -> Slot:
     return Slot(act, d, d + 4, d + 4 + 16 * takes_sums(fmt))
 
 
+def table_words_of(n_tokens: int):
+    """(name) -> words of the codebooks that a product with so many tokens reads."""
+    return token_table_words if n_tokens == 1 else table_words
+
+
 class Layout(NamedTuple):
     """Words of shared memory. A single token: codebooks, zeros, the warps' own, totals [row], one side of boxes or two. Several:
     codebooks, the warps' own, the boxes' barriers, totals [token][row], boxes."""
@@ -56,7 +61,7 @@ def layout(names: tuple[str, ...], n_tokens: int, made: bool = False) -> Layout:
         first, n_slots = max(factors(fmt, quads_of(n_tokens)).n_words for fmt in fmts), 2 if words <= SLOT_WORDS else 1
     else:  # so many that eight warps keep the memory busy
         first, n_slots = 0, min(4, 1 - -IN_FLIGHT // (8 * max(map(tile_bytes, fmts))))
-    zeros, words = sum(map(table_words, dict.fromkeys(names))), words + BARRIER * (n_tokens <= MOST_IN_BULK)
+    zeros, words = sum(map(table_words_of(n_tokens), dict.fromkeys(names))), words + BARRIER * (n_tokens <= MOST_IN_BULK)
     return Layout(zeros, zeros + max(map(zero_words, names)) * (n_tokens == 1), first + n_slots * words, first, words, n_slots)
 
 

@@ -104,12 +104,17 @@ def swizzle(r):
     return ((r << 1) & 7) | (r >> 2)
 
 
+def offset_of(fmt: Format, unpack):
+    """int32: how much unshifted levels are more than the sums of what a product of a single token takes of them."""
+    source = unpack.source
+    return i32(-SUMMED if isinstance(source, Summed) else terms(source.levels).constant if isinstance(source, Looked)
+               else -fmt.zero if form(fmt).integer else 0)
+
+
 def shift_of(fmt: Format, unpack):
     """(t, i) -> int32: how much the levels of sub-block i are more than the sums of what a product of a single token takes of
     them; None for nothing."""
-    source, shift = unpack.source, unpack.shift
-    more = i32(-SUMMED if isinstance(source, Summed) else terms(source.levels).constant if isinstance(source, Looked)
-               else -fmt.zero if form(fmt).integer else 0)
+    shift, more = unpack.shift, offset_of(fmt, unpack)
     if shift and more:
         return device(lambda t, i: i32(shift(t, i) + more))
     return device(lambda t, i: more) if more else shift

@@ -16,9 +16,9 @@ from ...quant.formats import CHUNK
 from ...quant.words import FiveBits, Looked, Paired, Summed
 from .ptx import (afresh, apart, before_blackwell, device, f32, fma, i2f, i32, i64, l2f, ldmatrix4, lds, lds2, mad64, mma32,
                   nothing, prmt, shuffle, syncwarp, u32)
-from .tile_form import Constants, TileProduct, constants, shift_of
+from .tile_form import Constants, TileProduct, constants, offset_of, shift_of
 from .tile_product import carrier, row_unpacker, token_loader
-from .weights import five_bit_terms, pairs_of_codes, shared_unpacker, terms
+from .weights import Tables, five_bit_terms, pairs_of_codes, shared_unpacker, terms
 
 ZEROS = CHUNK // 4        # words, for a single token
 
@@ -303,7 +303,7 @@ def scale_taker(const: Constants):
     """(load, take). load: (t, i) -> what `take` takes of a row, i the lane's first sub-block. take: (words, t, i, n) -> isc, imin
     and the shift of sub-block i, the lane's n-th."""
     sub, shift, scales, z = const.unpack.sub, shift_of(const.fmt, const.unpack) or nothing, const.unpack.scales, i32(0)
-    shifted, rest = shift is not nothing, 0
+    shifted, rest = shift is not nothing, offset_of(const.fmt, const.unpack)
     if not scales:
         @device
         def take_one(words, t, i, n):
@@ -311,13 +311,12 @@ def scale_taker(const: Constants):
             return isc, imin, shift(t, i) if shifted else z
         return device(lambda t, i: z), take_one
     load, take = scales
-    rest = i32(terms(const.unpack.source.levels).constant if isinstance(const.unpack.source, Looked) else 0)
     assert not const.fmt.has_min and not const.fmt.zero
 
     @device
     def take_of_words(words, t, i, n):
         isc, more = take(words, n)
-        return isc, z, i32(more + rest) if rest else more
+        return isc, z, i32(more + rest)
     return load, take_of_words
 
 
@@ -564,7 +563,21 @@ def token_multiplier(const: Constants):
     return column_token_multiplier(const) if in_columns(const) else row_token_multiplier(const)
 
 
+def token_tables(name: str, first: int = 0) -> Tables:
+    """`shared_unpacker` for a single token: without the codebook of pairs, which `paired_multiplier` looks up in registers."""
+    unpack, n_entries, entry = shared_unpacker(name, first)
+    if not isinstance(unpack.source, Paired):
+        return Tables(unpack, n_entries, entry)
+    assert in_columns(constants(name, unpack, n_entries, 1, True)) and n_entries == len(unpack.source.levels), name
+    return Tables(unpack, 0, None)
+
+
+def token_table_words(name: str) -> int:
+    """Words of these codebooks, up to the next 16 bytes."""
+    return -(-token_tables(name).n_entries // 4) * 4
+
+
 def token_product(name: str, first_table: int = 0) -> TileProduct:
     """Of a single token: `act` holds its two rows only. first_table: word of shared memory at which the codebooks begin."""
-    unpack, n_entries, entry = shared_unpacker(name, first_table)
+    unpack, n_entries, entry = token_tables(name, first_table)
     return TileProduct(token_multiplier(constants(name, unpack, n_entries, 1, True)), n_entries, entry)

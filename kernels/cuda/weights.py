@@ -168,6 +168,19 @@ def terms(levels) -> Terms:
     return Terms(len(tables), rest, one if len(tables) == 1 else two)
 
 
+def lookup_each(levels):
+    """`words.Primitives.lookup_each` by `terms`, whose bytes a dot product adds."""
+    n_terms, constant, of_nibbles = terms(levels)
+    assert n_terms == 2, levels
+
+    @device
+    def level(words, n):
+        place = i32(u32(1) << u32(8 * (n & 3)))
+        first, last = (words[1], words[3]) if n & 4 else (words[0], words[2])
+        return dp4a(first, place, dp4a(last, place, i32(constant)))
+    return of_nibbles, level
+
+
 @device
 def quarters(w, v):
     """Selectors of prmt, one for each quarter of a table of 32: codes are the nibbles of w and, in the uppermost bits of the
@@ -262,7 +275,7 @@ def primitives(table=None):
                                 top_bytes=device(lambda a, b, c, d: prmt(prmt(a, b, u32(0x73)), prmt(c, d, u32(0x73)),
                                                                          u32(0x5410))),
                                 distances=device(lambda w: distances4(w, u32(SUMMED) * ONES)),
-                                lookup_nibbles=lookup_nibbles, lookup_codes=lookup_codes, **native)
+                                lookup_nibbles=lookup_nibbles, lookup_each=lookup_each, lookup_codes=lookup_codes, **native)
     return portable._replace(signed8=signed8(portable.table))
 
 

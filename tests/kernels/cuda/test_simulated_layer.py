@@ -18,14 +18,16 @@ def machine():
     return machine
 
 
-# Tiles that not all blocks have, two chunks, formats with codebooks, zeros and both kinds of scales; pieces that blocks share, or
-# take one after the other, of which one is left out, or whose channels two blocks share; blocks without heads; rotation of a part
-# of a head; the gated unit in the place of the pieces; key and value that go to another cell than that of their position
+# Tiles that not all blocks have, two chunks, formats with codebooks, also two beside one that is not read, zeros, both kinds of
+# scales; pieces that blocks share, or take one after the other, of which one is left out, or whose channels two blocks share;
+# blocks without heads; rotation of a part of a head; the gated unit in the place of the pieces; key and value that go to another
+# cell than that of their position
 @pytest.mark.parametrize("types, n_cols, heads, dim, n_ff, n_ctx, position, n_blocks, options", [
     (("Q4_1",) * 7, 64, (2, 1), 32, 96, 128, 0, 2, {"zeros": True}),
     (("Q8_0", "Q4_0", "Q8_0", "Q4_1", "Q5_0", "Q5_0", "Q4_1"), 288, (4, 2), 32, 96, 300, 270, 3, {"holes": range(128, 256)}),
     (("IQ4_NL",) * 7, 96, (3, 1), 64, 288, 300, 140, 2, {"neox": True, "n_rot": 32}),
     (("Q4_K", "Q6_K", "Q5_K", "Q4_1", "IQ2_S", "Q6_K", "Q4_K"), 256, (4, 1), 64, 512, 256, 130, 5, {"neox": True}),
+    (("IQ2_KL", "IQ2_S", "IQ3_S", "IQ3_S", "IQ2_KL", "IQ2_S", "IQ2_KL"), 256, (4, 1), 64, 256, 64, 9, 3, {}),
     (("Q4_1",) * 7, 64, (2, 1), 64, 64, 300, 260, 2, {"behind": 100}),
     (("Q4_1",) * 7, 64, (8, 1), 96, 64, 128, 100, 2, {"behind": 30, "neox": True}),
 ])

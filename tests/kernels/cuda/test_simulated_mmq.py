@@ -289,6 +289,7 @@ def simulate_argmax(machine, monkeypatch, type_, n_rows, n_cols, n, shape):
     # three formats, all row tiles to one block, two groups of tokens
     (("Q5_1", "Q4_0", "Q8_0"), (1, 31, 97), 320, 6, (4, 2, 4, (1, 2))),
     (("IQ2_XXS", "IQ3_S", "IQ2_XXS"), (2, 34, 1), 512, 1, (1, 1, 2, (2, 1))),  # codebooks
+    (("IQ2_KL", "IQ3_S", "IQ2_KL"), (2, 34, 1), 512, 1, (1, 1, 2, (2, 1))),    # one that a single token does not read
     (("Q4_0", "Q4_0", "Q4_0"), (1, 1, 65), 32, 9, (16, 1, 4, (2, 1)))], ids=str)
 def simulate_qkv(machine, types, n_rows, n_cols, n, shape):
     if shape:

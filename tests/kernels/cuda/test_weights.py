@@ -93,6 +93,16 @@ def simulate_nibbles(levels):
             assert (words.sum(axis=0, dtype=int) + of_terms.constant).tolist() == [levels[i] for i in nibbles]
 
 
+@pytest.mark.parametrize("n", range(8))
+def simulate_each_nibble(n):
+    """Nibble n among others, by the portable primitives and on the device."""
+    from ggml_py.kernels.cuda.weights import lookup_each
+    for lookup, level in (primitives(lambda f: f).lookup_each(IQ4_LEVELS), lookup_each(IQ4_LEVELS)):
+        for code in range(16):
+            w = np.uint32(0x5a0f91c3 & ~(15 << 4 * n) | code << 4 * n)
+            assert level(lookup(w), n) == IQ4_LEVELS[code], code
+
+
 @pytest.mark.parametrize("levels, cubic", [(FIVE_BIT_LEVELS, FIVE_BIT_CUBIC), (SIX_BIT_LEVELS, SIX_BIT_CUBIC)],
                          ids=["5 bits", "6 bits"])
 def simulate_codes(levels, cubic):
