@@ -265,7 +265,9 @@ def iq6_k(p, ldw, ld4, ld2):
     def sub(t, i):
         return i32(i32(byte(ldw(t, 12, i >> 2), i & 3) ^ u32(128)) - i32(128)), i32(0)
 
-    return Parts(upper_codes(p, ldw, upper, SIX_BIT_LEVELS, SIX_BIT_CUBIC), sub, group, shift=of_bits(p, x, SIX_BIT_SHIFT))
+    packed = p.jit(lambda t: (ldw(t, 12, 0), ldw(t, 12, 1), ldw(t, 12, 2), ldw(t, 12, 3)))
+    return Parts(upper_codes(p, ldw, upper, SIX_BIT_LEVELS, SIX_BIT_CUBIC), sub, group, shift=of_bits(p, x, SIX_BIT_SHIFT),
+                 packed=packed)
 
 
 # Sub-blocks of 32 columns, one scale a row

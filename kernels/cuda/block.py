@@ -11,7 +11,8 @@ class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each
     tile and group. With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in
     shared memory. teams: so many times as many warps share the chunks of the rows and tokens, by turns, and all else is of one
-    team. blocks: of a cluster, whose teams share them."""
+    team. blocks: of a cluster, whose teams share them. sides: turns of teams for whose sums there is room, one or two
+    (`exchange`)."""
     row_tiles: int
     groups: int
     quads: int
@@ -19,6 +20,7 @@ class Block:
     slots: int = 2
     teams: int = 1
     blocks: int = 1
+    sides: int = 1
 
     @property
     def n_teams(self) -> int:
@@ -56,12 +58,6 @@ class Block:
     def n_own(self) -> int:
         """Of them, those whose totals it has: the teams each have a part, but for the last ones."""
         return self.n_sums if self.n_teams == 1 else 2 * -(-self.n_sums // (2 * self.n_teams))
-
-    @property
-    def sides(self) -> int:
-        """Turns for whose sums there is room: blocks that have a team each must not wait for those of the others, nor teams of
-        two warpgroups."""
-        return 2 if self.blocks > 1 and (self.teams == 1 or (self.warpgroups and self.n_warps > 4)) else 1
 
     @property
     def n_threads(self) -> int:

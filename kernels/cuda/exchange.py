@@ -6,7 +6,8 @@ which counts in bytes at their barrier. Nobody waits for all: a warp waits for t
 
 There is room for the sums of one turn or of two (`Block.sides`). With one, a warp sends when all are done with the sums of the
 turn before. With two it need not ask. It sends its sums of turn t when it has added those of t - 1. All teams of the cluster sent
-it these, each when it had added those of t - 2, which lay in the places that are written now.
+it these, each when it had added those of t - 2, which lay in the places that are written now. So it may be two turns ahead of
+those in another place, which whoever fills slots must know (`mmq_slots.slot_filler`).
 """
 from typing import NamedTuple
 
@@ -32,6 +33,11 @@ def kept_sums(block: Block) -> int:
     return block.teams * block.n_own
 
 
+def held_scales(block: Block) -> int:
+    """Scales of a chunk's tokens that a lane sends, and holds until then: those of token l, l + 32, .."""
+    return -(-block.tokens // 32)
+
+
 def barrier_words(block: Block) -> int:
     """Of a warp and side."""
     return mbarrier.WORDS * (2 if block.sides == 1 else 1)
@@ -52,8 +58,10 @@ class Exchanger(NamedTuple):
     team * blocks + rank; in a turn it has chunk turn * n_teams + number, if there is one."""
     begin: object  # (tid, team, shared): makes the barriers. A barrier of the cluster goes between it and all else,
     end: object    # and between all else and this, which ends them
-    send: object   # (tid, team, rank, shared, scales, turn, n_chunks, acc): a lane's acc of its chunk, and the scales of its
-                   # tokens from word `scales` on, behind the `fold` of the turn before
+    hold: object   # (lane, shared, scales, held): what the lane sends of the chunk's scales, from word `scales` on; held: u32
+                   # [held_scales], in registers
+    send: object   # (tid, team, rank, shared, held, turn, n_chunks, acc): a lane's acc of its chunk, and what it holds of the
+                   # scales, behind the `fold` of the turn before
     fold: object   # (tid, team, rank, shared, turn, n_chunks, total): total = fma(acc, d, total) over the chunks of the turn,
                    # which are in the order of the teams, when they are there; total: the lane's own, which are sums
                    # number of its team * n_own .. of all
@@ -86,11 +94,11 @@ def places(block: Block, at: Exchange):
 
 
 def senders(block: Block, at: Exchange):
-    """(tid, team, rank, shared, tokens_at, turn, acc): what a lane gives to all blocks of the cluster, of a chunk whose tokens'
-    scales begin at word tokens_at."""
+    """(tid, team, rank, shared, held, turn, acc): what a lane gives to all blocks of the cluster, of a chunk of whose tokens'
+    scales it holds some."""
     (sums, width, scales, *_), (there, _, _, place) = at, places(block, at)
     blocks, tokens, kept = block.blocks, block.tokens, kept_sums(block)
-    n_vectors, own_vectors, n_rounds = block.n_sums // width, block.n_own // width, -(-tokens // 32)
+    n_vectors, own_vectors, n_held = block.n_sums // width, block.n_own // width, held_scales(block)
 
     @device
     def keep(shared, to, acc, o):
@@ -114,7 +122,7 @@ def senders(block: Block, at: Exchange):
 
     def sender(to):
         @stage
-        def send(tid, team, rank, shared, tokens_at, turn, acc):
+        def send(tid, team, rank, shared, held, turn, acc):
             lane, warp = i32(tid & 31), i32(tid >> 5)
             words = place(i32(team * blocks + rank), warp, turn)
             sums_at, scales_at = i32(sums + words * (32 * kept) + lane * width), i32(scales + words * tokens + lane)
@@ -122,27 +130,27 @@ def senders(block: Block, at: Exchange):
                 for v in range(n_vectors):
                     if v // own_vectors % blocks == to:
                         keep(shared, i32(sums_at + vector_of(v) * 32 * width), acc, v * width)
-                for i in range(n_rounds):
+                for i in range(n_held):
                     if lane + 32 * i < tokens:
-                        sts(shared, scales_at + 32 * i, lds(shared, tokens_at + lane + 32 * i))
+                        sts(shared, scales_at + 32 * i, held[i])
             else:
                 far, far_scales = cluster.address(shared, sums_at, i32(to)), cluster.address(shared, scales_at, i32(to))
                 barrier = cluster.address(shared, there(warp, turn), i32(to))
                 for v in range(n_vectors):
                     if v // own_vectors % blocks == to:
                         give(i32(far + vector_of(v) * 128 * width), barrier, acc, v * width)
-                for i in range(n_rounds):
+                for i in range(n_held):
                     if lane + 32 * i < tokens:
-                        cluster.send1(i32(far_scales + 128 * i), barrier, lds(shared, tokens_at + lane + 32 * i))
+                        cluster.send1(i32(far_scales + 128 * i), barrier, held[i])
         return send
 
     def to_blocks(n):
         last, before = sender(n - 1), to_blocks(n - 1) if n > 1 else None
 
         @device
-        def both(tid, team, rank, shared, tokens_at, turn, acc):
-            before(tid, team, rank, shared, tokens_at, turn, acc)
-            last(tid, team, rank, shared, tokens_at, turn, acc)
+        def both(tid, team, rank, shared, held, turn, acc):
+            before(tid, team, rank, shared, held, turn, acc)
+            last(tid, team, rank, shared, held, turn, acc)
         return both if n > 1 else last
     return to_blocks(blocks)
 
@@ -211,12 +219,17 @@ def exchanger(block: Block, at: Exchange) -> Exchanger:
     blocks, n_teams, n_warps, n_own, quads, tokens = (block.blocks, block.n_teams, block.n_warps, block.n_own, block.quads,
                                                       block.tokens)
     (begin, end, await_others, arrive_there, arrive_done), send_all = arrivals(block, at), senders(block, at)
-    kept = kept_sums(block)
+    kept, n_held = kept_sums(block), held_scales(block)
+
+    @device
+    def hold(lane, shared, scales, held):
+        for i in range(n_held):
+            held[i] = lds(shared, scales + least(i32(lane + 32 * i), i32(tokens - 1)))
 
     @stage
-    def send(tid, team, rank, shared, tokens_at, turn, n_chunks, acc):
+    def send(tid, team, rank, shared, held, turn, n_chunks, acc):
         await_others(tid, shared, turn)
-        send_all(tid, team, rank, shared, tokens_at, turn, acc)
+        send_all(tid, team, rank, shared, held, turn, acc)
         arrive_there(tid, team, rank, shared, turn, n_chunks)
 
     @device
@@ -256,4 +269,4 @@ def exchanger(block: Block, at: Exchange) -> Exchanger:
             await_others(tid, shared, turn)
             arrive_there(tid, team, rank, shared, turn, n_chunks)
         fold(tid, team, rank, shared, n_turns - 1, n_chunks, total)
-    return Exchanger(begin, end, send, fold, finish)
+    return Exchanger(begin, end, hold, send, fold, finish)

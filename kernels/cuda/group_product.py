@@ -125,13 +125,14 @@ def load_factors(lane, half, shared, scratch, plane):
     return i32(a), i32(b)
 
 
+def needs_factors(fmt: Format, unpack) -> bool:
+    """Whether there are `Factors` in shared memory. Not of packed integer scales, which a lane holds in registers, nor of
+    float scales without minima, which it reads from the tile."""
+    return unpack.packed is None if form(fmt).integer else fmt.has_min
+
+
 # Integer scales, multiplied to the levels. scales: the word `scratch`, or, of a format that has them packed, these of the lane's
 # two rows
-
-def holds_scales(fmt: Format, unpack) -> bool:
-    """Whether a lane holds the scales of its rows in registers, and there are no `Factors` in shared memory."""
-    return unpack.packed is not None and form(fmt).integer
-
 
 def scale_holder(const: Constants):
     """(lane, half, shared, tile, scratch) -> scales."""
@@ -147,7 +148,7 @@ def scale_holder(const: Constants):
     def held(lane, half, shared, tile, scratch):
         row = (half << 4) + (lane >> 2)
         return packed((shared, tile, row)), packed((shared, tile, row + 8))
-    return held if holds_scales(const.fmt, const.unpack) else prepared
+    return prepared if needs_factors(const.fmt, const.unpack) else held
 
 
 def scale_loader(const: Constants):
@@ -162,7 +163,7 @@ def scale_loader(const: Constants):
     @device
     def held(lane, half, shared, scales, i):
         return byte(scales[0], i), byte(scales[1], i)
-    return held if holds_scales(const.fmt, const.unpack) else load_factors
+    return load_factors if needs_factors(const.fmt, const.unpack) else held
 
 
 def chunk_scales(const: Constants):
@@ -195,8 +196,8 @@ def chunk_scales(const: Constants):
         if late:
             return d0, d1, -m0, -m1, two_sub_blocks(scales[0], q), two_sub_blocks(scales[1], q)
         return d0, d1, m0, m1, z, z
-    assert not late or const.fmt.sub == 32 or not holds_scales(const.fmt, const.unpack), const.fmt.name
-    return held if holds_scales(const.fmt, const.unpack) else prepared
+    assert not late or const.fmt.sub == 32 or needs_factors(const.fmt, const.unpack), const.fmt.name
+    return prepared if needs_factors(const.fmt, const.unpack) else held
 
 def split_multiplier(const: Constants):
     """(load_split, multiply_blocks). load_split: (lane, half, shared, tile, scales, j) -> of block j the words of A and the
@@ -300,18 +301,27 @@ def part_starter(const: Constants):
 
 
 def scale_follower(const: Constants):
-    """(d, lane, half, shared, act, scratch, i, acc): acc = fma(RN(128 hi + lo), d, acc) with the i-th scale of the chunk, then,
-    where there are minima, acc = fma(-m, RN(sum of q), acc). d: of a product that has been waited for."""
+    """(d, lane, half, shared, tile, act, scratch, i, acc): acc = fma(RN(128 hi + lo), d, acc) with the i-th scale of the chunk,
+    then, where there are minima, acc = fma(-m, RN(sum of q), acc). d: of a product that has been waited for."""
     n_quads, half_words, has_min, m_plane = const.n_quads, const.half_words, const.fmt.has_min, const.planes.m
-    ones, z = i32(0x01010101), i32(0)
+    ones, z, prepared, group = i32(0x01010101), i32(0), needs_factors(const.fmt, const.unpack), const.unpack.group
 
     @device
-    def follow(d, lane, half, shared, act, scratch, i, acc):
-        f = load_factors(lane, half, shared, scratch, i)
+    def scales(lane, half, shared, tile, scratch, i):
+        if prepared:
+            a, b = load_factors(lane, half, shared, scratch, i)
+            return as_f32(a), as_f32(b)
+        row = (half << 4) + (lane >> 2)
+        (a, _), (b, _) = group((shared, tile, row), i), group((shared, tile, row + 8), i)
+        return a, b
+
+    @device
+    def follow(d, lane, half, shared, tile, act, scratch, i, acc):
+        f = scales(lane, half, shared, tile, scratch, i)
         for quad in range(n_quads):
             for k in range(2):
                 s, o = 4 * quad + 2 * k, 2 * quad + k
-                acc[o] = fma(i2f(i32((d[s] << 7) + d[s + 1])), as_f32(f[k]), acc[o])
+                acc[o] = fma(i2f(i32((d[s] << 7) + d[s + 1])), f[k], acc[o])
         if has_min:
             m, r, matrix = load_factors(lane, half, shared, scratch, m_plane + i), lane & 7, lane >> 3
             first = act + (i >> 2) * half_words + (matrix >> 1) * ATOM_WORDS + r * 32 + (((2 * (i & 3) + (matrix & 1)) ^ r) << 2)
@@ -339,14 +349,14 @@ def turn_multiplier(const: Constants):
         wait_but_one(d)
         if i + 2 <= last:
             w = load_part(lane, half, shared, tile, i32(i + 2))
-            follow(d, lane, half, shared, act, scratch, i, acc)
+            follow(d, lane, half, shared, tile, act, scratch, i, acc)
             start_part(d, shared, b, i32(i + 2), w, z)
             wait_but_one(e)
             v = load_part(lane, half, shared, tile, i32(i + 3))
         else:
-            follow(d, lane, half, shared, act, scratch, i, acc)
+            follow(d, lane, half, shared, tile, act, scratch, i, acc)
             wait(e)
-        follow(e, lane, half, shared, act, scratch, i32(i + 1), acc)
+        follow(e, lane, half, shared, tile, act, scratch, i32(i + 1), acc)
         return v
     return two_turns
 
@@ -357,7 +367,7 @@ def float_multiplier(const: Constants):
     n_quads, n_group, n_parts, last = const.n_quads, const.fmt.group, const.n_parts, const.last
     carried, has_min, wait, z = const.form.carried, const.fmt.has_min, const.wgmma.wait, i32(0)
     prepare, (load_part, start_part) = preparer(const.fmt, const.unpack, MOST_QUADS), part_starter(const)
-    follow, two_turns = scale_follower(const), turn_multiplier(const)
+    follow, two_turns, prepared = scale_follower(const), turn_multiplier(const), needs_factors(const.fmt, const.unpack)
 
     @device
     def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e, turn):
@@ -366,8 +376,9 @@ def float_multiplier(const: Constants):
         start_part(d, shared, b, i, w, z)
         for o in range(2 * n_quads):
             acc[o] = f32(0)
-        prepare(lane, shared, tile, scratch)
-        syncwarp()  # the factors are there
+        if prepared:
+            prepare(lane, shared, tile, scratch)
+            syncwarp()  # the factors are there
         v = load_part(lane, half, shared, tile, i32(i + 1))
         if carried:
             while i <= last:
@@ -377,7 +388,7 @@ def float_multiplier(const: Constants):
                 i = i32(i + 2)
                 if i & (n_group // 32 - 1) == 0:
                     wait(d)
-                    follow(d, lane, half, shared, act, scratch, (i - 1) // (n_group // 32), acc)
+                    follow(d, lane, half, shared, tile, act, scratch, (i - 1) // (n_group // 32), acc)
                 if i <= last:
                     start_part(d, shared, b, i, w, i & (n_group // 32 - 1))
                     wait_for_all_but_one()
@@ -386,7 +397,7 @@ def float_multiplier(const: Constants):
             while i <= last:
                 wait(d)
                 w = load_part(lane, half, shared, tile, i32(i + 1))
-                follow(d, lane, half, shared, act, scratch, i, acc)
+                follow(d, lane, half, shared, tile, act, scratch, i, acc)
                 i = i32(i + 1)
                 if i <= last:
                     start_part(d, shared, b, i, w, z)

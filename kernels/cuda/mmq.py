@@ -18,7 +18,7 @@ from . import cluster, group_product, mbarrier, wgmma
 from .block import Block
 from .dispatch import dispatch_table
 from .ending import STORE, Ending, gate_and_store
-from .exchange import Exchange, exchange, exchanger
+from .exchange import Exchange, exchange, exchanger, held_scales
 from .launch import F32, HOPPER, I32, Kernel, N, SHARED_LIMIT, U32, factory, need
 from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, scratch_words, slot_barriers,
                         slot_filler, sources, takes_turns, turn_barriers)
@@ -33,8 +33,9 @@ from .tile_product import tile_product
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
 TEAMS = {4: 4, 8: 4, 16: 2}  # of a block of few tokens at most, by quads (`most_teams`)
-# Formats for which lanes of four teams of 32 tokens have too few registers: always; without a cluster; of several matrices
-NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_OF_SEVERAL = ("NVFP4", "IQ4_KT"), ("IQ4_NL", "MXFP4"), ("Q4_1", "Q5_1")
+# Formats for which lanes of four teams of 32 tokens have too few registers: always; without a cluster, in one; of more matrices
+NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_IN_CLUSTERS = ("NVFP4", "IQ4_KT"), ("IQ4_NL", "MXFP4"), ("IQ5_K",)
+NOT_FOUR_OF_SEVERAL = "Q4_1", "Q5_1"
 
 
 def most_quads(fmt: Format) -> int:
@@ -85,17 +86,18 @@ def is_team(block: Block) -> bool:
 def most_teams(names: tuple[str, ...], quads: int, blocks: int) -> int:
     """Teams of a block at most, as registers hold them. names: formats of the matrices; blocks: of the cluster."""
     name, several = names[0], len(names) > 1
-    too_many = (len(set(names)) > 1 or name in NOT_FOUR or (blocks == 1 and name in NOT_FOUR_ALONE)
+    too_many = (len(set(names)) > 1 or name in NOT_FOUR or name in (NOT_FOUR_ALONE if blocks == 1 else NOT_FOUR_IN_CLUSTERS)
                 or (several and name in NOT_FOUR_OF_SEVERAL))
     return TEAMS[quads] - (quads == 8 and too_many)
 
 
 def team_block(names: tuple[str, ...], quads: int, teams: int, blocks: int, shared_limit: int) -> Block | None:
-    """One of `team_blocks`: with two slots of a team, or as many as shared memory holds, more than teams; of 64 tokens with
-    three."""
+    """One of `team_blocks`: in clusters, of more than 16 tokens, with two sides if there is room; with two slots of a team, or as
+    many as shared memory holds, more than teams; of 64 tokens with three."""
     slots = (3,) if quads == 16 else range(2 * teams, teams, -1)
-    of_slots = (Block(2, 1, quads, True, n, teams, blocks) for n in slots)
-    return next((block for block in of_slots if shared_bytes(names, block) <= shared_limit), None)
+    most_sides = 2 if blocks > 1 and quads > 4 else 1
+    fitting = (Block(2, 1, quads, True, n, teams, blocks, sides) for sides in range(most_sides, 0, -1) for n in slots)
+    return next((block for block in fitting if shared_bytes(names, block) <= shared_limit), None)
 
 
 @lru_cache(None)
@@ -232,17 +234,18 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     n_offsets, n_scales, n_limbs, n_places = sources(fmt, block)
     first, (_, d_at, _, slot_words, _), n_threads = first_slot(fmt, block), chunk_slot(fmt, block), block.n_threads
     n_found, n_sums, n_own, n_products = n_scales + n_limbs, block.n_sums, block.n_own, 4 * block.quads
-    blocks, (begin_exchange, end_exchange, send, fold, finish) = block.blocks, exchanger(block, exchange_of(fmt, block))
+    blocks, (begin_exchange, end_exchange, hold, send, fold, finish) = block.blocks, exchanger(block, exchange_of(fmt, block))
     teams, n_teams, behind = block.teams, block.n_teams, block.sides > 1  # sums of a turn are added behind the next products
     early = warpgroups and part.n_tokens is None  # weights are on their way before the kernel before has ended
     team_threads, ahead = 32 * block.n_warps, (slots - 1) // teams  # chunks of a team that are on their way
     step, ring_words, last_step = teams * slot_words, slots * slot_words, first + (slots - teams) * slot_words
     wait, meet = copies_wait_but(slots - 2), cluster.meet if blocks > 1 else cuda.syncthreads
+    n_held = held_scales(block)
 
     @device
     def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):  # noqa: PLR0915 (a kernel: its steps in order)
         shared = cuda.shared.array(0, types.uint32)
-        total, acc = cuda.local.array(n_own, f32), cuda.local.array(n_sums, f32)
+        total, acc, held = cuda.local.array(n_own, f32), cuda.local.array(n_sums, f32), cuda.local.array(n_held, types.uint32)
         tid, n_chunks, team, turn_of = i32(cuda.threadIdx.x), i32((n_cols + 255) >> 8), i32(0), i32(0)
         rank = remainder(i32(cuda.blockIdx.x), blocks)
         if n_entries:
@@ -289,8 +292,8 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
         if teams > 1 and free > last_step + step - slot_words:
             free, free_turn = i32(free - ring_words), i32(1)
         # These warps fill slots behind their products, so that two warps of a scheduler are not at the same work; and those
-        # whose slot another team multiplies in the same turn, for which all must first have added the sums of the turn before;
-        # and those that multiply by turns, while the others may still follow up the sums of what lay there
+        # whose slot another team multiplies in the same turn, for which, with one side, all must first have added the sums of the
+        # turn before; and those that multiply by turns, while the others may still follow up the sums of what lay there
         later = (team & 1 == 1 or team >= slots - teams) if teams > 1 else warpgroups and (by_turns or tid >= 128)
         while chunk < n_chunks:
             if paced:
@@ -310,12 +313,14 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
                 tid = afresh(tid)
             lane, warp = i32(tid & 31), i32(tid >> 5)
             fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn_at(warp, chunk))
+            if n_teams > 1:
+                hold(lane, shared, i32(now + d_at), held)
+            if paced:
+                mbarrier.leave(lane, shared, now + done)
             if behind and turn_of > 0:
                 fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
             if n_teams > 1:
-                send(tid, team, rank, shared, i32(now + d_at), turn_of, n_chunks, acc)
-            if paced:
-                mbarrier.leave(lane, shared, now + done)
+                send(tid, team, rank, shared, held, turn_of, n_chunks, acc)
             turn_of = i32(turn_of + 1)
             if later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
@@ -369,10 +374,10 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
 SMALL_TESTED = [(name, *astuple(block)) for name, block in zip(("Q4_0", "Q5_1", "Q4_K"), BLOCKS[2:])]
 QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
 TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (
-    Block(2, 1, 4, True, 8, 4), Block(2, 1, 16, True, 3, 2, 2),
+    Block(2, 1, 4, True, 8, 4), Block(2, 1, 16, True, 3, 2, 2, 2),
     *(team_block((fmt.name,), 8, most_teams((fmt.name,), 8, blocks), blocks, SHARED_LIMIT) for blocks in (1, 2)))]
 TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in (
-    Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2))]
+    Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2, 2))]
 TEAMS_TESTED += [("IQ5_K", *astuple(Block(2, 1, 4, True, 7, 4, 2)))]
 
 
@@ -406,10 +411,11 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 
 QKV_TESTED = [("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 4, True, 8, 4))),
               ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 5, 4, 2))),
+              ("MXFP4", "MXFP4", "MXFP4", *astuple(Block(2, 1, 8, True, 6, 4, 2, 2))),
               ("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 8, True, 7, 4))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 8, True, 6, 3))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3))),
-              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2)))]
+              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2, 2)))]
 
 
 NUMBER_BYTES = 16  # of the number of a block of rows, behind all else

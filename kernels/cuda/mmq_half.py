@@ -20,7 +20,7 @@ from . import cluster, mbarrier
 from .block import Block
 from .dispatch import dispatch_table
 from .ending import STORE, Ending, gate_and_store
-from .exchange import exchanger
+from .exchange import exchanger, held_scales
 from .few_product import codebooks
 from .half_forms import half_form
 from .half_limbs import N_THREADS as N_WIDENING, half_limbs_kernel, rest_of, unit_words
@@ -39,9 +39,11 @@ from .weights import shared_unpacker
 from .wgmma import fewer_registers, more_registers
 
 # Of one matrix, the fourth one of teams that share chunks in clusters, the last one wide
-DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 2, 2, 2),
+DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 2, 2, 2, 2),
          Block(4, 1, 32, True, 1))
-NOT_TEAMS = "IQ2_K", "IQ2_KS", "IQ3_KS", "TQ1_0"  # packed formats whose int8 products are faster than such teams
+# Packed formats whose int8 products are faster than such teams; those of which only int8 teams of 64 tokens are
+NOT_TEAMS = "IQ2_K", "IQ2_KS", "IQ3_KS", "TQ1_0"
+NOT_BESIDE_TEAMS = "Q3_K", "IQ1_M", "IQ1_M_R1", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_S"
 NOT_WIDE = "Q2_K",  # packed formats for which lanes of wide blocks have too few registers
 NOT_LARGE = "IQ4_KSS",  # formats for which those of the largest blocks of experts have too few
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
@@ -146,7 +148,7 @@ def chunk_multiplier(name: str, block: Block):
     """(tid, team, rank, shared, n_chunks, total, turns) -> turns: all chunks of an item that are the team's, by its warps. tid:
     in the team; total: f32 [n_own], the lane's own of its sums, as of `half_product.follow`."""
     fmt, n_sums, n_warps, blocks, teams = format_of(name), block.n_sums, block.n_warps, block.blocks, block.teams
-    n_teams, alone = block.n_teams, block.n_teams == 1
+    n_teams, alone, n_held = block.n_teams, block.n_teams == 1, held_scales(block)
     # A slot is always the same team's: of another one's chunk before, it would not know that the slot was filled and left
     assert block.slots % teams == slots_of(fmt, block).rest_slots % teams == 0, block
     (slots_at, rest_at, there, done, rest_there, rest_done, *_), slots = shared_layout(fmt, block), slots_of(fmt, block)
@@ -156,12 +158,13 @@ def chunk_multiplier(name: str, block: Block):
         begin_item, multiply_chunk, end_item = split_multiplier(name, block)
     else:
         multiply_chunk = (scaled_multiplier if half_form(fmt).scaled else packed_multiplier)(name, block)
-    following, (_, _, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
+    following, (_, _, hold, send, fold, finish) = turner(block.slots, rest_slots), exchanger(block, exchange_of(fmt, block))
     tile_words, d_at = tile_bytes(fmt) // 4, rest_of(fmt, block.tokens).d
 
     @device
     def multiply_chunks(tid, team, rank, shared, n_chunks, total, turns):
         s, lane, of_team, turn = cuda.local.array(n_sums, f32), i32(tid & 31), i32(tid >> 5), i32(0)
+        held = cuda.local.array(n_held, u32)
         upper, chunk, warp = exponents(0), i32(team * blocks + rank), i32(team * n_warps + of_team)
         begin_item(lane, warp, shared)
         for before in range(1, teams):  # those of the block take its slots one after the other
@@ -174,10 +177,13 @@ def chunk_multiplier(name: str, block: Block):
             mbarrier.wait(shared, rest_there + turns.rest * mbarrier.WORDS, turns.rest_parity)
             multiply_chunk(lane, warp, shared, tile, act, now, barriers, upper, s, total)
             if not alone:
+                hold(lane, shared, i32(now + d_at), held)
+                mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
                 if turn > 0:
                     fold(tid, team, rank, shared, i32(turn - 1), n_chunks, total)
-                send(tid, team, rank, shared, i32(now + d_at), turn, n_chunks, s)
-            mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
+                send(tid, team, rank, shared, held, turn, n_chunks, s)
+            else:
+                mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
             chunk, turn = i32(chunk + n_teams), i32(turn + 1)
             for _ in range(teams):
                 turns = following(turns)

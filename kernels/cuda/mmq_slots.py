@@ -7,7 +7,7 @@ from ...quant.tile import tile_bytes
 from . import group_product, mbarrier, wgmma
 from .block import Block
 from .parts import Part
-from .ptx import afresh, copies4, copies_commit, copy1, copy4, device, i32, i64, least, quotient, remainder
+from .ptx import afresh, copies4, copies_commit, copy1, copy4, device, i32, i64, kept, least, quotient, remainder
 from .quantize import planes
 from .tile_form import QUAD, QUAD_WORDS, Slot, chunk_words, factors, form, is_late, slot, swizzle, table_words
 from .weights import unpacker
@@ -18,7 +18,7 @@ N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done wi
 def takes_turns(fmt: Format, block: Block) -> bool:
     """Whether two warpgroups multiply by turns (`group_product.Turn`): with integer scales that are prepared in shared memory.
     Minima by integers are products of tensor cores, too."""
-    prepared = form(fmt).integer and not group_product.holds_scales(fmt, unpacker(fmt.name))
+    prepared = form(fmt).integer and group_product.needs_factors(fmt, unpacker(fmt.name))
     return block.n_teams == 1 and block.warpgroups and block.row_tiles > 2 and prepared and not fmt.has_min
 
 
@@ -39,8 +39,8 @@ def chunk_slot(fmt: Format, block: Block) -> Slot:
 
 
 def scratch_words(fmt: Format, block: Block) -> int:
-    held = block.warpgroups and group_product.holds_scales(fmt, unpacker(fmt.name))
-    return 0 if held else factors(fmt, block.prepared_quads).n_words
+    wanted = not block.warpgroups or group_product.needs_factors(fmt, unpacker(fmt.name))
+    return factors(fmt, block.prepared_quads).n_words if wanted else 0
 
 
 def first_slot(fmt: Format, block: Block) -> int:
@@ -131,6 +131,7 @@ def token_copier(fmt: Format, block: Block, part: Part):
     quads_of_warp, (n_pieces, scales_of_thread, limbs_of_thread, n_places) = n_quads // n_warps, sources(fmt, block)
     remembered = remembers(block)
     quad_words, half_words = (wgmma.ATOM_WORDS, n_quads * wgmma.ATOM_WORDS) if warpgroups else (QUAD_WORDS, 0)
+    keep = kept if remembered and block.teams > 1 else device(lambda x, lane: x)
     assert n_quads % n_warps == 0 and (remembered or warpgroups), block
 
     @device
@@ -158,9 +159,10 @@ def token_copier(fmt: Format, block: Block, part: Part):
         limb, piece = i32(lane >> 4), i32(lane & 15)
         plane = i32(limb * lo + piece * 4)
         for c in range(n_places):
-            found.places[c] = i32(act_at + warp * quad_words + in_quad(2 * c + limb, piece))
+            found.places[c] = keep(i32(act_at + warp * quad_words + in_quad(2 * c + limb, piece)), lane)
         for p in range(n_pieces):
-            found.offsets[p] = i32(plane + row_of(shared, first, last, warp, p) * row_words) if remembered else plane
+            found.offsets[p] = (keep(i32(plane + row_of(shared, first, last, warp, p) * row_words), lane) if remembered
+                                else plane)
         for i in range(scales_of_thread):
             found.own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last))
         for i in range(limbs_of_thread):
@@ -252,9 +254,16 @@ def slot_filler(fmt: Format, block: Block, part: Part):
     a chunk, if there is one, to a slot that it fills for the turn-th time, by its parity. At its own pace a warpgroup waits here
     until all are done with what the slot held; else a barrier of the block came before. fill_tile, fill_tokens: (tid, shared, to,
     chunk, operands, found), of warpgroups: first the weights, later the rest of a slot that nothing was in. find: as of
-    `token_copier`."""
+    `token_copier`.
+
+    By parity nobody can wait for a phase but one: all must be done with what the slot held two fills ago. Where that was a chunk
+    of the same team, its warps are, since they have filled the slot that is multiplied now. With one side `Exchanger.send` waits
+    for all teams. With two the warps in one place may be so far ahead of those in another one, in other teams; so they first wait
+    until the slot was filled for the turn before, by who had waited until all were done with what it held then. What it held
+    before that was multiplied in a turn whose sums the warp has added, so this wait is not for a phase but one."""
     (find, copy_tokens), copy_tile = token_copier(fmt, block, part), tile_copier(fmt, block, part)
     warpgroups, paced, (there, done) = block.warpgroups, is_paced(fmt, block), barrier_places(fmt, block)
+    far_ahead = block.sides > 1 and 2 * block.slots % block.teams > 0
 
     @device
     def copy_chunk(tid, shared, to, chunk, operands, found):
@@ -268,6 +277,8 @@ def slot_filler(fmt: Format, block: Block, part: Part):
 
     @device
     def fill(tid, shared, to, turn, chunk, operands, found):
+        if far_ahead:
+            mbarrier.wait(shared, to + there, turn ^ 1)
         if paced:
             mbarrier.wait(shared, to + done, turn ^ 1)
         if chunk < operands.n_chunks:

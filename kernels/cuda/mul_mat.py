@@ -12,7 +12,7 @@ from .half_check import may_be_halves
 from .half_forms import half_form, has_halves
 from .half_slots import cluster_of, neighbours
 from .mmq_few import FewShape, few_shape, mmq_few
-from .mmq_half import Halves, dense_blocks, half_limbs, half_scratch, mmq_half, mmq_of_halves
+from .mmq_half import NOT_BESIDE_TEAMS, Halves, dense_blocks, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
 from .tile_form import QUAD, is_late
@@ -119,8 +119,9 @@ def half_block(type_, shape, n_rows: int, n_cols: int, n: int, n_multiprocessors
     few = isinstance(shape, FewShape)
     if n < FEWEST_OF_HALVES or not (late_few((fmt.name,), n) if few else isinstance(shape, Block)) or not has_halves(fmt):
         return None
+    slower = fmt.name in NOT_BESIDE_TEAMS and not few and shape.teams > 1 and shape.quads == 16  # teams of float16
     us = {block: half_us(fmt, block, n_rows, n_cols, n, n_multiprocessors) for block in dense_blocks(fmt)
-          if cluster_of(block) <= n_multiprocessors and (block.teams == 1 or 2 * n > block.tokens)}
+          if cluster_of(block) <= n_multiprocessors and (block.teams == 1 or (2 * n > block.tokens and not slower))}
     if not us:
         return None
     block = min(us, key=us.get)

@@ -27,7 +27,7 @@ from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu, routed
 from matmul_comparisons import (HALF_FORMATS, PACKED, SCALED, SPLIT, activations, check_extremes, check_mul_mat,
                                 check_mul_mat_qkv, extreme_weight, seeded, weight_of_scales)
-from thread_order import hold_back, hold_back_warp
+from thread_order import hold_back, hold_back_at_leave, hold_back_warp
 
 WIDE = DENSE[-1]
 
@@ -129,7 +129,7 @@ def simulate_float_scales(machine, fmt):
                                                               (8, 2, 31, 2560, 9), (8, 3, 129, 1792, 33), (8, 4, 64, 2304, 31)])
 def simulate_clusters(machine, quads, blocks, n_rows, n_cols, n):
     """Chunks shared by two to four blocks: fewer of them than blocks, turns for which some have none, places used again."""
-    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(Block(4, 1, quads, True, 3, 1, blocks)))
+    check_mul_mat(machine, "Q4_K", n_rows, n_cols, n, Halves(Block(4, 1, quads, True, 3, 1, blocks, 2)))
 
 
 @pytest.mark.parametrize("name, late", [(name, late) for name in ("Q4_K", "MXFP4", "IQ3_XXS") for late in (0, 1)])
@@ -194,6 +194,14 @@ def simulate_teams_apart(machine, monkeypatch, name, late, team):
     hold_back(monkeypatch, lambda cluster: {t for t in cluster.blocks[late].threads if t.index.x // 256 == team}
               if len(cluster.blocks) > 1 else set())
     check_mul_mat(machine, name, 31, 2816, 9, Halves(DENSE[3]))
+
+
+@pytest.mark.parametrize("name, late", [(name, late) for name in ("Q4_K", "NVFP4") for late in (0, 5, 8)])
+def simulate_teams_whose_slots_are_left_late(machine, monkeypatch, name, late):
+    """A warp lags behind all others when it tells that it is done with a slot."""
+    held = hold_back_at_leave(monkeypatch, late)
+    check_mul_mat(machine, name, 31, 3840, 9, Halves(DENSE[3]))
+    assert held.all
 
 
 @pytest.mark.parametrize("name, n_rows, n_cols, n, b, block", [

@@ -76,9 +76,9 @@ def test_few_refuses():
 @pytest.mark.parametrize("type_, n_rows, n, expected", [
     ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, FewShape), ("Q6_K", 4096, 16, Block(2, 1, 4, True, 8, 4, 2)),
     ("Q6_K", 14336, 16, Block(2, 1, 4, True, 4, 2)), ("TQ2_0", 4096, 16, FewShape),
-    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 7, 4, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
-    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 7, 4)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)),
-    ("Q4_1", 4096, 64, Block(2, 1, 16, True, 3, 2, 2)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
+    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 5, 4, 2, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2)),
+    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 7, 4)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2)),
+    ("Q4_1", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
     ("Q4_K", 4096, 128, HOPPER_BLOCKS[1]), ("Q4_K", 14336, 64, HOPPER_BLOCKS[0]),
     ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]), ("Q6_K", 128256, 33, HOPPER_BLOCKS[0]), ("Q4_K", 32, 8, FewShape)])
 def test_mul_mat_shape_with_warpgroups(type_, n_rows, n, expected):

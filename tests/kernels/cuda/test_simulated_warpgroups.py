@@ -1,11 +1,15 @@
 """Products of warpgroups (`wgmma`) in the simulator, against the reference bit for bit."""
+from dataclasses import astuple, replace
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
-from ggml_py.kernels.cuda.mmq import Block
+from ggml_py.kernels.cuda.mmq import SHARED_LIMIT, Block, team_blocks
+from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_glu, check_mul_mat_qkv, seeded
+from thread_order import hold_back_at_leave
 
 HALF = Block(1, 1, 16, True)  # half a warpgroup, of which the simulator asks for warps only
 TWO_WARPGROUPS = Block(4, 1, 16, True, 3)
@@ -53,12 +57,15 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
     ("Q6_K", 33, 2304, 5, Block(2, 1, 4, True, 8, 4)),    # one chunk in the last turn
     ("Q4_0", 31, 1408, 9, Block(1, 1, 8, True, 9, 3)),    # parts of the sums that are not equal
     ("TQ2_0", 31, 1280, 9, Block(1, 1, 8, True, 4, 2)),
-    ("Q4_K", 33, 2560, 9, Block(1, 1, 16, True, 2, 1, 2)),            # a team in each block of a cluster
-    ("Q4_K", 33, 1280, 9, Block(1, 1, 16, True, 3, 1, 3)),            # of three, whose parts are no whole turns of the ending
+    ("Q4_K", 33, 2560, 9, Block(1, 1, 16, True, 2, 1, 2, 2)),         # a team in each block of a cluster
+    ("Q4_K", 33, 1280, 9, Block(1, 1, 16, True, 3, 1, 3, 2)),         # of three, whose parts are no whole turns of the ending
     ("Q8_0", 65, 1568, 17, Block(2, 1, 4, True, 4, 2, 2)),
     ("Q6_K", 31, 1536, 40, Block(1, 1, 8, True, 4, 2, 2)),
     ("Q4_0", 31, 2304, 9, Block(1, 1, 8, True, 5, 3, 2)),
     ("IQ4_XS", 31, 256, 9, Block(1, 1, 16, True, 3, 2, 2)),           # of four teams one has a chunk
+    ("IQ6_K", 31, 256, 9, Block(1, 1, 16, True, 3, 2, 2, 2)),         # and with room for two turns
+    ("Q8_0", 65, 4896, 17, Block(2, 1, 16, True, 3, 2, 2, 2)),
+    ("MXFP4", 31, 7680, 5, Block(1, 1, 8, True, 5, 4, 2, 2)),
     ("Q8_0", 31, 3328, 3, Block(1, 1, 4, True, 5, 3)),     # slots that are filled anew behind the products of another team
     ("Q8_0", 31, 3584, 3, Block(1, 1, 4, True, 6, 4)),
     ("Q4_0", 31, 7680, 3, Block(1, 1, 4, True, 5, 4, 2)),
@@ -69,6 +76,20 @@ def simulate_mmq_slots(machine, name, n_rows, n_cols, n):
 def simulate_teams(machine, name, n_rows, n_cols, n, block):
     """Teams give each other the sums of their chunks."""
     check_mul_mat(machine, name, n_rows, n_cols, n, block)
+
+
+TEAMS = sorted({astuple(replace(block, row_tiles=1)) for fmt in FORMATS.values() if fmt.is_quantized
+                for block in team_blocks((fmt.name,), SHARED_LIMIT) if block.quads > 4 and block.n_teams > 1})
+
+
+@pytest.mark.parametrize("block", TEAMS, ids=str)
+@pytest.mark.parametrize("late", ["first", "last"])
+def simulate_teams_whose_slots_are_left_late(machine, monkeypatch, block, late):
+    """A warp lags behind all others when it tells that it is done with a slot; of all numbers of slots that there are."""
+    block = Block(*block)
+    held = hold_back_at_leave(monkeypatch, 0 if late == "first" else block.n_threads // 32 - 1)
+    check_mul_mat(machine, "Q4_0", 31, 44 * 256, 5, block)
+    assert held.all
 
 
 @pytest.mark.parametrize("names, n_rows, n, block", [
