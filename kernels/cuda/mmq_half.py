@@ -178,12 +178,11 @@ def chunk_multiplier(name: str, block: Block):
             multiply_chunk(lane, warp, shared, tile, act, now, barriers, upper, s, total)
             if not alone:
                 hold(lane, shared, i32(now + d_at), held)
-                mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
+            mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
+            if not alone:
                 if turn > 0:
                     fold(tid, team, rank, shared, i32(turn - 1), n_chunks, total)
                 send(tid, team, rank, shared, held, turn, n_chunks, s)
-            else:
-                mbarrier.leave(lane, shared, i32(rest_done + turns.rest * mbarrier.WORDS))
             chunk, turn = i32(chunk + n_teams), i32(turn + 1)
             for _ in range(teams):
                 turns = following(turns)

@@ -121,8 +121,8 @@ def shift_of(fmt: Format, unpack):
 
 
 def table_words(name: str) -> int:
-    """Words of the codebooks, up to the next 16 bytes."""
-    return -(-shared_unpacker(name).n_entries // 4) * 4
+    """Words of the codebooks."""
+    return shared_unpacker(name).n_words
 
 
 class Constants(NamedTuple):

@@ -565,16 +565,17 @@ def token_multiplier(const: Constants):
 
 def token_tables(name: str, first: int = 0) -> Tables:
     """`shared_unpacker` for a single token: without the codebook of pairs, which `paired_multiplier` looks up in registers."""
-    unpack, n_entries, entry = shared_unpacker(name, first)
+    tables = shared_unpacker(name, first)
+    unpack, n_entries, _ = tables
     if not isinstance(unpack.source, Paired):
-        return Tables(unpack, n_entries, entry)
+        return tables
     assert in_columns(constants(name, unpack, n_entries, 1, True)) and n_entries == len(unpack.source.levels), name
-    return Tables(unpack, 0, None)
+    return tables._replace(n_entries=0, entry=None)
 
 
 def token_table_words(name: str) -> int:
-    """Words of these codebooks, up to the next 16 bytes."""
-    return -(-token_tables(name).n_entries // 4) * 4
+    """Words of these codebooks."""
+    return token_tables(name).n_words
 
 
 def token_product(name: str, first_table: int = 0) -> TileProduct:

@@ -296,6 +296,11 @@ class Tables(NamedTuple):
     n_entries: int            # words of all codebooks, at the beginning of the shared array
     entry: Callable           # (i) -> one of them, uint32; None without any
 
+    @property
+    def n_words(self) -> int:
+        """Of the codebooks, up to the next 16 bytes."""
+        return -(-self.n_entries // 4) * 4
+
 
 def _with_tables(fmt: Format, loads, load) -> Tables:
     """load: (t, i) -> word i of the shared array that begins with the codebooks."""

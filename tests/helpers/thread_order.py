@@ -44,14 +44,14 @@ def hold_back_at_leave(monkeypatch, warp) -> Held:
     (`mbarrier.leave`), and again behind that."""
     def leave_late(*args):
         thread = simulator.threads.getcurrent()
-        late = thread.index.x // 32 == warp
-        if late:
-            held.add(thread)
-            held.all.add(thread)
+        if thread.index.x // 32 != warp:
+            leave(*args)
+            return
+        held.add(thread)
+        held.all.add(thread)
         leave(*args)
-        if late:
-            simulator.syncwarp()  # where others go on
-            held.discard(thread)
+        simulator.syncwarp()  # where others go on
+        held.discard(thread)
     held, leave = Held(), mbarrier.leave
     monkeypatch.setattr(mbarrier, "leave", leave_late)
     hold_back(monkeypatch, lambda cluster: held)
