@@ -9,7 +9,7 @@ import ctypes
 import platform
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -25,7 +25,6 @@ I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 COLUMNS, ROWS, LANES = 16, 32, 16  # of the sums: rows of activations, and of weights, 16 in a tile
 N_BYTES = 64                       # of a row of a tile
 CONFIG_WORDS = 16
-X, W = 6, 7                        # tiles of activations and of weights; the first six are sums
 ARCH_PRCTL, REQUEST, TILE_DATA = 158, 0x1023, 18  # of Linux
 
 
@@ -47,35 +46,79 @@ def _byte(builder, pointer, i):
     return builder.gep(builder.bitcast(pointer, I8.as_pointer()), [i])
 
 
-def configuration(n_bytes: int) -> bytes:
-    """Of the tiles of a product of n_bytes columns: palette 1, bytes of a row of each tile, rows of each."""
-    n_columns = [n_bytes if tile == X else N_BYTES for tile in range(8)]
-    n_rows = [n_bytes // 4 if tile == W else COLUMNS for tile in range(8)]
-    return bytes([1, *[0] * 15, *b"".join(n.to_bytes(2, "little") for n in n_columns), *[0] * 16, *n_rows, *[0] * 8])
+class Shape(NamedTuple):
+    """Of products of weights of n_limbs bytes over n_steps times n_bytes columns. limb_words: from the low limbs of weights to
+    the high ones; low_sign: "s" or "u", whether low limbs of weights are signed or not."""
+    n_limbs: int
+    n_bytes: int
+    n_steps: int
+    limb_words: int = 64 * ROWS
+    low_sign: str = "u"
+
+    @property
+    def n_sums(self) -> int:
+        return self.n_limbs + 1
+
+    @property
+    def x_tiles(self) -> tuple[int, int]:
+        """Of the high and of the low limbs of activations. The sums have the first tiles, two each."""
+        return (4, 5) if self.n_limbs == 1 else (6, 6)
+
+    @property
+    def w_tiles(self) -> tuple[int, int]:
+        """Of the first and of the second 16 rows of weights."""
+        return (6, 7) if self.n_limbs == 1 else (7, 7)
+
+    @property
+    def configuration(self) -> bytes:
+        """Of the tiles: palette 1, bytes of a row of each, rows of each."""
+        n_columns = [self.n_bytes if tile in self.x_tiles else N_BYTES for tile in range(8)]
+        n_rows = [self.n_bytes // 4 if tile in self.w_tiles else COLUMNS for tile in range(8)]
+        return bytes([1, *[0] * 15, *b"".join(n.to_bytes(2, "little") for n in n_columns), *[0] * 16, *n_rows, *[0] * 8])
 
 
 class Tiles(NamedTuple):
-    """What a thread does with tiles for products of weights of n_limbs bytes over n_steps times n_bytes columns. limb_words: from
-    the low limbs of weights to the high ones; low_sign: "s" or "u", whether low limbs of weights are signed or not."""
+    """What a thread does with tiles."""
     # (words u32 [CONFIG_WORDS], written): the tiles of this thread are for these products, from now on
     begin: Callable
     # (x, high, low, stride, w, j, sums). x: signed bytes; those of the high limbs of 16 rows of activations begin at byte
     # `high`, `stride` apart, those of the low ones at byte `low`. w: uint32 [n_limbs][columns / 4][32], the bytes of four columns
-    # each, from word j on; the low limbs, then the high ones. Written: sums int32 [n_limbs + 1][16][32],
+    # each, from word j on; the low limbs, then the high ones. Written: sums int32 [n_sums][16][32],
     #     sum of high w, sum of low w                                   w one byte, signed
     #     sum of high wh, sum of high wl + low wh, sum of low wl        w of limbs wh, signed, and wl
     multiply: Callable
     end: Callable  # ()
+    # (emit) -> (multiply, alone). emit(builder, other, i), i < COLUMNS, makes code that has nothing to do with the product.
+    # multiply(..., other): as above, with that code between its instructions; alone(other): that code alone
+    beside: Callable
 
 
 @lru_cache(None)
-def tiles(n_limbs: int, n_bytes: int, n_steps: int, limb_words: int = 64 * ROWS, low_sign: str = "u") -> Tiles:
-    return Tiles(_beginner(n_bytes), _multiplier(n_limbs, n_bytes, n_steps, limb_words, low_sign), end)
+def tiles(*shape) -> Tiles:
+    """shape: as of `Shape`."""
+    shape = Shape(*shape)
+    return Tiles(_beginner(shape), _multiplier(shape), end, partial(_beside, shape))
 
 
 @lru_cache(None)
-def emulated(n_limbs: int, n_bytes: int, n_steps: int, limb_words: int = 64 * ROWS, low_sign: str = "u") -> Tiles:
-    n_sums, size, sign_of_low = n_limbs + 1, COLUMNS * ROWS, 128 if low_sign == "s" else 0
+def emulated(*shape) -> Tiles:
+    shape = Shape(*shape)
+    multiply = _emulated_multiplier(shape)
+
+    def beside(emit):
+        alone = _alone(emit)
+
+        @device
+        def both(x, high, low, stride, w, j, sums, other):
+            multiply(x, high, low, stride, w, j, sums)
+            alone(other)
+        return both, alone
+    return Tiles(device(lambda words: None), multiply, device(lambda: None), beside)
+
+
+def _emulated_multiplier(shape):
+    n_sums, size, sign_of_low = shape.n_sums, COLUMNS * ROWS, 128 if shape.low_sign == "s" else 0
+    n_limbs, limb_words, n_columns = shape.n_limbs, shape.limb_words, shape.n_steps * shape.n_bytes
 
     @device
     def byte(words, i, k):
@@ -86,7 +129,7 @@ def emulated(n_limbs: int, n_bytes: int, n_steps: int, limb_words: int = 64 * RO
         for i in range(n_sums * size):
             sums[i] = 0
         for c in range(COLUMNS):
-            for k in range(n_steps * n_bytes):
+            for k in range(n_columns):
                 q_high, q_low = i32(x[high + c * stride + k]), i32(x[low + c * stride + k])
                 q_high, q_low = q_high - 2 * (q_high & 128), q_low - 2 * (q_low & 128)
                 for r in range(ROWS):
@@ -100,11 +143,11 @@ def emulated(n_limbs: int, n_bytes: int, n_steps: int, limb_words: int = 64 * RO
                     if n_limbs == 2:
                         sums[to + size] = u32(i32(sums[to + size]) + q_high * first)
                         sums[to + 2 * size] = u32(i32(sums[to + 2 * size]) + q_low * first)
-    return Tiles(device(lambda words: None), multiply, device(lambda: None))
+    return multiply
 
 
-def _beginner(n_bytes):
-    config = configuration(n_bytes)
+def _beginner(shape):
+    config = shape.configuration
 
     @intrinsic
     def begin(typingctx, words):
@@ -125,30 +168,94 @@ def end(typingctx):
     return types.none(), codegen
 
 
-def _multiplier(n_limbs, n_bytes, n_steps, limb_words, low_sign):
-    n_sums, row_bytes = n_limbs + 1, 4 * ROWS
+def _instructions(shape):
+    """Of a product, in order: pairs of its time, in those of a product of two tiles, and emit(builder, x, (high, low), stride, w,
+    sums). A sum waits for the product before it, so three of other sums are between them where there are as many."""
+    step_words = shape.n_bytes // 4 * ROWS
 
+    def zero(tile):
+        return 0, lambda builder, *_: _emit(builder, "tilezero", I8(tile))
+
+    def load_x(limb, step):
+        def emit(builder, x, starts, stride, w, sums):
+            start = builder.add(starts[limb], I64(step * shape.n_bytes))
+            _emit(builder, "tileloadd64", I8(shape.x_tiles[limb]), _byte(builder, x, start), stride)
+        return 0, emit
+
+    def load_w(step, limb, half):
+        def emit(builder, x, starts, stride, w, sums):
+            word = limb * shape.limb_words + step * step_words + half * LANES
+            _emit(builder, "tileloadd64", I8(shape.w_tiles[half]), _byte(builder, w, I64(4 * word)), I64(4 * ROWS))
+        return 0, emit
+
+    def add(of, half, x_limb, kind):
+        operands = 2 * of + half, shape.x_tiles[x_limb], shape.w_tiles[half]
+        return 1, lambda builder, *_: _emit(builder, f"tdp{kind}", *map(I8, operands))
+
+    def store(of, half):
+        def emit(builder, x, starts, stride, w, sums):
+            word = of * COLUMNS * ROWS + half * LANES
+            _emit(builder, "tilestored64", I8(2 * of + half), _byte(builder, sums, I64(4 * word)), I64(4 * ROWS))
+        return 1, emit
+
+    result = [zero(tile) for tile in range(2 * shape.n_sums)]
+    for step in range(shape.n_steps):
+        if shape.n_limbs == 1:
+            result += [load_x(0, step), load_x(1, step), load_w(step, 0, 0), load_w(step, 0, 1)]
+            result += [add(x_limb, half, x_limb, "bssd") for x_limb in range(2) for half in range(2)]
+            continue
+        for x_limb, w_limbs in enumerate(((1, 0), (0, 1))):
+            result.append(load_x(x_limb, step))
+            for w_limb in w_limbs:
+                kind = "bssd" if w_limb else f"bs{shape.low_sign}d"
+                for half in range(2):
+                    result += [load_w(step, w_limb, half), add(x_limb + 1 - w_limb, half, x_limb, kind)]
+    return result + [store(of, half) for of in range(shape.n_sums) for half in range(2)]
+
+
+def _product(shape, builder, x, high, low, stride, w, j, sums, between=lambda done: None):
+    """Emits it. between(done): what comes behind so much of its time, up to 1."""
+    instructions, w, done = _instructions(shape), _byte(builder, w, builder.mul(j, I64(4))), 0
+    total = sum(time for time, _ in instructions)
+    for time, emit in instructions:
+        emit(builder, x, (high, low), stride, w, sums)
+        done += time
+        if time:
+            between(done / total)
+
+
+def _multiplier(shape):
     @intrinsic
     def multiply(typingctx, x, high, low, stride, w, j, sums):
         def codegen(context, builder, signature, args):
-            x, high, low, stride, w, j, sums = args
-            w_at, step_words = builder.mul(j, I64(4)), n_bytes // 4 * ROWS
-            for tile in range(2 * n_sums):
-                _emit(builder, "tilezero", I8(tile))
-            for step in range(n_steps):
-                for x_is_low, start in enumerate((high, low)):
-                    _emit(builder, "tileloadd64", I8(X), _byte(builder, x, builder.add(start, I64(step * n_bytes))), stride)
-                    for limb in range(n_limbs):
-                        w_is_low = n_limbs == 2 and limb == 0
-                        to, signs = x_is_low + w_is_low, "s" + (low_sign if w_is_low else "s")
-                        for half in range(2):
-                            word = limb * limb_words + step * step_words + half * LANES
-                            at = builder.add(w_at, I64(4 * word))
-                            _emit(builder, "tileloadd64", I8(W), _byte(builder, w, at), I64(row_bytes))
-                            _emit(builder, f"tdpb{signs}d", I8(2 * to + half), I8(X), I8(W))
-            for tile in range(2 * n_sums):
-                word = tile // 2 * COLUMNS * ROWS + tile % 2 * LANES
-                _emit(builder, "tilestored64", I8(tile), _byte(builder, sums, I64(4 * word)), I64(row_bytes))
+            _product(shape, builder, *args)
             return context.get_dummy_value()
         return types.none(x, types.int64, types.int64, types.int64, w, types.int64, sums), codegen
     return multiply
+
+
+def _beside(shape, emit):
+    @intrinsic
+    def multiply(typingctx, x, high, low, stride, w, j, sums, other):
+        def codegen(context, builder, signature, args):
+            *args, other = args
+            values, left = cgutils.unpack_tuple(builder, other), list(range(COLUMNS))
+
+            def between(done):
+                while COLUMNS - len(left) < round(done * COLUMNS):
+                    emit(builder, values, left.pop(0))
+            _product(shape, builder, *args, between)
+            return context.get_dummy_value()
+        return types.none(x, types.int64, types.int64, types.int64, w, types.int64, sums, other), codegen
+    return multiply, _alone(emit)
+
+
+def _alone(emit):
+    @intrinsic
+    def alone(typingctx, other):
+        def codegen(context, builder, signature, args):
+            for i in range(COLUMNS):
+                emit(builder, cgutils.unpack_tuple(builder, args[0]), i)
+            return context.get_dummy_value()
+        return types.none(other), codegen
+    return alone

@@ -13,9 +13,10 @@ from ...quant.device_functions import device
 from ...quant.formats import CHUNK
 from ...quant.words import TOPS, f32
 from .lanes import Chunk, Lanes, lane_primitives
-from .quantized_products import BLOCK, COLUMN_BLOCK, LIMB_WORDS, SUMS_16, SUMS_32, blocks_of, form_of, write
-from .unpack import ROWS
-from .vector import F32, I32, I64, ISAS, as_uint32, call, constant, join_limbs, rolled, stack
+from .limbs import LIMB_WORDS, SUMS_16, SUMS_32
+from .quantized_products import BLOCK, blocks_of, form_of, write
+from .unpack import COLUMN_BLOCK, ROWS
+from .vector import F32, I32, I64, ISAS, as_uint32, constant, fused, join_limbs, repeated, rolled, stack
 
 AHEAD = 6  # tiles between what is read and what the memory is asked for
 N_BLOCKS = CHUNK // COLUMN_BLOCK
@@ -40,19 +41,12 @@ class Multiplier:
     def is_wide(self) -> bool:
         return form_of(self.fmt).span < self.fmt.group
 
-    def repeated(self, builder, value):
-        first = builder.insert_element(ir.Constant(ir.VectorType(value.type, self.isa.lanes), ir.Undefined), value, I32(0))
-        return builder.shuffle_vector(first, first, ir.Constant(self.ints, [0] * self.isa.lanes))
-
     def vector(self, x, like):
         return x.value if isinstance(x, Lanes) else constant(like, x)
 
     def pairs(self, x):
         """(x, 128 x), to be multiplied with the halves that `split_sum` makes."""
         return self.vector(x & 0xffff | x << 23 if isinstance(x, Lanes) else int(x) | int(x) << 23, self.zero)
-
-    def fma(self, builder, a, b, c):
-        return call(builder, f"llvm.fma.v{self.isa.lanes}f32", self.floats, a, b, c)
 
     def block(self, builder, chunk, word_of, j):
         """Of each sub-block of the j-th 32 weights of a row, for each column, the sums of u high and of u low."""
@@ -89,8 +83,8 @@ class Multiplier:
         else:
             s = builder.add(builder.shl(high, bits), low)
             s = builder.sitofp(builder.sub(s, builder.mul(of_bias, bias)) if self.bias else s, self.floats)
-        acc = self.fma(builder, s, d, acc)
-        return self.fma(builder, builder.fneg(m), builder.sitofp(of_min, self.floats), acc) if self.fmt.has_min else acc
+        acc = fused(builder, s, d, acc)
+        return fused(builder, builder.fneg(m), builder.sitofp(of_min, self.floats), acc) if self.fmt.has_min else acc
 
     def emit(self, builder, words, base, ahead, r, x, at, d_x, block, n_chunks, n_blocks, total, t):
         chunk = Chunk(self.fmt, self.isa.lanes, builder, words, base, r, ahead)
@@ -99,7 +93,7 @@ class Multiplier:
         at = builder.asm(ir.FunctionType(I64, [I64, I64]), "", "=r,0,r", [at, r], side_effect=False)
 
         def word_of(c, i):
-            return self.repeated(builder, builder.load(builder.gep(x, [builder.add(at, I64(c * LIMB_WORDS + i))])))
+            return repeated(builder, builder.load(builder.gep(x, [builder.add(at, I64(c * LIMB_WORDS + i))])), self.isa.lanes)
 
         accs, end = [cgutils.alloca_once_value(builder, self.nothing) for _ in self.columns], builder.append_basic_block("end")
         totals = nothing = [(self.zero,) * 4 for _ in self.columns]
@@ -125,8 +119,8 @@ class Multiplier:
         for c, acc in zip(self.columns, accs):
             place = builder.bitcast(builder.gep(total, [builder.add(t, I64(c * ROWS))]), self.floats.as_pointer())
             d = builder.load(builder.gep(d_x, [builder.add(block, builder.mul(n_chunks, I64(c)))]))
-            d = self.repeated(builder, d)
-            builder.store(self.fma(builder, builder.load(acc), d, builder.load(place, align=4)), place, align=4)
+            d = repeated(builder, d, self.isa.lanes)
+            builder.store(fused(builder, builder.load(acc), d, builder.load(place, align=4)), place, align=4)
 
 
 def few_multiplier(fmt, isa, n_columns):

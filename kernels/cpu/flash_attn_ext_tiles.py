@@ -269,8 +269,8 @@ def loaders(cached_k, cached_v):
 
 def products(isa, tiles):
     """Both products, and what a thread does before and behind them."""
-    begin, score_tile, end = tiles(2, BLOCK, 1, BLOCK_WORDS, "s")
-    _, value_tile, _ = tiles(2, amx.N_BYTES, PIECE // amx.N_BYTES, PIECE_WORDS, "s")
+    begin, score_tile, end, _ = tiles(2, BLOCK, 1, BLOCK_WORDS, "s")
+    _, value_tile, *_ = tiles(2, amx.N_BYTES, PIECE // amx.N_BYTES, PIECE_WORDS, "s")
     score, *_, outputs, accumulate = passes(isa)
 
     @inlined

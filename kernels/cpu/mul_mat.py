@@ -20,10 +20,11 @@ from ..threads import THREADS, sharing
 from ..together import code_of
 from . import amx
 from .few import few_product
-from .quantized_products import (BLOCK, COLUMN_BLOCK, N_COLUMNS, TILE_COLUMNS, has_tiles, limbs_shape, pair_product,
-                                 split_activations, tile_product, write)
+from .limbs import TILE_COLUMNS, limbs_shape, split_activations
+from .quantized_products import BLOCK, N_COLUMNS, pair_product, write
 from .scratch import arrays_in, memory_of
-from .unpack import ROWS, float_unpacker
+from .tile_products import has_tiles, tile_product
+from .unpack import COLUMN_BLOCK, ROWS, float_unpacker
 from .vector import ISAS, add, available_isas, fma, instructions, stack, store
 
 WIDTH = amx.COLUMNS  # columns of units are multiples of it
@@ -286,7 +287,8 @@ def mul_mat_arrays(format_name: str, isa: str | None = None, n_cols: int | None 
 
 def tiles_for(fmt, n: int, isa: str | None = None):
     """By which tiles, as of `amx`, a product of n columns is; None where it is without."""
-    return amx.tiles if n >= TILE_COLUMNS and isa is None and amx.available() and has_tiles(fmt) else None
+    there = n >= TILE_COLUMNS and isa is None and amx.available() and ISAS[known(isa)].dot4  # the last: levels come as limbs
+    return amx.tiles if there and has_tiles(fmt) else None
 
 
 def limbs_for(fmts, n: int, n_cols: int, isa: str | None = None, least: int | None = None):

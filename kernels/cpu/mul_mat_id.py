@@ -11,9 +11,10 @@ from ..compile import jit
 from ..reference.dispatch import check_ids, sort_by_expert
 from ..reference.mul_mat_id import rows_of_pairs
 from ..threads import sharing
+from .limbs import LIMB_ROW, TILE_COLUMNS, split_arrays
 from .mul_mat import UNPACKING, call as call_unit, compiled_unit, limbs_of, operands_in, operands_of, parts, parts_of, tiles_for
 from .parallel import PART, over_rows
-from .quantized_products import CHUNK_PAIRS, LIMB_ROW, TILE_COLUMNS, split_arrays
+from .quantized_products import CHUNK_PAIRS
 from .scratch import arrays_in, memory_of
 from .unpack import ROWS
 from .vector import advance

@@ -2,18 +2,23 @@
 time, a row to a lane."""
 from functools import lru_cache
 
-from numba import uint32
+from llvmlite import ir
+from numba import types, uint32
+from numba.extending import intrinsic
 
 from ...quant import tile
 from ...quant.device_functions import device, inlined
 from ...quant.formats import CHUNK
 from ...quant.words import ONES, i32, primitives, u32
 from ..float16 import f16_to_f32
-from .vector import (ISAS, high_bytes, high_pair, instructions, low_bytes, low_pair, mul_i16, prefetch, rolled,
-                     shift_right, stack, store)
+from .lanes import Chunk, Lanes, lane_primitives
+from .vector import (F32, I8, I16, I32, I64, ISAS, advance, constant, high_pair, instructions, low_pair, mul_i16, prefetch,
+                     rolled, shift_right, stack, store)
+
 
 ROWS = tile.ROWS
 LINE = 16        # words of a line of the caches
+COLUMN_BLOCK = 32  # columns: the last chunk has so many times that, the others 256
 AHEAD = 2        # which tile behind the one that is unpacked is asked for
 PAIRS, LIMBS = "pairs", "limbs"  # what levels become
 
@@ -99,24 +104,34 @@ def n_limbs(fmt):
 
 def quantized_unpacker(fmt, isa, form):
     """(words, base, n_blocks, weights): the first n_blocks times 32 columns of the tile at word `base` into weights = (levels,
-    isc, imin uint32 [sub-blocks][32], d, m f32 [groups][32]). imin: (imin, 128 imin), to be multiplied with the halves that
-    `split_sum` makes. levels, by form:
+    imin uint32 [sub-blocks][32], d, m f32 [groups][32]). imin: (imin, 128 imin), to be multiplied with the halves that
+    `split_sum` makes; imin and m are of formats with minima. levels, by form:
 
     PAIRS: uint32 [128][32], isc * level of two columns in the halves of a word
-    LIMBS: uint32 [n_limbs][64][32], the low bytes of isc * level of four columns in those of a word, then the high ones
+    LIMBS: uint32 [n_limbs][64][32], the low bytes of isc * level of four columns in those of a word, then the high ones; for
+    instruction sets with a dot product of bytes
     """
+    if ISAS[isa].dot4:
+        return lane_unpacker(fmt, isa, form)
+    assert form == PAIRS, isa
+    return loop_unpacker(fmt, isa)
+
+
+def loop_unpacker(fmt, isa):
+    """To pairs, an item of all rows after the other."""
     levels, sub, group = fmt.unpack(cpu_primitives(), piece_item, word_item, half_item)[:3]
     n_pieces, n_words, n_halves = fmt.n_pieces, fmt.n_words, fmt.n_halves
     n_rows, rows, transpose = instructions(isa, 1).n_rows, instructions(isa, 1).rows, transposer(isa)
     n_sub, n_group, sub_words, scaled, has_min = CHUNK // fmt.sub, CHUNK // fmt.group, fmt.sub // 4, fmt.max_isc > 1, fmt.has_min
     tile_words = tile.tile_bytes(fmt) // 4
-    n_lines, by_pairs, two = -(-tile_words // (8 * LINE)), form == PAIRS, n_limbs(fmt) == 2
-    item_words, level_words = stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, 8 * ROWS)
+    n_lines = -(-tile_words // (8 * LINE))
+    item_words, level_words, isc_words = (stack(uint32, (4 + 4 * n_pieces) * ROWS), stack(uint32, 8 * ROWS),
+                                          stack(uint32, n_sub * ROWS))
 
     @device
     def unpack(words, base, n_blocks, weights):
-        out, isc, imin, d, m = weights
-        items, w = item_words(), level_words()
+        out, imin, d, m = weights
+        items, w, isc = item_words(), level_words(), isc_words()
         transpose(words, base, n_pieces, n_words, n_halves, items)
         for g in range(rolled(n_group)):
             for r in range(ROWS):
@@ -138,21 +153,103 @@ def quantized_unpacker(fmt, isa, form):
             for k in range(8):
                 for r in range(0, ROWS, n_rows):
                     four = rows(w, k * ROWS + r)
-                    word = (8 * j + k) * ROWS + r
-                    if by_pairs or scaled:
-                        low, high = low_pair(four), high_pair(four)
-                        if scaled:
-                            scale = rows(isc, (8 * j + k) // sub_words * ROWS + r)
-                            low, high = mul_i16(low, scale), mul_i16(high, scale)
-                        if by_pairs:
-                            store(out, 2 * word - r, 0, low)
-                            store(out, 2 * word - r + ROWS, 0, high)
-                        else:
-                            store(out, word, 0, low_bytes(low, high))
-                            if two:
-                                store(out, CHUNK // 4 * ROWS + word, 0, high_bytes(low, high))
-                    else:
-                        store(out, word, 0, four)
+                    word = (8 * j + k) * 2 * ROWS + r
+                    low, high = low_pair(four), high_pair(four)
+                    if scaled:
+                        scale = rows(isc, (8 * j + k) // sub_words * ROWS + r)
+                        low, high = mul_i16(low, scale), mul_i16(high, scale)
+                    store(out, word, 0, low)
+                    store(out, word + ROWS, 0, high)
+    return unpack
+
+
+class LaneUnpacker:
+    """Emits the unpacking of as many rows as a vector has lanes: what it needs of them stays in registers."""
+
+    def __init__(self, fmt, isa, form):
+        self.fmt, self.lanes, self.by_pairs = fmt, ISAS[isa].lanes, form == PAIRS
+        self.unpack = fmt.unpack(lane_primitives(), Chunk.piece_word, Chunk.word, Chunk.half)
+
+    def store(self, builder, pointer, row, x, element=I32):
+        """x, a vector or one number for all, to the lanes of a row of 32 words."""
+        type_ = ir.VectorType(element, self.lanes)
+        value = x.value if isinstance(x, Lanes) else ir.Constant(type_, [x] * self.lanes)
+        builder.store(value, builder.bitcast(builder.gep(pointer, [I64(row * ROWS)]), type_.as_pointer()), align=4)
+
+    def levels(self, builder, codes):
+        if not self.fmt.zero:
+            return codes
+        value = builder.bitcast(codes.value, ir.VectorType(I8, 4 * self.lanes))
+        return codes.like(builder.bitcast(builder.sub(value, constant(value, self.fmt.zero)), codes.value.type))
+
+    def scaled(self, builder, four, isc):
+        """isc * level of columns 0 and 2, and of 1 and 3, as pairs of int16."""
+        value = builder.bitcast(four.value, ir.VectorType(I16, 2 * self.lanes))
+        eight = constant(value, 8)
+        pairs = builder.ashr(builder.shl(value, eight), eight), builder.ashr(value, eight)
+        if self.fmt.max_isc > 1:
+            factor = builder.bitcast((isc & 0xffff | isc << 16).value, value.type)
+            pairs = tuple(builder.mul(pair, factor) for pair in pairs)
+        return [four.like(builder.bitcast(pair, four.value.type)) for pair in pairs]
+
+    def put(self, builder, out, k, four, isc):
+        """Levels of four columns, the k-th of a chunk's rows."""
+        if not self.by_pairs and self.fmt.max_isc == 1:
+            self.store(builder, out, k, four)
+            return
+        even, odd = self.scaled(builder, four, isc)
+        if self.by_pairs:
+            self.store(builder, out, 2 * k, even & 0xffff | odd << 16)
+            self.store(builder, out, 2 * k + 1, even >> 16 | odd & 0xffff0000)
+            return
+        self.store(builder, out, k, even & 0x00ff00ff | (odd & 0x00ff00ff) << 8)
+        if n_limbs(self.fmt) == 2:
+            self.store(builder, out, CHUNK // 4 + k, even >> 8 & 0x00ff00ff | odd & 0xff00ff00)
+
+    def emit(self, builder, words, base, r, n_blocks, out, imin, d, m):
+        """The rows r.. of the tile; the last four: pointers to where the first of these rows goes."""
+        fmt, chunk = self.fmt, Chunk(self.fmt, self.lanes, builder, words, base, r, I64(AHEAD * tile.tile_bytes(self.fmt) // 4))
+        for g in range(CHUNK // fmt.group):
+            for pointer, x in zip((d, m) if fmt.has_min else (d,), self.unpack.group(chunk, g)):
+                self.store(builder, pointer, g, x, F32)
+        end = builder.append_basic_block("end")
+        for j in range(CHUNK // COLUMN_BLOCK):
+            if j:
+                more = builder.append_basic_block("more")
+                builder.cbranch(builder.icmp_signed("==", n_blocks, I64(j)), end, more)
+                builder.position_at_end(more)
+            scales = {}
+            for n in range(COLUMN_BLOCK * j // fmt.sub, COLUMN_BLOCK * (j + 1) // fmt.sub):
+                scales[n], least = self.unpack.sub(chunk, n)
+                if fmt.has_min:
+                    self.store(builder, imin, n, least & 0xffff | least << 23)
+            for q in range(4):
+                places = (2 * q, 2 * q + 1) if self.unpack.pairs else (q, q + 4)
+                for k, codes in zip(places, self.unpack.quarter(chunk, j, q)):
+                    k += CHUNK // COLUMN_BLOCK * j
+                    self.put(builder, out, k, self.levels(builder, codes), scales[4 * k // fmt.sub])
+        builder.branch(end)
+        builder.position_at_end(end)
+
+
+@lru_cache(None)
+def lane_unpacker(fmt, isa, form):
+    """As many rows as a vector has lanes after the others."""
+    unpacker, lanes = LaneUnpacker(fmt, isa, form), ISAS[isa].lanes
+
+    @intrinsic
+    def emit(typingctx, words, base, r, n_blocks, out, imin, d, m):
+        def codegen(context, builder, signature, args):
+            unpacker.emit(builder, *args)
+            return context.get_dummy_value()
+        return types.none(words, types.int64, types.int64, types.int64, out, imin, d, m), codegen
+
+    @device
+    def unpack(words, base, n_blocks, weights):
+        out, imin, d, m = weights
+        for i in range(rolled(ROWS // lanes)):
+            r = i * lanes
+            emit(words, base, r, n_blocks, advance(out, r), advance(imin, r), advance(d, r), advance(m, r))
     return unpack
 
 

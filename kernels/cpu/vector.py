@@ -27,6 +27,18 @@ def call(builder, name, result, *args):
                         args)
 
 
+def fused(builder, a, b, c):
+    """a * b + c with one rounding, of vectors of float32."""
+    return call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
+
+
+def repeated(builder, value, lanes):
+    """A vector of a value in each lane."""
+    vector = ir.VectorType(value.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+
 def constant(like, value):
     """value in every lane of a vector of the type of `like`."""
     return ir.Constant(like.type, [value] * like.type.count)
@@ -146,9 +158,9 @@ def above(builder, n_bits, high, low):
 to_f32 = elementwise(floats, types.float32)
 add = elementwise(lambda builder, a, b: builder.fadd(a, b))
 mul = elementwise(lambda builder, a, b: builder.fmul(a, b))
-fma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c))
+fma = elementwise(fused)
 # fnma: c - a * b
-fnma = elementwise(lambda builder, a, b, c: call(builder, f"llvm.fma.v{a.type.count}f32", a.type, builder.fneg(a), b, c))
+fnma = elementwise(lambda builder, a, b, c: fused(builder, builder.fneg(a), b, c))
 sub = elementwise(lambda builder, a, b: builder.fsub(a, b))
 add_i32 = elementwise(lambda builder, a, b: builder.add(a, b))
 sub_i32 = elementwise(lambda builder, a, b: builder.sub(a, b))
@@ -158,7 +170,7 @@ low16 = elementwise(lambda builder, a: builder.and_(a, constant(a, 0xffff)))
 
 def join(builder, high, low):
     high, low = floats(builder, high), floats(builder, low)
-    return call(builder, f"llvm.fma.v{high.type.count}f32", high.type, high, constant(high, 65536.0), low)
+    return fused(builder, high, constant(high, 65536.0), low)
 
 
 join16 = elementwise(join, types.float32)  # 65536 high + low with one rounding, |high| and |low| <= 2^24
@@ -194,15 +206,13 @@ def exp(builder, x):
     def number(value):
         return constant(x, float(value))
 
-    def fma_of(a, b, c):
-        return call(builder, f"llvm.fma.v{x.type.count}f32", x.type, a, b, c)
     bits = ir.VectorType(I32, x.type.count)
-    t = fma_of(x, number(LOG2E), number(ROUND))
+    t = fused(builder, x, number(LOG2E), number(ROUND))
     n = builder.fsub(t, number(ROUND))
-    r = fma_of(n, number(-LN2_LO), fma_of(n, number(-LN2_HI), x))
+    r = fused(builder, n, number(-LN2_LO), fused(builder, n, number(-LN2_HI), x))
     y = number(E6)
     for coefficient in E5, E4, E3, E2, 1, 1:
-        y = fma_of(y, r, number(coefficient))
+        y = fused(builder, y, r, number(coefficient))
     exponent = builder.shl(builder.bitcast(t, bits), ir.Constant(bits, [23] * bits.count))  # of t's pattern, n is the low bits
     y = builder.bitcast(builder.add(builder.bitcast(y, bits), exponent), x.type)
     y = builder.select(builder.fcmp_ordered("<", x, number(EXP_MIN)), number(0), y)
@@ -235,7 +245,6 @@ def mul_i16(builder, a, b):
     return builder.bitcast(builder.mul(builder.bitcast(a, halves), builder.bitcast(b, halves)), a.type)
 
 
-
 def join_limbs(builder, high, low):
     """256 high + low with one rounding, of any int32."""
     carried = builder.add(high, builder.ashr(low, constant(low, 8)))
@@ -251,34 +260,11 @@ def join_thirds(builder, high, middle, low):
 
 def join_fixed_point(builder, high, middle, low):
     high, below = floats(builder, high), floats(builder, above(builder, 7, middle, low))
-    return call(builder, f"llvm.fma.v{high.type.count}f32", high.type, high, constant(high, 16384.0), below)
+    return fused(builder, high, constant(high, 16384.0), below)
 
 
 # 16384 high + (128 middle + low): both terms are rounded, then their sum
 fixed_point = elementwise(join_fixed_point, types.float32)
-
-
-# 256 high + low and 65536 high + 256 middle + low, below 2^31; and the latter with one rounding where it may be larger:
-# |high| < 2^23, |middle| < 2^31, |low| < 2^24 - 2^16
-halves_to_f32 = elementwise(lambda builder, high, low: floats(builder, above(builder, 8, high, low)), types.float32)
-thirds_to_f32 = elementwise(
-    lambda builder, high, middle, low: floats(builder, above(builder, 8, above(builder, 8, high, middle), low)), types.float32)
-wide_thirds_to_f32 = elementwise(join_thirds, types.float32)
-
-
-def bytes_of(which):
-    """Byte `which` (0: low, 1: high) of each of four int16, two in a word of one block and two in that of another."""
-    @elementwise
-    def narrow(builder, a, b):
-        n, lanes = 4 * a.type.count, ir.VectorType(I8, 4 * a.type.count)
-        order = [first + half + which for word in range(0, n, 4) for first in (word, n + word) for half in (0, 2)]
-        bytes_ = builder.shuffle_vector(builder.bitcast(a, lanes), builder.bitcast(b, lanes),
-                                        ir.Constant(ir.VectorType(I32, n), order))
-        return builder.bitcast(bytes_, a.type)
-    return narrow
-
-
-low_bytes, high_bytes = bytes_of(0), bytes_of(1)
 
 
 def bytes_as_i16(first):
@@ -423,7 +409,7 @@ def retyped(element):
     return retype
 
 
-as_uint8, as_int16, as_uint32 = retyped(types.uint8), retyped(types.int16), retyped(types.uint32)
+as_uint8, as_int16, as_uint32, as_float32 = (retyped(t) for t in (types.uint8, types.int16, types.uint32, types.float32))
 
 
 def element_of(pointer):
@@ -489,8 +475,7 @@ def instructions(isa: str, n_columns: int) -> Instructions:
     def load_words(block, context, builder, p, i, stride):
         def load(c, v):
             word = builder.bitcast(address(builder, p, i, stride, c, v, block), block.vector.element.as_pointer())
-            first = builder.insert_element(ir.Constant(block.vector, ir.Undefined), builder.load(word, align=2), I32(0))
-            return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+            return repeated(builder, builder.load(word, align=2), lanes)
         return pack(context, builder, block, load)
 
     @intrinsic

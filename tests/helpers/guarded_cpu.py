@@ -8,13 +8,10 @@ import numpy as np
 
 from ggml_py.backends.cpu import CPUBackend
 from ggml_py.base.storage import LAYOUTS, LEVELS, ActivationLayout
+from guarded_arrays import NONE, READ_WRITE, mprotect
 
 REVERSED = LAYOUTS.setdefault("levels-reversed", ActivationLayout("levels-reversed", order=("sums", "d", "q")))
-NONE, READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 POISON = 0xFF  # NaN in every float type
-
-_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
-_mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 class LatePending:
@@ -126,7 +123,7 @@ class GuardedCPU(CPUBackend):
     def protect(devices, mode) -> None:
         for device in devices:
             for address, size, _ in device.pages:
-                assert _mprotect(address, size, mode) == 0, ctypes.get_errno()
+                assert mprotect(address, size, mode) == 0, ctypes.get_errno()
 
 
 def guarded_devices(n: int) -> list[GuardedCPU]:

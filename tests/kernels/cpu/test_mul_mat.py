@@ -5,13 +5,16 @@ from itertools import product
 import numpy as np
 import pytest
 from cpu_comparisons import compare, matrix, seeded
+from guarded_arrays import guarded
 from op_runs import product_input
 from random_weights import random_weight
 
 from ggml_py.kernels import threads
 from ggml_py.kernels.cpu import amx, mul_mat
+from ggml_py.kernels.cpu.limbs import BEHIND, LIMB_ROW, TILE_COLUMNS, limbs_shape
 from ggml_py.kernels.cpu.mul_mat import PARALLEL, Products, compiled_unit, mul_mat_arrays
-from ggml_py.kernels.cpu.quantized_products import BLOCK, N_COLUMNS, TILE_COLUMNS, form_of, has_tiles, limbs_shape
+from ggml_py.kernels.cpu.quantized_products import BLOCK, N_COLUMNS, form_of
+from ggml_py.kernels.cpu.tile_products import Finisher, has_tiles
 from ggml_py.kernels.cpu.vector import ISAS, available_isas
 from ggml_py.kernels.reference.mul_mat import mul_mat_arrays as reference_arrays
 from ggml_py.quant import tile
@@ -122,17 +125,51 @@ def test_instruction_sets(name, isa):
     check(fmt, random_weight(fmt, 65, n_cols, rng), activations(9, n_cols, rng), [33, 65], [1, 4, 9], isa)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q2_K", "Q5_K", "IQ1_S"])  # of one limb and two, with minima over 16 and 32
-def test_emulated_tiles(name):
-    """The loops that stand for AMX, on every CPU: with each instruction set for what follows them."""
+@pytest.mark.parametrize("name", [name for name in NAMES if format_of(name).is_quantized])
+def test_without_a_dot_product_of_bytes(name):
+    """What other CPUs than the newest take: tiles of weights are unpacked in another way there."""
+    if "avx2" not in available_isas():
+        pytest.skip("this CPU lacks AVX2")
+    fmt, rng = format_of(name), seeded(f"{name} by pairs")
+    n_cols = CHUNK + fmt.block_size
+    check(fmt, random_weight(fmt, 33, n_cols, rng), activations(5, n_cols, rng), [33], [5], "avx2")
+
+
+# Of one limb and two; groups of 32, 128, 256; minima over 16 and 32, of one, of others, none
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q2_K", "Q5_K", "Q6_K", "IQ1_S", "Q1_0"])
+@pytest.mark.parametrize("n", [22, 145])  # 16 columns and 6; two units
+def test_emulated_tiles(name, n):
+    """The loops that stand for AMX, on CPUs without it. Nothing is read behind the arrays."""
+    if not ISAS[available_isas()[0]].dot4:
+        pytest.skip("this CPU has no dot product of bytes, which what stands beside tiles takes")
     fmt, rng = format_of(name), seeded(f"tiles {name}")
-    data, n_cols = random_weight(fmt, 33, CHUNK + fmt.block_size, rng), CHUNK + fmt.block_size
-    x, words = product_input(name, activations(17, n_cols, rng)).arrays, tiles(fmt, data, n_cols)
-    expected = run(reference_arrays(name), words, x, 17, 33)
-    for isa in available_isas():
-        out = np.full((17, 33), np.nan, np.float32)
-        Products([(name, words, out)], x, n_cols, np.empty(limbs_shape(17, 2), np.uint8), isa, amx.emulated)()
-        assert_bitwise_equal(out, expected, f"mul_mat[{name}, isa={isa}] by emulated tiles")
+    n_cols = 2 * CHUNK + fmt.block_size
+    data = random_weight(fmt, 33, n_cols, rng)
+    x, words = product_input(name, activations(n, n_cols, rng)).arrays, tiles(fmt, data, n_cols)
+    expected, out = run(reference_arrays(name), words, x, n, 33), guarded(np.full((n, 33), np.nan, np.float32))
+    limbs = guarded(np.full(limbs_shape(n, 3), 0xff, np.uint8))
+    Products([(name, guarded(words), out)], [guarded(a) for a in x], n_cols, limbs, tiles=amx.emulated)()
+    assert_bitwise_equal(out, expected, f"mul_mat[{name}, n={n}] by emulated tiles")
+
+
+def test_tiles_read_behind_the_last_row():
+    """So many rows of a chunk as `limbs_shape` gives: 16 from each row on that begins a tile."""
+    assert BEHIND == amx.COLUMNS - 1 and limbs_shape(17, 2) == (2, 32, LIMB_ROW) and limbs_shape(TILE_COLUMNS - 1, 2)[1] == 11
+
+
+@pytest.mark.parametrize("isas, expected", [(["avx512vnni", "plain"], amx.tiles), (["avx2", "plain"], None)])
+def test_tiles_need_a_dot_product_of_bytes(isas, expected, monkeypatch):
+    """A CPU, or a virtual machine, may have tiles and hide AVX-512."""
+    monkeypatch.setattr(amx, "available", lambda: True)
+    monkeypatch.setattr(mul_mat, "available_isas", lambda: isas)
+    assert mul_mat.tiles_for(format_of("Q4_0"), 64) is expected
+    assert (mul_mat.limbs_for([format_of("Q4_0")], 64, CHUNK) is None) == (expected is None)
+
+
+def test_minima_of_one():
+    """Their sums over 32 columns are all that minima take; others may be 0."""
+    ones = [name for name in NAMES if format_of(name).has_min and Finisher(format_of(name), "avx512vnni").ones]
+    assert ones == ["Q4_1", "Q5_1"]
 
 
 @pytest.mark.parametrize("available", [True, False])
