@@ -18,6 +18,7 @@ from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, PIECE
 from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from . import amx
+from .flash_attn_ext_halves import key_loader, value_loader
 from .flash_attn_ext_runs import combine, copy, finish, read_ahead, seen_by, shared_by_runs, start_of
 from .flash_attn_ext_tiles import attention_by_tiles
 from .quantize import quantize_block
@@ -40,8 +41,8 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None, tile
     tiles: as of `amx`, of long runs of queries; by default those that there are, none where an instruction set is named."""
     tiles = tiles or (amx.tiles if isa is None and amx.available() else None)
     isa = isa or available_isas()[0]
-    prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(read_ahead(type_k), isa)
-    value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(read_ahead(type_v), isa)
+    prepare_queries, key_buffers, load_keys, score = (_keys_chain if type_k == "f32" else _keys_fixed)(type_k, isa)
+    value_buffers, load_values, weigh = (_values_chain if type_v == "f32" else _values_fixed)(type_v, isa)
 
     @device
     def attend(first, last, head_kv, span, n_spans, parts, q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks,
@@ -88,10 +89,11 @@ def flash_attn_ext_arrays(type_k: str, type_v: str, isa: str | None = None, tile
                 score(queries, row, keys, n_seen, s)
                 if softcap != 0:
                     cap(s, softcap)
-                for r in range(TILE):
+                n_here = min(TILE, n_rows - row)
+                for r in range(n_here):
                     m[r], l[r] = softmax(s[r], visible[r], p[r])
                 weigh(p, visible, values, n_seen, o)
-                for r in range(TILE):
+                for r in range(n_here):
                     if l[r] != 0:  # the largest of visible keys has p = 1 (or NaN)
                         if n_spans > 1:
                             all_m[piece, row + r], all_l[piece, row + r] = m[r], l[r]
@@ -223,7 +225,8 @@ def fixed_point(T, HH):
 
 # Scores. Queries, rows: f32 [n_rows, D], n_rows whole tiles. Buffers of keys: made once for a unit, filled for each piece.
 
-def _keys_chain(cached, isa):
+def _keys_chain(type_k, isa):
+    cached = read_ahead(type_k)
     n_block, zeros, _, block_rows, columns, *_ = instructions(isa, TILE)
 
     @device
@@ -259,8 +262,9 @@ def _keys_chain(cached, isa):
     return prepare_queries, buffers, load, score
 
 
-def _keys_fixed(cached, isa):
-    product, lanes, turn = products(isa), ISAS[isa].lanes, instructions(isa, TILE).turn
+def _keys_fixed(type_k, isa):
+    cached, product, lanes, turn = read_ahead(type_k), products(isa), ISAS[isa].lanes, instructions(isa, TILE).turn
+    is_half, load_halves = type_k == "f16", key_loader(isa)
 
     @device
     def prepare_queries(rows, scale):
@@ -287,6 +291,9 @@ def _keys_fixed(cached, isa):
     @device
     def load(k, cell, n_keys, head_kv, dim, keys):
         levels, d, key, q, four = keys
+        if is_half and dim % BLOCK == 0:
+            load_halves(k, cell, n_keys, head_kv, dim, levels, d)
+            return
         n_fours = four.shape[1]
         values, high, low = pointer(key), as_int16(pointer(q[1])), as_int16(pointer(q[0]))
         pairs, fours, to = pointer(q), pointer(four), pointer(levels)
@@ -321,7 +328,9 @@ def _keys_fixed(cached, isa):
 
 # Weighted values. Buffers of values as for keys: what no key of a piece is in is read, but goes to no result.
 
-def _values_chain(cached, isa):
+def _values_chain(type_v, isa):
+    cached = read_ahead(type_v)
+
     @device
     def buffers(dv):
         return np.zeros((PIECE, dv), np.float32)
@@ -345,8 +354,9 @@ def _values_chain(cached, isa):
     return buffers, load, weigh
 
 
-def _values_fixed(cached, isa):
-    product = products(isa)
+def _values_fixed(type_v, isa):
+    cached, product, n_block = read_ahead(type_v), products(isa), instructions(isa, 1).n_rows
+    is_half, load_halves = type_v == "f16", value_loader(isa)
 
     @device
     def buffers(dv):
@@ -359,6 +369,9 @@ def _values_fixed(cached, isa):
     @device
     def load(v, cell, n_keys, head_kv, dv, values):
         levels, d, value, q = values
+        if is_half and dv % n_block == 0:
+            load_halves(v, cell, n_keys, head_kv, dv, levels, d)
+            return
         n_blocks = value.shape[0] // BLOCK
         for j in range(0, n_keys, 2):
             q[0, 1], q[1, 1] = 0, 0
