@@ -226,7 +226,7 @@ class LaneUnpacker:
             for q in range(4):
                 places = (2 * q, 2 * q + 1) if self.unpack.pairs else (q, q + 4)
                 for k, codes in zip(places, self.unpack.quarter(chunk, j, q)):
-                    k += CHUNK // COLUMN_BLOCK * j
+                    k += COLUMN_BLOCK // 4 * j
                     self.put(builder, out, k, self.levels(builder, codes), scales[4 * k // fmt.sub])
         builder.branch(end)
         builder.position_at_end(end)

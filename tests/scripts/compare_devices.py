@@ -18,7 +18,7 @@ import numpy as np
 import with_helpers  # noqa: F401  (for what is next)
 import places
 
-sys.path.insert(0, str(places.TESTS.parent / "bench"))
+sys.path.insert(0, str(places.ROOT / "bench"))
 import synth
 from ggml_py.engine.model import Model
 from ggml_py.kernels import threads
@@ -49,7 +49,8 @@ def compare(task: tuple[str, str, str, list[str]]) -> tuple[str, list[int]]:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("types", nargs="*", choices=[*synth.TYPES, []], metavar="TYPE", help="all, and some with experts, by default")
+    p.add_argument("types", nargs="*", choices=[*synth.TYPES, []],  # none are checked as one choice
+                   metavar="TYPE", help="all, and some with experts, by default")
     p.add_argument("-n", type=int, default=1, help="processes")
     p.add_argument("--shape", choices=synth.SHAPES, default="llama-3-8b", help="of bench/synth.py")
     p.add_argument("--devices", nargs="+", default=["cuda:0", "cpu"])
