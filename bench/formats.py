@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "bench" / "results", ROOT / "docs" / "formats.md"
 # The last with a case counts
 PARTS = ("", "-trellis", "-terms", "-rows", "-512", "-column", "-halves", "-exchange", "-wide", "-scaled", "-fifths", "-bytes",
-         "-bytes-2", "-split", "-split-2", "-hidden")
+         "-bytes-2", "-split", "-split-2", "-hidden", "-copiers")
 RECORDS = "nvidia-h200.json", *(f"formats/h200{part}.json" for part in PARTS)
 ERRORS, KL = RESULTS / "formats" / "errors.json", RESULTS / "formats" / "kl.json"
 M, K = 4096, 14336

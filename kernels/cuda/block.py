@@ -9,10 +9,10 @@ from .tile_form import QUAD
 @dataclass(frozen=True)
 class Block:
     """A block's row tiles, groups of tokens, and quads of a group: 32 row_tiles rows x 4 groups quads tokens, a warp for each
-    tile and group. With warpgroups, for compute capability 9.0 alone: two warps for each tile, quads by fours. slots: chunks in
+    tile and group. With warpgroups, for compute capability 9.0 alone: two warps, quads by fours. slots: chunks in
     shared memory. teams: so many times as many warps share the chunks of the rows and tokens, by turns, and all else is of one
     team. blocks: of a cluster, whose teams share them. sides: turns of teams for whose sums there is room, one or two
-    (`exchange`)."""
+    (`exchange`). copiers: warps beside all these that copy chunks; where there are none, those that multiply do."""
     row_tiles: int
     groups: int
     quads: int
@@ -21,6 +21,7 @@ class Block:
     teams: int = 1
     blocks: int = 1
     sides: int = 1
+    copiers: int = 0
 
     @property
     def n_teams(self) -> int:
@@ -29,7 +30,12 @@ class Block:
 
     @property
     def n_warps(self) -> int:
-        return self.row_tiles * (2 if self.warpgroups else self.groups)
+        return self.row_tiles * self.groups * (2 if self.warpgroups else 1)
+
+    @property
+    def copying_warps(self) -> int:
+        """Those by which the pieces of a chunk are copied."""
+        return self.copiers or self.n_warps
 
     @property
     def prepared_quads(self) -> int:
@@ -61,7 +67,11 @@ class Block:
 
     @property
     def n_threads(self) -> int:
-        """Of all teams of a block."""
+        return self.n_multiplying + 32 * self.copiers
+
+    @property
+    def n_multiplying(self) -> int:
+        """Threads of all teams of a block."""
         return 32 * self.n_warps * self.teams
 
     def __str__(self) -> str:

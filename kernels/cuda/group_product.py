@@ -12,16 +12,21 @@ Integer scales are multiplied to the levels while these are unpacked (`splitter`
 a chunk. Sums that a float scale follows are taken by turns: one product runs while the sums of the other are followed up. The
 blocks of a chunk follow each other without a loop. Two warpgroups may multiply by turns (`Turn`), so that one prepares scales and
 follows up its sums while the other multiplies.
+
+Levels that lie in the tile as products take them (`is_stored`) go from there to the tensor cores, where copies have put the
+pieces of two tiles side by side. Nothing is unpacked, so two warpgroups may take the same rows, each with half of the tokens.
 """
 from typing import NamedTuple
 
 from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
-from .ptx import as_f32, device, f32, fma, i2f, i32, ldmatrix4, lds2, mma32, prmt, shuffle, syncwarp, u32
+from .ptx import (as_f32, device, f16_high_to_f32, f16_to_f32, f32, fma, i2f, i32, ldmatrix4, lds2, lds4, mma32, prmt, shuffle,
+                  syncwarp, u32)
 from .tile_form import Factors, Form, TileProduct, factors, form, is_late
 from .tile_product import level_words, limb_product, preparer, split_sum, splitter, token_limbs
 from .weights import shared_unpacker
-from .wgmma import ATOM_WORDS, PLACE, Products, place, products, wait_for_all_but_one, wait_for_all_but_two
+from .wgmma import (ATOM_WORDS, PAIR_ROWS, PLACE, Products, place, products, tiles_place, uniform_place, wait_for_all_but_one,
+                    wait_for_all_but_two)
 
 MOST_QUADS = 16  # whose sums registers hold; scales and minima are prepared as for so many, however few there are
 
@@ -49,6 +54,7 @@ class Constants(NamedTuple):
     fmt: Format
     unpack: object    # `quant.words.Unpacker`, its codebooks in shared memory
     n_quads: int      # of tokens, even
+    n_all_quads: int  # of the activations in shared memory
     form: Form
     planes: Factors   # as for MOST_QUADS, and so is
     late: bool        # `is_late`
@@ -67,15 +73,16 @@ class Constants(NamedTuple):
     @property
     def half_words(self) -> int:
         """Words of 128 columns of the activations."""
-        return self.n_quads * ATOM_WORDS
+        return self.n_all_quads * ATOM_WORDS
 
 
-def constants(name: str, unpack, n_quads: int) -> Constants:
+def constants(name: str, unpack, n_quads: int, n_all_quads: int) -> Constants:
     fmt = format_of(name)
     step, integer, wide, carried = form(fmt)
     assert integer or not (unpack.pairs or wide or (fmt.has_min and (step != 32 or carried))), name
     assert not integer or fmt.group == CHUNK, name
-    return Constants(fmt, unpack, n_quads, form(fmt), factors(fmt, MOST_QUADS), is_late(fmt, MOST_QUADS), products(8 * n_quads))
+    return Constants(fmt, unpack, n_quads, n_all_quads, form(fmt), factors(fmt, MOST_QUADS), is_late(fmt, MOST_QUADS),
+                     products(8 * n_quads))
 
 
 # The stages of a product, by a warp of a warpgroup; each is made by a function of the constants. Arguments of device functions:
@@ -414,10 +421,61 @@ def float_multiplier(const: Constants):
     return multiply
 
 
+# Stored levels
+
+def is_stored(fmt: Format) -> bool:
+    """Whether the pieces of a tile are levels, an int8 for each column, and a last one float16 scales of 32 columns."""
+    return fmt.fields == (("d", 2), ("qs", 32)) and fmt.planes == (("qs",), ("d",)) and not fmt.zero
+
+
+def stored_multiplier(const: Constants):
+    """(lane, warp, shared, tiles, act, acc, d): multiply of `group_product` of stored levels, one product after the other. tiles:
+    word at which the pieces of a pair of tiles begin, [piece][tile][row]; act: at which the warp's tokens begin."""
+    n_quads, start, wait, block_at = const.n_quads, const.wgmma.start_tiles, const.wgmma.wait, block_placer(const)
+    piece_words = 4 * PAIR_ROWS
+    block_places, last_piece = 2 * piece_words // PLACE, CHUNK // 16 * piece_words
+
+    @device
+    def follow(d, f, g, acc):
+        wait(d)
+        for quad in range(n_quads):
+            s, o = 4 * quad, 2 * quad
+            acc[o] = fma(i2f(i32((d[s] << 7) + d[s + 1])), f, acc[o])
+            acc[o + 1] = fma(i2f(i32((d[s + 2] << 7) + d[s + 3])), g, acc[o + 1])
+
+    @device
+    def follow_two(shared, a, b, j, f, g, acc, d):
+        """Of blocks j and j + 1; f, g: words of their scales, of both rows."""
+        follow(d, f16_to_f32(f), f16_to_f32(g), acc)
+        start(d, shared, block_at(b, i32(j + 1)), i32(a + (j + 1) * block_places))
+        follow(d, f16_high_to_f32(f), f16_high_to_f32(g), acc)
+        if j < 6:
+            start(d, shared, block_at(b, i32(j + 2)), i32(a + (j + 2) * block_places))
+
+    @device
+    def multiply(lane, warp, shared, tiles, act, acc, d):
+        a, b = tiles_place(shared, tiles), uniform_place(shared, act)
+        start(d, shared, b, a)
+        row = tiles + last_piece + (16 * (warp & 3) + (lane >> 2)) * 4
+        f, g = lds4(shared, row), lds4(shared, row + 32)
+        for o in range(2 * n_quads):
+            acc[o] = f32(0)
+        follow_two(shared, a, b, 0, f[0], g[0], acc, d)
+        follow_two(shared, a, b, 2, f[1], g[1], acc, d)
+        follow_two(shared, a, b, 4, f[2], g[2], acc, d)
+        follow_two(shared, a, b, 6, f[3], g[3], acc, d)
+    return multiply
+
+
+def stored_product(name: str, n_quads: int, n_all_quads: int):
+    """`stored_multiplier` of n_quads of the n_all_quads in shared memory."""
+    return stored_multiplier(constants(name, shared_unpacker(name, 0).unpacker, n_quads, n_all_quads))
+
+
 def group_product(name: str, n_quads: int, by_turns: bool) -> TileProduct:
     """multiply: (lane, half, shared, tile, act, limbs, scratch, acc, d, e, turn): acc[2 quad + k] = acc of section 3, of row 16
     half + l / 4 + 8 k and token l % 4. d, e: local arrays int32 [4 n_quads] for sums, which stay in their registers from chunk to
     chunk. n_quads: even. turn: `Turn`, looked at where by_turns."""
     unpack, n_entries, entry = shared_unpacker(name, 0)
-    const = constants(name, unpack, n_quads)
+    const = constants(name, unpack, n_quads, n_quads)
     return TileProduct(integer_multiplier(const, by_turns) if const.form.integer else float_multiplier(const), n_entries, entry)

@@ -4,34 +4,38 @@ A block takes `row_tiles` tiles of 32 rows and `groups` groups of `quads` quads 
 (`tile_product`), or on Hopper two warps for each tile (`group_product`). It goes through the chunks of 256 columns: while one
 lies in a slot of shared memory and is multiplied, the weight tiles and activations of the next one are on their way to the other.
 One barrier a chunk; a warp's totals stay in registers. Two warpgroups of most formats go each at its own pace instead
-(`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it.
+(`mbarrier`): a chunk is taken when its copies are there, a slot filled when all are done with it. On Hopper most blocks of one
+matrix have a warpgroup more, which copies all chunks (`mmq_copiers`).
 """
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from numba import cuda, types
 
 from ...quant.formats import FORMATS, Format, format_of
-from ...quant.tile import tile_bytes
 from ..call import Call
 from . import cluster, group_product, mbarrier, wgmma
 from .block import Block
 from .dispatch import dispatch_table
 from .ending import STORE, Ending, gate_and_store
-from .exchange import Exchange, exchange, exchanger, held_scales
+from .exchange import exchanger, held_scales
 from .launch import F32, HOPPER, I32, Kernel, N, SHARED_LIMIT, U32, factory, need
-from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, scratch_words, slot_barriers,
-                        slot_filler, sources, takes_turns, turn_barriers)
+from .mmq_copiers import copied_products
+from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, slot_barriers, slot_filler, sources,
+                        takes_turns, turn_barriers)
+from .mmq_stages import chunk_folder, chunk_taker, exchange_of, totals_writer
 from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of
 from .parts import Part, dense, grouped, in_a_row, item_words, taker
-from .ptx import (afresh, as_f32, as_u32, copies_wait_but, device, f32, fma, i32, i64, lds, lds4, quotient, remainder, shuffle,
-                  stage, sts, wait_for_previous)
+from .ptx import afresh, copies_wait_but, device, f32, i32, quotient, remainder, shuffle, sts, wait_for_previous
 from .quantize import most_rows
-from .tile_form import QUAD_WORDS, Form, form, table_words
+from .tile_form import Form, form
 from .tile_product import tile_product
 
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
+COPIERS = 4
+# Formats for which lanes of four teams of 32 tokens have too few registers beside copiers: without a cluster, in one
+NO_COPIERS_ALONE, NO_COPIERS_IN_CLUSTERS = ("Q4_0", "Q5_0", "Q6_0"), ("MXFP4", "Q6_0")
 TEAMS = {4: 4, 8: 4, 16: 2}  # of a block of few tokens at most, by quads (`most_teams`)
 # Formats for which lanes of four teams of 32 tokens have too few registers: always; without a cluster, in one; of more matrices
 NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_IN_CLUSTERS = ("NVFP4", "IQ4_KT"), ("IQ4_NL", "MXFP4"), ("IQ5_K",)
@@ -42,10 +46,6 @@ def most_quads(fmt: Format) -> int:
     """Quads of a warp at most: a sum of sixteen takes two registers where a float scale follows it, more where integers wait for
     the end of a chunk."""
     return 16 if form(fmt) == Form(32, False, False, False) and not fmt.has_min else 8
-
-
-def exchange_of(fmt: Format, block: Block) -> Exchange:
-    return exchange(block, first_slot(fmt, block) + block.slots * chunk_slot(fmt, block).n_words)
 
 
 def n_words(fmt: Format, block: Block) -> int:
@@ -71,16 +71,29 @@ def warpgroups_pay(fmt: Format) -> bool:
     return form(fmt).integer or (not fmt.has_min and form(fmt).step == 32)
 
 
+def lone_block(names: tuple[str, ...], block: Block) -> Block:
+    """One of HOPPER_BLOCKS, mostly with copiers. Without: for the two matrices of a gated unit; of few rows, where the tensor
+    core adds up groups and copiers gain nothing; of many rows with minima, whose lanes have too few registers. Stored levels,
+    which nobody unpacks, two warpgroups of a block of few rows take, each with half of the tokens."""
+    formats, few_rows = [format_of(name) for name in names], block == HOPPER_BLOCKS[1]
+    if len(names) == 2 or any(form(fmt).carried if few_rows else fmt.has_min for fmt in formats):
+        return block
+    if few_rows and all(map(group_product.is_stored, formats)):
+        block = replace(block, groups=2, quads=block.quads // 2)
+    return replace(block, copiers=COPIERS)
+
+
 @lru_cache(None)
 def hopper_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...]:
     """The blocks of warpgroups that shared memory holds, if they pay for all the formats."""
-    fitting = tuple(block for block in HOPPER_BLOCKS if shared_bytes(names, block) <= shared_limit)
+    blocks = (lone_block(names, block) for block in HOPPER_BLOCKS)
+    fitting = tuple(block for block in blocks if shared_bytes(names, block) <= shared_limit)
     return fitting if all(warpgroups_pay(format_of(name)) for name in names) else ()
 
 
 def is_team(block: Block) -> bool:
-    """Whether it is one of `team_blocks`."""
-    return block.warpgroups and block not in HOPPER_BLOCKS
+    """Whether its chunks are shared, or its tokens few."""
+    return block.warpgroups and (block.n_teams > 1 or block.tokens < HOPPER_BLOCKS[0].tokens)
 
 
 def most_teams(names: tuple[str, ...], quads: int, blocks: int) -> int:
@@ -91,12 +104,20 @@ def most_teams(names: tuple[str, ...], quads: int, blocks: int) -> int:
     return TEAMS[quads] - (quads == 8 and too_many)
 
 
+def copiers_of_teams(names: tuple[str, ...], quads: int, teams: int, blocks: int) -> int:
+    """Where it takes less with them, and lanes have registers enough: of 64 tokens; of 32, with float scales, several teams."""
+    few_registers = teams == 4 and not {*names}.isdisjoint(NO_COPIERS_ALONE if blocks == 1 else NO_COPIERS_IN_CLUSTERS)
+    integer, pay = (any(form(format_of(name)).integer for name in names), all(warpgroups_pay(format_of(name)) for name in names))
+    return COPIERS if pay and (quads == 16 or (quads == 8 and teams > 1 and not (integer or few_registers))) else 0
+
+
 def team_block(names: tuple[str, ...], quads: int, teams: int, blocks: int, shared_limit: int) -> Block | None:
     """One of `team_blocks`: in clusters, of more than 16 tokens, with two sides if there is room; with two slots of a team, or as
     many as shared memory holds, more than teams; of 64 tokens with three."""
     slots = (3,) if quads == 16 else range(2 * teams, teams, -1)
     most_sides = 2 if blocks > 1 and quads > 4 else 1
-    fitting = (Block(2, 1, quads, True, n, teams, blocks, sides) for sides in range(most_sides, 0, -1) for n in slots)
+    copiers = copiers_of_teams(names, quads, teams, blocks)
+    fitting = (Block(2, 1, quads, True, n, teams, blocks, sides, copiers) for sides in range(most_sides, 0, -1) for n in slots)
     return next((block for block in fitting if shared_bytes(names, block) <= shared_limit), None)
 
 
@@ -108,134 +129,26 @@ def team_blocks(names: tuple[str, ...], shared_limit: int) -> tuple[Block, ...]:
     return tuple(filter(None, (team_block(names, *shape, shared_limit) for shape in (*shapes, (16, 2, 2)))))
 
 
-# The stages of a product with one matrix; each is made by a function of what is known when the kernel is compiled. Arguments of
-# device functions as in `mmq_slots`, and:
-#     now           word at which a slot begins that is multiplied
-#     total, acc    f32 [n_sums], in registers: a lane's totals of docs/numerics.md, section 3, and the acc of a chunk;
-#                   [n_rows_lane quad + k] is of row l / 4 + 8 k of the tile, or of half of it, and token l % 4 of the quad
-
-def warp_placer(block: Block):
-    """(warp) -> (tile, half of it, group of tokens) of a warp of the block."""
-    warpgroups, row_tiles = block.warpgroups, block.row_tiles
-
-    @device
-    def place_of(warp):
-        if warpgroups:
-            return warp >> 1, warp & 1, i32(0)
-        return remainder(warp, row_tiles), i32(0), quotient(warp, row_tiles)
-    return place_of
-
-
-def chunk_folder(fmt: Format, block: Block, multiply):
-    """(lane, warp, team, shared, now, total, acc, d, e, turn): multiplies a warp's rows and tokens in the slot and adds them up:
-    total = fma(acc, d of the token, total). Teams leave that to `exchanger`. multiply: of `TileProduct`; d, e: int32 arrays in
-    registers, of a warpgroup's products, and its `group_product.Turn`."""
-    act_at, d_at, limbs_at, _, tiles_at = chunk_slot(fmt, block)
-    warpgroups, quads, n_rows_lane, place_of = block.warpgroups, block.quads, block.n_rows_lane, warp_placer(block)
-    tile_words, own_words, first_warp = tile_bytes(fmt) // 4, scratch_words(fmt, block), table_words(fmt.name)
-    alone, n_warps = block.n_teams == 1, block.n_warps
-
-    @stage
-    def fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn):
-        tile, half, group = place_of(warp)
-        first_quad, scratch = i32(group * quads), i32(first_warp + (team * n_warps + warp) * own_words)
-        tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
-        if warpgroups:
-            multiply(lane, half, shared, tile_at, q_at, sums_at, scratch, acc, d, e, turn)
-            for i in range(quads // 4 if alone else 0):
-                d0, d1, d2, d3 = lds4(shared, now + d_at + (lane & 3) * quads + 4 * i)
-                for k in range(n_rows_lane):
-                    o = 4 * n_rows_lane * i + k
-                    total[o], total[o + 2] = fma(acc[o], as_f32(d0), total[o]), fma(acc[o + 2], as_f32(d1), total[o + 2])
-                    total[o + 4], total[o + 6] = (fma(acc[o + 4], as_f32(d2), total[o + 4]),
-                                                  fma(acc[o + 6], as_f32(d3), total[o + 6]))
-        else:
-            multiply(lane, shared, tile_at, i32(q_at + first_quad * QUAD_WORDS), sums_at, scratch, acc)
-            place = i32(now + d_at + first_quad * 4 + (lane & 3))
-            for quad in range(quads):
-                scale = as_f32(lds(shared, place + 4 * quad))
-                for k in range(n_rows_lane):
-                    o = n_rows_lane * quad + k
-                    total[o] = fma(acc[o], scale, total[o])
-    return fold_chunk
-
-
-TURN = 8  # sums of a lane that are finished together, so that the loads of what waits for them are under way together
-
-
-def totals_writer(block: Block, ending: Ending, part: Part, n_kept: int):
-    """(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias): what becomes of a lane's totals, by
-    `ending`: out f32 [n_out, n_rows]; first_sum: which of all the sums of a lane the first of them is. They go through words that
-    are free, from `now` on, n_kept of a lane at a time, each warp through its own, 32 for each sum: so what becomes of them is a
-    loop, with registers for few."""
-    def writer_from(begin):
-        store_some, is_last = some_writer(block, ending, part, n_kept, begin), begin + n_kept >= block.n_own
-        store_further = None if is_last else writer_from(begin + n_kept)
-
-        @stage
-        def store_totals(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
-            store_some(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
-            if not is_last:
-                store_further(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias)
-        return store_totals
-    return writer_from(0)
-
-
-def some_writer(block: Block, ending: Ending, part: Part, n_kept: int, begin: int):
-    """`totals_writer` of the totals from total[begin] on, n_kept at most."""
-    (waiting_at, finish), place_of, rows, quads = ending, warp_placer(block), block.rows, block.quads
-    row_block, matrix, targets_from, target_of = part.row_block, part.matrix, part.targets, part.target
-    n_rows_lane, n_sums, n_all = block.n_rows_lane, min(n_kept, block.n_own - begin), block.n_sums
-    log_rows, together = n_rows_lane.bit_length() - 1, min(TURN, n_sums)
-
-    @device
-    def target_at(shared, o, first_row, first_token):
-        """(row, token) of sum o of a lane."""
-        return i32(first_row + 8 * (o & (n_rows_lane - 1))), target_of(shared, i32(first_token + (o >> log_rows) * 4))
-
-    @stage
-    def store_some(tid, shared, now, total, first_sum, out, n_rows, n_out, last, bias, other_bias):
-        lane, warp = i32(tid & 31), i32(tid >> 5)
-        tile, half, group = place_of(warp)
-        kept = i32(now + warp * n_kept * 32 + lane)
-        for o in range(n_sums):
-            sts(shared, kept + 32 * o, as_u32(total[begin + o]))
-        first_row = i32(row_block(shared) * rows + tile * 32 + half * 16 + (lane >> 2))
-        first_token = i32(targets_from(shared) + group * quads * 4 + (lane & 3))
-        o, end, waiting = i32(0), afresh(n_sums), cuda.local.array(together, f32)
-        first_sum = i32(first_sum + begin)
-        while o < end:
-            for j in range(together):
-                row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
-                waiting[j] = f32(0)
-                if row < n_rows and token < n_out and o + j < n_sums and first_sum + o + j < n_all:
-                    waiting[j] = waiting_at(out, i64(token) * n_rows + row, last)
-            for j in range(together):
-                row, token = target_at(shared, i32(first_sum + o + j), first_row, first_token)
-                if row < n_rows and token < n_out and o + j < n_sums and first_sum + o + j < n_all:
-                    total_of = as_f32(lds(shared, kept + 32 * (o + j)))
-                    finish(out, i64(token) * n_rows + row, i32(matrix(shared) * n_rows), row, n_rows, total_of, waiting[j], last,
-                           bias, other_bias)
-            o = i32(o + together)
-    return store_some
-
-
 def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0915 (a kernel: its steps in order)
     """The body of a kernel, the products with one matrix: (words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out),
     last: of the last matrix."""
+    if block.copiers:
+        return copied_products(name, block, ending, part)
     fmt, warpgroups, slots, paced = format_of(name), block.warpgroups, block.slots, is_paced(format_of(name), block)
     by_turns, turns_at = takes_turns(fmt, block), exchange_of(fmt, block).sums
     multiply, n_entries, entry = (group_product.group_product(name, block.quads, by_turns) if warpgroups
                                   else tile_product(name, block.quads))
     begin_turns, end_turns, turn_at = turn_barriers(block, turns_at)
     (find, fill, fill_tile, fill_tokens), fold_chunk = slot_filler(fmt, block, part), chunk_folder(fmt, block, multiply)
+    exchanging = exchanger(block, exchange_of(fmt, block))
+    take_chunk = chunk_taker(fmt, block, fold_chunk, exchanging)
     store_totals = totals_writer(block, ending, part, block.n_sums)
-    (begin_barriers, end_barriers), (there, done) = slot_barriers(fmt, block), barrier_places(fmt, block)
+    (begin_barriers, end_barriers), (there, _) = slot_barriers(fmt, block), barrier_places(fmt, block)
     n_offsets, n_scales, n_limbs, n_places = sources(fmt, block)
-    first, (_, d_at, _, slot_words, _), n_threads = first_slot(fmt, block), chunk_slot(fmt, block), block.n_threads
+    first, slot_words, n_threads = first_slot(fmt, block), chunk_slot(fmt, block).n_words, block.n_threads
     n_found, n_sums, n_own, n_products = n_scales + n_limbs, block.n_sums, block.n_own, 4 * block.quads
-    blocks, (begin_exchange, end_exchange, hold, send, fold, finish) = block.blocks, exchanger(block, exchange_of(fmt, block))
-    teams, n_teams, behind = block.teams, block.n_teams, block.sides > 1  # sums of a turn are added behind the next products
+    blocks, teams, n_teams = block.blocks, block.teams, block.n_teams
+    begin_exchange, end_exchange, finish = exchanging.begin, exchanging.end, exchanging.finish
     early = warpgroups and part.n_tokens is None  # weights are on their way before the kernel before has ended
     team_threads, ahead = 32 * block.n_warps, (slots - 1) // teams  # chunks of a team that are on their way
     step, ring_words, last_step = teams * slot_words, slots * slot_words, first + (slots - teams) * slot_words
@@ -307,21 +220,10 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             copied = i32(chunk + ahead * n_teams)
             if not later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
-            if n_teams > 1 and not behind and turn_of > 0:
-                fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
             if not warpgroups:
                 tid = afresh(tid)
-            lane, warp = i32(tid & 31), i32(tid >> 5)
-            fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn_at(warp, chunk))
-            if n_teams > 1:
-                hold(lane, shared, i32(now + d_at), held)
-            if paced:
-                mbarrier.leave(lane, shared, now + done)
-            if behind and turn_of > 0:
-                fold(tid, team, rank, shared, turn_of - 1, n_chunks, total)
-            if n_teams > 1:
-                send(tid, team, rank, shared, held, turn_of, n_chunks, acc)
-            turn_of = i32(turn_of + 1)
+            turn_of = take_chunk(tid, team, rank, shared, now, n_chunks, turn_of, total, acc, held, d, e,
+                                 turn_at(i32(tid >> 5), chunk))
             if later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
             if free >= last_step:
@@ -349,6 +251,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
 def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Part):
     """The body of a kernel for one matrix, or for two one after the other: (words, other words, biases, act, out, n_rows, n_cols,
     n, n_out)."""
+    assert not block.copiers, block  # they are done behind one product
     first, last, n_products = products(names[0], block, ending, part), products(names[-1], block, ending, part), len(names)
     looped = len(set(names)) == 1 and (n_products == 1 or not form(format_of(names[0])).integer)
 
@@ -374,15 +277,19 @@ def both_products(names: tuple[str, ...], block: Block, ending: Ending, part: Pa
 SMALL_TESTED = [(name, *astuple(block)) for name, block in zip(("Q4_0", "Q5_1", "Q4_K"), BLOCKS[2:])]
 QUANTIZED = [fmt for fmt in FORMATS.values() if fmt.is_quantized]
 TEAMS_TESTED = [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (
-    Block(2, 1, 4, True, 8, 4), Block(2, 1, 16, True, 3, 2, 2, 2),
+    Block(2, 1, 4, True, 8, 4), team_block((fmt.name,), 16, 2, 2, SHARED_LIMIT),
     *(team_block((fmt.name,), 8, most_teams((fmt.name,), 8, blocks), blocks, SHARED_LIMIT) for blocks in (1, 2)))]
 TEAMS_TESTED += [("Q4_K", *astuple(block)) for block in (
     Block(2, 1, 4, True, 8, 4, 2), Block(2, 1, 8, True, 6, 3), Block(2, 1, 8, True, 2), Block(2, 1, 16, True, 2, 1, 2, 2))]
 TEAMS_TESTED += [("IQ5_K", *astuple(Block(2, 1, 4, True, 7, 4, 2)))]
+TEAMS_TESTED += [(name, *astuple(team_block((name,), 8, 3, blocks, SHARED_LIMIT)))
+                 for blocks, of_three in ((1, NO_COPIERS_ALONE), (2, NO_COPIERS_IN_CLUSTERS)) for name in of_three]
 
 
 @factory(SMALL_TESTED[:1] + TEAMS_TESTED
-         + [(fmt.name, *astuple(block)) for fmt in QUANTIZED for block in (Block(4, 2, most_quads(fmt)), HOPPER_BLOCKS[0])]
+         + [(fmt.name, *astuple(block)) for fmt in QUANTIZED
+            for block in (Block(4, 2, most_quads(fmt)), lone_block((fmt.name,), HOPPER_BLOCKS[0]))]
+         + [(name, *astuple(lone_block((name,), HOPPER_BLOCKS[1]))) for name in ("Q8_0", "Q4_K", "IQ4_XS", "MXFP4")]
          + SMALL_TESTED[1:])
 def mmq_kernel(name, *block):
     block = Block(*block)
@@ -410,12 +317,15 @@ def mmq_glu_kernel(activation, gate, up, biased, *block):
 # Matrices behind each other, of one input: blocks of rows of the first, then of the second and the third
 
 QKV_TESTED = [("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 4, True, 8, 4))),
-              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 5, 4, 2))),
+              ("Q8_0", "Q8_0", "Q8_0", *astuple(Block(2, 1, 8, True, 5, 4, 2, 1, COPIERS))),
               ("MXFP4", "MXFP4", "MXFP4", *astuple(Block(2, 1, 8, True, 6, 4, 2, 2))),
+              ("Q8_0", "Q8_0", "Q8_0", *astuple(lone_block(("Q8_0",) * 3, HOPPER_BLOCKS[1]))),
+              *(("Q4_0", "Q8_0", "Q6_0", *astuple(team_block(("Q4_0", "Q8_0", "Q6_0"), 8, 3, blocks, SHARED_LIMIT)))
+                for blocks in (1, 2)),
               ("Q4_K", "Q4_K", "Q4_K", *astuple(Block(2, 1, 8, True, 7, 4))),
               ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 8, True, 6, 3))),
-              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3))),
-              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2, 2)))]
+              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 1, 1, 1, COPIERS))),
+              ("Q4_K", "Q4_K", "Q6_K", *astuple(Block(2, 1, 16, True, 3, 2, 2, 2, COPIERS)))]
 
 
 NUMBER_BYTES = 16  # of the number of a block of rows, behind all else
@@ -432,7 +342,7 @@ def mmq_qkv_kernel(q, k, v, *block):
     at, rows, blocks = shared_bytes(names, block) // 4, block.rows, block.blocks
     of_kinds = {name: products(name, block, STORE, in_a_row(block, at)) for name in names}
     run_q, run_k, run_v = (of_kinds[name] for name in names)
-    one_kind, alone = len(of_kinds) == 1, block.n_teams == 1
+    one_kind, alone = len(of_kinds) == 1, block.n_teams == 1 and not block.copiers
 
     def kernel(q_words, k_words, v_words, act, q_out, k_out, v_out, q_rows, k_rows, v_rows, n_cols, n):
         # block: of the matrices' blocks of rows the one of number blockIdx.x / blocks; tokens from blockIdx.y * tokens
@@ -446,7 +356,7 @@ def mmq_qkv_kernel(q, k, v, *block):
         if cuda.threadIdx.x == 0:
             sts(cuda.shared.array(0, types.uint32), at, row_block)
         if alone:
-            cuda.syncthreads()  # it is there; teams have a barrier before they read it
+            cuda.syncthreads()  # it is there; others have a barrier before they read it
         if one_kind:
             words = q_words if matrix == 0 else k_words if matrix == 1 else v_words
             out = q_out if matrix == 0 else k_out if matrix == 1 else v_out
@@ -465,6 +375,8 @@ def mmq_qkv_kernel(q, k, v, *block):
 def resident(block: Block) -> int:
     """Blocks of a multiprocessor whose registers it holds: 255 a thread, less for few tokens of warpgroups. One at least: threads
     of larger blocks take fewer."""
+    if block.copiers:
+        return 1
     n_warps = {4: 16, 8: 12}.get(block.quads, 8) if block.warpgroups else 8
     return max(1, n_warps // (block.n_warps * block.teams))
 
@@ -550,7 +462,7 @@ def mmq(call: Call):
 
 
 def mmq_qkv(call: Call):
-    """q_out, k_out, v_out = q x, k x, v x, all quantized. plan: `Block` of teams, which is paced."""
+    """q_out, k_out, v_out = q x, k x, v x, all quantized. plan: `Block` of teams, or of 64 x 64."""
     names, n_rows, _, words, _, outs = qkv_of(call)
     block, (n, n_cols) = call.plan, call.x.shape
     grids = [launch_grid(block, rows, n_cols, n) for rows in n_rows]

@@ -29,14 +29,14 @@ from .half_scaled import half_scaled
 from .half_slots import (LOOP_WORDS, Sources, Turns, barrier_beginner, chunk_bringer, cluster_of, exchange_of,
                          half_bytes, has_crew, is_wide, kept_sums, neighbours, shared_layout, slots_of, turner)
 from .launch import F32, HOPPER, I32, Kernel, Launches, N, SHARED_LIMIT, U32, factory, need
-from .mmq import totals_writer
+from .mmq_stages import totals_writer
 from .operands import Pairs, constants_of, gated_of, matrices_of, pairs_of
 from .parts import grouped, item_words, taker
 from .ptx import (afresh, ballot, blocks_of_grid, device, f32, i32, lds, least, nothing, quotient, remainder, sts, syncwarp, u32,
                   wait_for_previous)
 from .split_product import split_product
 from .weights import shared_unpacker
-from .wgmma import fewer_registers, more_registers
+from .wgmma import registers
 
 # Of one matrix, the fourth one of teams that share chunks in clusters, the last one wide
 DENSE = (Block(4, 1, 16, True, 2), Block(4, 1, 8, True, 3), Block(4, 1, 4, True, 3), Block(4, 1, 8, True, 2, 2, 2, 2),
@@ -46,6 +46,8 @@ NOT_TEAMS = "IQ2_K", "IQ2_KS", "IQ3_KS", "TQ1_0"
 NOT_BESIDE_TEAMS = "Q3_K", "IQ1_M", "IQ1_M_R1", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_S"
 NOT_WIDE = "Q2_K",  # packed formats for which lanes of wide blocks have too few registers
 NOT_LARGE = "IQ4_KSS",  # formats for which those of the largest blocks of experts have too few
+# Of threads that multiply, and of the last warpgroup, which brings chunks, where there are three or five
+CREW_REGISTERS = {3: (240, 24), 5: (112, 32)}
 EXPERTS = Block(8, 1, 4, True, 3), Block(6, 1, 8, True, 3), Block(6, 1, 12, True, 2)  # by their tokens
 
 
@@ -199,7 +201,8 @@ def crew(block: Block, worker, bringers):
     n_multiplying = block.n_threads
     if not has_crew(block):
         return worker(True, *bringers)
-    more, fewer = (of[threads_of(block) // 128] for of in (more_registers, fewer_registers))
+    n_groups = threads_of(block) // 128
+    more, fewer = registers(n_groups, *CREW_REGISTERS[n_groups])
     brings = [worker(False, bring, n_multiplying + 32 * i) for i, bring in enumerate(bringers)]
     multiply, (bring_first, bring_second) = worker(True), (*brings, nothing)[:2]
 

@@ -24,9 +24,14 @@ def takes_turns(fmt: Format, block: Block) -> bool:
 
 def is_paced(fmt: Format, block: Block) -> bool:
     """Whether two warpgroups go each at its own pace, by barriers of the slots. With integer scales that is no faster without
-    turns. Teams always do."""
+    turns. Teams always do, and blocks with copiers."""
     two = block.warpgroups and block.row_tiles > 2
-    return block.n_teams > 1 or (two and not form(fmt).integer) or takes_turns(fmt, block)
+    return block.n_teams > 1 or block.copiers > 0 or (two and not form(fmt).integer) or takes_turns(fmt, block)
+
+
+def takes_stored(fmt: Format, block: Block) -> bool:
+    """Whether levels go from shared memory to the tensor cores."""
+    return block.copiers > 0 and group_product.is_stored(fmt)
 
 
 def chunk_slot(fmt: Format, block: Block) -> Slot:
@@ -51,8 +56,8 @@ def first_slot(fmt: Format, block: Block) -> int:
 
 def remembers(block: Block) -> bool:
     """Whether a thread remembers where each of its pieces begins. Of 512, in warpgroups, none does: 32 tokens leave no registers
-    for that, and of 16 it makes no difference (docs/kernels-log.md)."""
-    return block.n_threads < 512
+    for that, and of 16 it makes no difference (docs/kernels-log.md). Nor do copiers that leave registers to others."""
+    return block.n_threads < 512 and not (block.copiers and block.n_multiplying > 128)
 
 
 class Sources(NamedTuple):
@@ -65,9 +70,9 @@ class Sources(NamedTuple):
 
 
 def sources(fmt: Format, block: Block) -> Sources:
-    n_threads = 32 * block.n_warps
+    n_threads = 32 * block.copying_warps
     limbs = -(-3 * block.tokens // n_threads) if is_late(fmt, block.prepared_quads) else 0
-    n_pieces, n_places = (block.tokens // block.n_warps, 4) if remembers(block) else (1, 1)
+    n_pieces, n_places = (block.tokens // block.copying_warps, 4) if remembers(block) else (1, 1)
     return Sources(n_pieces, -(-block.tokens // n_threads), limbs, n_places)
 
 
@@ -96,12 +101,15 @@ class Found(NamedTuple):
 def tile_copier(fmt: Format, block: Block, part: Part):
     """(lane, warp, shared, to, operands, chunk): a warp starts the copies of its tile's chunk, or of its part of it. Row tiles
     behind the last repeat it."""
-    row_block, matrix, row_tiles, groups = part.row_block, part.matrix, block.row_tiles, block.n_warps // block.row_tiles
+    row_block, matrix, row_tiles, groups = part.row_block, part.matrix, block.row_tiles, block.copying_warps // block.row_tiles
     n_pieces, tile_words, tiles_at = tile_bytes(fmt) // 16, tile_bytes(fmt) // 4, chunk_slot(fmt, block).tiles
     wholes, rest = n_pieces // 32, n_pieces % 32
     half = -(-wholes // groups)
-    first_copies, other_copies = copies4(half), copies4(wholes - half)
-    assert groups in (1, 2), block
+    stored = takes_stored(fmt, block)
+    # Of stored levels the pieces of two tiles lie side by side
+    stride = 2 * 128 if stored else 128
+    first_copies, other_copies = copies4(half, stride=stride), copies4(wholes - half, stride=stride)
+    assert groups in (1, 2) and not (stored and (rest or row_tiles % 2)), block
 
     @device
     def copy_tile(lane, warp, shared, to, operands, chunk):
@@ -110,10 +118,12 @@ def tile_copier(fmt: Format, block: Block, part: Part):
                        + matrix(shared) * ((operands.n_rows + 31) >> 5))
         source = chunk_words(row_tile, chunk, operands.n_chunks, tile_words) + lane * 4
         place = i32(to + tiles_at + tile * tile_words + lane * 4)
+        if stored:
+            place = i32(place - (tile & 1) * (tile_words - 128))
         if group == 0:
             first_copies(shared, place, operands.words, source)
         elif wholes > half:
-            other_copies(shared, place + half * 128, operands.words, source + half * 128)
+            other_copies(shared, place + half * stride, operands.words, source + half * 128)
         if rest and group == groups - 1 and lane < rest:
             copy4(shared, place + wholes * 128, operands.words, source + wholes * 128)
     return copy_tile
@@ -125,7 +135,7 @@ def token_copier(fmt: Format, block: Block, part: Part):
     minima are late, limbs of sums. Tokens behind the last repeat it, or, where their number is known (`Part.n_tokens`), are
     left out."""
     sources_from, source_of, tokens_of = part.sources, part.source, part.n_tokens
-    partial, n_warps, tokens, warpgroups = tokens_of is not None, block.n_warps, block.tokens, block.warpgroups
+    partial, n_warps, tokens, warpgroups = tokens_of is not None, block.copying_warps, block.tokens, block.warpgroups
     at, n_quads, n_threads = chunk_slot(fmt, block), tokens // QUAD, 32 * n_warps
     act_at, d_at, limbs_at = at.act, at.d, at.limbs
     quads_of_warp, (n_pieces, scales_of_thread, limbs_of_thread, n_places) = n_quads // n_warps, sources(fmt, block)
@@ -208,7 +218,7 @@ def slot_barriers(fmt: Format, block: Block):
     """(begin_barriers, end_barriers), (tid, shared, first): a thread for each slot from word `first` on makes its barriers, or
     ends them. A barrier of the block goes between."""
     (there, done), slot_words = barrier_places(fmt, block), chunk_slot(fmt, block).n_words
-    slots, n_threads, n_warps = block.slots, 32 * block.n_warps, block.n_warps
+    slots, n_threads, n_warps = block.slots, 32 * block.copying_warps, block.n_warps
 
     @device
     def begin_barriers(tid, shared, first):
@@ -260,10 +270,11 @@ def slot_filler(fmt: Format, block: Block, part: Part):
     of the same team, its warps are, since they have filled the slot that is multiplied now. With one side `Exchanger.send` waits
     for all teams. With two the warps in one place may be so far ahead of those in another one, in other teams; so they first wait
     until the slot was filled for the turn before, by who had waited until all were done with what it held then. What it held
-    before that was multiplied in a turn whose sums the warp has added, so this wait is not for a phase but one."""
+    before that was multiplied in a turn whose sums the warp has added, so this wait is not for a phase but one. Copiers fill each
+    slot and wait for each phase (`mmq_copiers`)."""
     (find, copy_tokens), copy_tile = token_copier(fmt, block, part), tile_copier(fmt, block, part)
     warpgroups, paced, (there, done) = block.warpgroups, is_paced(fmt, block), barrier_places(fmt, block)
-    far_ahead = block.sides > 1 and 2 * block.slots % block.teams > 0
+    far_ahead = not block.copiers and block.sides > 1 and 2 * block.slots % block.teams > 0
 
     @device
     def copy_chunk(tid, shared, to, chunk, operands, found):

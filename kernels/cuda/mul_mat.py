@@ -22,6 +22,7 @@ from .tile_form import QUAD, is_late
 # multiprocessor has a chunk of each
 LATE_FEW_US, FEW_US = 0.36, 0.6
 WARPGROUP_US = {4: (1.2, 1.76, 2.32, 2.88), 8: (1.6, 2.34, 3.08, 4.06), 16: (1.55, 2.6)}
+COPIED_US = {8: (1.6, 2.2, 2.9, 3.9), 16: (1.27, 2.2)}  # the same, of blocks with copiers
 SLOW_US = 0.2  # what one of 64 tokens, the only one of a multiprocessor, takes more of formats that are slow (`is_slow`)
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 0.95}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
@@ -33,7 +34,7 @@ PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95,
 MINIMA_US, SIXTEENS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {8: 1.9, 16: 2.7, 32: 5.1}
 TOPS_US, BYTES_US, SPLIT_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.6}, {8: 1.7, 16: 2.1, 32: 3.5}, {32: 4.3}
 # What int8 products of these take over Q4_K's
-MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.1, 1.05, 1.15
+MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, TWOS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.05, 1.15, 1.05, 1.15
 HALF_TEAMS_ROUND_US = 2.2  # what a round takes more where teams share chunks; below, us of a turn of such teams
 PACKED_TURN_US, MINIMA_TURN_US, SIXTEENS_TURN_US, TOPS_TURN_US, BYTES_TURN_US = 2.6, 3.6, 4.15, 3.1, 3.2
 FEW_BITS = 2.1        # of a weight (`is_slow`)
@@ -58,13 +59,15 @@ def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: 
              shared_limit: int) -> float:
     """What a matrix takes in blocks of warpgroups."""
     n_blocks, held = -(-n_rows // block.rows) * block.blocks * -(-n // block.tokens), n_resident(names, block, shared_limit)
-    together = min(held, -(-n_blocks // n_multiprocessors)) * block.n_warps * block.teams // 4
+    quads, n_warps = ((block.tokens // QUAD, 2 * block.row_tiles) if block.warpgroups else  # those of a group
+                      (block.quads, block.n_warps))
+    together = min(held, -(-n_blocks // n_multiprocessors)) * n_warps * block.teams // 4
     n_rounds, n_turns = -(-n_blocks // (held * n_multiprocessors)), -(-n_cols // (CHUNK * block.n_teams))
-    start_us, turn_us = 0.0, WARPGROUP_US[block.quads][together - 1]
-    if together == 1 and block.quads == 16 and any(is_slow(format_of(name)) for name in names):
+    start_us, turn_us = 0.0, (COPIED_US if block.copiers else WARPGROUP_US)[quads][together - 1]
+    if together == 1 and quads == 16 and any(is_slow(format_of(name)) for name in names):
         turn_us += SLOW_US
     if block.blocks > 1:
-        start_us, turn_us = CLUSTER_START_US, turn_us + CLUSTER_US[block.quads]
+        start_us, turn_us = CLUSTER_START_US, turn_us + CLUSTER_US[quads]
     return start_us + n_rounds * (START_US + n_turns * turn_us)
 
 
@@ -98,7 +101,9 @@ def half_times(fmt: Format) -> Times:
         return Times(SPLIT_US, SPLIT_OF_INT8, True)
     if form.width == 8:
         return Times(BYTES_US, BYTES_OF_INT8, True, BYTES_TURN_US)
-    return Times(TOPS_US, TOPS_OF_INT8, False, TOPS_TURN_US) if form.tops else Times(PACKED_US, 1, False, PACKED_TURN_US)
+    if form.tops:
+        return Times(TOPS_US, TOPS_OF_INT8, False, TOPS_TURN_US)
+    return Times(PACKED_US, TWOS_OF_INT8 if form.width == 2 else 1, False, PACKED_TURN_US)
 
 
 def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:

@@ -515,19 +515,19 @@ else:
 
 # Copies from global to shared memory that run on while the thread does
 
-def _copy_async(name, width, n=1, step=128):
-    """(array, index, pointer, index of it): copies an element, two on 8 bytes or four on 16, of words or float32; n times, 128
-    elements of the array and `step` of the pointer's on each time: so a warp copies n * 512 bytes. Done behind `copies_wait` and
-    a barrier."""
+def _copy_async(name, width, n=1, step=128, stride=128):
+    """(array, index, pointer, index of it): copies an element, two on 8 bytes or four on 16, of words or float32; n times,
+    `stride` elements of the array and `step` of the pointer's on each time: so a warp copies n * 512 bytes. Done behind
+    `copies_wait` and a barrier."""
     if SIMULATED:
-        return simulator.copy(name, width, n, step)
+        return simulator.copy(name, width, n, step, stride)
 
     def typed(typingctx, array, index, pointer, first):
         if _pointer(name, pointer, 4)[1].llvm != _shared(name, width)[0](array, index).llvm:
             raise TypeError(f"ptx.{name}: expected a pointer to elements of {array}, got {pointer}")
         _check(name, "l", first)
         copy = f"cp.async.{'cg' if width == 4 else 'ca'}.shared.global"
-        text = " ".join(f"{copy} [$0 + {512 * i}], [$1 + {4 * step * i}], {4 * width};" for i in range(n))
+        text = " ".join(f"{copy} [$0 + {4 * stride * i}], [$1 + {4 * step * i}], {4 * width};" for i in range(n))
         assembly = ir.InlineAsm(ir.FunctionType(ir.VoidType(), [ir.IntType(32), ir.IntType(64)]), text, "r,l,~{memory}", True)
         return types.void(array, types.int64, pointer, types.int64), _void(
             lambda context, builder, signature, args: builder.call(
@@ -618,9 +618,9 @@ def apart():
 copy1, copy2, copy4 = _copy_async("copy1", 1), _copy_async("copy2", 2), _copy_async("copy4", 4)
 
 
-def copies4(n: int, step: int = 128):
-    """`copy4` n times, 128 words of the array and `step` of memory on each time."""
-    return _copy_async("copies4", 4, n, step)
+def copies4(n: int, step: int = 128, stride: int = 128):
+    """`copy4` n times, `stride` words of the array and `step` of memory on each time."""
+    return _copy_async("copies4", 4, n, step, stride)
 
 
 copies_wait = _effect("copies_wait", "cp.async.wait_all;")          # for this thread's own copies

@@ -6,7 +6,7 @@ A and D are fragments as of `ptx.mma32`, warp w of the four with rows 16 w .. 16
 lane is C[k] of the columns 8 i .. 8 i + 7. B is rows of 128 bytes, eight to an *atom* of 1024 bytes on 1024 bytes, piece p of 16
 bytes of row r at place p ^ r (128-byte swizzle); atoms of the next eight columns of B follow each other. A product takes 32 bytes
 of each row. Or B has no swizzle (`start_unswizzled`) and is what one product takes: of eight columns the first 16 bytes of each,
-then the other 16.
+then the other 16. So may A lie in shared memory (`start_tiles`), of all rows.
 
 A product runs on while the warps do: between `start` and `wait` neither D nor A may be touched, and B must stay. What was copied
 to shared memory is seen behind `fence`.
@@ -23,6 +23,7 @@ ATOM_WORDS = 256     # eight columns
 # Words, high and low, to which the place is added: 128-byte swizzle, atoms 1024 bytes apart
 DESCRIPTOR = 1 << 30 | 8 * 128 >> 4, 1 << 16
 PLACE = 4            # words that a place counts
+PAIR_ROWS = 64       # of A in shared memory: two row tiles
 ADDRESS = 0x3fff     # its bits that are an address
 
 if SIMULATED:
@@ -33,14 +34,16 @@ else:
 # Copies to shared memory, which a thread waited for, are seen by products
 fence = _effect("fence", "fence.proxy.async.shared::cta;")
 
-# A kernel of so many warpgroups starts with START registers a thread. The last one keeps FEWER. What it gives up, all warps of
-# the others take, and wait until it is there
-START, MORE, FEWER = {3: 168, 5: 96}, {3: 240, 5: 112}, {3: 24, 5: 32}
-# What ptxas leaves to so many threads, in eights; all that is given up is there to be taken
-assert all(START[n] == 65536 // (128 * n) // 8 * 8 and (n - 1) * MORE[n] + FEWER[n] <= n * START[n] for n in START)
-assert all(n % 8 == 0 and 24 <= n <= 256 for n in (*MORE.values(), *FEWER.values()))
-more_registers = {n: _effect("more_registers", f"setmaxnreg.inc.sync.aligned.u32 {MORE[n]};") for n in MORE}
-fewer_registers = {n: _effect("fewer_registers", f"setmaxnreg.dec.sync.aligned.u32 {FEWER[n]};") for n in FEWER}
+
+@lru_cache(None)
+def registers(n: int, more: int, fewer: int):
+    """Two intrinsics, (), for a kernel of n warpgroups, which starts with what ptxas leaves to so many threads, in eights. By the
+    second one the last warpgroup keeps `fewer` registers a thread. What it gives up, all warps of the others take by the first
+    one, `more`, and wait until it is there."""
+    assert more % 8 == fewer % 8 == 0 and 24 <= fewer <= more <= 256, (more, fewer)
+    assert (n - 1) * more + fewer <= n * (65536 // (128 * n) // 8 * 8), (n, more, fewer)
+    return (_effect("more_registers", f"setmaxnreg.inc.sync.aligned.u32 {more};"),
+            _effect("fewer_registers", f"setmaxnreg.dec.sync.aligned.u32 {fewer};"))
 
 
 class Products(NamedTuple):
@@ -50,6 +53,7 @@ class Products(NamedTuple):
     start_u: object       # the same with A of uint8
     wait: object          # (d): behind it D is what the product left there
     wait_but_one: object  # the same, but for the product started last
+    start_tiles: object   # (d, array, place, tiles): starts D = A B, A in shared memory, too (`tiles_place`)
 
 
 class HalfProducts(NamedTuple):
@@ -95,6 +99,23 @@ def _start(name, a_type, n):
         codegen = _tied(n_sums, text, lambda args: [*args[3:7], args[2], args[7]], ["r"] * 6, floats)
         return types.void(d, array, *[types.int32] * 6), codegen
     return intrinsic(_named(name, 8)(typed))
+
+
+def _start_tiles(n):
+    if SIMULATED:
+        return simulator.product_of_tiles(n)
+    n_sums = n // 2
+    d, (tiles, b) = ", ".join(f"${i}" for i in range(n_sums)), (f"${i}" for i in range(2 * n_sums, 2 * n_sums + 2))
+    # Eight rows of A are 128 bytes (stride byte offset); above the place is how far its halves are apart (leading byte offset)
+    text = (f"{{ .reg .b64 a, b; mov.b64 a, {{{tiles}, {128 >> 4}}}; mov.b64 b, {{{b}, {DESCRIPTOR[0]}}}; "
+            f"wgmma.fence.sync.aligned; wgmma.mma_async.sync.aligned.m64n{n}k32.s32.s8.s8 {{{d}}}, a, b, 0; "
+            "wgmma.commit_group.sync.aligned; }")
+
+    def typed(typingctx, d, array, place, tiles):
+        for t in (place, tiles):
+            _check("start_tiles", "r", t)
+        return types.void(d, array, types.int32, types.int32), _tied(n_sums, text, lambda args: [args[3], args[2]], ["r"] * 2)
+    return intrinsic(_named("start_tiles", 4)(typed))
 
 
 def _start_unswizzled(n):
@@ -169,9 +190,15 @@ def unswizzled_place(array, index):
     return i32(uniform_place(array, index) & i32(ADDRESS))
 
 
+@device
+def tiles_place(array, index):
+    """`uniform_place` of A for `start_tiles`: of PAIR_ROWS rows the first 16 bytes each, then the other 16."""
+    return i32((uniform_place(array, index) & i32(ADDRESS)) | i32(16 * PAIR_ROWS >> 4 << 16))
+
+
 @lru_cache(None)
 def products(n: int) -> Products:
-    return Products(_start("start", "s8", n), _start("start_u", "u8", n), _wait(0, n), _wait(1, n))
+    return Products(_start("start", "s8", n), _start("start_u", "u8", n), _wait(0, n), _wait(1, n), _start_tiles(n))
 
 
 @lru_cache(None)

@@ -28,8 +28,8 @@ from .copies import (barrier_arrive, barrier_arrive_behind_copies, barrier_begin
                      copies_wait_but, copy)
 from .instructions import afresh, as_int, checked  # noqa: F401
 from .memory import Address, Pointer, check_elements, load, moved, pointer_at, store  # noqa: F401
-from .products import (group_product, group_products, ldmatrix4, limb_sums, matrix_product, place, products_wait_but,  # noqa: F401
-                       unswizzled_product)
+from .products import (group_product, group_products, ldmatrix4, limb_sums, matrix_product, place, product_of_tiles,  # noqa: F401
+                       products_wait_but, unswizzled_product)
 from .threads import (Cluster, Dim3, ballot, blocks_of_grid, ld_acquire, ld_relaxed, ld_settled, match, redux_max,  # noqa: F401
                       redux_min, shuffle, st_relaxed, st_release, syncwarp, together)
 

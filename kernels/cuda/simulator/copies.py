@@ -185,11 +185,11 @@ def cluster_arrive_at(barrier):
 
 # Copies that run on while the thread does: done at once, or when it waits for them, by chance
 
-def copy(name, width, n, step):
+def copy(name, width, n, step, stride=128):
     def put(array, index, pointer, first):
         thread = getcurrent()
         for i in range(n):
-            at = index + 128 * i
+            at = index + stride * i
             check_elements(name, array, at, width)
             to, value = array[at:at + width], pointer.elements[pointer.slice(name, first + step * i, width)]
             if thread.block.random.getrandbits(1):

@@ -61,7 +61,7 @@ def ldmatrix4(array, index):
     return of_all_lanes(_four_matrices, (array, index))
 
 
-ADDRESS = 0x3fff  # as of `wgmma`
+ADDRESS, PAIR_ROWS = 0x3fff, 64  # as of `wgmma`
 
 
 def place(array, index):
@@ -121,6 +121,25 @@ def group_product(a_type, n, words_of_b=_in_atoms):
         if not thread.warp.late:
             products_wait_but(0)()
     return start
+
+
+def _fragments(array, index):
+    """Of each lane of the warp four words of A, as of `wgmma.start`, that begins at word `index` as of `wgmma.start_tiles`."""
+    thread, further = getcurrent(), 4 * PAIR_ROWS
+    row, word = thread.index.x // 32 % 4 * 16 + thread.lane // 4, thread.lane % 4
+    first = index + 4 * row + word
+    return tuple(array[first + offset].view(np.int32) for offset in (0, 32, further, further + 32))
+
+
+def product_of_tiles(n):
+    """As `group_product`, of `wgmma.start_tiles`."""
+    start = group_product("s8", n)
+
+    def start_tiles(d, array, place, tiles):
+        if tiles >> 16 != PAIR_ROWS:
+            raise RuntimeError(f"product of tiles: the halves of A are {16 * (tiles >> 16)} bytes apart")
+        start(d, array, place, *_fragments(array, 4 * (int(tiles) & ADDRESS)), 0)
+    return start_tiles
 
 
 def unswizzled_product(n):

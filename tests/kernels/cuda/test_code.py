@@ -61,35 +61,37 @@ def test_kernel(name, cc, process, tmp_path):
 @pytest.mark.slow
 def test_products_of_warpgroups_are_not_held_up(tmp_path):
     """ptxas warns where it lets no product run beside other work, and where it gives no warpgroup registers of others."""
-    for name in ("mmq[Q8_0, 2, 1, 16, True, 3, 2, 2, 2]", "mmq[Q8_0, 4, 1, 16, True, 3, 1, 1, 1]",
-                 "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1, 1]",
-                 "mmq_half[Q4_K, False, 4, 1, 16, True, 2, 1, 1, 1]", "mmq_half[Q4_K, False, 4, 1, 8, True, 3, 1, 1, 1]",
-                 "mmq_half[Q4_K, False, 4, 1, 4, True, 3, 1, 1, 1]", "mmq_half[Q4_K, False, 4, 1, 8, True, 2, 2, 2, 2]",
-                 "mmq_half[Q4_K, False, 4, 1, 32, True, 1, 1, 1, 1]",
-                 "mmq_half[Q5_K, False, 4, 1, 16, True, 2, 1, 1, 1]", "mmq_half[Q5_K, False, 4, 1, 8, True, 2, 2, 2, 2]",
-                 "mmq_half[Q5_K, False, 4, 1, 32, True, 1, 1, 1, 1]", "mmq_half[IQ5_K, False, 4, 1, 32, True, 1, 1, 1, 1]",
-                 "mmq_half[Q6_K, False, 4, 1, 32, True, 1, 1, 1, 1]", "mmq_half[IQ2_KT, True, 6, 1, 12, True, 2, 1, 1, 1]",
-                 "mmq_half[Q5_K, True, 6, 1, 8, True, 3, 1, 1, 1]", "mmq_half[Q5_K, True, 6, 1, 12, True, 2, 1, 1, 1]",
-                 "mmq_half_glu[silu, Q5_K, False, 0.0, 0.0, 6, 1, 12, True, 2, 1, 1, 1]",
-                 "mmq_half[MXFP4, False, 4, 1, 16, True, 2, 1, 1, 1]", "mmq_half[MXFP4, False, 4, 1, 32, True, 1, 1, 1, 1]",
-                 "mmq_half[Q5_1, False, 4, 1, 16, True, 2, 1, 1, 1]", "mmq_half[Q5_1, False, 4, 1, 8, True, 2, 2, 2, 2]",
-                 "mmq_half[NVFP4, False, 4, 1, 8, True, 2, 2, 2, 2]", "mmq_half[MXFP4, True, 6, 1, 12, True, 2, 1, 1, 1]",
-                 "mmq_half[Q4_K, True, 6, 1, 8, True, 3, 1, 1, 1]", "mmq_half[Q4_K, True, 6, 1, 12, True, 2, 1, 1, 1]",
-                 "mmq_half_glu[silu, Q4_K, False, 0.0, 0.0, 6, 1, 8, True, 3, 1, 1, 1]",
-                 "mmq_half_glu[silu, Q4_K, False, 0.0, 0.0, 6, 1, 12, True, 2, 1, 1, 1]",
-                 "mmq_id[Q4_K, False, 2, 1, 4, True, 3, 1, 1, 1]", "mmq_id[Q8_0, False, 2, 1, 12, True, 2, 1, 1, 1]",
+    for name in ("mmq[Q8_0, 2, 1, 16, True, 3, 2, 2, 2, 4]", "mmq[Q8_0, 4, 1, 16, True, 3, 1, 1, 1, 4]",
+                 "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1, 1, 0]", "mmq[Q8_0, 2, 2, 8, True, 3, 1, 1, 1, 4]",
+                 "mmq[Q8_0, 2, 1, 8, True, 5, 4, 2, 1, 4]", "mmq[IQ4_XS, 2, 1, 16, True, 3, 2, 2, 2, 4]",
+                 "mmq[Q6_0, 2, 1, 8, True, 6, 3, 1, 1, 4]", "mmq_qkv[Q4_K, Q4_K, Q6_K, 2, 1, 16, True, 3, 2, 2, 2, 4]",
+                 "mmq_half[Q4_K, False, 4, 1, 16, True, 2, 1, 1, 1, 0]", "mmq_half[Q4_K, False, 4, 1, 8, True, 3, 1, 1, 1, 0]",
+                 "mmq_half[Q4_K, False, 4, 1, 4, True, 3, 1, 1, 1, 0]", "mmq_half[Q4_K, False, 4, 1, 8, True, 2, 2, 2, 2, 0]",
+                 "mmq_half[Q4_K, False, 4, 1, 32, True, 1, 1, 1, 1, 0]",
+                 "mmq_half[Q5_K, False, 4, 1, 16, True, 2, 1, 1, 1, 0]", "mmq_half[Q5_K, False, 4, 1, 8, True, 2, 2, 2, 2, 0]",
+                 "mmq_half[Q5_K, False, 4, 1, 32, True, 1, 1, 1, 1, 0]", "mmq_half[IQ5_K, False, 4, 1, 32, True, 1, 1, 1, 1, 0]",
+                 "mmq_half[Q6_K, False, 4, 1, 32, True, 1, 1, 1, 1, 0]", "mmq_half[IQ2_KT, True, 6, 1, 12, True, 2, 1, 1, 1, 0]",
+                 "mmq_half[Q5_K, True, 6, 1, 8, True, 3, 1, 1, 1, 0]", "mmq_half[Q5_K, True, 6, 1, 12, True, 2, 1, 1, 1, 0]",
+                 "mmq_half_glu[silu, Q5_K, False, 0.0, 0.0, 6, 1, 12, True, 2, 1, 1, 1, 0]",
+                 "mmq_half[MXFP4, False, 4, 1, 16, True, 2, 1, 1, 1, 0]", "mmq_half[MXFP4, False, 4, 1, 32, True, 1, 1, 1, 1, 0]",
+                 "mmq_half[Q5_1, False, 4, 1, 16, True, 2, 1, 1, 1, 0]", "mmq_half[Q5_1, False, 4, 1, 8, True, 2, 2, 2, 2, 0]",
+                 "mmq_half[NVFP4, False, 4, 1, 8, True, 2, 2, 2, 2, 0]", "mmq_half[MXFP4, True, 6, 1, 12, True, 2, 1, 1, 1, 0]",
+                 "mmq_half[Q4_K, True, 6, 1, 8, True, 3, 1, 1, 1, 0]", "mmq_half[Q4_K, True, 6, 1, 12, True, 2, 1, 1, 1, 0]",
+                 "mmq_half_glu[silu, Q4_K, False, 0.0, 0.0, 6, 1, 8, True, 3, 1, 1, 1, 0]",
+                 "mmq_half_glu[silu, Q4_K, False, 0.0, 0.0, 6, 1, 12, True, 2, 1, 1, 1, 0]",
+                 "mmq_id[Q4_K, False, 2, 1, 4, True, 3, 1, 1, 1, 0]", "mmq_id[Q8_0, False, 2, 1, 12, True, 2, 1, 1, 1, 0]",
                  "flash_attn_ext_group[128, 128, 4]",
-                 "mmq_glu[silu, Q8_0, Q8_0, False, 4, 1, 16, True, 3, 1, 1, 1]",
-                 "mmq_id_glu[swiglu_oai, MXFP4, MXFP4, True, 1.702, 7.0, 2, 1, 8, True, 2, 1, 1, 1]"):
+                 "mmq_glu[silu, Q8_0, Q8_0, False, 4, 1, 16, True, 3, 1, 1, 1, 0]",
+                 "mmq_id_glu[swiglu_oai, MXFP4, MXFP4, True, 1.702, 7.0, 2, 1, 8, True, 2, 1, 1, 1, 0]"):
         make, args = KERNELS[name]
         report = assembled(cached_ptx(make(*args), (9, 0)), (9, 0, "a"), tmp_path)
         assert "serialized" not in report and "ignored" not in report, report
 
 
 def test_kernels_of_one_architecture():
-    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3, 1, 1, 1]"]
+    make, args = KERNELS["mmq[Q8_0, 4, 1, 16, True, 3, 1, 1, 1, 4]"]
     with pytest.raises(ValueError,
-                       match=r"mmq\[Q8_0, 4, 1, 16, True, 3, 1, 1, 1\]: compute capability is \(8, 0\), allowed: \(9, 0\)"):
+                       match=r"mmq\[Q8_0, 4, 1, 16, True, 3, 1, 1, 1, 4\]: compute capability is \(8, 0\), allowed: \(9, 0\)"):
         compile_ptx(make(*args), (8, 0))
 
 

@@ -6,7 +6,8 @@ from cuda_simulator import GPUMachine, no_gpu
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu
 from ggml_py.kernels.call import Call, Operand
 from ggml_py.kernels.cuda.half_forms import half_form
-from ggml_py.kernels.cuda.mmq import BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, most_quads, shared_bytes, team_blocks
+from ggml_py.kernels.cuda.mmq import (BLOCKS, HOPPER_BLOCKS, TEAMS, block_shape, hopper_blocks, most_quads, shared_bytes,
+                                      team_blocks)
 from ggml_py.kernels.cuda.mmq_few import mmq_few, shape_of
 from ggml_py.kernels.cuda.mmq_half import EXPERTS, Halves, dense_blocks
 from ggml_py.quant.formats import FORMATS
@@ -66,6 +67,13 @@ def test_mul_mat_of_models(machine, name, n_rows, n_cols, n):
 def test_mmq(machine, name, n):
     """289 rows, ten row tiles of which the last has one row; three chunks."""
     check_mul_mat(machine, name, 289, 768, n, largest_block(machine, (name,)))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_mmq_of_few_rows(machine, name):
+    if not machine.target.warpgroups or len(blocks := hopper_blocks((name,), machine.target.shared_limit)) < 2:
+        pytest.skip("no such block")
+    check_mul_mat(machine, name, 289, 1280, 65, blocks[1])
 
 
 @pytest.mark.parametrize("n", [1, 33, 129])

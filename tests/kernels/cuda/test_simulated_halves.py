@@ -413,7 +413,7 @@ def simulate_plan(machine):
     assert not isinstance(mul_mat.plan(call_of(1024, target, type_="IQ4_XS")), Halves)
     target.halves, target.n_multiprocessors = True, 132
     assert not isinstance(mul_mat.plan(call_of(32, target, 4096, 14336)), Halves)
-    for type_, teams in ("Q4_1", True), ("NVFP4", True), ("IQ1_S", True), ("IQ2_K", False), ("MXFP4", False):
+    for type_, teams in ("Q4_1", True), ("NVFP4", True), ("IQ1_S", False), ("IQ2_K", False), ("MXFP4", False):
         plan = mul_mat.plan(call_of(64, target, 4096, 14336, type_))
         assert plan == Halves(DENSE[3]) if teams else not isinstance(plan, Halves), type_
     for type_, n in ("Q4_1", 512), ("Q4_1", 64), ("Q8_0", 512):

@@ -1,5 +1,6 @@
 """quantize, mul_mat, get_rows, dequantize and take_rows in the simulator: every format at the smallest shape, and the edges."""
 from dataclasses import astuple
+from itertools import product
 
 import numpy as np
 import pytest
@@ -76,19 +77,32 @@ def test_few_refuses():
 @pytest.mark.parametrize("type_, n_rows, n, expected", [
     ("Q4_K", 4096, 8, FewShape), ("Q4_K", 4096, 16, FewShape), ("Q6_K", 4096, 16, Block(2, 1, 4, True, 8, 4, 2)),
     ("Q6_K", 14336, 16, Block(2, 1, 4, True, 4, 2)), ("TQ2_0", 4096, 16, FewShape),
-    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 5, 4, 2, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2)),
-    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 7, 4)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2)),
+    ("Q4_K", 4096, 32, Block(2, 1, 8, True, 5, 4, 2, 2)), ("Q4_K", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2, 4)),
+    ("Q8_0", 4096, 32, Block(2, 1, 8, True, 5, 4, 2, 1, 4)),
+    ("Q4_K", 14336, 32, Block(2, 1, 8, True, 7, 4)), ("Q8_0", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2, 4)),
     ("Q4_1", 4096, 64, Block(2, 1, 16, True, 3, 2, 2, 2)), ("Q5_1", 14336, 512, Block(4, 2, 8)),
-    ("Q4_K", 4096, 128, HOPPER_BLOCKS[1]), ("Q4_K", 14336, 64, HOPPER_BLOCKS[0]),
-    ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]), ("Q6_K", 128256, 33, HOPPER_BLOCKS[0]), ("Q4_K", 32, 8, FewShape)])
+    ("Q4_K", 4096, 128, Block(2, 1, 16, True, 3, copiers=4)), ("TQ2_0", 4096, 128, HOPPER_BLOCKS[1]),
+    ("Q8_0", 4096, 128, Block(2, 2, 8, True, 3, copiers=4)), ("Q4_K", 14336, 64, HOPPER_BLOCKS[0]),
+    ("Q8_0", 14336, 64, Block(4, 1, 16, True, 3, copiers=4)), ("Q4_K", 4096, 512, HOPPER_BLOCKS[0]),
+    ("Q6_K", 128256, 33, Block(4, 1, 16, True, 3, copiers=4)), ("Q4_K", 32, 8, FewShape)])
 def test_mul_mat_shape_with_warpgroups(type_, n_rows, n, expected):
     found = mul_mat_shape(type_, n_rows, 4096, n, 132, 227 << 10, True)
     assert found == expected or type(found) is expected
 
 
+@pytest.mark.parametrize("n_multiprocessors, warpgroups", [(132, True), (148, False)])
+def test_every_shape_has_its_times(n_multiprocessors, warpgroups):
+    """Also on devices without warpgroups, whose answer is not used."""
+    for fmt in (fmt for fmt in FORMATS.values() if fmt.is_quantized):
+        for n_rows, n in product((1024, 4096, 14336), (9, 33, 64, 128, 512)):
+            shape = mul_mat_shape(fmt.name, n_rows, 4096, n, n_multiprocessors, 227 << 10, warpgroups)
+            half_block(fmt.name, shape, n_rows, 4096, n, n_multiprocessors, 227 << 10)
+
+
 @pytest.mark.parametrize("types, n, expected", [
     (("Q4_K",) * 3, 32, Block(2, 1, 8, True, 7, 4)), (("Q4_K", "Q4_K", "Q6_K"), 32, Block(2, 1, 8, True, 6, 3)),
-    (("Q4_1",) * 3, 32, Block(2, 1, 8, True, 6, 3)), (("Q4_K",) * 3, 64, HOPPER_BLOCKS[1]), (("Q4_K",) * 3, 128, None)])
+    (("Q4_1",) * 3, 32, Block(2, 1, 8, True, 6, 3)), (("Q4_K",) * 3, 64, Block(2, 1, 16, True, 3, copiers=4)),
+    (("Q4_K",) * 3, 128, None)])
 def test_team_shape(types, n, expected):
     assert team_shape(types, (4096, 1024, 1024), 4096, n, 132, 227 << 10, True) == expected
 

@@ -9,7 +9,7 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda.mmq import SHARED_LIMIT, Block, team_blocks
 from ggml_py.quant.formats import FORMATS
 from matmul_comparisons import activations, check_extremes, check_mul_mat, check_mul_mat_glu, check_mul_mat_qkv, seeded
-from thread_order import hold_back_at_leave
+from thread_order import hold_back, hold_back_at_leave
 
 HALF = Block(1, 1, 16, True)  # half a warpgroup, of which the simulator asks for warps only
 TWO_WARPGROUPS = Block(4, 1, 16, True, 3)
@@ -78,7 +78,39 @@ def simulate_teams(machine, name, n_rows, n_cols, n, block):
     check_mul_mat(machine, name, n_rows, n_cols, n, block)
 
 
-TEAMS = sorted({astuple(replace(block, row_tiles=1)) for fmt in FORMATS.values() if fmt.is_quantized
+@pytest.mark.parametrize("name, n_rows, n_cols, n, block", [
+    ("Q4_K", 31, 1280, 9, Block(1, 1, 16, True, 3, copiers=2)),   # slots used again
+    ("Q8_0", 65, 1568, 61, Block(2, 1, 16, True, 3, copiers=4)),  # levels from shared memory,
+    ("Q8_0", 129, 800, 65, Block(4, 1, 16, True, 3, copiers=4)),  # of two pairs of tiles,
+    ("Q8_0", 65, 1568, 61, Block(2, 2, 8, True, 3, copiers=4)),   # by two warpgroups for the same rows
+    ("IQ4_XS", 129, 1280, 3, Block(4, 1, 16, True, 3, copiers=4)),  # warpgroups by turns
+    ("TQ2_0", 31, 256, 9, Block(1, 1, 16, True, 3, copiers=2)),   # fewer chunks than slots
+    ("Q6_K", 33, 2304, 5, Block(1, 1, 8, True, 5, 4, copiers=2)),
+    ("Q4_0", 31, 2816, 9, Block(1, 1, 8, True, 5, 3, copiers=2)),
+    ("Q4_1", 33, 2560, 9, Block(1, 1, 16, True, 3, 2, 2, 2, 2)),
+    ("MXFP4", 31, 7680, 5, Block(1, 1, 8, True, 5, 4, 2, 2, 2)),
+    ("Q8_0", 65, 4896, 17, Block(2, 1, 16, True, 3, 2, 2, 2, 4)),
+    ("IQ2_XXS", 31, 1280, 9, Block(1, 1, 16, True, 3, 2, 2, 2, 2)),  # codebooks
+    ("Q8_0", 33, 1024, 9, Block(2, 1, 8, True, 5, 4, 2, 1, 4))])
+def simulate_copiers(machine, name, n_rows, n_cols, n, block):
+    """Warps that only copy, beside those that multiply."""
+    check_mul_mat(machine, name, n_rows, n_cols, n, block)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("sides", [1, 2])
+def simulate_copiers_of_blocks_apart(machine, monkeypatch, late, sides):
+    """One block of a cluster does nothing that the other one need not wait for."""
+    hold_back(monkeypatch, lambda cluster: set(cluster.blocks[late].threads))
+    check_mul_mat(machine, "Q4_0", 31, 2304, 9, Block(1, 1, 8, True, 5, 3, 2, sides, 2))
+
+
+def halved(block):
+    """With a tile, and half of the copiers."""
+    return replace(block, row_tiles=1, copiers=block.copiers // 2)
+
+
+TEAMS = sorted({astuple(halved(block)) for fmt in FORMATS.values() if fmt.is_quantized
                 for block in team_blocks((fmt.name,), SHARED_LIMIT) if block.quads > 4 and block.n_teams > 1})
 
 
@@ -87,7 +119,7 @@ TEAMS = sorted({astuple(replace(block, row_tiles=1)) for fmt in FORMATS.values()
 def simulate_teams_whose_slots_are_left_late(machine, monkeypatch, block, late):
     """A warp lags behind all others when it tells that it is done with a slot; of all numbers of slots that there are."""
     block = Block(*block)
-    held = hold_back_at_leave(monkeypatch, 0 if late == "first" else block.n_threads // 32 - 1)
+    held = hold_back_at_leave(monkeypatch, 0 if late == "first" else block.n_multiplying // 32 - 1)
     check_mul_mat(machine, "Q4_0", 31, 44 * 256, 5, block)
     assert held.all
 
@@ -95,6 +127,7 @@ def simulate_teams_whose_slots_are_left_late(machine, monkeypatch, block, late):
 @pytest.mark.parametrize("names, n_rows, n, block", [
     (("Q4_K",) * 3, (33, 31, 65), 9, Block(1, 1, 4, True, 4, 2, 2)),
     (("Q8_0", "Q8_0", "Q6_K"), (31, 33, 1), 3, Block(1, 1, 4, True, 3, 2)),
+    (("Q8_0", "Q8_0", "Q6_K"), (65, 1, 64), 3, Block(2, 1, 8, True, 5, 2, copiers=4)),
     (("Q4_K", "Q6_K", "Q4_K"), (65, 1, 64), 5, Block(2, 1, 4, True, 3))])  # a single team
 @pytest.mark.parametrize("biased", [False, True])
 def simulate_three_matrices(machine, names, n_rows, n, block, biased):
