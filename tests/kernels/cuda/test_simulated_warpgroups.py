@@ -21,7 +21,11 @@ def machine():
 
 
 def test_in_the_simulator():
-    run_in_simulator(__file__)
+    run_in_simulator(__file__, "-k", "not left_late")
+
+
+def test_late_warps_in_the_simulator():
+    run_in_simulator(__file__, "-k", "left_late")
 
 
 @pytest.mark.parametrize("name, n_cols", [
