@@ -40,6 +40,7 @@ TEAMS = {4: 4, 8: 4, 16: 2}  # of a block of few tokens at most, by quads (`most
 # Formats for which lanes of four teams of 32 tokens have too few registers: always; without a cluster, in one; of more matrices
 NOT_FOUR, NOT_FOUR_ALONE, NOT_FOUR_IN_CLUSTERS = ("NVFP4", "IQ4_KT"), ("IQ4_NL", "MXFP4"), ("IQ5_K",)
 NOT_FOUR_OF_SEVERAL = "Q4_1", "Q5_1"
+LANES_ANEW = "IQ6_K",  # formats of which four teams in a cluster have enough if each chunk computes anew what depends on the lane
 
 
 def most_quads(fmt: Format) -> int:
@@ -153,7 +154,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
     team_threads, ahead = 32 * block.n_warps, (slots - 1) // teams  # chunks of a team that are on their way
     step, ring_words, last_step = teams * slot_words, slots * slot_words, first + (slots - teams) * slot_words
     wait, meet = copies_wait_but(slots - 2), cluster.meet if blocks > 1 else cuda.syncthreads
-    n_held = held_scales(block)
+    n_held, anew = held_scales(block), not warpgroups or (n_teams == 8 and name in LANES_ANEW)
 
     @device
     def run(words, bias, other_bias, act, out, last, n_rows, n_cols, n, n_out):  # noqa: PLR0915 (a kernel: its steps in order)
@@ -220,7 +221,7 @@ def products(name: str, block: Block, ending: Ending, part: Part):  # noqa: PLR0
             copied = i32(chunk + ahead * n_teams)
             if not later:
                 fill(tid, shared, free, free_turn, copied, operands, found)
-            if not warpgroups:
+            if anew:
                 tid = afresh(tid)
             turn_of = take_chunk(tid, team, rank, shared, now, n_chunks, turn_of, total, acc, held, d, e,
                                  turn_at(i32(tid >> 5), chunk))

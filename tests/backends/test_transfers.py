@@ -195,8 +195,8 @@ def without_wait(self):
     pass
 
 
-def source_forgotten(self, ring, end, source=None, landing=None):
-    self.driver, self.stream, self.end, self.source, self.landing, self.event = ring.driver, ring.stream, end, None, landing, None
+def source_forgotten(self, ring, end, source=None, landing=None, begin=Flight.__init__):
+    begin(self, ring, end, None, landing)
 
 
 def noted_behind_the_copy(self, flight, *copies):

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.call import HALVES, Call, Operand, planned_without
-from ggml_py.kernels.cuda import (half_check as half_check_module, half_product, mmq, mul_mat, mul_mat_glu, mul_mat_id,
-                                  mul_mat_id_glu, simulator)
+from ggml_py.kernels.cuda import (half_check as half_check_module, half_product, mmq_stages, mul_mat, mul_mat_glu,
+                                  mul_mat_id, mul_mat_id_glu, simulator)
 from ggml_py.kernels.cuda.block import Block
 from ggml_py.kernels.cuda.half_check import (MINIMA_WIDTHS, MOST_LEVEL, IN_PARTS, WIDTHS, half_check, half_check_kernel,
                                              levels_and_limbs, weights_and_limbs)
@@ -146,7 +146,7 @@ def simulate_items_of_clusters(machine, monkeypatch, name, late):
     hold_back_warp(monkeypatch, late)
     machine.target.n_multiprocessors = 3
     for n_cols in 256, 768:
-        check_mul_mat(machine, name, 2, n_cols, 260, Halves(WIDE))
+        check_mul_mat(machine, name, 2, n_cols, 130, Halves(WIDE))
 
 
 def simulate_number_of_a_block(machine, monkeypatch):
@@ -183,7 +183,7 @@ def simulate_warpgroups_apart(machine, monkeypatch, name, block):
 @pytest.mark.parametrize("name", ["Q4_K", "NVFP4"])
 def simulate_totals_apart(machine, monkeypatch, name):
     """Each warp of a team has words of its own for its totals: one team writes them before the other one reads its own."""
-    held = hold_behind_stores(monkeypatch, mmq, 256)
+    held = hold_behind_stores(monkeypatch, mmq_stages, 256)
     check_mul_mat(machine, name, 31, 1280, 9, Halves(DENSE[3]))
     assert held
 
