@@ -145,8 +145,8 @@ def simulate_items_of_clusters(machine, monkeypatch, name, late):
     """The blocks of a cluster take the same tokens, and one cluster several of them; also where a warp that brings comes last."""
     hold_back_warp(monkeypatch, late)
     machine.target.n_multiprocessors = 3
-    for n_cols in 256, 768:
-        check_mul_mat(machine, name, 2, n_cols, 130, Halves(WIDE))
+    for n_cols, n in (256, 260), (768, 130):
+        check_mul_mat(machine, name, 2, n_cols, n, Halves(WIDE))
 
 
 def simulate_number_of_a_block(machine, monkeypatch):
