@@ -43,8 +43,9 @@ def split_limbs(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_sums(sums: np.ndarray) -> np.ndarray:
-    """sums: int32 [..., 16] of a chunk, below 2^20 -> int8 [..., 3, 16]: a, b, c of 16384 a + 128 b + c with b and c in
-    -64..63."""
-    t = (sums + 64) >> 7
-    a = (t + 64) >> 7
-    return np.stack([a, t - (a << 7), sums - (t << 7)], axis=-2).astype(np.int8)
+    """sums: int32 [..., 16] of a chunk, below 2^18 -> int8 [..., 2, 4, 2, 4]: s = 1024 u + r with r in -512..511, and each of
+    them 4 b + c with c in 0..3. [u or r][four sums][c or b][of four sums]."""
+    u = (sums + 512) >> 10
+    parts = np.stack([u, sums - (u << 10)], axis=-2)
+    limbs = np.stack([parts & 3, parts >> 2], axis=-2).astype(np.int8)  # [u or r][c or b][16]
+    return limbs.reshape(*limbs.shape[:-1], 4, 4).swapaxes(-3, -2)

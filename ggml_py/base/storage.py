@@ -21,18 +21,18 @@ class ActivationLayout:
     """Where the planes of activation blocks lie: two bytes a level (q), a scale a chunk (d), sums over 16 columns (sums).
 
     order: of the planes. limbs: q is a plane of high limbs and one of low limbs, d is [nc][n], and the limbs of the sums lie
-    behind everything, [nc][n][3][16] (quant/activation.py)."""
+    behind everything, [nc][n][64] (`quant.activation.split_sums`)."""
     name: str
     order: tuple[str, ...] = ("q", "d", "sums")
     limbs: bool = False
 
     def planes(self, n_rows: int, n_cols: int) -> dict[str, int]:
-        """Byte offsets of the planes, and the total as "end"; 48 bytes a chunk for the limbs of sums lie before the end."""
+        """Byte offsets of the planes, and the total as "end"; 64 bytes a chunk for the limbs of sums lie before the end."""
         n_chunks = n_rows * -(-n_cols // CHUNK)
         sizes, found, at = {"q": 2 * CHUNK * n_chunks, "d": -(-4 * n_chunks // 64) * 64, "sums": 64 * n_chunks}, {}, 0
         for plane in self.order:
             found[plane], at = at, at + sizes[plane]
-        return {**found, "end": at + 48 * n_chunks}
+        return {**found, "end": at + 64 * n_chunks}
 
     def view(self, data: np.ndarray, n_rows: int, n_cols: int) -> Arrays:
         """q [n, nc * 256], d [n, nc], sums [n, nc * 16] as arrays in `data` (uint8, at least "end" bytes). Where q is in limbs,

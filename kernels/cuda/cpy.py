@@ -35,7 +35,7 @@ def cpy_kernel(width):
 def n_bytes(x: Operand) -> int:
     if x.dtype == "act":  # planes of limbs, of scales on 64 bytes, of sums, and of their limbs (`quantize`)
         n_chunks = x.n_rows * -(-x.n_cols // CHUNK)
-        return n_chunks * (2 * CHUNK + 4 * 16 + 3 * 16) + -(-4 * n_chunks // 64) * 64
+        return n_chunks * (2 * CHUNK + 4 * 16 + 4 * 16) + -(-4 * n_chunks // 64) * 64
     return x.n_rows * row_bytes(x.dtype, x.n_cols) if x.dtype in TYPES else prod(x.shape) * SIZES[x.dtype]
 
 

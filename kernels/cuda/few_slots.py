@@ -5,7 +5,7 @@ from typing import NamedTuple
 from ...quant.formats import CHUNK, Format, format_of
 from ...quant.tile import ROWS, tile_bytes
 from . import mbarrier
-from .ptx import afresh, architecture, before_blackwell, copies4, copy1, copy4, device, i32, kept, lds, quotient
+from .ptx import afresh, architecture, before_blackwell, copies4, copy1, copy4, device, i32, kept, lds
 from .quantize import planes
 from .tile_form import QUAD, QUAD_WORDS, Slot, chunk_words, factors, is_late, slot, swizzle, table_words, takes_sums
 from .tile_walk import PICK, TileWalk
@@ -100,7 +100,7 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
     at, n_pieces, sums_too = chunk_slot(fmt, n_tokens), tile_bytes(fmt) // 16, n_tokens == 1 and takes_sums(fmt)
     act_at, d_at, limbs_at, rest, tile_copies = at.act, at.d, at.limbs, n_pieces % 32, copies4(n_pieces // 32)
     n_quads = quads_of(n_tokens)
-    n_limbs = -(-3 * n_tokens // 32) if is_late(fmt, n_quads) else 0  # pieces of limbs that a lane copies
+    n_limbs = -(-4 * n_tokens // 32) if is_late(fmt, n_quads) else 0  # pieces of limbs that a lane copies
 
     @device
     def copy_tile(lane, shared, to, words, row_tile, chunk, n_chunks):
@@ -142,10 +142,9 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
             copy1(shared, i32(to + d_at + lane), act, i32(scales + chunk * n + row_of(shared, first, lane)))
         for i in range(n_limbs):
             p = i32(lane + 32 * i)
-            if p < 3 * n_valid:  # of each token three pieces
-                token = quotient(p, 3)
-                beside = i32(limbs + chunk * n * 12 + (p - 3 * token) * 4)
-                copy4(shared, i32(to + limbs_at + p * 4), act, i32(beside + row_of(shared, first, token) * 12))
+            if p < 4 * n_valid:  # of each token four pieces
+                beside = i32(limbs + chunk * n * 16 + (p & 3) * 4)
+                copy4(shared, i32(to + limbs_at + p * 4), act, i32(beside + row_of(shared, first, i32(p >> 2)) * 16))
     return copy_tile, copy_token if n_tokens == 1 else copy_tokens
 
 

@@ -22,8 +22,9 @@ from ...quant.formats import CHUNK, Format, format_of
 from . import mbarrier
 from .ptx import (as_f32, device, f16_high_to_f32, f16_to_f32, f32, fma, i2f, i32, ldmatrix4, lds2, lds4, mma32, prmt, shuffle,
                   syncwarp, u32)
+from .split_levels import limb_summer, split_of, splitter
 from .tile_form import Factors, Form, TileProduct, factors, form, is_late
-from .tile_product import level_words, limb_product, preparer, split_sum, splitter, token_limbs
+from .tile_product import level_words, minima_product, preparer, token_limbs
 from .weights import shared_unpacker
 from .wgmma import (ATOM_WORDS, PAIR_ROWS, PLACE, Products, place, products, tiles_place, uniform_place, wait_for_all_but_one,
                     wait_for_all_but_two)
@@ -207,11 +208,15 @@ def chunk_scales(const: Constants):
     return prepared if needs_factors(const.fmt, const.unpack) else held
 
 def split_multiplier(const: Constants):
-    """(load_split, multiply_blocks). load_split: (lane, half, shared, tile, scales, j) -> of block j the words of A and the
-    scales of both rows, of their first and of their last 16 columns. multiply_blocks: (lane, half, shared, tile, b, scales, j,
-    w, high, low) -> that of block j + 2: starts the products of blocks j and j + 1; w: what was loaded for block j. What is
-    loaded for a block is used in the next. high, low: d and e, sums of h and of l, of levels split as 256 h + l."""
-    n_parts, start, start_u = const.n_parts, const.wgmma.start, const.wgmma.start_u
+    """(load, multiply_blocks). load: (lane, half, shared, tile, scales, j) -> of block j the words of A and the scales of both
+    rows, of their first and of their last 16 columns. multiply_blocks: (lane, half, shared, tile, b, scales, j, w, high, low) ->
+    that of block j + 2: starts the products of blocks j and j + 1; w: what was loaded for block j. What is loaded for a block is
+    used in the next. Of most quads, whose teams are few, lanes have registers for two blocks at once: load does block j + 1, too,
+    and what of the tile both want is loaded once. high, low: d and e, sums of h and, of two limbs, of l."""
+    split = split_of(const.fmt)
+    n_parts, two, start, start_u = const.n_parts, split.n_limbs == 2, const.wgmma.start, const.wgmma.start_u
+    start_h, start_l = start_u if split.unsigned else start, start_u if split.l_unsigned else start
+    wait_for_last = wait_for_all_but_two if two else wait_for_all_but_one
     unpack_rows, block_at, four_limbs = row_unpacker(const), block_placer(const), splitter(const.fmt)
     load_scales = scale_loader(const)
 
@@ -226,37 +231,51 @@ def split_multiplier(const: Constants):
     def start_block(shared, b, j, w, high, low):
         w = four_limbs(w, w[4], w[5], w[6], w[7])
         b = block_at(b, j)
-        start(high, shared, b, w[0], w[1], w[2], w[3], j)
-        start_u(low, shared, b, w[4], w[5], w[6], w[7], j)
-        wait_for_all_but_two()  # the registers of the block before are free
+        start_h(high, shared, b, w[0], w[1], w[2], w[3], j)
+        if two:
+            start_l(low, shared, b, w[4], w[5], w[6], w[7], j)
+        wait_for_last()  # the registers of the block before are free
 
     @device
-    def multiply_blocks(lane, half, shared, tile, b, scales, j, w, high, low):
+    def load_two(lane, half, shared, tile, scales, j):
+        return load_split(lane, half, shared, tile, scales, j), load_split(lane, half, shared, tile, scales, i32(j + 1))
+
+    @device
+    def multiply_two(lane, half, shared, tile, b, scales, j, w, high, low):
+        start_block(shared, b, j, w[0], high, low)
+        v = load_two(lane, half, shared, tile, scales, i32((j + 2) & 7))  # while a product runs
+        start_block(shared, b, i32(j + 1), w[1], high, low)
+        return v
+
+    @device
+    def multiply_each(lane, half, shared, tile, b, scales, j, w, high, low):
         v = load_split(lane, half, shared, tile, scales, i32(j + 1))
         start_block(shared, b, j, w, high, low)
         w = load_split(lane, half, shared, tile, scales, i32((j + 2) & 7))
         start_block(shared, b, i32(j + 1), v, high, low)
         return w
-    return load_split, multiply_blocks
+    return (load_two, multiply_two) if const.n_quads == MOST_QUADS else (load_split, multiply_each)
 
 
 def chunk_folder(const: Constants):
     """(lane, half, shared, tile, limbs, scratch, scales, acc, high, low): waits for the last products; acc = fma(RN(S), d, +0),
     then acc = fma(-m, RN(M), acc) with M = the product of imin with the limbs of the sums of q."""
     n_quads, late, wait, scales_of = const.n_quads, const.late, const.wgmma.wait, chunk_scales(const)
+    limb_sum, two = limb_summer(const.fmt), split_of(const.fmt).n_limbs == 2
 
     @device
     def fold(lane, half, shared, tile, limbs, scratch, scales, acc, high, low):
-        wait(high)
-        wait(low)
         d0, d1, m0, m1, i0, i1 = scales_of(lane, half, shared, tile, scratch, scales)
+        wait(high)
+        if two:
+            wait(low)
         for quad in range(n_quads):
             s = 4 * quad
-            acc[2 * quad] = fma(split_sum(high[s], high[s + 1], low[s], low[s + 1]), d0, f32(0))
-            acc[2 * quad + 1] = fma(split_sum(high[s + 2], high[s + 3], low[s + 2], low[s + 3]), d1, f32(0))
+            acc[2 * quad] = fma(limb_sum(high[s], high[s + 1], low[s], low[s + 1]), d0, f32(0))
+            acc[2 * quad + 1] = fma(limb_sum(high[s + 2], high[s + 3], low[s + 2], low[s + 3]), d1, f32(0))
             if late:
-                first, rest = token_limbs(lane, shared, limbs, quad)
-                sum0, sum1 = limb_product(i0, i1, first, rest)
+                c, b = token_limbs(lane, shared, limbs, quad)
+                sum0, sum1 = minima_product(i0, i1, c, b)
                 acc[2 * quad] = fma(m0, i2f(sum0), acc[2 * quad])
                 acc[2 * quad + 1] = fma(m1, i2f(sum1), acc[2 * quad + 1])
     return fold
@@ -266,12 +285,12 @@ def integer_multiplier(const: Constants, by_turns: bool):
     """`group_product`'s multiply of a format with integer scales. The other warpgroup's turn begins two blocks before the end of
     one's own."""
     hold_scales, fold = scale_holder(const), chunk_folder(const)
-    load_split, multiply_blocks = split_multiplier(const)
+    load, multiply_blocks = split_multiplier(const)
 
     @device
     def multiply(lane, half, shared, tile, act, limbs, scratch, acc, d, e, turn):
         b, scales = place(shared, act), hold_scales(lane, half, shared, tile, scratch)
-        w = load_split(lane, half, shared, tile, scales, 0)
+        w = load(lane, half, shared, tile, scales, 0)
         if by_turns:
             mbarrier.wait(shared, turn.own, turn.parity)
         w = multiply_blocks(lane, half, shared, tile, b, scales, 0, w, d, e)

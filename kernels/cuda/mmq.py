@@ -21,8 +21,8 @@ from .ending import STORE, Ending, gate_and_store
 from .exchange import exchanger, held_scales
 from .launch import F32, HOPPER, I32, Kernel, N, SHARED_LIMIT, U32, factory, need
 from .mmq_copiers import copied_products
-from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, slot_barriers, slot_filler, sources,
-                        takes_turns, turn_barriers)
+from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot, is_paced, prepares_scales, slot_barriers,
+                        slot_filler, sources, takes_turns, turn_barriers)
 from .mmq_stages import chunk_folder, chunk_taker, exchange_of, totals_writer
 from .operands import Pairs, addresses, constants_of, gated_of, pairs_of, qkv_of
 from .parts import Part, dense, grouped, in_a_row, item_words, taker
@@ -34,6 +34,7 @@ from .tile_product import tile_product
 BLOCKS = Block(4, 2, 16), Block(4, 2, 8), Block(2, 2, 8), Block(2, 1, 8), Block(1, 1, 8)
 HOPPER_BLOCKS = tuple(Block(row_tiles, 1, group_product.MOST_QUADS, True, 3) for row_tiles in (4, 2))
 COPIERS = 4
+NOT_FOUR_SLOTS = "IQ4_KT",  # a format of which blocks of few rows take less with three
 # Formats for which lanes of four teams of 32 tokens have too few registers beside copiers: without a cluster, in one
 NO_COPIERS_ALONE, NO_COPIERS_IN_CLUSTERS = ("Q4_0", "Q5_0", "Q6_0"), ("MXFP4", "Q6_0")
 TEAMS = {4: 4, 8: 4, 16: 2}  # of a block of few tokens at most, by quads (`most_teams`)
@@ -74,13 +75,17 @@ def warpgroups_pay(fmt: Format) -> bool:
 
 def lone_block(names: tuple[str, ...], block: Block) -> Block:
     """One of HOPPER_BLOCKS, mostly with copiers. Without: for the two matrices of a gated unit; of few rows, where the tensor
-    core adds up groups and copiers gain nothing; of many rows with minima, whose lanes have too few registers. Stored levels,
-    which nobody unpacks, two warpgroups of a block of few rows take, each with half of the tokens."""
+    core adds up groups and copiers gain nothing; of many rows with float minima, whose lanes have too few registers. Stored
+    levels, which nobody unpacks, two warpgroups of a block of few rows take, each with half of the tokens. Where integer scales
+    are prepared in shared memory, which takes a warp long, blocks of few rows have a chunk more on its way."""
     formats, few_rows = [format_of(name) for name in names], block == HOPPER_BLOCKS[1]
-    if len(names) == 2 or any(form(fmt).carried if few_rows else fmt.has_min for fmt in formats):
+    if len(names) == 2 or any(form(fmt).carried if few_rows else fmt.has_min and not form(fmt).integer
+                              for fmt in formats):
         return block
     if few_rows and all(map(group_product.is_stored, formats)):
         block = replace(block, groups=2, quads=block.quads // 2)
+    elif few_rows and all(map(prepares_scales, formats)) and {*names}.isdisjoint(NOT_FOUR_SLOTS):
+        block = replace(block, slots=4)
     return replace(block, copiers=COPIERS)
 
 

@@ -22,10 +22,12 @@ from .mmq_slots import (Found, Operands, barrier_places, chunk_slot, first_slot,
 from .mmq_stages import chunk_folder, chunk_taker, exchange_of, totals_writer
 from .parts import Part
 from .ptx import device, f32, i32, nothing, quotient, remainder, shuffle, wait_for_previous
+from .tile_form import is_late
 from .weights import shared_unpacker
 
 # Of threads that multiply, and of copiers, by the warpgroups of a block. Of two warpgroups each has enough
 REGISTERS = {3: (216, 72), 4: (144, 80), 5: (104, 64)}
+LATE_REGISTERS = 208, 88  # of three, of many rows: copiers bring the limbs of sums, too
 
 
 def chunk_copier(fmt: Format, block: Block, part: Part):
@@ -123,7 +125,9 @@ def copied_products(name: str, block: Block, ending: Ending, part: Part):
     (begin_barriers, _), first, blocks, n_own = slot_barriers(fmt, block), first_slot(fmt, block), block.blocks, block.n_own
     n_threads, n_multiplying, kept_words = block.n_threads, block.n_multiplying, 32 * block.n_warps * block.n_sums
     meet, n_groups = cluster.meet if blocks > 1 else cuda.syncthreads, n_threads // 128
-    more, fewer = wgmma.registers(n_groups, *REGISTERS[n_groups]) if n_groups > 2 else (nothing, nothing)
+    late = block.row_tiles > 2 and is_late(fmt, block.prepared_quads)
+    more, fewer = (wgmma.registers(n_groups, *LATE_REGISTERS if late else REGISTERS[n_groups]) if n_groups > 2 else
+                   (nothing, nothing))
     assert block.slots >= block.teams and block.teams * kept_words <= block.slots * chunk_slot(fmt, block).n_words, block
 
     @device

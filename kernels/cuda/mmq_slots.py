@@ -15,11 +15,15 @@ from .weights import unpacker
 N_BARRIERS = 2  # of a slot, its last words: the chunk is there; all are done with it
 
 
+def prepares_scales(fmt: Format) -> bool:
+    """Whether it has integer scales that a warp prepares in shared memory."""
+    return form(fmt).integer and group_product.needs_factors(fmt, unpacker(fmt.name))
+
+
 def takes_turns(fmt: Format, block: Block) -> bool:
     """Whether two warpgroups multiply by turns (`group_product.Turn`): with integer scales that are prepared in shared memory.
     Minima by integers are products of tensor cores, too."""
-    prepared = form(fmt).integer and group_product.needs_factors(fmt, unpacker(fmt.name))
-    return block.n_teams == 1 and block.warpgroups and block.row_tiles > 2 and prepared and not fmt.has_min
+    return block.n_teams == 1 and block.warpgroups and block.row_tiles > 2 and prepares_scales(fmt) and not fmt.has_min
 
 
 def is_paced(fmt: Format, block: Block) -> bool:
@@ -71,7 +75,7 @@ class Sources(NamedTuple):
 
 def sources(fmt: Format, block: Block) -> Sources:
     n_threads = 32 * block.copying_warps
-    limbs = -(-3 * block.tokens // n_threads) if is_late(fmt, block.prepared_quads) else 0
+    limbs = -(-4 * block.tokens // n_threads) if is_late(fmt, block.prepared_quads) else 0
     n_pieces, n_places = (block.tokens // block.copying_warps, 4) if remembers(block) else (1, 1)
     return Sources(n_pieces, -(-block.tokens // n_threads), limbs, n_places)
 
@@ -177,9 +181,8 @@ def token_copier(fmt: Format, block: Block, part: Part):
             found.own[i] = i32(scales + source_of(shared, i32(first + tid + i * n_threads), last))
         for i in range(limbs_of_thread):
             p = i32(tid + i * n_threads)
-            token = quotient(p, 3)
-            source = source_of(shared, i32(first + token), last)
-            found.own[scales_of_thread + i] = i32(limbs + source * 12 + (p - 3 * token) * 4)
+            source = source_of(shared, i32(first + (p >> 2)), last)
+            found.own[scales_of_thread + i] = i32(limbs + source * 16 + (p & 3) * 4)
 
     @device
     def copy_tokens(tid, warp, shared, to, operands, chunk, found):
@@ -203,9 +206,9 @@ def token_copier(fmt: Format, block: Block, part: Part):
             if token < tokens:
                 copy1(shared, to + d_at + scale_at(token), act, i64(i32(found.own[i] + chunk * n)))
         for i in range(limbs_of_thread):
-            if tid + i * n_threads < 3 * tokens:
+            if tid + i * n_threads < 4 * tokens:
                 copy4(shared, to + limbs_at + (tid + i * n_threads) * 4, act,
-                      i64(i32(found.own[scales_of_thread + i] + chunk * n * 12)))
+                      i64(i32(found.own[scales_of_thread + i] + chunk * n * 16)))
     return find, copy_tokens
 
 

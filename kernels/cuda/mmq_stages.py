@@ -51,7 +51,7 @@ def chunk_folder(fmt: Format, block: Block, multiply):
     def fold_chunk(lane, warp, team, shared, now, total, acc, d, e, turn):
         tile, half, group = place_of(warp)
         first_quad, scratch = i32(group * quads), i32(first_warp + (team * n_warps + warp) * own_words)
-        tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 48)
+        tile_at, q_at, sums_at = i32(now + tiles_at + tile * tile_words), i32(now + act_at), i32(now + limbs_at + first_quad * 64)
         if warpgroups:
             if stored:
                 pair = i32(tile_at - (tile & 1) * tile_words)

@@ -15,14 +15,17 @@ from .mmq_few import FewShape, few_shape, mmq_few
 from .mmq_half import NOT_BESIDE_TEAMS, Halves, dense_blocks, half_limbs, half_scratch, mmq_half, mmq_of_halves
 from .mmvq import MMVQShape, mmvq, mmvq_shape
 from .mmvq_staged import StagedShape, mmvq_staged, staged_shape
-from .tile_form import QUAD, is_late
+from .split_levels import split_of
+from .tile_form import QUAD, form, is_late, table_words
 
 # us of a chunk (docs/kernels-log.md): a row tile with 16 tokens in mmq_few, of formats with late minima, and of others (0.3 to
-# 0.5 by now, but their teams of warpgroups take less, too); of warpgroups, Q4_K, by their quads, of one, two, .. that a
-# multiprocessor has a chunk of each
+# 0.5 by now, but their teams of warpgroups take less, too); of warpgroups, by their quads, of one, two, .. that a multiprocessor
+# has a chunk of each, where products of levels and scales are split in two bytes
 LATE_FEW_US, FEW_US = 0.36, 0.6
 WARPGROUP_US = {4: (1.2, 1.76, 2.32, 2.88), 8: (1.6, 2.34, 3.08, 4.06), 16: (1.55, 2.6)}
 COPIED_US = {8: (1.6, 2.2, 2.9, 3.9), 16: (1.27, 2.2)}  # the same, of blocks with copiers
+# Parts of that: what formats take whose products are a byte each, and, by quads, those whose scales are split (`split_levels`)
+OF_ONE_LIMB, OF_SPLIT_SCALES = 0.75, {4: 0.9, 8: 0.85, 16: 0.91}
 SLOW_US = 0.2  # what one of 64 tokens, the only one of a multiprocessor, takes more of formats that are slow (`is_slow`)
 CLUSTER_START_US, CLUSTER_US = 1.0, {4: 0.12, 8: 0.0, 16: 0.95}  # what a cluster takes more, by its quads in every turn
 FEWEST_OF_WARPGROUPS = 8  # tokens, of which mmq_few takes so many in a block of its own
@@ -33,8 +36,8 @@ PACKED_US, SCALED_US = {4: 0.95, 8: 1.27, 16: 1.75, 32: 3.5}, {8: 1.4, 16: 1.95,
 # Scaled with minima, or in groups of 16 columns; packed with top bits, or of levels in bytes; split
 MINIMA_US, SIXTEENS_US = {4: 1.25, 8: 1.57, 16: 2.65}, {8: 1.9, 16: 2.7, 32: 5.1}
 TOPS_US, BYTES_US, SPLIT_US = {4: 1.28, 8: 1.49, 16: 1.96, 32: 3.6}, {8: 1.7, 16: 2.1, 32: 3.5}, {32: 4.3}
-# What int8 products of these take over Q4_K's
-MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, TWOS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.05, 1.15, 1.05, 1.15
+# What int8 products of these take over what `block_us` says
+MINIMA_OF_INT8, SIXTEENS_OF_INT8, TOPS_OF_INT8, BYTES_OF_INT8, SPLIT_OF_INT8 = 1.5, 1.45, 1.05, 1.05, 1.15
 HALF_TEAMS_ROUND_US = 2.2  # what a round takes more where teams share chunks; below, us of a turn of such teams
 PACKED_TURN_US, MINIMA_TURN_US, SIXTEENS_TURN_US, TOPS_TURN_US, BYTES_TURN_US = 2.6, 3.6, 4.15, 3.1, 3.2
 FEW_BITS = 2.1        # of a weight (`is_slow`)
@@ -55,6 +58,19 @@ def n_resident(names: tuple[str, ...], block: Block, shared_limit: int) -> int:
     return min(resident(block), by_memory) if is_team(block) else 1
 
 
+def of_limbs(fmt: Format, quads: int) -> float:
+    """What a turn of a format takes, as a part of that of formats whose products of levels and scales are split. It is 1 where
+    less than a tenth is won: with levels that are looked up in shared memory and, of 16 tokens, with signed ones."""
+    if not form(fmt).integer or table_words(fmt.name):
+        return 1.0
+    split = split_of(fmt)
+    if not split.by_scale:
+        return 1.0
+    if split.n_limbs == 1:
+        return OF_ONE_LIMB
+    return 1.0 if quads == 4 and not fmt.has_min else OF_SPLIT_SCALES[quads]
+
+
 def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int,
              shared_limit: int) -> float:
     """What a matrix takes in blocks of warpgroups."""
@@ -68,6 +84,7 @@ def block_us(names: tuple[str, ...], block: Block, n_rows: int, n_cols: int, n: 
         turn_us += SLOW_US
     if block.blocks > 1:
         start_us, turn_us = CLUSTER_START_US, turn_us + CLUSTER_US[quads]
+    turn_us *= max(of_limbs(format_of(name), quads) for name in names)
     return start_us + n_rounds * (START_US + n_turns * turn_us)
 
 
@@ -85,25 +102,25 @@ def few_us(names: tuple[str, ...], n_rows: int, n_cols: int, n: int, n_multiproc
 class Times(NamedTuple):
     """Of a form of products of mmq_half."""
     us: dict[int, float]  # of a chunk, by the block's quads
-    of_int8: float        # what int8 products take over Q4_K's
+    of_int8: float        # what int8 products take over what `block_us` says
     slow: bool            # whether teams of warpgroups, with two or three warps on a scheduler, wait for its weights (`is_slow`)
     turn_us: float | None = None  # of teams of mmq_half that share chunks
 
 
 def half_times(fmt: Format) -> Times:
-    form = half_form(fmt)
-    if form.scaled and fmt.has_min:
+    half = half_form(fmt)
+    if half.scaled and fmt.has_min:
         return Times(MINIMA_US, MINIMA_OF_INT8, True, MINIMA_TURN_US)
-    if form.scaled:
+    if half.scaled:
         return (Times(SIXTEENS_US, SIXTEENS_OF_INT8, True, SIXTEENS_TURN_US) if fmt.group == 16 else
                 Times(SCALED_US, 1, False))
-    if form.split:
+    if half.split:
         return Times(SPLIT_US, SPLIT_OF_INT8, True)
-    if form.width == 8:
+    if half.width == 8:
         return Times(BYTES_US, BYTES_OF_INT8, True, BYTES_TURN_US)
-    if form.tops:
+    if half.tops:
         return Times(TOPS_US, TOPS_OF_INT8, False, TOPS_TURN_US)
-    return Times(PACKED_US, TWOS_OF_INT8 if form.width == 2 else 1, False, PACKED_TURN_US)
+    return Times(PACKED_US, 1, False, PACKED_TURN_US)
 
 
 def half_us(fmt: Format, block: Block, n_rows: int, n_cols: int, n: int, n_multiprocessors: int) -> float:

@@ -7,7 +7,11 @@ bytes:
     lo    int8    [n][nc * 256]
     d     float32 [nc][n]
     sums  int32   [n][nc * 16]      of q over 16 columns
-    limbs int8    [nc][n][3][16]    of the sums of a chunk, 16384 a + 128 b + c: the minima of a chunk are a product too
+    limbs int8    [nc][n][2][4][2][4]   of the sums of a chunk: the minima of a chunk are a product, too
+
+A sum is 1024 u + r, -512 <= r < 512, and each of the two 4 b + c, 0 <= c < 4: four bytes. A word holds bytes of four sums; words
+of c and of b lie side by side, four such pairs for u, then four for r. So a tensor core adds up imin u = imin c + 4 imin b, and
+the same of r, in one product (`tile_product.minima_product`); 4 imin is a byte.
 
 What is a few bytes of a token and a chunk lies beside that of the other tokens, which are multiplied together: a copy of pieces
 that are far apart takes longer than the rows of q (docs/kernels-log.md, "Two to 16 tokens").
@@ -38,7 +42,7 @@ def plane_words(n, n_chunks):
 
 def most_rows(n_cols: int) -> int:
     """Rows of activations of which an int32 counts the words, with room for what lies behind them."""
-    return (1 << 31) // (160 * -(-n_cols // CHUNK))
+    return (1 << 31) // (168 * -(-n_cols // CHUNK))
 
 
 @device
@@ -54,17 +58,11 @@ def four_bytes(a, b, c, d):
 
 
 @device
-def limbs3(s):
-    """(a, b, c) of an integer below 2^20: 16384 a + 128 b + c, b and c in -64..63."""
-    t = i32((s + 64) >> 7)
-    a = i32((t + 64) >> 7)
-    return a, i32(t - (a << 7)), i32(s - (t << 7))
-
-
-@device
 def limb_of(s, k):
-    a, b, c = limbs3(s)
-    return a if k == 0 else b if k == 1 else c
+    """Of a sum: c and b of u, then of r."""
+    u = i32((s + 512) >> 10)
+    part = i32(s - (u << 10) if k & 2 else u)
+    return i32(part >> 2 if k & 1 else part & 3)
 
 
 FULL, SMALLEST = f32(LIMIT), f32(2.0**-100)
@@ -184,8 +182,8 @@ def chunk_quantizer(n_groups: int):
         word = u32(u32(limb_of(s, k) & 255) << u32((lane & 12) << 1))
         word = u32(word | u32(shuffle(word, lane ^ 4)))
         word = u32(word | u32(shuffle(word, lane ^ 8)))
-        if lane & 15 < 3:
-            st(act, limbs + beside * 12 + 4 * k + (t >> 4), word)
+        if lane & 15 < 4:
+            st(act, limbs + beside * 16 + 8 * (k >> 1) + 2 * (t >> 4) + (k & 1), word)
     return quantize_chunk
 
 

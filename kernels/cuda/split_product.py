@@ -21,7 +21,8 @@ from ...quant.words import TOPS
 from . import mbarrier
 from .half_product import byte_scales
 from .ptx import add, as_f32, as_u32, device, f32, fma, hidden, i2f, i32, lds4, prmt, stage, sts4, syncwarp, u32
-from .tile_product import level_words, splitter
+from .split_levels import byte_splitter
+from .tile_product import level_words
 from .weights import shared_unpacker
 from .wgmma import ATOM_WORDS, PLACE, products, uniform_place, wait_for_all_but
 
@@ -54,7 +55,7 @@ def sums_multiplier(name: str, n_quads: int, n_pieces: int, leave):
     """(lane, half, shared, tile, act, barriers, high, middle, low) -> d of both rows: all products of a chunk, which are done
     then. The tile is no longer needed."""
     fmt, unpack = format_of(name), shared_unpacker(name).unpacker
-    levels, limbs_of, held_of = level_words(fmt, unpack.quarter, False), splitter(fmt, True), byte_scales(fmt, unpack)
+    levels, limbs_of, held_of = level_words(fmt, unpack.quarter, False), byte_splitter(fmt, True), byte_scales(fmt, unpack)
     n_isc, strip_places = 32 // fmt.sub, n_quads // 2 * ATOM_WORDS // PLACE
     assert not (unpack.pairs and n_isc == 2), name
     start, wait_for_others = products(4 * n_quads).start, wait_for_all_but(N_STARTED)

@@ -43,7 +43,7 @@ def form(fmt: Format) -> Form:
 
 class Slot(NamedTuple):
     """Words of a chunk in shared memory: row tiles, then the tokens' quads, their scales d [token], the limbs of their sums
-    [token][3][4]."""
+    [token][16]."""
     act: int
     d: int
     limbs: int
@@ -55,7 +55,7 @@ def slot(fmt: Format, row_tiles: int, n_quads: int, limbs_too: bool) -> Slot:
     act = row_tiles * tile_bytes(fmt) // 4
     d = act + n_quads * QUAD_WORDS
     limbs = d + n_quads * QUAD
-    return Slot(act, d, limbs, limbs + (12 * QUAD * n_quads if limbs_too else 0))
+    return Slot(act, d, limbs, limbs + (16 * QUAD * n_quads if limbs_too else 0))
 
 
 class Factors(NamedTuple):
@@ -82,7 +82,7 @@ def is_split(fmt: Format, n_quads: int) -> bool:
 
 
 def is_late(fmt: Format, n_quads: int) -> bool:
-    """Whether the minima of a chunk are multiplied at its end with limbs of the sums of q: 4 products for 32 of a quad."""
+    """Whether the minima of a chunk are multiplied at its end with limbs of the sums of q: 2 products for 32 of a quad."""
     return n_quads >= LATE_FROM and fmt.has_min and fmt.group == CHUNK
 
 

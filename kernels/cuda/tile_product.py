@@ -14,10 +14,11 @@ from typing import NamedTuple
 from numba import cuda
 
 from ...quant.formats import CHUNK, Format
-from ...quant.words import EVEN, ONES, TOPS
-from .ptx import (add, afresh, apart, as_f32, as_u32, before_blackwell, device, f32, fma, hidden, i2f, i32, i64, l2f,
-                  ldmatrix4, lds, lds2, lds4, mad64, mma16, mma32, mma32u, prmt, sts, sts4, syncwarp, u32)
+from ...quant.words import ONES, TOPS
+from .ptx import (afresh, apart, as_f32, as_u32, before_blackwell, device, f32, fma, i2f, i32, i64, l2f, ldmatrix4, lds2,
+                  lds4, mad64, mma16, mma32, mma32u, sts, sts4, syncwarp, u32)
 from .quantize import four_bytes
+from .split_levels import limb_summer, split_of, splitter
 from .tile_form import QUAD_WORDS, Constants, TileProduct, constants, factors, form, is_late, swizzle
 from .weights import shared_unpacker
 
@@ -44,6 +45,7 @@ def preparer(fmt: Format, unpack, n_quads: int):
     d_plane, m_plane, imin_plane, _ = factors(fmt, n_quads)
     n_scales, ones = CHUNK // (fmt.sub if integer else fmt.group), i32(0x01010101)
     sixteenths = 16 // n_scales if late else 1
+    assert not late or 4 * fmt.max_imin <= 255, fmt.name  # `minima_product`
 
     @device
     def sixteen(imin, i):
@@ -80,65 +82,20 @@ def preparer(fmt: Format, unpack, n_quads: int):
     return prepare
 
 
-def splitter(fmt: Format, signed: bool = False):
-    """(w, f0, f1, f2, f3) -> v = isc * level of the words of a fragment of 16 rows as limbs, fragments h, of int8, then l, of
-    uint8: v = 256 h + l. f: isc of each word. The products of two levels are one multiplication: 16-bit lanes hold v + 2^15,
-    whose bytes are h + 128 and l, so |v| < 2^15. Then |h| <= 128, l <= 255, and with limbs of q up to 127 and 64 no sum of
-    `split_sum` reaches 2^31: 128 * 256 * 255 * 127 + 256 * 255 * 64 + 256 * 256 * 128 * 64 < 1.61e9. signed: l is int8, too, and
-    |h| <= 127 where |v| < 2^15 - 128."""
-    offset = 0 if fmt.has_min else fmt.zero or 128  # of levels, which are then no less than 0
-    assert not (fmt.has_min and fmt.zero) and fmt.max_level * fmt.max_isc < 2**15 - 128 * signed, fmt.name
-    offsets, middle, tops_of_low = i64(offset * 0x00010001), i64(0x80808080 if signed else 0x80008000), TOPS if signed else u32(0)
-    tops_of_even = hidden((TOPS & EVEN,))  # as in weights.lookup_nibbles
-
-    @device
-    def limbs_of(w, f):
-        w, f = u32(w), i64(f)
-        addend = i64(middle - f * offsets) if offset else middle
-        first, second = u32(w & EVEN), u32((w >> u32(8)) & EVEN)
-        if offset == 128:  # one operation with the mask
-            tops = tops_of_even(0)
-            first, second = u32(first ^ tops), u32(second ^ tops)
-        even, odd = u32(i64(first) * f + addend), u32(i64(second) * f + addend)
-        return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(u32(prmt(even, odd, u32(0x6240))) ^ tops_of_low)
-
-    @device
-    def four_limbs(w, f0, f1, f2, f3):
-        h0, l0 = limbs_of(w[0], f0)
-        h1, l1 = limbs_of(w[1], f1)
-        h2, l2 = limbs_of(w[2], f2)
-        h3, l3 = limbs_of(w[3], f3)
-        return h0, h1, h2, h3, l0, l1, l2, l3
-    return four_limbs
-
-
-power = hidden((0x4b000000,))  # 2^23, a float whose last bits count ones
-
-
 @device
-def split_sum(h_high, h_low, l_high, l_low):
-    """RN(S) of the sums of h and l times the limbs of q, S = 256 (128 h_high + h_low) + 128 l_high + l_low: both parts of 2^15 a
-    + b are exact in float32, and so is 2^15 a, so that the sum is rounded once. b becomes a float without a conversion, on
-    another pipe."""
-    b = i32(i32((l_high << 7) + l_low) + (h_low << 8))
-    return fma(i2f(i32(h_high + (b >> 15))), f32(32768), add(as_f32(i32(u32(b & 32767) | power(0))), f32(-8388608)))
-
-
-@device
-def limb_product(i0, i1, first, rest):
-    """The sums over the chunk of i * q of two rows. i: bytes for every 16 columns; first, rest: limb a, limbs b and c of the sums
-    of q."""
+def minima_product(i0, i1, c, b):
+    """The sums over the chunk of imin * q of two rows. i0, i1: bytes for every 16 columns; c, b: limbs of the sums of q
+    (`quantize`)."""
     z = i32(0)
-    c = mma16(i0, i1, first, z, z, z, z)
-    c = mma16(i0, i1, rest, c[0] << 7, z, c[2] << 7, z)
-    return i32((c[0] << 7) + c[1]), i32((c[2] << 7) + c[3])
+    u0, r0, u1, r1 = mma32u(i0, i1, i0 << 2, i1 << 2, c, b, z, z, z, z)
+    return i32((u0 << 10) + r0), i32((u1 << 10) + r1)
 
 
 @device
 def token_limbs(lane, shared, limbs, quad):
-    """(first, rest) of a quad."""
-    odd, place = (lane >> 2) & 1, limbs + (4 * quad + (lane >> 3)) * 12 + (lane & 3)
-    return i32(0 if odd else lds(shared, place)), i32(lds(shared, place + 4 + 4 * odd))
+    """(c, b) of a quad."""
+    c, b = lds2(shared, limbs + (4 * quad + (lane >> 3)) * 16 + ((lane & 4) << 1) + ((lane & 3) << 1))
+    return i32(c), i32(b)
 
 
 # The stages of a product, by one warp; each is made by a function of the constants. Arguments of device functions:
@@ -279,13 +236,21 @@ def add_minima(i0, i1, i2, i3, b0, b1, o, high, low):
     high[o], low[o], high[o + 1], low[o + 1] = mma16(i2, i3, b1, c[0], c[1], c[2], c[3])
 
 
-@device
-def multiply_split(w, b0, b1, o, sums):
-    """Adds the products of split levels of 16 rows with one quad. w: their words h, then l."""
-    _, high, low, l_high, l_low = sums
-    high[o], low[o], high[o + 1], low[o + 1] = mma32(w[0], w[1], w[2], w[3], b0, b1, high[o], low[o], high[o + 1], low[o + 1])
-    l_high[o], l_low[o], l_high[o + 1], l_low[o + 1] = mma32u(w[4], w[5], w[6], w[7], b0, b1,
-                                                              l_high[o], l_low[o], l_high[o + 1], l_low[o + 1])
+def split_multiplier(const: Constants):
+    """(w, b0, b1, o, sums): adds the products of split levels of 16 rows with one quad. w: their words h, then l."""
+    split = split_of(const.fmt)
+    two, multiply_h = split.n_limbs == 2, mma32u if split.unsigned else mma32
+    multiply_l = mma32u if split.l_unsigned else mma32
+
+    @device
+    def multiply_split(w, b0, b1, o, sums):
+        _, high, low, l_high, l_low = sums
+        high[o], low[o], high[o + 1], low[o + 1] = multiply_h(w[0], w[1], w[2], w[3], b0, b1,
+                                                              high[o], low[o], high[o + 1], low[o + 1])
+        if two:
+            l_high[o], l_low[o], l_high[o + 1], l_low[o + 1] = multiply_l(w[4], w[5], w[6], w[7], b0, b1,
+                                                                          l_high[o], l_low[o], l_high[o + 1], l_low[o + 1])
+    return multiply_split
 
 
 def quad_multiplier(const: Constants):
@@ -329,7 +294,7 @@ def block_multiplier(const: Constants):
     has_min, carried, pairs, two_quads, z = const.fmt.has_min, const.form.carried, const.unpack.pairs, const.n_quads > 1, i32(0)
     m_plane, imin_plane = const.planes.m, const.planes.imin
     load_tokens, unpack_rows, multiply_quad = token_loader(const), row_unpacker(const), quad_multiplier(const)
-    four_limbs = splitter(const.fmt) if split else None
+    four_limbs, multiply_split = (splitter(const.fmt), split_multiplier(const)) if split else (None, None)
 
     @device
     def multiply_block(lane, shared, tile, act, scratch, j, b0, b1, sums):
@@ -384,11 +349,11 @@ def block_multiplier(const: Constants):
 
 def group_folder(const: Constants):
     """(lane, shared, limbs, scratch, plane, sums): acc = fma(RN(S), d, acc), then acc = fma(-m, RN(M), acc), of a group whose
-    sums are integers; they begin at 0 again. plane: that of its d. S = 128 high + low, or of split levels 256 (128 high + low) +
-    128 m_high + m_low; M = 128 m_high + m_low, or, late, a product of imin with the limbs of the sums of q."""
+    sums are integers; they begin at 0 again. plane: that of its d. S = 128 high + low, or of split levels that of
+    `limb_summer`; M = 128 m_high + m_low, or, late, a product of imin with the limbs of the sums of q."""
     n_quads, split, late, has_min = const.n_quads, const.split, const.late, const.fmt.has_min
     integer, wide, z = const.form.integer, const.form.wide, i32(0)
-    m_plane, imin_plane = const.planes.m, const.planes.imin
+    m_plane, imin_plane, limb_sum = const.planes.m, const.planes.imin, limb_summer(const.fmt) if split else None
 
     @device
     def fold(lane, shared, limbs, scratch, plane, sums):
@@ -404,7 +369,7 @@ def group_folder(const: Constants):
             for k in range(4):
                 o = 4 * quad + k
                 if split:
-                    s = split_sum(high[o], low[o], m_high[o], m_low[o])
+                    s = limb_sum(high[o], low[o], m_high[o], m_low[o])
                 else:
                     s = (l2f(mad64(high[o], i32(128), i64(low[o]))) if wide else i2f(low[o]) if integer
                          else i2f(i32((high[o] << 7) + low[o])))
@@ -414,9 +379,9 @@ def group_folder(const: Constants):
                 high[o], low[o] = z, z
             if late:
                 o = 4 * quad
-                first, rest = token_limbs(lane, shared, limbs, quad)
-                m0, m1 = limb_product(i[0], i[1], first, rest)
-                m2, m3 = limb_product(i[2], i[3], first, rest)
+                c, b = token_limbs(lane, shared, limbs, quad)
+                m0, m1 = minima_product(i[0], i[1], c, b)
+                m2, m3 = minima_product(i[2], i[3], c, b)
                 acc[o], acc[o + 1] = fma(as_f32(m[0]), i2f(m0), acc[o]), fma(as_f32(m[1]), i2f(m1), acc[o + 1])
                 acc[o + 2], acc[o + 3] = fma(as_f32(m[2]), i2f(m2), acc[o + 2]), fma(as_f32(m[3]), i2f(m3), acc[o + 3])
     return fold

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ggml_py.quant.activation import quantize_activations, split_limbs
+from ggml_py.quant.activation import LIMIT, quantize_activations, split_limbs, split_sums
 
 NAN = 0x7fc00000
 
@@ -101,3 +101,14 @@ def test_no_rows():
 def test_input_is_checked(x):
     with pytest.raises(ValueError, match=r"^activations: expected float32 \[n, n_cols\], got "):
         quantize_activations(x)
+
+
+def test_limbs_of_sums():
+    most = 16 * LIMIT
+    sums = np.array([0, 1, -1, 3, 4, -4, 511, 512, -512, -513, 1023, 1024, most, -most, most - 511, 513 - most], np.int32)
+    limbs = split_sums(np.stack([sums, sums[::-1]]))
+    assert limbs.dtype == np.int8 and limbs.shape == (2, 2, 4, 2, 4)
+    c, b = limbs.astype(int).swapaxes(-3, -2).reshape(2, 2, 2, 16).swapaxes(0, 2)  # [c or b][u or r][row][16]
+    assert (c >= 0).all() and (c <= 3).all()
+    u, r = 4 * b + c
+    assert np.array_equal(1024 * u + r, [sums, sums[::-1]]) and (abs(r) <= 512).all()

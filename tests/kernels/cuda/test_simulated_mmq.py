@@ -70,14 +70,14 @@ def test_few_shapes_fit(name, limit):
     ("Q6_K", 128256, 4096, 1, (1, 8, 16, (132, 1))),
     ("Q4_K", 128256, 4096, 1, (1, 16, 16, (132, 1))), ("Q4_1", 576, 1536, 512, (16, 6, 8, (18, 32))),
     ("Q4_K", 4096, 4096, 3, (4, 8, 16, (128, 1))), ("Q4_K", 14336, 4096, 4, (4, 11, 16, (132, 1))),
-    ("Q4_K", 4096, 14336, 16, (16, 7, 8, (128, 1))), ("Q8_0", 14336, 4096, 16, (16, 8, 16, (132, 1)))])
+    ("Q4_K", 4096, 14336, 16, (16, 11, 16, (128, 1))), ("Q8_0", 14336, 4096, 16, (16, 8, 16, (132, 1)))])
 def test_few_shape(type_, n_rows, n_cols, n, expected):
     assert astuple(few_shape((type_,), n_rows, n_cols, n, 132, LIMITS[0]))[:4] == expected
 
 
 @pytest.mark.parametrize("names, n, kind", [
     (("IQ4_XS",), 8, FewShape), (("IQ4_XS",), 9, FewShape), (("IQ4_XS",), 16, FewShape), (("IQ4_XS",), 17, Block),
-    (("Q4_1",), 16, FewShape), (("Q4_K",), 16, FewShape), (("Q4_K",), 17, Block), (("Q6_K",), 8, FewShape), (("Q6_K",), 9, Block),
+    (("Q4_1",), 16, FewShape), (("Q4_K",), 8, FewShape), (("Q4_K",), 9, Block), (("Q6_K",), 8, FewShape), (("Q6_K",), 9, Block),
     (("Q1_0",), 16, FewShape),
     (("IQ3_S", "IQ4_XS"), 16, FewShape), (("IQ3_S", "Q4_K"), 64, Block)])
 def test_slow_formats_take_few_tokens_apart(names, n, kind):
@@ -113,7 +113,7 @@ def glu_call(type_, n, act="silu", biased=False, warpgroups=True, halves=False):
 
 
 @pytest.mark.parametrize("options, declined", [
-    ({"n": 9, "type_": "Q6_K"}, True), ({"n": 8, "type_": "Q6_K"}, False), ({"n": 16}, False), ({"n": 16, "halves": True}, True),
+    ({"n": 9, "type_": "Q6_K"}, True), ({"n": 8, "type_": "Q6_K"}, False), ({"n": 16, "type_": "Q4_1"}, False), ({"n": 16}, True),
     ({"n": 8, "halves": True}, False), ({"n": 512}, True), ({"n": 512, "act": "gelu"}, False),
     ({"n": 512, "biased": True}, False), ({"n": 512, "warpgroups": False}, False), ({"n": 512, "type_": "F16"}, False)], ids=str)
 def test_glu_is_declined_where_warpgroups_multiply_many_tokens(options, declined):

@@ -7,8 +7,10 @@ from cuda_simulator import SimulatedMachine, run_in_simulator
 from ggml_py.kernels.cuda import ptx, split_product
 from ggml_py.kernels.cuda.half_forms import MOST_SPLIT, half_form, largest_weight
 from ggml_py.kernels.cuda.mmq_half import EXPERTS, Halves, dense_blocks, expert_blocks
-from ggml_py.kernels.cuda.tile_product import splitter
-from ggml_py.quant.formats import CHUNK
+from ggml_py.kernels.cuda.split_levels import byte_splitter, limb_summer, split_of, splitter
+from ggml_py.kernels.cuda.tile_form import form
+from ggml_py.quant.activation import LIMIT
+from ggml_py.quant.formats import CHUNK, FORMATS
 from expert_comparisons import check_mul_mat_id, check_mul_mat_id_glu, routed
 from matmul_comparisons import SPLIT, check_mul_mat, extreme_weight, seeded, weight_of_scales
 
@@ -80,7 +82,7 @@ def simulate_gated_experts(machine, name, biased, block):
 def simulate_split(machine):
     """Of all levels and scales, in both halves of a register: 256 h + l is their product, |h| <= 127."""
     for fmt in SPLIT:
-        four_limbs, offset = splitter(fmt, True), fmt.zero
+        four_limbs, offset = byte_splitter(fmt, True), fmt.zero
         levels = np.arange(-fmt.max_level, fmt.max_level + 1)
         codes = np.uint8(np.resize(levels, -(-len(levels) // 4) * 4) + offset).view(np.uint32)
         for isc in (0, 1, fmt.max_isc):
@@ -89,6 +91,89 @@ def simulate_split(machine):
                 limbs = np.array(four_limbs((w,) * 4, *map(ptx.i32, scales))).view(np.int8).reshape(2, 4, 4).astype(int)
                 found = w.reshape(1).view(np.uint8 if offset else np.int8).astype(int) - offset
                 assert np.array_equal(256 * limbs[0] + limbs[1], np.outer(scales, found)) and abs(limbs[0]).max() <= 127, fmt.name
+
+
+INTEGER = [fmt for fmt in FORMATS.values() if fmt.is_quantized and form(fmt).integer]
+
+
+def bounds_of(fmt):
+    """(least, most) of levels and of integer scales: from 0 on where there are minima, else of both signs. Signed integers of
+    some bits, which have a power of two as their bound, are less than it."""
+    if fmt.has_min:
+        return (0, fmt.max_level), (0, fmt.max_isc)
+    whole_levels, whole_scales = (x & (x - 1) == 0 for x in (fmt.zero or 3, fmt.max_isc))
+    return (-fmt.max_level, fmt.max_level - whole_levels), (-fmt.max_isc, fmt.max_isc - whole_scales)
+
+
+@pytest.mark.parametrize("fmt", INTEGER, ids=lambda fmt: fmt.name)
+def simulate_limbs(fmt):
+    """Of all levels, at every place of a word, and all scales, or of formats of which products are split some: 2^k h + l is their
+    product, each a byte of its type."""
+    split, four_limbs = split_of(fmt), splitter(fmt)
+    (least, most), (least_isc, most_isc) = bounds_of(fmt)
+    levels = np.arange(least, most + 1)
+    codes = np.uint8(np.resize(levels, -(-len(levels) // 4) * 4) + fmt.zero)
+    types = [np.uint8 if unsigned else np.int8 for unsigned in (split.unsigned, split.l_unsigned)]
+    scales = {*range(least_isc, most_isc + 1)}
+    for isc in scales if split.by_scale else scales & {least_isc, -1, 0, 1, 5, most_isc}:
+        for w in np.concatenate([np.roll(codes, i).view(np.uint32) for i in range(4)]):
+            found = w.reshape(1).view(np.uint8 if fmt.zero or fmt.has_min else np.int8).astype(int) - fmt.zero
+            words = np.array(four_limbs((w,) * 4, *[ptx.i32(isc)] * 4)).reshape(2, 4)[:split.n_limbs]
+            limbs = [np.ascontiguousarray(each[:1]).view(kind).astype(int) for each, kind in zip(words, types)]
+            v = (2**split.shift * limbs[0] + limbs[1] if split.n_limbs == 2 else -limbs[0] if split.negated else limbs[0])
+            assert np.array_equal(v, isc * found), (fmt.name, isc, found)
+            assert (words == words[:, :1]).all(), fmt.name
+
+
+def simulate_which_scales_are_split():
+    one = {fmt.name for fmt in INTEGER if split_of(fmt).n_limbs == 1}
+    assert one == {"Q2_K", "Q3_K"} and [fmt.name for fmt in INTEGER if split_of(fmt).negated] == ["Q3_K"]
+    assert {fmt.name for fmt in INTEGER if split_of(fmt).by_scale} - one == {
+        "Q4_K", "Q5_K", "IQ1_S", "IQ1_M", "IQ1_M_R1", "IQ3_S", "IQ2_K", "IQ2_KS"}
+
+
+@pytest.mark.parametrize("fmt", INTEGER, ids=lambda fmt: fmt.name)
+def simulate_limb_sums(fmt):
+    """RN(S) of the sums of a chunk: of levels, scales and q that are all at a bound but for a few, and of random ones."""
+    split, limb_sum, rng = split_of(fmt), limb_summer(fmt), seeded(fmt.name)
+    (least, most), (least_isc, most_isc) = bounds_of(fmt)
+    for trial in range(60):
+        levels, isc = rng.integers(least, most + 1, CHUNK), rng.integers(least_isc, most_isc + 1, CHUNK)
+        q = rng.integers(-LIMIT, LIMIT + 1, CHUNK) >> rng.integers(0, 14)
+        if trial % 3 == 0:
+            levels, isc, q = (np.full(CHUNK, rng.choice(bounds)) for bounds in (
+                [least, most], [least_isc, most_isc], [-LIMIT, LIMIT, 65 - LIMIT]))
+            q[:rng.integers(0, 4)] //= 3
+        high, low = (q + 64) >> 7, q - ((q + 64) >> 7 << 7)
+        v = levels * isc
+        if split.n_limbs == 1:
+            limbs = (-v if split.negated else v), np.zeros(CHUNK, int)
+        elif split.by_scale:
+            limbs = levels * (isc >> split.shift), levels * (isc & ((1 << split.shift) - 1))
+        else:
+            limbs = v >> 8, v & 255
+        sums = [ptx.i32(int(limb @ of_q)) for limb in limbs for of_q in (high, low)]
+        assert limb_sum(*sums) == np.float32(int(v @ q)), (fmt.name, sums)
+
+
+@pytest.mark.parametrize("fmt", INTEGER, ids=lambda fmt: fmt.name)
+def simulate_limb_sums_are_rounded_once(fmt):
+    """S halfway between two floats, or 1 from there, of sums of h and l of any sizes that add up to it."""
+    split, limb_sum, rng = split_of(fmt), limb_summer(fmt), seeded("once " + fmt.name)
+    largest, sign, k = CHUNK * fmt.max_level * fmt.max_isc * LIMIT, -1 if split.negated else 1, split.shift
+    for e in range(largest.bit_length() - 25):
+        for _ in range(40):
+            middle = int(rng.integers(2**24, 2**25)) | 1
+            for s in ((middle << e) + n for n in (-1, 0, 1)):
+                s = s if rng.integers(2) else -s
+                if abs(s) > largest:
+                    continue
+                h_low, l_high = (int(x) for x in rng.integers(-2**20, 2**20, 2)) if split.n_limbs == 2 else (0, 0)
+                rest = sign * s - (h_low << k) - (l_high << 7)
+                h_high, l_low = rest >> (k + 7), rest & ((1 << k + 7) - 1)
+                if split.n_limbs == 1:
+                    h_low, l_low = l_low, 0
+                assert limb_sum(*map(ptx.i32, (h_high, h_low, l_high, l_low))) == np.float32(s), (fmt.name, s)
 
 
 def simulate_sum_of_three(machine):

@@ -89,6 +89,9 @@ def simulate_teams(machine, name, n_rows, n_cols, n, block):
     ("Q8_0", 65, 1568, 61, Block(2, 2, 8, True, 3, copiers=4)),   # by two warpgroups for the same rows
     ("IQ4_XS", 129, 1280, 3, Block(4, 1, 16, True, 3, copiers=4)),  # warpgroups by turns
     ("TQ2_0", 31, 256, 9, Block(1, 1, 16, True, 3, copiers=2)),   # fewer chunks than slots
+    ("Q2_K", 129, 768, 5, Block(4, 1, 16, True, 3, copiers=4)),    # with minima
+    ("Q2_K", 31, 1536, 9, Block(1, 1, 16, True, 4, copiers=2)),    # four slots, one limb,
+    ("IQ2_KS", 31, 1536, 9, Block(1, 1, 16, True, 4, copiers=2)),  # two of signed levels
     ("Q6_K", 33, 2304, 5, Block(1, 1, 8, True, 5, 4, copiers=2)),
     ("Q4_0", 31, 2816, 9, Block(1, 1, 8, True, 5, 3, copiers=2)),
     ("Q4_1", 33, 2560, 9, Block(1, 1, 16, True, 3, 2, 2, 2, 2)),
