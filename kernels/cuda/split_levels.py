@@ -58,7 +58,20 @@ def splitter(fmt: Format):
     return scale_splitter(fmt, split) if split.by_scale else byte_splitter(fmt)
 
 
+def of_fragment(limbs_of):
+    """`splitter` by what splits a word: (w, f) -> (h, l)."""
+    @device
+    def four_limbs(w, f0, f1, f2, f3):
+        h0, l0 = limbs_of(w[0], f0)
+        h1, l1 = limbs_of(w[1], f1)
+        h2, l2 = limbs_of(w[2], f2)
+        h3, l3 = limbs_of(w[3], f3)
+        return h0, h1, h2, h3, l0, l1, l2, l3
+    return four_limbs
+
+
 def scale_splitter(fmt: Format, split: Split):
+    """As `splitter`, where isc is split, or a factor itself."""
     two, shift, negated, signed, offset = split.n_limbs == 2, split.shift, split.negated, not split.unsigned, fmt.zero or 128
     tops, offsets = i64(TOPS), i64(offset * ONES)
 
@@ -77,15 +90,7 @@ def scale_splitter(fmt: Format, split: Split):
             return limb(w, f >> shift), limb(w, f & ((1 << shift) - 1))
         h = limb(w, -f if negated else f)
         return h, h
-
-    @device
-    def four_limbs(w, f0, f1, f2, f3):
-        h0, l0 = limbs_of(w[0], f0)
-        h1, l1 = limbs_of(w[1], f1)
-        h2, l2 = limbs_of(w[2], f2)
-        h3, l3 = limbs_of(w[3], f3)
-        return h0, h1, h2, h3, l0, l1, l2, l3
-    return four_limbs
+    return of_fragment(limbs_of)
 
 
 def byte_splitter(fmt: Format, signed: bool = False):
@@ -106,15 +111,7 @@ def byte_splitter(fmt: Format, signed: bool = False):
             first, second = u32(first ^ tops), u32(second ^ tops)
         even, odd = u32(i64(first) * f + addend), u32(i64(second) * f + addend)
         return i32(u32(prmt(even, odd, u32(0x7351))) ^ TOPS), i32(u32(prmt(even, odd, u32(0x6240))) ^ tops_of_low)
-
-    @device
-    def four_limbs(w, f0, f1, f2, f3):
-        h0, l0 = limbs_of(w[0], f0)
-        h1, l1 = limbs_of(w[1], f1)
-        h2, l2 = limbs_of(w[2], f2)
-        h3, l3 = limbs_of(w[3], f3)
-        return h0, h1, h2, h3, l0, l1, l2, l3
-    return four_limbs
+    return of_fragment(limbs_of)
 
 
 power = hidden((0x4b000000,))  # 2^23, a float whose last bits count ones
