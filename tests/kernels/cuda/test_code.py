@@ -62,7 +62,7 @@ def test_kernel(name, cc, process, tmp_path):
 def test_products_of_warpgroups_are_not_held_up(tmp_path):
     """ptxas warns where it lets no product run beside other work, and where it gives no warpgroup registers of others."""
     for name in ("mmq[Q8_0, 2, 1, 16, True, 3, 2, 2, 2, 4]", "mmq[Q8_0, 4, 1, 16, True, 3, 1, 1, 1, 4]",
-                 "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1, 1, 0]", "mmq[Q8_0, 2, 2, 8, True, 3, 1, 1, 1, 4]",
+                 "mmq[Q4_K, 4, 1, 16, True, 3, 1, 1, 1, 4]", "mmq[Q8_0, 2, 2, 8, True, 3, 1, 1, 1, 4]",
                  "mmq[Q8_0, 2, 1, 8, True, 5, 4, 2, 1, 4]", "mmq[IQ4_XS, 2, 1, 16, True, 3, 2, 2, 2, 4]",
                  "mmq[Q6_0, 2, 1, 8, True, 6, 3, 1, 1, 4]", "mmq_qkv[Q4_K, Q4_K, Q6_K, 2, 1, 16, True, 3, 2, 2, 2, 4]",
                  "mmq_half[Q4_K, False, 4, 1, 16, True, 2, 1, 1, 1, 0]", "mmq_half[Q4_K, False, 4, 1, 8, True, 3, 1, 1, 1, 0]",
