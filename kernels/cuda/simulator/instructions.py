@@ -2,6 +2,7 @@
 from functools import lru_cache
 
 import numpy as np
+from numba import typeof
 
 from ... import arith, float16
 from ...compile import jit
@@ -219,10 +220,25 @@ _OPERAND = {letter: (as_int if issubclass(dtype, np.integer) else as_float)(dtyp
 
 def checked(name, result, operands):
     """The instruction `name` as a Python function that takes only operands of the stated registers."""
-    function, result, n = _MEANING[name], _TYPE[result], len(operands)
+    n, register = len(operands), np.empty(1, _TYPE[result])  # a number is stored faster than it is made a numpy scalar
     (p, P), (q, Q), (r, R) = ([(_OPERAND[o], _TYPE[o]) for o in operands] + [(None, None)] * 2)[:3]
-    if n == 1:
-        return lambda a: result(function(a if type(a) is P else p(a)))
-    if n == 2:
-        return lambda a, b: result(function(a if type(a) is P else p(a), b if type(b) is Q else q(b)))
-    return lambda a, b, c: result(function(a if type(a) is P else p(a), b if type(b) is Q else q(b), c if type(c) is R else r(c)))
+
+    def function(*args):
+        """The first time. A function that was compiled for these types takes them without a look at what they are."""
+        nonlocal function
+        meaning = _MEANING[name]
+        function = meaning.compile(tuple(typeof(_TYPE[o]()) for o in operands)) if hasattr(meaning, "compile") else meaning
+        return function(*args)
+
+    def one(a):
+        register[0] = function(a if type(a) is P else p(a))
+        return register[0]
+
+    def two(a, b):
+        register[0] = function(a if type(a) is P else p(a), b if type(b) is Q else q(b))
+        return register[0]
+
+    def three(a, b, c):
+        register[0] = function(a if type(a) is P else p(a), b if type(b) is Q else q(b), c if type(c) is R else r(c))
+        return register[0]
+    return (one, two, three)[n - 1]
