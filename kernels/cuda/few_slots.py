@@ -141,7 +141,7 @@ def copier(fmt: Format, n_tokens: int, listed: bool):
         if lane < n_valid:
             copy1(shared, i32(to + d_at + lane), act, i32(scales + chunk * n + row_of(shared, first, lane)))
         for i in range(n_limbs):
-            p = i32(afresh(lane) + 32 * i)  # as n above
+            p = i32(afresh(lane) + 32 * i)  # else it keeps registers, as n above
             if p < 4 * n_valid:  # of each token four pieces
                 beside = i32(limbs + chunk * n * 16 + (p & 3) * 4)
                 copy4(shared, i32(to + limbs_at + p * 4), act, i32(beside + row_of(shared, first, i32(p >> 2)) * 16))

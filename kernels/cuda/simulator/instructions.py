@@ -224,7 +224,7 @@ def checked(name, result, operands):
     (p, P), (q, Q), (r, R) = ([(_OPERAND[o], _TYPE[o]) for o in operands] + [(None, None)] * 2)[:3]
 
     def function(*args):
-        """The first time. A function that was compiled for these types takes them without a look at what they are."""
+        """Until the first call, which puts what was compiled for these types in its place: that looks at no type again."""
         nonlocal function
         meaning = _MEANING[name]
         function = meaning.compile(tuple(typeof(_TYPE[o]()) for o in operands)) if hasattr(meaning, "compile") else meaning
