@@ -1,8 +1,12 @@
 """Threads that share the work of the CPU's kernels.
 
 A loop over units of work is a job: the address of code for one unit, that of its arguments, and the number of units. Who works
-on a job takes the next unit that nobody has taken: the thread that came with the job, and the workers that are awake. So nobody
-waits for a worker that has not begun; and a job costs its thread well below a microsecond more than a loop.
+on a job takes units that nobody has taken: the thread that came with the job, and the workers that are awake. So nobody waits
+for a worker that has not begun; and a job costs its thread well below a microsecond more than a loop.
+
+Each thread has a share of the units, one behind the other, and takes those first, then what is left of the others' shares. Most
+jobs have their units in the order of rows, so what a thread reads is mostly what it wrote in the job before, and in its own
+cache. A job whose units are of different size, the largest first, is one share.
 
 Workers are Python's threads, in compiled code and without its lock. Behind a job they look for the next one for
 SPIN_SECONDS, which a GPU's part of a layer takes; then they sleep. A job that finds too few awake wakes them, and does not wait
@@ -38,11 +42,13 @@ SPIN_SECONDS = 0.003             # that a worker looks for the next job, a pause
 LINE, LINES = 64, 32             # bytes of a line of the caches; of these, what a worker asks for between two looks
 AHEAD_BYTES = 1 << 19            # of what is named by `ahead`, for each worker: a part of its second cache
 
-# Words of `control`: the number of the open job, or 0; the next unit; how many workers are at it, how many are awake; how often
-# they were woken; then what only the thread with the job writes. What several write lies in cache lines of its own; so does what
-# `ahead` writes: how often, the first byte, one past the last.
-OPEN, NEXT, ACTIVE, AWAKE, BELL, JOBS, THREADS, MISSED, CODE, DATA, N = 0, 16, 32, 48, 64, 80, 81, 82, 83, 84, 85
-NAMED, FIRST, END = 96, 97, 98
+# Words of `control`: the number of the open job, or 0; how many workers are at it, how many are awake; how often they were woken;
+# then what only the thread with the job writes. What several write lies in cache lines of its own; so does what `ahead` writes:
+# how often, the first byte, one past the last. Last, how many units of each share were asked for: side by side, since a job
+# begins with all of them as zeros, and who is through with its own looks at all.
+OPEN, ACTIVE, AWAKE, BELL, JOBS, THREADS, MISSED, CODE, DATA, N, SHARES = 0, 16, 32, 48, 64, 65, 66, 67, 68, 69, 70
+NAMED, FIRST, END = 80, 81, 82
+TAKEN = 96
 I8, I64 = ir.IntType(8), ir.IntType(64)
 CONTROL = types.int64[::1]
 UNIT = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I64])  # (arguments, number of the unit)
@@ -163,24 +169,32 @@ def call(typingctx, code, data, u):
 
 
 @device
-def take_units(control, code, data, n):
-    u = take(control, NEXT, 1)
-    while u < n:
-        call(code, data, u)
-        u = take(control, NEXT, 1)
+def take_units(control, index):
+    """By the thread of this index: of its share, then of the others'."""
+    code, data, n, n_shares = control[CODE], control[DATA], control[N], control[SHARES]
+    owner = index % n_shares
+    for _ in range(n_shares):
+        begin, end, taken = owner * n // n_shares, (owner + 1) * n // n_shares, TAKEN + owner
+        while begin + look(control, taken) < end:
+            u = begin + take(control, taken, 1)
+            if u < end:
+                call(code, data, u)
+        owner = owner + 1 if owner < n_shares - 1 else 0
 
 
 @device
-def share(control, n, code, data):
+def share(control, n, code, data, n_shares):
     """Every unit of n, by this thread and by workers."""
     control[CODE], control[DATA], control[N] = code, data, n
+    control[SHARES] = min(n_shares, control.shape[0] - TAKEN)  # there may be more threads than there were CPUs at first
     control[JOBS] += 1
-    put(control, NEXT, 0)
+    for i in range(control[SHARES]):
+        control[TAKEN + i] = 0
     put(control, OPEN, control[JOBS])
     if look(control, AWAKE) < control[THREADS] - 1:
         control[MISSED] = 1
         ring(control)
-    take_units(control, code, data, n)
+    take_units(control, 0)
     put(control, OPEN, 0)
     # Who began while it was open is counted in ACTIVE, and who counts itself later sees that it is closed
     while look(control, ACTIVE) != 0:
@@ -207,7 +221,7 @@ def look_for_jobs(control, index, n_looks):
             continue
         take(control, ACTIVE, 1)
         if look(control, OPEN) == job:
-            take_units(control, control[CODE], control[DATA], control[N])
+            take_units(control, index)
             looks, last = 0, job
         take(control, ACTIVE, -1)
 
@@ -239,8 +253,9 @@ def borrowed(context, builder, type_, value):
 
 
 def sharing(body: Callable) -> Callable:
-    """each(control, n, args, pays=True): body(u, args) for every u of range(n), shared with the workers where that pays. body:
-    compiled, of (int64, tuple), gives nothing and raises nothing; units write to different places."""
+    """each(control, n, args, pays=True, largest_first=False): body(u, args) for every u of range(n), shared with the workers
+    where that pays. body: compiled, of (int64, tuple), gives nothing and raises nothing; units write to different places.
+    largest_first: units are of different size, in this order."""
     @intrinsic
     def job(typingctx, args):
         """(address of the code of a unit, address of args), while the calling function runs."""
@@ -265,14 +280,14 @@ def sharing(body: Callable) -> Callable:
         return args(args), lambda context, builder, _, values: borrowed(context, builder, args, values[0])
 
     @device
-    def each(control, n, args, pays=True):
+    def each(control, n, args, pays=True, largest_first=False):
         args = borrow(args)
         if not pays or n < 2 or control[THREADS] < 2:
             for u in range(n):
                 body(u, args)
             return
         code, data = job(args)
-        share(control, n, code, data)
+        share(control, n, code, data, 1 if largest_first else control[THREADS])
     return each
 
 
@@ -312,8 +327,9 @@ class Workers:
 
 def _new_control(n_threads: int) -> np.ndarray:
     """int64; the first word begins a cache line."""
-    words = np.zeros(112 + 8, np.int64)
-    control = words[-words.ctypes.data % 64 // 8:][:112]
+    n_words = TAKEN + -(-MOST // 8) * 8
+    words = np.zeros(n_words + LINE // 8, np.int64)
+    control = words[-words.ctypes.data % LINE // 8:][:n_words]
     control[THREADS] = n_threads
     return control
 

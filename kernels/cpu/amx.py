@@ -60,6 +60,10 @@ class Shape(NamedTuple):
         return self.n_limbs + 1
 
     @property
+    def sum_words(self) -> int:
+        return self.n_sums * COLUMNS * ROWS
+
+    @property
     def x_tiles(self) -> tuple[int, int]:
         """Of the high and of the low limbs of activations. The sums have the first tiles, two each."""
         return (4, 5) if self.n_limbs == 1 else (6, 6)
@@ -77,6 +81,19 @@ class Shape(NamedTuple):
         return bytes([1, *[0] * 15, *b"".join(n.to_bytes(2, "little") for n in n_columns), *[0] * 16, *n_rows, *[0] * 8])
 
 
+class Pipeline(NamedTuple):
+    """Products one behind the other. The sums of one stay in the tiles until the next one, which stores each just before it
+    begins that tile anew: so neither waits for the other. `Tiles.end` is for them, too."""
+    n_words: int       # of memory of a thread
+    # (words u32 [n_words], written): the tiles of this thread are for these products, from now on, and their sums are zeros
+    begin: Callable
+    # (words, x, high, low, stride, w, j, sums, other): as `Tiles.multiply`, but the sums written are those of the product before.
+    # Between its instructions stands other code, which has nothing to do with these two products
+    multiply: Callable
+    flush: Callable    # (words, sums): writes the sums of the last product
+    alone: Callable    # (other): that code alone
+
+
 class Tiles(NamedTuple):
     """What a thread does with tiles."""
     # (words u32 [CONFIG_WORDS], written): the tiles of this thread are for these products, from now on
@@ -88,8 +105,8 @@ class Tiles(NamedTuple):
     #     sum of high wh, sum of high wl + low wh, sum of low wl        w of limbs wh, signed, and wl
     multiply: Callable
     end: Callable  # ()
-    # (emit) -> (multiply, alone). emit(builder, other, i), i < COLUMNS, makes code that has nothing to do with the product.
-    # multiply(..., other): as above, with that code between its instructions; alone(other): that code alone
+    # (prepare) -> Pipeline. prepare(builder, values of the tuple `other`) emits what the other code begins with and gives
+    # emit(i), i < COLUMNS, for the parts of the rest
     beside: Callable
 
 
@@ -97,22 +114,33 @@ class Tiles(NamedTuple):
 def tiles(*shape) -> Tiles:
     """shape: as of `Shape`."""
     shape = Shape(*shape)
-    return Tiles(_beginner(shape), _multiplier(shape), end, partial(_beside, shape))
+    return Tiles(_beginner(shape), _multiplier(shape), end, partial(_pipeline, shape))
 
 
 @lru_cache(None)
 def emulated(*shape) -> Tiles:
     shape = Shape(*shape)
-    multiply = _emulated_multiplier(shape)
+    multiply, n_words = _emulated_multiplier(shape), shape.sum_words
 
-    def beside(emit):
-        alone = _alone(emit)
+    def beside(prepare):
+        alone = _alone(prepare)
 
         @device
-        def both(x, high, low, stride, w, j, sums, other):
-            multiply(x, high, low, stride, w, j, sums)
+        def begin(words):
+            for i in range(n_words):
+                words[i] = 0
+
+        @device
+        def flush(words, sums):
+            for i in range(n_words):
+                sums[i] = words[i]
+
+        @device
+        def both(words, x, high, low, stride, w, j, sums, other):
+            flush(words, sums)
+            multiply(x, high, low, stride, w, j, words)
             alone(other)
-        return both, alone
+        return Pipeline(n_words, begin, both, flush, alone)
     return Tiles(device(lambda words: None), multiply, device(lambda: None), beside)
 
 
@@ -168,13 +196,11 @@ def end(typingctx):
     return types.none(), codegen
 
 
-def _instructions(shape):
+def _instructions(shape, before):
     """Of a product, in order: pairs of its time, in those of a product of two tiles, and emit(builder, x, (high, low), stride, w,
-    sums). A sum waits for the product before it, so three of other sums are between them where there are as many."""
+    sums). A sum waits for the product before it, so three of other sums are between them where there are as many. before(tile):
+    what makes the tile of a sum ready, ahead of its first product."""
     step_words = shape.n_bytes // 4 * ROWS
-
-    def zero(tile):
-        return 0, lambda builder, *_: _emit(builder, "tilezero", I8(tile))
 
     def load_x(limb, step):
         def emit(builder, x, starts, stride, w, sums):
@@ -190,32 +216,43 @@ def _instructions(shape):
 
     def add(of, half, x_limb, kind):
         operands = 2 * of + half, shape.x_tiles[x_limb], shape.w_tiles[half]
-        return 1, lambda builder, *_: _emit(builder, f"tdp{kind}", *map(I8, operands))
+        first = before(operands[0]) if operands[0] in unused else []
+        unused.discard(operands[0])
+        return [*first, (1, lambda builder, *_: _emit(builder, f"tdp{kind}", *map(I8, operands)))]
 
-    def store(of, half):
-        def emit(builder, x, starts, stride, w, sums):
-            word = of * COLUMNS * ROWS + half * LANES
-            _emit(builder, "tilestored64", I8(2 * of + half), _byte(builder, sums, I64(4 * word)), I64(4 * ROWS))
-        return 1, emit
-
-    result = [zero(tile) for tile in range(2 * shape.n_sums)]
+    result, unused = [], set(range(2 * shape.n_sums))
     for step in range(shape.n_steps):
-        if shape.n_limbs == 1:
-            result += [load_x(0, step), load_x(1, step), load_w(step, 0, 0), load_w(step, 0, 1)]
-            result += [add(x_limb, half, x_limb, "bssd") for x_limb in range(2) for half in range(2)]
-            continue
-        for x_limb, w_limbs in enumerate(((1, 0), (0, 1))):
+        for x_limb in range(2):
             result.append(load_x(x_limb, step))
-            for w_limb in w_limbs:
+            if shape.n_limbs == 1:
+                for half in range(2):
+                    result += [*([] if x_limb else [load_w(step, 0, half)]), *add(x_limb, half, x_limb, "bssd")]
+                continue
+            for w_limb in (0, 1) if x_limb else (1, 0):
                 kind = "bssd" if w_limb else f"bs{shape.low_sign}d"
                 for half in range(2):
-                    result += [load_w(step, w_limb, half), add(x_limb + 1 - w_limb, half, x_limb, kind)]
-    return result + [store(of, half) for of in range(shape.n_sums) for half in range(2)]
+                    result += [load_w(step, w_limb, half), *add(x_limb + 1 - w_limb, half, x_limb, kind)]
+    return result
 
 
-def _product(shape, builder, x, high, low, stride, w, j, sums, between=lambda done: None):
-    """Emits it. between(done): what comes behind so much of its time, up to 1."""
-    instructions, w, done = _instructions(shape), _byte(builder, w, builder.mul(j, I64(4))), 0
+def _zero(tile):
+    return 0, lambda builder, *_: _emit(builder, "tilezero", I8(tile))
+
+
+def _store(tile):
+    def emit(builder, x, starts, stride, w, sums):
+        word = tile // 2 * COLUMNS * ROWS + tile % 2 * LANES
+        _emit(builder, "tilestored64", I8(tile), _byte(builder, sums, I64(4 * word)), I64(4 * ROWS))
+    return 1, emit
+
+
+def _stores(shape):
+    return [_store(tile) for tile in range(2 * shape.n_sums)]
+
+
+def _run(instructions, builder, x, high, low, stride, w, j, sums, between=lambda done: None):
+    """Emits them. between(done): what comes behind so much of their time, up to 1."""
+    w, done = _byte(builder, w, builder.mul(j, I64(4))), 0
     total = sum(time for time, _ in instructions)
     for time, emit in instructions:
         emit(builder, x, (high, low), stride, w, sums)
@@ -225,37 +262,50 @@ def _product(shape, builder, x, high, low, stride, w, j, sums, between=lambda do
 
 
 def _multiplier(shape):
+    instructions = [*_instructions(shape, lambda tile: [_zero(tile)]), *_stores(shape)]
+
     @intrinsic
     def multiply(typingctx, x, high, low, stride, w, j, sums):
         def codegen(context, builder, signature, args):
-            _product(shape, builder, *args)
+            _run(instructions, builder, *args)
             return context.get_dummy_value()
         return types.none(x, types.int64, types.int64, types.int64, w, types.int64, sums), codegen
     return multiply
 
 
-def _beside(shape, emit):
+def _pipeline(shape, prepare):
+    instructions = _instructions(shape, lambda tile: [_store(tile), _zero(tile)])
+
     @intrinsic
-    def multiply(typingctx, x, high, low, stride, w, j, sums, other):
+    def multiply(typingctx, words, x, high, low, stride, w, j, sums, other):
         def codegen(context, builder, signature, args):
-            *args, other = args
-            values, left = cgutils.unpack_tuple(builder, other), list(range(COLUMNS))
+            _, *args, other = args
+            emit, left = prepare(builder, cgutils.unpack_tuple(builder, other)), list(range(COLUMNS))
 
             def between(done):
                 while COLUMNS - len(left) < round(done * COLUMNS):
-                    emit(builder, values, left.pop(0))
-            _product(shape, builder, *args, between)
+                    emit(left.pop(0))
+            _run(instructions, builder, *args, between)
             return context.get_dummy_value()
-        return types.none(x, types.int64, types.int64, types.int64, w, types.int64, sums, other), codegen
-    return multiply, _alone(emit)
+        return types.none(words, x, types.int64, types.int64, types.int64, w, types.int64, sums, other), codegen
+
+    @intrinsic
+    def flush(typingctx, words, sums):
+        def codegen(context, builder, signature, args):
+            for _, store in _stores(shape):
+                store(builder, None, None, None, None, args[1])
+            return context.get_dummy_value()
+        return types.none(words, sums), codegen
+    return Pipeline(CONFIG_WORDS, _beginner(shape), multiply, flush, _alone(prepare))
 
 
-def _alone(emit):
+def _alone(prepare):
     @intrinsic
     def alone(typingctx, other):
         def codegen(context, builder, signature, args):
+            emit = prepare(builder, cgutils.unpack_tuple(builder, args[0]))
             for i in range(COLUMNS):
-                emit(builder, cgutils.unpack_tuple(builder, args[0]), i)
+                emit(i)
             return context.get_dummy_value()
         return types.none(other), codegen
     return alone

@@ -121,7 +121,7 @@ def shared_by_runs(attend, key, most_rows=ROWS):
         shape = (n_units, n_pieces, n_rows) if n_spans > 1 else (1, 0, 0)
         parts = np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty((*shape, dv), np.float32)
         rest = q, k, v, n_head_kv, seq, pos, present, scale, out, window, sinks, softcap
-        each(control, n_units * n_spans, (runs, n_runs, n_spans, parts, rest))
+        each(control, n_units * n_spans, (runs, n_runs, n_spans, parts, rest), True, True)
         if n_spans > 1:
             join_each(control, n_units, (runs, n_head_kv, pos, window, parts, sinks, out))
     return run

@@ -2,36 +2,50 @@
 from functools import partial
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
+from ...quant.device_functions import inlined
 from ..arith import add, div, f32, fma, i2f, mul, sqrt
 from ..compile import jit
 from ..reference import rms_norm as reference
 from .parallel import over_rows
+from .vector import F32, I32, pointer
 
 
-@jit
+@intrinsic
+def sum_of_128(typingctx, first):
+    """Of 128 float32 from a pointer on, halves added to halves."""
+    def codegen(context, builder, signature, args):
+        x = builder.load(builder.bitcast(args[0], ir.VectorType(F32, 128).as_pointer()), align=4)
+        while (w := x.type.count // 2) > 0:
+            low, high = (builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, w), list(range(first, first + w))))
+                         for first in (0, w))
+            x = builder.fadd(low, high)
+        return builder.extract_element(x, I32(0))
+    return types.float32(first), codegen
+
+
+@inlined
 def halve128(partial):
-    """The end of sum128: partial: f32 [128], overwritten; returns its sum, halves added to halves."""
-    w = 64
-    while w > 0:
-        low, high = partial[:w], partial[w:]
-        for j in range(w):
-            low[j] = add(low[j], high[j])
-        w >>= 1
-    return partial[0]
+    """The end of sum128. partial: f32 [128]."""
+    return sum_of_128(pointer(partial))
 
 
 @jit
 def sum128_of_squares(a, partial):
     """a: f32 [n]. partial: f32 [128], overwritten."""
-    partial[:] = 0
+    x, sums = pointer(a), pointer(partial)
+    for j in range(128):
+        sums[j] = f32(0)
     whole = a.shape[0] // 128 * 128
     for start in range(0, whole, 128):
         for j in range(128):
-            partial[j] = fma(a[start + j], a[start + j], partial[j])
+            sums[j] = fma(x[start + j], x[start + j], sums[j])
     for j in range(a.shape[0] - whole):
-        partial[j] = fma(a[whole + j], a[whole + j], partial[j])
-    return halve128(partial)
+        sums[j] = fma(x[whole + j], x[whole + j], sums[j])
+    return sum_of_128(sums)
 
 
 @jit

@@ -62,6 +62,55 @@ def test_workers_that_sleep_are_woken_and_nobody_waits_for_them(n_threads):
         assert bool(threads.workers.control[threads.AWAKE]) == are_awake
 
 
+@device
+def note_order(u, args):
+    """Unit 0 waits a while for the one in the middle."""
+    done, clock, order = args
+    if u == 0:
+        for _ in range(10_000_000):
+            if threads.look(done, done.shape[0] // 2) != 0:
+                break
+    order[u] = threads.take(clock, 0, 1)
+    threads.put(done, u, 1)
+
+
+each_in_order = sharing(note_order)
+
+
+@jit(parallel=True)
+def kernel_in_order(control, done, clock, order):
+    each_in_order(control, done.shape[0], (done, clock, order))
+
+
+def test_a_worker_begins_with_its_own_share(n_threads):
+    """Not with the next unit: that is another thread's."""
+    if threads.MOST < 2:
+        pytest.skip("one CPU")
+    n_threads(2)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        done, clock, order = np.zeros(10, np.int64), np.zeros(1, np.int64), np.zeros(10, np.int64)
+        kernel_in_order(done, clock, order)
+        assert sorted(order) == list(range(10))
+        if order[5] < order[1]:
+            return
+    raise AssertionError("the worker never began with unit 5")
+
+
+def test_more_threads_than_there_is_room_for_shares(n_threads, monkeypatch):
+    """Nothing is written behind `control`."""
+    control = threads.workers.control
+    monkeypatch.setattr(threads, "MOST", 3 * len(control))
+    behind = np.full(8 * len(control), 7, np.int64)
+    mine = behind[:len(control)]
+    mine[:] = 0
+    mine[threads.THREADS] = 3 * len(control)
+    monkeypatch.setattr(threads.workers, "control", mine)
+    monkeypatch.setattr(threads.workers, "start", lambda: None)
+    check(1000, 1.5)
+    assert (behind[len(control):] == 7).all()
+
+
 def test_threads_that_come_together(n_threads):
     """One job at a time."""
     done = []

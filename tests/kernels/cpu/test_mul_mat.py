@@ -25,9 +25,9 @@ from ggml_py.testing import assert_bitwise_equal
 NAMES = [fmt.name for fmt in FORMATS.values() if fmt.planes]
 FORMS = ["Q4_0", "Q5_K", "F16"]  # groups of 32; of 256, in spans of 64, with scales and minima; floats
 ROWS = [1, 31, 32, 33, 65]
-N_TOKENS = [1, 2, 5, 8, 17]   # one block, several, and a rest; the last by tiles, where the CPU has them
-assert N_TOKENS[-2] < TILE_COLUMNS <= N_TOKENS[-1]
-GUARD = 16                    # elements behind out that must stay as they are
+N_TOKENS = [1, 2, 5, 8, 16, 17]  # one block, several, and a rest; the last by tiles, where the CPU has them, one product and two
+assert N_TOKENS[-3] < TILE_COLUMNS <= N_TOKENS[-2]
+GUARD = 16                       # elements behind out that must stay as they are
 THREADS = [1, 2] if threads.MOST > 1 else [1]
 
 
@@ -137,17 +137,17 @@ def test_without_a_dot_product_of_bytes(name):
 
 # Of one limb and two; groups of 32, 128, 256; minima over 16 and 32, of one, of others, none
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q2_K", "Q5_K", "Q6_K", "IQ1_S", "Q1_0"])
-@pytest.mark.parametrize("n", [22, 145])  # 16 columns and 6; two units
+@pytest.mark.parametrize("n", [16, 22, 145])  # one product of a group: three chunks are on their way; 16 columns and 6; two units
 def test_emulated_tiles(name, n):
     """The loops that stand for AMX, on CPUs without it. Nothing is read behind the arrays."""
     if not ISAS[available_isas()[0]].dot4:
         pytest.skip("this CPU has no dot product of bytes, which what stands beside tiles takes")
     fmt, rng = format_of(name), seeded(f"tiles {name}")
-    n_cols = 2 * CHUNK + fmt.block_size
+    n_cols = 4 * CHUNK + fmt.block_size
     data = random_weight(fmt, 33, n_cols, rng)
     x, words = product_input(name, activations(n, n_cols, rng)).arrays, tiles(fmt, data, n_cols)
     expected, out = run(reference_arrays(name), words, x, n, 33), guarded(np.full((n, 33), np.nan, np.float32))
-    limbs = guarded(np.full(limbs_shape(n, 3), 0xff, np.uint8))
+    limbs = guarded(np.full(limbs_shape(n, 5), 0xff, np.uint8))
     Products([(name, guarded(words), out)], [guarded(a) for a in x], n_cols, limbs, tiles=amx.emulated)()
     assert_bitwise_equal(out, expected, f"mul_mat[{name}, n={n}] by emulated tiles")
 
