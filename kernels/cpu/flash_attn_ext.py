@@ -13,15 +13,14 @@ from functools import lru_cache, partial
 import numpy as np
 
 from ...quant.device_functions import device
-from ..arith import as_f32, as_i32, div, exp, f2i, f32, fma, i2f, i32, mul, rint, sub, tanh
+from ..arith import as_f32, as_i32, exp, f2i, f32, fma, i2f, i32, mul, rint, sub, tanh
 from ..reference import flash_attn_ext as reference
 from ..reference.flash_attn_ext import BLOCK, PIECE
-from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from . import amx
 from .flash_attn_ext_halves import key_loader, value_loader
 from .flash_attn_ext_runs import combine, copy, finish, read_ahead, seen_by, shared_by_runs, start_of
 from .flash_attn_ext_tiles import attention_by_tiles
-from .quantize import quantize_block
+from .quantize import quantize_block, scale_of
 from .rms_norm import halve128
 from .vector import ISAS, advance, as_int16, available_isas, instructions, pointer, store
 from .vector import fma as fma_block
@@ -205,16 +204,12 @@ def quantize_blocks(x, n_blocks, q, hi):
     for b in range(n_blocks):
         for i in range(BLOCK):
             bits = max(bits, i32(as_i32(x[b * BLOCK + i]) & i32(0x7fffffff)))
-    amax = as_f32(bits)
-    is_zero = bits >= INFINITY_BITS or amax < SMALLEST
-    inv = f32(0) if is_zero else div(LIMIT, amax)
+    d, inv = scale_of(bits)
     for b in range(n_blocks):
         for i in range(BLOCK):
-            level = i32(0) if is_zero else i32(f2i(rint(mul(x[b * BLOCK + i], inv))))
+            level = i32(0) if inv == 0 else i32(f2i(rint(mul(x[b * BLOCK + i], inv))))
             q[b * BLOCK + i], hi[b * BLOCK + i] = level, (level + 64) >> 7
-    if is_zero:
-        return NAN if bits >= INFINITY_BITS else f32(0)
-    return div(amax, LIMIT)
+    return d
 
 
 @device

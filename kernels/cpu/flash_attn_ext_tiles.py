@@ -17,11 +17,11 @@ from numba import float32, int32, uint32
 
 from ...quant.device_functions import device, inlined
 from ...quant.words import u32
-from ..arith import as_f32, as_i32, div, f2i, f32, i32, mul, rint, tanh
+from ..arith import as_i32, f2i, f32, i32, mul, rint, tanh
 from ..reference.flash_attn_ext import BLOCK, MINUS_INFINITY, PIECE
-from ..reference.quantize import INFINITY_BITS, LIMIT, NAN, SMALLEST
 from . import amx, vector
 from .flash_attn_ext_runs import finish, seen_by, start_of
+from .quantize import scale_of
 from .vector import LINE_BYTES, advance, as_uint8, at_line, instructions, pointer, stack, store
 
 LANES = amx.ROWS               # queries of a tile
@@ -50,16 +50,12 @@ def quantize_bytes(x, n, high, low):
     for b in range(0, n, BLOCK):
         for i in range(BLOCK):
             bits = max(bits, i32(as_i32(x[b + i]) & i32(0x7fffffff)))
-    amax = as_f32(bits)
-    is_zero = bits >= INFINITY_BITS or amax < SMALLEST
-    inv = f32(0) if is_zero else div(LIMIT, amax)
+    d, inv = scale_of(bits)
     for b in range(0, n, BLOCK):
         for i in range(BLOCK):
-            level = i32(0) if is_zero else i32(f2i(rint(mul(x[b + i], inv))))
+            level = i32(0) if inv == 0 else i32(f2i(rint(mul(x[b + i], inv))))
             high[b + i], low[b + i] = (level + 64) >> 7, ((level + 64) & 127) - 64
-    if is_zero:
-        return NAN if bits >= INFINITY_BITS else f32(0)
-    return div(amax, LIMIT)
+    return d
 
 
 @inlined
@@ -107,12 +103,9 @@ def seen_keys(ends, start, n_keys, window, n_before, low, count, seen):
 
 @inlined
 def factors(amax, inv, d):
-    """Of `quantize_block`; inv is 0 where all levels are."""
+    """`scale_of` each lane."""
     for r in range(LANES):
-        x = as_f32(amax[r])
-        is_zero = amax[r] >= INFINITY_BITS or x < SMALLEST
-        inv[r] = f32(0) if is_zero else div(LIMIT, x)
-        d[r] = (NAN if amax[r] >= INFINITY_BITS else f32(0)) if is_zero else div(x, LIMIT)
+        d[r], inv[r] = scale_of(amax[r])
 
 
 @device

@@ -20,8 +20,8 @@ def sum_of_128(typingctx, first):
     def codegen(context, builder, signature, args):
         x = builder.load(builder.bitcast(args[0], ir.VectorType(F32, 128).as_pointer()), align=4)
         while (w := x.type.count // 2) > 0:
-            low, high = (builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, w), list(range(first, first + w))))
-                         for first in (0, w))
+            low, high = (builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, w), list(range(lane, lane + w))))
+                         for lane in (0, w))
             x = builder.fadd(low, high)
         return builder.extract_element(x, I32(0))
     return types.float32(first), codegen
